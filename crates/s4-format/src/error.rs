@@ -1,0 +1,149 @@
+//! Errors shaped by what the caller can do about them.
+
+use std::fmt;
+
+/// Where in a checkpoint something is wrong: filled in from the inside out.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Place {
+    /// What was being read: `footer`, `manifest`, `tensor table`, `chunk table`, `stream`...
+    pub part: Option<&'static str>,
+    /// Name of the tensor.
+    pub tensor: Option<String>,
+    /// Number of the chunk within the tensor.
+    pub chunk: Option<u64>,
+    /// Number of the stream within the chunk.
+    pub stream: Option<usize>,
+    /// Byte offset within the part.
+    pub offset: Option<u64>,
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut sep = "";
+        if let Some(t) = &self.tensor {
+            write!(f, "tensor `{t}`")?;
+            sep = ", ";
+        }
+        if let Some(c) = self.chunk {
+            write!(f, "{sep}chunk {c}")?;
+            sep = ", ";
+        }
+        if let Some(s) = self.stream {
+            write!(f, "{sep}stream {s}")?;
+            sep = ", ";
+        }
+        if let Some(p) = self.part {
+            write!(f, "{sep}{p}")?;
+            sep = ", ";
+        }
+        if let Some(o) = self.offset {
+            write!(f, "{sep}offset {o}")?;
+            sep = ", ";
+        }
+        if sep.is_empty() { f.write_str("file") } else { Ok(()) }
+    }
+}
+
+/// What went wrong with bytes that were read.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// The bytes contradict themselves or a checksum: read another copy.
+    #[error("corrupt data ({place}): {what}")]
+    Corrupt {
+        /// What is wrong.
+        what: String,
+        /// Where.
+        place: Box<Place>,
+    },
+    /// The bytes end too early: the write did not finish, or the copy was cut.
+    #[error("truncated data ({place}): {what}")]
+    Truncated {
+        /// What is missing.
+        what: String,
+        /// Where.
+        place: Box<Place>,
+    },
+    /// Well-formed, but this version or this machine cannot read it.
+    #[error("unsupported ({place}): {what}")]
+    Unsupported {
+        /// What is not supported, and what would be.
+        what: String,
+        /// Where.
+        place: Box<Place>,
+    },
+    /// A limit of the format or of the caller would be exceeded.
+    #[error("limit exceeded ({place}): {what}")]
+    Limit {
+        /// Which limit.
+        what: String,
+        /// Where.
+        place: Box<Place>,
+    },
+}
+
+/// `Result` with this crate's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+impl Error {
+    /// [`Error::Corrupt`] without a place yet.
+    pub fn corrupt(what: impl Into<String>) -> Self {
+        Self::Corrupt { what: what.into(), place: Box::default() }
+    }
+    /// [`Error::Truncated`] without a place yet.
+    pub fn truncated(what: impl Into<String>) -> Self {
+        Self::Truncated { what: what.into(), place: Box::default() }
+    }
+    /// [`Error::Unsupported`] without a place yet.
+    pub fn unsupported(what: impl Into<String>) -> Self {
+        Self::Unsupported { what: what.into(), place: Box::default() }
+    }
+    /// [`Error::Limit`] without a place yet.
+    pub fn limit(what: impl Into<String>) -> Self {
+        Self::Limit { what: what.into(), place: Box::default() }
+    }
+    /// Where it went wrong.
+    pub fn place(&self) -> &Place {
+        match self {
+            Self::Corrupt { place, .. }
+            | Self::Truncated { place, .. }
+            | Self::Unsupported { place, .. }
+            | Self::Limit { place, .. } => place,
+        }
+    }
+    fn at(mut self, f: impl FnOnce(&mut Place)) -> Self {
+        match &mut self {
+            Self::Corrupt { place, .. }
+            | Self::Truncated { place, .. }
+            | Self::Unsupported { place, .. }
+            | Self::Limit { place, .. } => f(place),
+        }
+        self
+    }
+    /// Adds the part of the file, unless a more precise one is known.
+    #[must_use]
+    pub fn in_part(self, part: &'static str) -> Self {
+        self.at(|p| p.part = p.part.or(Some(part)))
+    }
+    /// Adds the offset within the part, unless known.
+    #[must_use]
+    pub fn at_offset(self, offset: u64) -> Self {
+        self.at(|p| p.offset = p.offset.or(Some(offset)))
+    }
+    /// Adds the number of the stream, unless known.
+    #[must_use]
+    pub fn in_stream(self, stream: usize) -> Self {
+        self.at(|p| p.stream = p.stream.or(Some(stream)))
+    }
+    /// Adds the number of the chunk, unless known.
+    #[must_use]
+    pub fn in_chunk(self, chunk: u64) -> Self {
+        self.at(|p| p.chunk = p.chunk.or(Some(chunk)))
+    }
+    /// Adds the name of the tensor, unless known.
+    #[must_use]
+    pub fn in_tensor(self, name: &str) -> Self {
+        self.at(|p| {
+            p.tensor.get_or_insert_with(|| name.to_owned());
+        })
+    }
+}

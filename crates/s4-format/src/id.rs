@@ -1,0 +1,178 @@
+//! Ids of bitstreams, layouts, predictors and residuals.
+//!
+//! An id names what is on disk, never who wrote it: a CPU, a GPU kernel and a vendor library that
+//! write the same bitstream share one id. Ids are append-only. Ids that a later version will build
+//! are present with their names, so that this version can refuse them by name.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// Whether this version of the project can read something, and if not, how to say so.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Support {
+    /// Built: every reader of this version decodes it.
+    Open,
+    /// Named in the format, not built in this version.
+    Reserved,
+    /// A vendor's closed bitstream: readable only where the vendor's library of the recorded major
+    /// version is.
+    Closed,
+}
+
+macro_rules! ids {
+    ($(#[$doc:meta])* $name:ident, $what:literal { $( $(#[$vdoc:meta])* $konst:ident = $code:literal, $text:literal, $support:ident; )* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+        #[serde(transparent)]
+        pub struct $name(pub u8);
+        impl $name {
+            $( $(#[$vdoc])* pub const $konst: Self = Self($code); )*
+            /// Every id of this kind that the format names, in ascending order.
+            pub const ALL: &'static [Self] = &[$(Self($code)),*];
+            /// The name that stands in the specification, or `None` for an id it does not know.
+            pub fn name(self) -> Option<&'static str> {
+                match self.0 { $( $code => Some($text), )* _ => None }
+            }
+            /// The id with this name.
+            pub fn from_name(name: &str) -> Option<Self> {
+                match name { $( $text => Some(Self($code)), )* _ => None }
+            }
+            /// Whether this version reads it; `None` for an id it does not know.
+            pub fn support(self) -> Option<Support> {
+                match self.0 { $( $code => Some(Support::$support), )* _ => None }
+            }
+            /// Checks that this version reads the id.
+            ///
+            /// # Errors
+            /// `Unsupported`, naming the id, if it is reserved, closed or unknown.
+            pub fn require_open(self) -> Result<Self> {
+                match self.support() {
+                    Some(Support::Open) => Ok(self),
+                    Some(Support::Reserved) => Err(Error::unsupported(format!(
+                        concat!($what, " `{}` (id {}) is named by the format but not built in this version"),
+                        self, self.0))),
+                    Some(Support::Closed) => Err(Error::unsupported(format!(
+                        concat!($what, " `{}` (id {}) is a vendor's closed bitstream: reading it needs the vendor's library and a GPU"),
+                        self, self.0))),
+                    None => Err(Error::unsupported(format!(
+                        concat!($what, " id {} is unknown to this version"), self.0))),
+                }
+            }
+        }
+        impl std::fmt::Display for $name {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                match self.name() { Some(n) => f.write_str(n), None => write!(f, "unknown-{}", self.0) }
+            }
+        }
+        impl std::fmt::Debug for $name {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                write!(f, concat!(stringify!($name), "({}, {})"), self.0, self)
+            }
+        }
+    };
+}
+
+ids! {
+    /// A bitstream that one stream of a chunk can be coded in.
+    CodecId, "codec" {
+        /// The bytes themselves.
+        RAW = 0, "raw", Open;
+        /// A unit of 1 to 16 bytes, repeated.
+        CONST = 1, "const", Open;
+        /// Dense packing of values that need fewer than 8 bits.
+        BITS = 2, "bits", Open;
+        /// Interleaved static rANS (docs/codecs/rans.md).
+        RANS = 3, "rans", Open;
+        /// Zstandard frames (RFC 8878).
+        ZSTD = 4, "zstd", Open;
+        /// GDeflate pages.
+        GDEFLATE = 5, "gdeflate", Reserved;
+        /// Deflate (RFC 1951).
+        DEFLATE = 6, "deflate", Reserved;
+        /// LZ4 blocks.
+        LZ4 = 7, "lz4", Reserved;
+        /// Snappy blocks.
+        SNAPPY = 8, "snappy", Reserved;
+        /// nvCOMP's ANS.
+        NVCOMP_ANS = 128, "nvcomp-ans", Closed;
+        /// nvCOMP's Bitcomp.
+        NVCOMP_BITCOMP = 129, "nvcomp-bitcomp", Closed;
+        /// nvCOMP's Cascaded.
+        NVCOMP_CASCADED = 130, "nvcomp-cascaded", Closed;
+    }
+}
+
+ids! {
+    /// Which planes the values of a tensor are split into.
+    LayoutId, "layout" {
+        /// One plane: the elements as they are.
+        WHOLE = 0, "whole", Open;
+        /// One plane for each byte of an element, most significant byte first.
+        BYTES = 1, "bytes", Open;
+        /// Floats: exponent byte; next byte; the rest with the sign at its low end (rotated left by one).
+        FIELDS = 2, "fields", Open;
+        /// Floats: packed sign bits; exponent byte; 7 mantissa bits; the rest.
+        FIELDS_SIGN = 3, "fields-sign", Open;
+        /// Residuals: bit length with sign and top bits as one symbol; the bits below, packed.
+        TOKEN = 4, "token", Open;
+    }
+}
+
+ids! {
+    /// What the bits of an element are expected to be.
+    PredictorId, "predictor" {
+        /// Nothing is expected.
+        NONE = 0, "none", Open;
+        /// The same tensor, or the same region of it, in the parent checkpoint.
+        PARENT = 1, "parent", Reserved;
+        /// Equal content, stored once.
+        SAME = 2, "same", Reserved;
+        /// The rounded copy of a wider float tensor.
+        CAST = 3, "cast", Reserved;
+        /// Row and column offsets of the value-ordered integer.
+        RANK1 = 4, "rank1", Open;
+        /// Rank1 with a fitted share of the parent's own residual.
+        BLEND = 5, "blend", Reserved;
+        /// The optimizer's own update.
+        STEP = 6, "step", Reserved;
+    }
+}
+
+ids! {
+    /// How the difference between an element and its prediction is written.
+    ResidualId, "residual" {
+        /// The element itself.
+        ID = 0, "id", Open;
+        /// The exclusive or of the bits.
+        XOR = 1, "xor", Reserved;
+        /// The difference in the order of values, zigzag-coded.
+        SUB = 2, "sub", Open;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_and_codes_are_unique_and_round_trip() {
+        for id in CodecId::ALL {
+            assert_eq!(CodecId::from_name(id.name().unwrap()), Some(*id));
+        }
+        assert!(CodecId::ALL.windows(2).all(|w| w[0] < w[1]));
+        assert_eq!(CodecId(77).name(), None);
+    }
+
+    #[test]
+    fn what_is_not_built_is_refused_by_name() {
+        let e = CodecId::GDEFLATE.require_open().unwrap_err().to_string();
+        assert!(e.contains("gdeflate") && e.contains("not built"), "{e}");
+        let e = CodecId::NVCOMP_ANS.require_open().unwrap_err().to_string();
+        assert!(e.contains("nvcomp-ans") && e.contains("closed"), "{e}");
+        let e = PredictorId::STEP.require_open().unwrap_err().to_string();
+        assert!(e.contains("step"), "{e}");
+        assert!(ResidualId(9).require_open().unwrap_err().to_string().contains('9'));
+        assert!(LayoutId::FIELDS.require_open().is_ok());
+    }
+}

@@ -1,0 +1,76 @@
+//! Which vector instructions the kernels use.
+
+use std::fmt;
+use std::str::FromStr;
+
+/// A set of vector instructions. Every set gives the same bytes; they differ in speed alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Simd {
+    /// Plain Rust: the oracle that the others are tested against.
+    Scalar,
+    /// 128-bit vectors of 64-bit Arm.
+    Neon,
+    /// 256-bit vectors of x86-64 (AVX2, BMI2, FMA).
+    Avx2,
+    /// 512-bit vectors of x86-64 (AVX-512 F, BW, VL, VBMI, VBMI2).
+    Avx512,
+}
+
+impl Simd {
+    /// Whether this machine can run the set.
+    pub fn is_available(self) -> bool {
+        match self {
+            Self::Scalar => true,
+            #[cfg(target_arch = "aarch64")]
+            Self::Neon => std::arch::is_aarch64_feature_detected!("neon"),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => {
+                is_x86_feature_detected!("avx2")
+                    && is_x86_feature_detected!("bmi2")
+                    && is_x86_feature_detected!("fma")
+            }
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => {
+                is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512vl")
+                    && is_x86_feature_detected!("avx512vbmi")
+                    && is_x86_feature_detected!("avx512vbmi2")
+                    && Self::Avx2.is_available()
+            }
+            #[expect(unreachable_patterns, reason = "sets of other architectures")]
+            _ => false,
+        }
+    }
+
+    /// Every set that this machine can run, the fastest last.
+    pub fn available() -> impl Iterator<Item = Self> {
+        [Self::Scalar, Self::Neon, Self::Avx2, Self::Avx512].into_iter().filter(|s| s.is_available())
+    }
+
+    /// The fastest set of this machine.
+    pub fn detect() -> Self {
+        Self::available().last().unwrap_or(Self::Scalar)
+    }
+}
+
+impl fmt::Display for Simd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Scalar => "scalar",
+            Self::Neon => "neon",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+        })
+    }
+}
+
+impl FromStr for Simd {
+    type Err = String;
+    fn from_str(s: &str) -> Result<Self, String> {
+        [Self::Scalar, Self::Neon, Self::Avx2, Self::Avx512]
+            .into_iter()
+            .find(|x| x.to_string() == s)
+            .ok_or_else(|| format!("unknown instruction set `{s}`: scalar, neon, avx2 or avx512"))
+    }
+}
