@@ -3,11 +3,30 @@
 //!
 //! What is deliberately absent: I/O, compression, `unsafe`, and any decision. Parsers here take
 //! byte slices that the caller has read and return typed errors that say where; no length found in
-//! a slice is used before it is checked against the slice itself.
+//! a slice is used before it is checked against the slice itself. `docs/format.md` is the
+//! specification; this crate is its types.
 #![forbid(unsafe_code)]
 
+pub mod chunk;
+mod digest;
+mod dtype;
 mod error;
+pub mod file;
 mod id;
+pub mod index;
+pub mod layout;
+pub mod limits;
+pub mod manifest;
+pub mod plan;
+pub mod side;
+mod wire;
 
+pub use chunk::{ChunkRecord, StreamEntry};
+pub use digest::{Digest, crc32c};
+pub use dtype::DType;
 pub use error::{Error, Place, Result};
+pub use file::Version;
 pub use id::{CodecId, LayoutId, PredictorId, ResidualId, Support};
+pub use index::{Tensor, TensorKind};
+pub use manifest::Manifest;
+pub use plan::Plan;

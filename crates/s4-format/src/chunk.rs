@@ -1,0 +1,203 @@
+//! Chunks: the record that says where one is, and the header that says what is in it.
+
+use crate::error::{Error, Result};
+use crate::id::CodecId;
+use crate::layout::MAX_PLANES;
+use crate::limits::{ALIGN, MAX_CHUNK_BYTES};
+use crate::wire::Cursor;
+
+/// Where a chunk is, how long, and what its bytes must hash to. 24 bytes in a chunk table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ChunkRecord {
+    /// Offset of the first byte within the object.
+    pub offset: u64,
+    /// Number of the object in the manifest's list.
+    pub object: u32,
+    /// Bytes on disk, at most [`MAX_CHUNK_BYTES`].
+    pub len: u32,
+    /// Whether the chunk is its values as they are, without header and streams.
+    pub plain: bool,
+    /// CRC-32C of the bytes on disk.
+    pub crc_encoded: u32,
+    /// CRC-32C of the values' bytes.
+    pub crc_raw: u32,
+}
+
+const PLAIN: u32 = 1 << 31;
+const _: () = assert!((MAX_CHUNK_BYTES as u64) < PLAIN as u64);
+
+impl ChunkRecord {
+    /// Bytes of a record.
+    pub const SIZE: usize = 24;
+
+    /// Appends the record.
+    pub fn write(&self, out: &mut Vec<u8>) {
+        out.extend(self.offset.to_le_bytes());
+        out.extend(self.object.to_le_bytes());
+        out.extend((self.len | if self.plain { PLAIN } else { 0 }).to_le_bytes());
+        out.extend(self.crc_encoded.to_le_bytes());
+        out.extend(self.crc_raw.to_le_bytes());
+    }
+
+    /// Reads a table of records that fills `bytes` exactly.
+    ///
+    /// # Errors
+    /// `Corrupt` if the size is no multiple of a record's, or a record's length passes the limit.
+    pub fn parse_table(bytes: &[u8]) -> Result<Vec<Self>> {
+        if !bytes.len().is_multiple_of(Self::SIZE) {
+            return Err(
+                Error::corrupt("size is no multiple of a chunk record's").in_part("chunk table")
+            );
+        }
+        let mut c = Cursor::new(bytes);
+        let mut table = Vec::with_capacity(bytes.len() / Self::SIZE);
+        for i in 0..bytes.len() / Self::SIZE {
+            let (offset, object, len) = (c.u64()?, c.u32()?, c.u32()?);
+            let record = Self {
+                offset,
+                object,
+                len: len & !PLAIN,
+                plain: len & PLAIN != 0,
+                crc_encoded: c.u32()?,
+                crc_raw: c.u32()?,
+            };
+            if record.len as usize > MAX_CHUNK_BYTES {
+                let what = format!("chunk of {} bytes", record.len);
+                return Err(Error::limit(what).in_part("chunk table").in_chunk(i as u64));
+            }
+            table.push(record);
+        }
+        Ok(table)
+    }
+}
+
+/// One stream in a chunk's header: 8 bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StreamEntry {
+    /// The bitstream.
+    pub codec: CodecId,
+    /// The codec's own 8-bit parameter.
+    pub param: u8,
+    /// Bytes of the stream.
+    pub len: u32,
+}
+
+impl StreamEntry {
+    /// Bytes of an entry.
+    pub const SIZE: usize = 8;
+
+    /// Bytes of the header of a chunk with `streams` streams: where the first stream starts.
+    pub fn header_len(streams: usize) -> usize {
+        (streams * Self::SIZE).next_multiple_of(ALIGN)
+    }
+
+    /// Writes the header of a chunk into the start of `out`.
+    ///
+    /// # Panics
+    /// If `out` is shorter than [`StreamEntry::header_len`].
+    pub fn write_header(entries: &[Self], out: &mut [u8]) {
+        let out = &mut out[..Self::header_len(entries.len())];
+        out.fill(0);
+        for (e, o) in entries.iter().zip(out.chunks_exact_mut(Self::SIZE)) {
+            o[0] = e.codec.0;
+            o[1] = e.param;
+            o[4..8].copy_from_slice(&e.len.to_le_bytes());
+        }
+    }
+
+    /// Reads the header of a chunk and finds its streams: entries and, for each, its bytes.
+    ///
+    /// # Errors
+    /// `Truncated` or `Corrupt` if header and streams do not fill the chunk exactly.
+    pub fn parse_chunk(chunk: &[u8], streams: usize) -> Result<StreamList<'_>> {
+        if streams > MAX_PLANES {
+            return Err(Error::limit(format!("{streams} streams")));
+        }
+        let header = Self::header_len(streams);
+        let mut c = Cursor::new(chunk);
+        let mut list = StreamList { items: [(Self::EMPTY, &[]); MAX_PLANES], len: streams };
+        for item in &mut list.items[..streams] {
+            let (codec, param, reserved) = (CodecId(c.u8()?), c.u8()?, c.u16()?);
+            if reserved != 0 {
+                return Err(Error::corrupt("reserved bits are set").in_part("chunk header"));
+            }
+            item.0 = Self { codec, param, len: c.u32()? };
+        }
+        let mut at = header;
+        for (i, item) in list.items[..streams].iter_mut().enumerate() {
+            at = at.next_multiple_of(ALIGN);
+            let end = at.checked_add(item.0.len as usize).filter(|&e| e <= chunk.len());
+            let end = end.ok_or_else(|| {
+                Error::truncated(format!("stream of {} bytes passes the end", item.0.len))
+                    .in_part("chunk header")
+                    .in_stream(i)
+            })?;
+            item.1 = &chunk[at..end];
+            at = end;
+        }
+        if at != chunk.len() {
+            let what = format!("{} bytes behind the last stream", chunk.len() - at);
+            return Err(Error::corrupt(what).in_part("chunk header"));
+        }
+        Ok(list)
+    }
+
+    const EMPTY: Self = Self { codec: CodecId::RAW, param: 0, len: 0 };
+}
+
+/// The streams of a chunk.
+#[derive(Debug, Clone, Copy)]
+pub struct StreamList<'a> {
+    items: [(StreamEntry, &'a [u8]); MAX_PLANES],
+    len: usize,
+}
+
+impl<'a> StreamList<'a> {
+    /// Entry and bytes of each stream.
+    pub fn items(&self) -> &[(StreamEntry, &'a [u8])] {
+        &self.items[..self.len]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_round_trip() {
+        let r = ChunkRecord {
+            offset: 1 << 40,
+            object: 3,
+            len: 87_000,
+            plain: true,
+            crc_encoded: 5,
+            crc_raw: 6,
+        };
+        let mut bytes = vec![];
+        r.write(&mut bytes);
+        assert_eq!(bytes.len(), ChunkRecord::SIZE);
+        assert_eq!(ChunkRecord::parse_table(&bytes).unwrap(), [r]);
+        assert!(ChunkRecord::parse_table(&bytes[1..]).is_err());
+        bytes[14] = 0x7f;
+        assert!(matches!(ChunkRecord::parse_table(&bytes), Err(Error::Limit { .. })));
+    }
+
+    #[test]
+    fn chunk_headers_must_fill_the_chunk() {
+        let entries = [
+            StreamEntry { codec: CodecId::RANS, param: 8, len: 20 },
+            StreamEntry { codec: CodecId::RAW, param: 0, len: 3 },
+            StreamEntry { codec: CodecId::CONST, param: 0, len: 0 },
+        ];
+        let mut chunk = vec![7; 32 + 32 + 16];
+        StreamEntry::write_header(&entries, &mut chunk);
+        let list = StreamEntry::parse_chunk(&chunk, 3).unwrap();
+        assert_eq!(list.items()[1], (entries[1], &[7u8; 3][..]));
+        assert!(list.items()[2].1.is_empty());
+        for cut in 0..chunk.len() {
+            assert!(StreamEntry::parse_chunk(&chunk[..cut], 3).is_err(), "cut {cut}");
+        }
+        chunk.push(0);
+        assert!(StreamEntry::parse_chunk(&chunk, 3).is_err());
+    }
+}

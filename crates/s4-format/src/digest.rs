@@ -1,0 +1,75 @@
+//! Checksums: CRC-32C against accidents, BLAKE3 as identity.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+use crate::error::Error;
+
+/// CRC-32C (Castagnoli; iSCSI, RFC 3720) of `bytes`.
+pub fn crc32c(bytes: &[u8]) -> u32 {
+    // The checksum is 32 bits wide; the crate returns every width as u64.
+    u32::try_from(crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes)).unwrap_or(0)
+}
+
+/// A BLAKE3 hash of 256 bits. Written as 64 hexadecimal digits.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Digest(pub [u8; 32]);
+
+impl Digest {
+    /// The hash of `bytes`.
+    pub fn of(bytes: &[u8]) -> Self {
+        Self(*blake3::hash(bytes).as_bytes())
+    }
+}
+
+impl fmt::Display for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|b| write!(f, "{b:02x}"))
+    }
+}
+
+impl fmt::Debug for Digest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Digest({self})")
+    }
+}
+
+impl FromStr for Digest {
+    type Err = Error;
+    fn from_str(s: &str) -> Result<Self, Error> {
+        let hash = blake3::Hash::from_hex(s)
+            .map_err(|e| Error::corrupt(format!("`{s}` is not a BLAKE3 hash: {e}")))?;
+        Ok(Self(*hash.as_bytes()))
+    }
+}
+
+impl Serialize for Digest {
+    fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+        s.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Digest {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+        String::deserialize(d)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn crc32c_of_the_standard_check_string() {
+        assert_eq!(crc32c(b"123456789"), 0xE306_9283);
+    }
+
+    #[test]
+    fn digests_round_trip_through_text() {
+        let d = Digest::of(b"abc");
+        assert_eq!(d.to_string().parse::<Digest>().unwrap(), d);
+        assert!("xyz".parse::<Digest>().is_err());
+    }
+}

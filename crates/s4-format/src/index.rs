@@ -1,0 +1,383 @@
+//! The tensor table: the first level of the index.
+//!
+//! Fixed-size records, a pool of dimensions, a pool of names. Each record names the tensor's block
+//! (side data and chunk table, the second level), which is read only for tensors that are wanted.
+
+use std::collections::HashSet;
+
+use crate::ChunkRecord;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::limits::{CHUNK_LOG2, MAX_NAME, MAX_RANK, MAX_SIDE, MAX_TENSOR_BYTES, MAX_TENSORS};
+use crate::wire::{Cursor, fit};
+
+/// Bytes of a tensor's record.
+pub const RECORD_LEN: usize = 32;
+/// Bytes before the first record.
+pub const TABLE_HEADER_LEN: usize = 16;
+
+/// Where the side data and the chunk table of a tensor are: adjacent, in that order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Block {
+    /// Offset of the first byte in the object that holds the index.
+    pub offset: u64,
+    /// Bytes of both.
+    pub len: u32,
+    /// CRC-32C of both.
+    pub crc: u32,
+}
+
+/// Where a tensor's values are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TensorKind {
+    /// In chunks of its own.
+    Chunks {
+        /// Side data and chunk table.
+        block: Block,
+        /// Values in each chunk but the last: `2^chunk_log2`.
+        chunk_log2: u8,
+        /// Whether it is a pack: it has no name and holds the values of small tensors of its dtype.
+        pack: bool,
+    },
+    /// In a pack: a run of its values.
+    Packed {
+        /// Number of the pack in the tensor table.
+        pack: u32,
+        /// First value.
+        first: u64,
+    },
+}
+
+/// A tensor as the index describes it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tensor {
+    /// Unique in the file; empty for packs alone.
+    pub name: String,
+    /// Type of the elements.
+    pub dtype: DType,
+    /// Size of each dimension, in elements.
+    pub shape: Vec<u64>,
+    /// Number of the plan in the manifest; that of a packed tensor is 0 and unused.
+    pub plan: u16,
+    /// Where the values are.
+    pub kind: TensorKind,
+}
+
+impl Tensor {
+    /// Number of elements: the product of the dimensions.
+    ///
+    /// # Errors
+    /// `Limit` if the tensor is larger than [`MAX_TENSOR_BYTES`].
+    pub fn elements(&self) -> Result<u64> {
+        let size = self.dtype.size() as u64;
+        // A zero anywhere makes the tensor empty, however large the other dimensions are.
+        let product = if self.shape.contains(&0) {
+            Some(0)
+        } else {
+            self.shape.iter().try_fold(1u64, |p, &d| p.checked_mul(d))
+        };
+        product
+            .filter(|p| p.checked_mul(size).is_some_and(|b| b <= MAX_TENSOR_BYTES))
+            .ok_or_else(|| Error::limit(format!("shape {:?} of {}", self.shape, self.dtype)))
+    }
+
+    /// Bytes of the values.
+    ///
+    /// # Errors
+    /// As [`Tensor::elements`].
+    pub fn bytes(&self) -> Result<u64> {
+        Ok(self.elements()? * self.dtype.size() as u64)
+    }
+
+    /// Number of values: elements, or twice as many for complex ones.
+    ///
+    /// # Errors
+    /// As [`Tensor::elements`].
+    pub fn values(&self) -> Result<u64> {
+        Ok(self.bytes()? / self.dtype.value_width() as u64)
+    }
+}
+
+/// Writes a tensor table.
+///
+/// # Errors
+/// `Limit` if there are too many tensors, or a name, shape or number does not fit.
+pub fn write_table(tensors: &[Tensor]) -> Result<Vec<u8>> {
+    if tensors.len() > MAX_TENSORS {
+        return Err(Error::limit(format!("{} tensors", tensors.len())));
+    }
+    let (mut records, mut dims, mut names) = (vec![], Vec::<u64>::new(), Vec::<u8>::new());
+    for t in tensors {
+        if t.name.len() > MAX_NAME || t.name.contains('\0') {
+            return Err(Error::limit("name is longer than 4096 bytes or contains NUL")
+                .in_tensor(&t.name.chars().take(80).collect::<String>()));
+        }
+        if t.shape.len() > MAX_RANK {
+            return Err(Error::limit(format!("rank {}", t.shape.len())).in_tensor(&t.name));
+        }
+        t.elements().map_err(|e| e.in_tensor(&t.name))?;
+        records.extend(fit::<u32>(names.len(), "names")?.to_le_bytes());
+        records.extend(fit::<u16>(t.name.len(), "name")?.to_le_bytes());
+        records.extend([t.dtype as u8, fit::<u8>(t.shape.len(), "rank")?]);
+        records.extend(fit::<u32>(dims.len(), "dimensions")?.to_le_bytes());
+        records.extend(t.plan.to_le_bytes());
+        let (log2, kind, place, aux, crc) = match t.kind {
+            TensorKind::Chunks { block, chunk_log2, pack } => {
+                (chunk_log2, if pack { 2 } else { 0 }, block.offset, block.len, block.crc)
+            }
+            TensorKind::Packed { pack, first } => (0, 1, first, pack, 0),
+        };
+        records.extend([log2, kind]);
+        records.extend(place.to_le_bytes());
+        records.extend(aux.to_le_bytes());
+        records.extend(crc.to_le_bytes());
+        dims.extend(&t.shape);
+        names.extend(t.name.as_bytes());
+    }
+    let mut out =
+        Vec::with_capacity(TABLE_HEADER_LEN + records.len() + 8 * dims.len() + names.len());
+    out.extend(fit::<u32>(tensors.len(), "tensors")?.to_le_bytes());
+    out.extend(fit::<u32>(dims.len(), "dimensions")?.to_le_bytes());
+    out.extend((names.len() as u64).to_le_bytes());
+    out.extend(records);
+    dims.iter().for_each(|d| out.extend(d.to_le_bytes()));
+    out.extend(names);
+    Ok(out)
+}
+
+/// Reads a tensor table. `end` is where the index may reach to: no block lies beyond it. `plans` is
+/// the number of plans in the manifest.
+///
+/// # Errors
+/// `Truncated`, `Corrupt`, `Limit` or `Unsupported`, naming the record.
+pub fn parse_table(bytes: &[u8], end: u64, plans: usize) -> Result<Vec<Tensor>> {
+    parse_inner(bytes, end, plans).map_err(|e| e.in_part("tensor table"))
+}
+
+fn parse_inner(bytes: &[u8], end: u64, plans: usize) -> Result<Vec<Tensor>> {
+    let mut c = Cursor::new(bytes);
+    let (count, dims_len, names_len) = (c.u32()? as usize, c.u32()? as usize, c.u64()?);
+    if count > MAX_TENSORS {
+        return Err(Error::limit(format!("{count} tensors")));
+    }
+    let names_len = usize::try_from(names_len).map_err(|_| Error::limit("names"))?;
+    let records = c.take(count * RECORD_LEN)?;
+    let dims = c.take(dims_len.checked_mul(8).ok_or_else(|| Error::limit("dimensions"))?)?;
+    let names = c.take(names_len)?;
+    if c.rest() != 0 {
+        return Err(Error::corrupt(format!("{} bytes behind the names", c.rest())));
+    }
+    let pools = Pools { dims, names };
+    let mut tensors = Vec::with_capacity(count);
+    let mut seen = HashSet::with_capacity(count);
+    for (i, record) in records.chunks_exact(RECORD_LEN).enumerate() {
+        let at = |e: Error| e.at_offset((TABLE_HEADER_LEN + i * RECORD_LEN) as u64);
+        let t = parse_record(record, &pools).map_err(at)?;
+        check_record(&t, end, plans).map_err(|e| e.in_tensor(&t.name)).map_err(at)?;
+        tensors.push(t);
+    }
+    for t in &tensors {
+        check_relations(t, &tensors).map_err(|e| e.in_tensor(&t.name))?;
+        if !t.name.is_empty() && !seen.insert(t.name.as_str()) {
+            return Err(Error::corrupt("two tensors have this name").in_tensor(&t.name));
+        }
+    }
+    Ok(tensors)
+}
+
+struct Pools<'a> {
+    dims: &'a [u8],
+    names: &'a [u8],
+}
+
+fn parse_record(record: &[u8], pools: &Pools<'_>) -> Result<Tensor> {
+    let mut c = Cursor::new(record);
+    let (name_at, name_len) = (c.u32()? as usize, c.u16()? as usize);
+    let (dtype, rank) = (DType::from_code(c.u8()?)?, c.u8()? as usize);
+    let (dims_at, plan) = (c.u32()? as usize, c.u16()?);
+    let (chunk_log2, kind) = (c.u8()?, c.u8()?);
+    let (place, aux, crc) = (c.u64()?, c.u32()?, c.u32()?);
+    if rank > MAX_RANK || name_len > MAX_NAME {
+        return Err(Error::limit(format!("rank {rank} or name of {name_len} bytes")));
+    }
+    let name = pools.names.get(name_at..name_at + name_len);
+    let name = name.ok_or_else(|| Error::corrupt("name lies outside the pool"))?;
+    let name = std::str::from_utf8(name).map_err(|_| Error::corrupt("name is not UTF-8"))?;
+    let dims = dims_at.checked_mul(8).and_then(|at| pools.dims.get(at..at.checked_add(rank * 8)?));
+    let dims = dims.ok_or_else(|| Error::corrupt("shape lies outside the pool"))?;
+    let mut d = Cursor::new(dims);
+    let shape = (0..rank).map(|_| d.u64()).collect::<Result<_>>()?;
+    let kind = match kind {
+        0 | 2 => TensorKind::Chunks {
+            block: Block { offset: place, len: aux, crc },
+            chunk_log2,
+            pack: kind == 2,
+        },
+        1 => TensorKind::Packed { pack: aux, first: place },
+        k => return Err(Error::unsupported(format!("tensor kind {k}"))),
+    };
+    Ok(Tensor { name: name.to_owned(), dtype, shape, plan, kind })
+}
+
+fn check_record(t: &Tensor, end: u64, plans: usize) -> Result<()> {
+    let values = t.values()?;
+    if t.name.contains('\0') {
+        return Err(Error::corrupt("name contains NUL"));
+    }
+    if let TensorKind::Chunks { block, chunk_log2, pack } = t.kind {
+        if t.name.is_empty() != pack {
+            return Err(Error::corrupt("packs have no name, other tensors have one"));
+        }
+        if !CHUNK_LOG2.contains(&chunk_log2) {
+            return Err(Error::limit(format!("chunks of 2^{chunk_log2} values")));
+        }
+        if usize::from(t.plan) >= plans {
+            return Err(Error::corrupt(format!("plan {} of {plans}", t.plan)));
+        }
+        if block.offset.checked_add(u64::from(block.len)).is_none_or(|e| e > end) {
+            return Err(Error::corrupt("block lies outside the file"));
+        }
+        let table = chunk_count(values, chunk_log2).checked_mul(ChunkRecord::SIZE as u64);
+        let side = table.and_then(|t| u64::from(block.len).checked_sub(t));
+        if side.is_none_or(|s| s > MAX_SIDE as u64) {
+            return Err(Error::corrupt("block does not have the size of its chunk table"));
+        }
+    } else if t.name.is_empty() {
+        return Err(Error::corrupt("tensor without a name"));
+    }
+    Ok(())
+}
+
+fn check_relations(t: &Tensor, all: &[Tensor]) -> Result<()> {
+    let TensorKind::Packed { pack, first } = t.kind else { return Ok(()) };
+    let host = all.get(pack as usize);
+    let host = host.filter(|h| matches!(h.kind, TensorKind::Chunks { pack: true, .. }));
+    let host = host.ok_or_else(|| Error::corrupt(format!("{pack} is not a pack")))?;
+    let fits = first.checked_add(t.values()?).is_some_and(|e| host.values().is_ok_and(|v| e <= v));
+    if host.dtype.value_width() != t.dtype.value_width() || !fits {
+        return Err(Error::corrupt(format!("tensor does not lie within pack {pack}")));
+    }
+    Ok(())
+}
+
+/// Number of chunks of `values` values.
+pub fn chunk_count(values: u64, chunk_log2: u8) -> u64 {
+    values.div_ceil(1 << chunk_log2)
+}
+
+/// Splits a tensor's block into side data and chunk table, after its checksum matched.
+///
+/// # Errors
+/// `Corrupt` if `bytes` is not the block or its checksum differs.
+pub fn split_block<'a>(
+    bytes: &'a [u8],
+    block: &Block,
+    chunks: u64,
+) -> Result<(&'a [u8], &'a [u8])> {
+    if bytes.len() != block.len as usize || crate::crc32c(bytes) != block.crc {
+        return Err(Error::corrupt("checksum differs").in_part("chunk table"));
+    }
+    let table = usize::try_from(chunks).ok().and_then(|c| c.checked_mul(ChunkRecord::SIZE));
+    let split = table.and_then(|t| bytes.len().checked_sub(t));
+    let split = split.ok_or_else(|| Error::corrupt("block too short").in_part("chunk table"))?;
+    Ok(bytes.split_at(split))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample() -> Vec<Tensor> {
+        let block = Block { offset: 100, len: 2 * 24 + 16, crc: 7 };
+        vec![
+            Tensor {
+                name: "model.wte.weight".into(),
+                dtype: DType::BFloat16,
+                shape: vec![400, 200],
+                plan: 1,
+                kind: TensorKind::Chunks { block, chunk_log2: 16, pack: false },
+            },
+            Tensor {
+                name: String::new(),
+                dtype: DType::Float32,
+                shape: vec![100],
+                plan: 0,
+                kind: TensorKind::Chunks {
+                    block: Block { offset: 200, len: 24, crc: 9 },
+                    chunk_log2: 16,
+                    pack: true,
+                },
+            },
+            Tensor {
+                name: "ln.weight".into(),
+                dtype: DType::Float32,
+                shape: vec![60],
+                plan: 0,
+                kind: TensorKind::Packed { pack: 1, first: 40 },
+            },
+            Tensor {
+                name: "empty".into(),
+                dtype: DType::Complex64,
+                shape: vec![u64::MAX, 0],
+                plan: 0,
+                kind: TensorKind::Chunks {
+                    block: Block { offset: 0, len: 0, crc: 0 },
+                    chunk_log2: 16,
+                    pack: false,
+                },
+            },
+        ]
+    }
+
+    #[test]
+    fn tables_round_trip() {
+        let bytes = write_table(&sample()).unwrap();
+        assert_eq!(parse_table(&bytes, 1000, 2).unwrap(), sample());
+        assert!(matches!(parse_table(&bytes, 150, 2), Err(Error::Corrupt { .. })));
+        assert!(matches!(parse_table(&bytes, 1000, 1), Err(Error::Corrupt { .. })));
+    }
+
+    #[test]
+    fn every_truncation_is_an_error_and_no_flip_panics() {
+        let bytes = write_table(&sample()).unwrap();
+        for cut in 0..bytes.len() {
+            assert!(parse_table(&bytes[..cut], 1000, 2).is_err(), "cut {cut}");
+        }
+        for bit in 0..bytes.len() * 8 {
+            let mut b = bytes.clone();
+            b[bit / 8] ^= 1 << (bit % 8);
+            if let Ok(t) = parse_table(&b, 1000, 2) {
+                assert_eq!(t.len(), sample().len());
+            }
+        }
+    }
+
+    #[test]
+    fn absurd_counts_allocate_nothing() {
+        let mut bytes = write_table(&sample()).unwrap();
+        bytes[0..4].copy_from_slice(&u32::MAX.to_le_bytes());
+        assert!(matches!(parse_table(&bytes, 1000, 2), Err(Error::Limit { .. })));
+        bytes[0..4].copy_from_slice(&(1u32 << 22).to_le_bytes());
+        assert!(matches!(parse_table(&bytes, 1000, 2), Err(Error::Truncated { .. })));
+    }
+
+    #[test]
+    fn bad_relations_are_refused() {
+        let refused = |f: fn(&mut Vec<Tensor>)| {
+            let mut t = sample();
+            f(&mut t);
+            parse_table(&write_table(&t).unwrap(), 1000, 2).unwrap_err()
+        };
+        refused(|t| t[2].kind = TensorKind::Packed { pack: 0, first: 0 });
+        refused(|t| t[2].kind = TensorKind::Packed { pack: 1, first: 41 });
+        refused(|t| t[2].kind = TensorKind::Packed { pack: 9, first: 0 });
+        refused(|t| t[2].dtype = DType::Int8);
+        refused(|t| t[2].name = t[0].name.clone());
+        refused(|t| t[0].name.clear());
+        refused(|t| t[0].shape[0] *= 2);
+        assert!(
+            write_table(&[Tensor { shape: vec![1 << 40, 1 << 40], ..sample()[0].clone() }])
+                .is_err()
+        );
+    }
+}

@@ -1,0 +1,28 @@
+//! Limits of the format: nothing larger is written, and nothing larger is believed when read.
+
+/// Values in a chunk: `2^16` at least (but for the last of a tensor), `2^18` at most.
+pub const CHUNK_LOG2: std::ops::RangeInclusive<u8> = 16..=18;
+/// Bytes of an encoded chunk: the largest raw chunk (`2^18` values of 8 bytes) and its header.
+pub const MAX_CHUNK_BYTES: usize = (8 << 18) + 4096;
+/// Alignment of chunks within an object and of streams within a chunk, in bytes.
+pub const ALIGN: usize = 16;
+/// Records of a tensor table.
+pub const MAX_TENSORS: usize = 1 << 22;
+/// Bytes of a tensor's name, in UTF-8 without NUL.
+pub const MAX_NAME: usize = 4096;
+/// Dimensions of a tensor.
+pub const MAX_RANK: usize = 64;
+/// Bytes of a manifest.
+pub const MAX_MANIFEST: u64 = 256 << 20;
+/// Bytes of a tensor table.
+pub const MAX_TENSOR_TABLE: u64 = 1 << 30;
+/// Bytes of the side data of one tensor.
+pub const MAX_SIDE: usize = 64 << 20;
+/// Bytes of a tensor.
+pub const MAX_TENSOR_BYTES: u64 = 1 << 46;
+/// Longest path from a tensor through the inputs of its plan, within one checkpoint.
+pub const MAX_DEPENDENCY_DEPTH: usize = 4;
+/// Longest chain of checkpoints.
+pub const MAX_CHAIN: usize = 64;
+/// rANS tables of one stream.
+pub const MAX_TABLES: usize = 16;

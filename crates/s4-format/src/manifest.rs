@@ -1,0 +1,262 @@
+//! The manifest: the root of a checkpoint, as JSON.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+
+use crate::digest::Digest;
+use crate::error::{Error, Result};
+use crate::file::Version;
+use crate::id::CodecId;
+use crate::limits::{MAX_TENSOR_TABLE, MAX_TENSORS};
+use crate::plan::Plan;
+
+/// A run of bytes of the object that holds the manifest, and its hash.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Section {
+    /// Offset of the first byte.
+    pub offset: u64,
+    /// Number of bytes.
+    pub bytes: u64,
+    /// BLAKE3 of the bytes.
+    pub blake3: Digest,
+}
+
+/// An object that chunks lie in.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Object {
+    /// Its name beside the manifest; absent: the file that holds the manifest.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// Bytes that hold chunks, from the object's start.
+    pub bytes: u64,
+    /// BLAKE3 of those bytes.
+    pub blake3: Digest,
+}
+
+/// Where and what the tensor table is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TensorTable {
+    /// Its bytes.
+    pub section: Section,
+    /// Number of records.
+    pub count: u32,
+}
+
+/// How the object that the caller saved is described.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Form {
+    /// By nothing but the tensors and their names.
+    Tensors,
+    /// By `tree`: typed JSON.
+    Tree,
+    /// By the blob `pickle`: PyTorch's pickle stream without the storages.
+    Pickle,
+}
+
+/// What a tensor is to an optimizer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RoleKind {
+    /// The parameter itself.
+    Weight,
+    /// Its wider copy that the optimizer updates.
+    Master,
+    /// The first moment.
+    ExpAvg,
+    /// The second moment.
+    ExpAvgSq,
+}
+
+/// One row of the role table. A wrong role costs ratio, never correctness.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Role {
+    /// Number of the tensor in the tensor table.
+    pub tensor: u32,
+    /// Number of the parameter that it belongs to.
+    pub parameter: u32,
+    /// What it is to that parameter.
+    pub kind: RoleKind,
+    /// Number of the parameter's group in [`Roles::groups`].
+    pub group: u32,
+}
+
+/// The role table: rows, and the scalars of the optimizer's groups (lr, betas, eps, step...).
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Roles {
+    /// Rows.
+    pub tensors: Vec<Role>,
+    /// Scalars of each group.
+    pub groups: Vec<BTreeMap<String, f64>>,
+}
+
+/// A closed bitstream that the checkpoint needs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ClosedCodec {
+    /// The bitstream.
+    pub codec: CodecId,
+    /// Major version of the vendor's library that wrote it.
+    pub library_major: u32,
+}
+
+/// The manifest.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Manifest {
+    /// Version of the format.
+    pub format: Version,
+    /// Program and version that wrote it.
+    pub writer: String,
+    /// Preset that it was written with.
+    pub preset: String,
+    /// Objects that chunks lie in, by number.
+    pub objects: Vec<Object>,
+    /// The tensor table.
+    pub tensors: TensorTable,
+    /// Plans, by number.
+    pub plans: Vec<Plan>,
+    /// How the saved object is described.
+    pub form: Form,
+    /// The saved object, if `form` is `tree`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tree: Option<Box<RawValue>>,
+    /// Named byte strings.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub blobs: BTreeMap<String, Section>,
+    /// Free text of the caller.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub metadata: BTreeMap<String, String>,
+    /// What each tensor is to the optimizer.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub roles: Option<Roles>,
+    /// Hash of the manifest of the checkpoint that deltas are taken against.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<Digest>,
+    /// Closed bitstreams that reading needs.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub closed_codecs: Vec<ClosedCodec>,
+}
+
+impl Manifest {
+    /// Reads a manifest whose hash matched. `end` is where it starts in its object: every section
+    /// lies before it.
+    ///
+    /// # Errors
+    /// `Unsupported` for another version or a plan that is not built; `Corrupt` for anything that
+    /// is not a manifest or contradicts itself.
+    pub fn parse(json: &[u8], end: u64) -> Result<Self> {
+        Self::parse_inner(json, end).map_err(|e| e.in_part("manifest"))
+    }
+
+    fn parse_inner(json: &[u8], end: u64) -> Result<Self> {
+        #[derive(Deserialize)]
+        struct Head {
+            format: Version,
+        }
+        let bad = |e: serde_json::Error| Error::corrupt(e.to_string());
+        serde_json::from_slice::<Head>(json).map_err(bad)?.format.require_readable()?;
+        let m: Self = serde_json::from_slice(json).map_err(bad)?;
+        for s in m.blobs.values().chain([&m.tensors.section]) {
+            if s.offset.checked_add(s.bytes).is_none_or(|e| e > end) {
+                return Err(Error::corrupt("section lies behind the manifest"));
+            }
+        }
+        if m.tensors.count as usize > MAX_TENSORS || m.tensors.section.bytes > MAX_TENSOR_TABLE {
+            return Err(Error::limit(format!("{} tensors", m.tensors.count)));
+        }
+        if m.objects.is_empty() || m.objects.iter().any(|o| o.name.is_none() && o.bytes > end) {
+            return Err(Error::corrupt("objects"));
+        }
+        if let Some(c) = m.closed_codecs.first() {
+            c.codec.require_open()?;
+        }
+        if m.parent.is_some() {
+            return Err(Error::unsupported(
+                "checkpoints with a parent are not built in this version",
+            ));
+        }
+        m.plans.iter().try_for_each(Plan::require_open)?;
+        if (m.form == Form::Tree) != m.tree.is_some() {
+            return Err(Error::corrupt("`tree` and `form` contradict each other"));
+        }
+        if m.form == Form::Pickle && !m.blobs.contains_key("pickle") {
+            return Err(Error::corrupt("blob `pickle` is missing"));
+        }
+        Ok(m)
+    }
+
+    /// The manifest's bytes.
+    ///
+    /// # Errors
+    /// `Corrupt` if a number of the role table is not finite, which JSON cannot hold.
+    pub fn to_json(&self) -> Result<Vec<u8>> {
+        serde_json::to_vec(self).map_err(|e| Error::corrupt(format!("manifest: {e}")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::id::{LayoutId, PredictorId};
+
+    fn sample() -> Manifest {
+        let section = Section { offset: 16, bytes: 10, blake3: Digest::of(b"") };
+        Manifest {
+            format: Version::CURRENT,
+            writer: "test".into(),
+            preset: "fast".into(),
+            objects: vec![Object { name: None, bytes: 16, blake3: Digest::of(b"") }],
+            tensors: TensorTable { section, count: 0 },
+            plans: vec![Plan::direct(LayoutId::FIELDS)],
+            form: Form::Tree,
+            tree: Some(RawValue::from_string("{\"a\":1}".into()).unwrap()),
+            blobs: BTreeMap::new(),
+            metadata: BTreeMap::from([("k".into(), "v".into())]),
+            roles: Some(Roles {
+                tensors: vec![Role { tensor: 0, parameter: 0, kind: RoleKind::ExpAvgSq, group: 0 }],
+                groups: vec![BTreeMap::from([("lr".into(), 3e-4)])],
+            }),
+            parent: None,
+            closed_codecs: vec![],
+        }
+    }
+
+    fn refused(change: impl FnOnce(&mut Manifest)) -> Error {
+        let mut m = sample();
+        change(&mut m);
+        Manifest::parse(&m.to_json().unwrap(), 26).unwrap_err()
+    }
+
+    #[test]
+    fn manifests_round_trip() {
+        let m = Manifest::parse(&sample().to_json().unwrap(), 26).unwrap();
+        assert_eq!(m.tree.unwrap().get(), "{\"a\":1}");
+        assert_eq!(m.roles, sample().roles);
+    }
+
+    #[test]
+    fn what_is_not_built_or_contradictory_is_refused() {
+        let unsupported = |e: &Error| matches!(e, Error::Unsupported { .. });
+        assert!(unsupported(&refused(|m| m.format.minor = 2)));
+        assert!(unsupported(&refused(|m| m.parent = Some(Digest::of(b"p")))));
+        let e = refused(|m| m.plans[0].predictor = PredictorId::STEP);
+        assert!(unsupported(&e) && e.to_string().contains("step"), "{e}");
+        let e = refused(|m| {
+            m.closed_codecs = vec![ClosedCodec { codec: CodecId::NVCOMP_ANS, library_major: 6 }];
+        });
+        assert!(unsupported(&e) && e.to_string().contains("nvcomp-ans"), "{e}");
+        refused(|m| m.tree = None);
+        refused(|m| m.form = Form::Pickle);
+        refused(|m| m.objects.clear());
+        refused(|m| m.tensors.section.bytes = u64::MAX);
+        refused(|m| m.tensors.section.offset = u64::MAX);
+    }
+}

@@ -1,0 +1,147 @@
+//! Plans: how a tensor is predicted, subtracted and split.
+
+use serde::{Deserialize, Serialize};
+
+use crate::digest::Digest;
+use crate::error::{Error, Result};
+use crate::id::{LayoutId, PredictorId, ResidualId};
+use crate::limits::MAX_DEPENDENCY_DEPTH;
+
+/// A tensor, or a region of it, that a prediction is made from.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Input {
+    /// Hash of the manifest of the checkpoint that holds it; absent: this checkpoint.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub manifest: Option<Digest>,
+    /// Number of the tensor in that checkpoint's tensor table.
+    pub tensor: u32,
+    /// First and end index in each dimension; absent: the whole tensor.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub region: Option<Vec<[u64; 2]>>,
+}
+
+/// Predictor, residual and layout of a tensor. The codec of each stream stands in each chunk.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Plan {
+    /// What the elements are expected to be.
+    pub predictor: PredictorId,
+    /// How the difference is written.
+    pub residual: ResidualId,
+    /// Which planes the result is split into.
+    pub layout: LayoutId,
+    /// What the prediction is made from.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub inputs: Vec<Input>,
+}
+
+impl Plan {
+    /// A plan without prediction.
+    pub fn direct(layout: LayoutId) -> Self {
+        Self { predictor: PredictorId::NONE, residual: ResidualId::ID, layout, inputs: vec![] }
+    }
+
+    /// Checks that this version can decode the plan.
+    ///
+    /// # Errors
+    /// `Unsupported`, naming the part that is not built; `Corrupt` for parts that do not belong
+    /// together.
+    pub fn require_open(&self) -> Result<()> {
+        self.predictor.require_open()?;
+        self.residual.require_open()?;
+        self.layout.require_open()?;
+        let fits = match self.predictor {
+            PredictorId::NONE => self.residual == ResidualId::ID && self.inputs.is_empty(),
+            PredictorId::RANK1 => self.residual == ResidualId::SUB && self.inputs.is_empty(),
+            _ => true,
+        };
+        if fits && (self.layout != LayoutId::TOKEN || self.residual == ResidualId::SUB) {
+            return Ok(());
+        }
+        Err(Error::corrupt(format!(
+            "plan of predictor `{}`, residual `{}`, layout `{}` and {} inputs",
+            self.predictor,
+            self.residual,
+            self.layout,
+            self.inputs.len()
+        )))
+    }
+}
+
+/// Checks that the inputs of the tensors of one checkpoint form no cycle and no path longer than
+/// [`MAX_DEPENDENCY_DEPTH`]. `inputs(t)` gives the tensors of the same checkpoint that `t` needs.
+///
+/// # Errors
+/// `Corrupt` for an input out of range, `Limit` for a cycle or too long a path.
+pub fn check_dependencies<'a>(tensors: usize, inputs: impl Fn(usize) -> &'a [Input]) -> Result<()> {
+    let own =
+        |t: usize| inputs(t).iter().filter(|i| i.manifest.is_none()).map(|i| i.tensor as usize);
+    let mut depth = vec![0usize; tensors];
+    let too_deep = || {
+        Error::limit(format!(
+            "inputs of tensors form a cycle or a path longer than {MAX_DEPENDENCY_DEPTH}"
+        ))
+    };
+    // Depths only grow and are bounded, so this ends; along a cycle they grow past the bound.
+    loop {
+        let mut changed = false;
+        for t in 0..tensors {
+            for i in own(t) {
+                let below = *depth.get(i).ok_or_else(|| {
+                    Error::corrupt(format!("input {i} of tensor {t} is not in the tensor table"))
+                })?;
+                if below >= MAX_DEPENDENCY_DEPTH {
+                    return Err(too_deep());
+                }
+                if depth[t] < below + 1 {
+                    depth[t] = below + 1;
+                    changed = true;
+                }
+            }
+        }
+        if !changed {
+            return Ok(());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn on(tensor: u32) -> Vec<Input> {
+        vec![Input { manifest: None, tensor, region: None }]
+    }
+
+    #[test]
+    fn dependencies_are_acyclic_and_bounded() {
+        let chain = |n: u32| -> Vec<Vec<Input>> {
+            (0..n).map(|i| if i == 0 { vec![] } else { on(i - 1) }).collect()
+        };
+        let check = |g: &[Vec<Input>]| check_dependencies(g.len(), |t| &g[t]);
+        assert!(check(&chain(5)).is_ok());
+        let mut reversed = chain(5);
+        reversed.reverse();
+        for (i, inputs) in reversed.iter_mut().enumerate() {
+            if i < 4 {
+                *inputs = on(u32::try_from(i).unwrap() + 1);
+            }
+        }
+        assert!(check(&reversed).is_ok());
+        assert!(matches!(check(&chain(6)), Err(Error::Limit { .. })));
+        assert!(matches!(check(&[on(1), on(0)]), Err(Error::Limit { .. })));
+        assert!(matches!(check(&[on(0)]), Err(Error::Limit { .. })));
+        assert!(matches!(check(&[on(7)]), Err(Error::Corrupt { .. })));
+    }
+
+    #[test]
+    fn plans_are_refused_by_name() {
+        let mut p = Plan::direct(LayoutId::FIELDS);
+        assert!(p.require_open().is_ok());
+        p.predictor = PredictorId::PARENT;
+        assert!(p.require_open().unwrap_err().to_string().contains("parent"));
+        p = Plan::direct(LayoutId::TOKEN);
+        assert!(matches!(p.require_open(), Err(Error::Corrupt { .. })));
+    }
+}

@@ -1,0 +1,120 @@
+//! Side data of a tensor: what its chunks need besides themselves.
+//!
+//! Side data stands before the chunk table in the tensor's block: sections of a kind, a length and
+//! as many bytes, each padded with zeros to a multiple of 8.
+
+use crate::error::{Error, Result};
+use crate::limits::MAX_SIDE;
+use crate::wire::{Cursor, fit};
+
+/// What a section holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SideKind(pub u32);
+
+impl SideKind {
+    /// rANS tables that all chunks of the tensor may use.
+    pub const TABLES: Self = Self(1);
+    /// Row and column offsets of the predictor `rank1`.
+    pub const RANK1: Self = Self(2);
+    /// Positions and values that a predictor does not cover. Reserved.
+    pub const EXCEPTIONS: Self = Self(3);
+    /// The fitted share of the parent's residual. Reserved.
+    pub const ALPHA: Self = Self(4);
+    /// rANS tables, one set for each run of chunks. Reserved.
+    pub const GROUP_TABLES: Self = Self(5);
+}
+
+/// The side data of one tensor.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Side {
+    sections: Vec<(u32, Vec<u8>)>,
+}
+
+impl Side {
+    /// Adds a section.
+    ///
+    /// # Errors
+    /// `Limit` if the side data grows past [`MAX_SIDE`].
+    pub fn push(&mut self, kind: SideKind, bytes: Vec<u8>) -> Result<()> {
+        self.sections.push((kind.0, bytes));
+        if self.encoded_len() > MAX_SIDE {
+            return Err(Error::limit(format!("{} bytes of side data", self.encoded_len())));
+        }
+        Ok(())
+    }
+
+    /// The bytes of a section; empty if there is none.
+    pub fn get(&self, kind: SideKind) -> &[u8] {
+        self.sections.iter().find(|s| s.0 == kind.0).map_or(&[], |s| &s.1)
+    }
+
+    /// Bytes of the sections on disk.
+    pub fn encoded_len(&self) -> usize {
+        self.sections.iter().map(|s| 8 + s.1.len().next_multiple_of(8)).sum()
+    }
+
+    /// Appends the sections.
+    ///
+    /// # Errors
+    /// `Limit` if a section does not fit its length field.
+    pub fn write(&self, out: &mut Vec<u8>) -> Result<()> {
+        for (kind, bytes) in &self.sections {
+            out.extend(kind.to_le_bytes());
+            out.extend(fit::<u32>(bytes.len(), "side data section")?.to_le_bytes());
+            out.extend(bytes);
+            out.resize(out.len().next_multiple_of(8), 0);
+        }
+        Ok(())
+    }
+
+    /// Reads sections that fill `bytes` exactly. `bytes` starts where the writer's output did.
+    ///
+    /// # Errors
+    /// `Truncated`, `Corrupt` (twice the same kind), `Unsupported` (a kind not built yet).
+    pub fn parse(bytes: &[u8]) -> Result<Self> {
+        let mut c = Cursor::new(bytes);
+        let mut side = Self::default();
+        while c.rest() > 0 {
+            let kind = c.u32()?;
+            let len = c.u32()? as usize;
+            let data = c.take(len)?.to_vec();
+            c.take(len.next_multiple_of(8) - len)?;
+            if side.sections.iter().any(|s| s.0 == kind) {
+                return Err(Error::corrupt(format!("side data section {kind} stands twice")));
+            }
+            if kind != SideKind::TABLES.0 && kind != SideKind::RANK1.0 {
+                return Err(Error::unsupported(format!("side data section of kind {kind}")));
+            }
+            side.sections.push((kind, data));
+        }
+        Ok(side)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sections_round_trip_and_hostile_ones_are_refused() {
+        let mut side = Side::default();
+        side.push(SideKind::TABLES, vec![1, 2, 3]).unwrap();
+        side.push(SideKind::RANK1, vec![9; 8]).unwrap();
+        let mut bytes = vec![];
+        side.write(&mut bytes).unwrap();
+        assert_eq!(bytes.len(), side.encoded_len());
+        let back = Side::parse(&bytes).unwrap();
+        assert_eq!(back, side);
+        assert_eq!(back.get(SideKind::TABLES), [1, 2, 3]);
+        assert!(back.get(SideKind::ALPHA).is_empty());
+        for cut in 1..bytes.len() {
+            assert!(Side::parse(&bytes[..cut]).is_err() || cut == 16, "cut {cut}");
+        }
+        bytes[0] = 4;
+        assert!(matches!(Side::parse(&bytes), Err(Error::Unsupported { .. })));
+        bytes[0] = 2;
+        assert!(matches!(Side::parse(&bytes), Err(Error::Corrupt { .. })));
+        bytes[4..8].fill(0xff);
+        assert!(matches!(Side::parse(&bytes), Err(Error::Truncated { .. })));
+    }
+}

@@ -1,0 +1,57 @@
+//! Little-endian reading and writing of fixed-size fields.
+
+use crate::error::{Error, Result};
+
+/// Reads fields one after the other; every read is checked against the end.
+pub(crate) struct Cursor<'a> {
+    bytes: &'a [u8],
+    at: usize,
+}
+
+impl<'a> Cursor<'a> {
+    pub(crate) fn new(bytes: &'a [u8]) -> Self {
+        Self { bytes, at: 0 }
+    }
+
+    pub(crate) fn take(&mut self, len: usize) -> Result<&'a [u8]> {
+        let end = self.at.checked_add(len).filter(|&e| e <= self.bytes.len());
+        let end = end.ok_or_else(|| {
+            Error::truncated(format!("{len} bytes wanted, {} left", self.bytes.len() - self.at))
+                .at_offset(self.at as u64)
+        })?;
+        let out = &self.bytes[self.at..end];
+        self.at = end;
+        Ok(out)
+    }
+
+    fn array<const N: usize>(&mut self) -> Result<[u8; N]> {
+        let mut out = [0; N];
+        out.copy_from_slice(self.take(N)?);
+        Ok(out)
+    }
+
+    pub(crate) fn u8(&mut self) -> Result<u8> {
+        Ok(self.array::<1>()?[0])
+    }
+
+    pub(crate) fn u16(&mut self) -> Result<u16> {
+        Ok(u16::from_le_bytes(self.array()?))
+    }
+
+    pub(crate) fn u32(&mut self) -> Result<u32> {
+        Ok(u32::from_le_bytes(self.array()?))
+    }
+
+    pub(crate) fn u64(&mut self) -> Result<u64> {
+        Ok(u64::from_le_bytes(self.array()?))
+    }
+
+    pub(crate) fn rest(&self) -> usize {
+        self.bytes.len() - self.at
+    }
+}
+
+/// Checks that a number fits its field.
+pub(crate) fn fit<T: TryFrom<usize>>(value: usize, what: &'static str) -> Result<T> {
+    T::try_from(value).map_err(|_| Error::limit(format!("{what} {value} does not fit its field")))
+}
