@@ -1,1 +1,81 @@
-fn main() {}
+//! The project's own verbs: `cargo xtask <verb>`.
+//!
+//! A machine needs Rust and Python (3.10 or later, with `venv` and `pip`); what else a verb needs it
+//! installs into folders of the project (`.venv`, `.venv-peers`, `target`). Every job of CI is one
+//! of these verbs, so what fails there fails here in the same way.
+//!
+//! Deliberately absent: knowledge of how anything is compressed. The verbs start other programs
+//! and read what they print.
+
+mod bench;
+mod ci;
+mod demo;
+mod error;
+mod proc;
+mod python;
+mod test;
+mod tidy;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Instant;
+
+use clap::{Parser, Subcommand};
+
+use crate::error::Result;
+
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", about = "The project's own verbs")]
+struct Args {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Subcommand)]
+enum Verb {
+    /// Run every test: Rust, documentation, command line, Python (builds the wheel first)
+    Test(test::Args),
+    /// Train a small GPT, kill it half way, resume it, prove that not a bit differs
+    Demo,
+    /// Measure the kernels, and s4weights beside its peers
+    Bench(bench::Args),
+    /// Check what compilers do not: crate directions, file sizes, specifications, formatting
+    Tidy,
+    /// Everything that must pass before a merge: tidy, clippy, docs, test, cargo-deny
+    Ci,
+}
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    let started = Instant::now();
+    let root = root();
+    let (name, outcome) = match &args.verb {
+        Verb::Test(args) => ("test", test::run(&root, args)),
+        Verb::Demo => ("demo", demo::run(&root)),
+        Verb::Bench(args) => ("bench", bench::run(&root, args)),
+        Verb::Tidy => ("tidy", tidy::run(&root)),
+        Verb::Ci => ("ci", ci::run(&root)),
+    };
+    finish(name, outcome, started)
+}
+
+/// Prints the verb's last line, and turns the outcome into an exit code.
+fn finish(verb: &str, outcome: Result<String>, started: Instant) -> ExitCode {
+    let seconds = started.elapsed().as_secs();
+    match outcome {
+        Ok(summary) => {
+            println!("xtask {verb}: ok in {seconds} s: {summary}");
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            println!("xtask {verb}: FAILED after {seconds} s: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The workspace's root: the parent of this package's folder.
+fn root() -> PathBuf {
+    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    package.parent().unwrap_or(package).to_path_buf()
+}

@@ -88,3 +88,19 @@ impl Codecs {
         self.list.iter().map(|c| c.id())
     }
 }
+
+/// `dst`, if it has at least `bound` bytes.
+pub(crate) fn need(dst: &mut [u8], bound: usize) -> Result<&mut [u8]> {
+    if dst.len() < bound {
+        return Err(Error::limit(format!("{} bytes to encode into, {bound} needed", dst.len())));
+    }
+    Ok(dst)
+}
+
+/// Checks the parameter of a codec that has none.
+pub(crate) fn no_param(id: CodecId, param: u8) -> Result<()> {
+    if param != 0 {
+        return Err(Error::unsupported(format!("codec `{id}` with parameter {param}")));
+    }
+    Ok(())
+}

@@ -1,5 +1,40 @@
-//! The codec trait, the registry and every open codec.
+//! The codec trait, the registry, and every codec whose bitstream is open.
+//!
+//! A [`Codec`] turns the bytes of one plane of one chunk into a stream and back. Its id names the
+//! bitstream, so everything here decodes what other implementations (a GPU kernel, a vendor's
+//! library) of the same id wrote. The bitstreams are specified in `docs/codecs`, one page each.
+//!
+//! What is deliberately absent: async, I/O, names of tensors, the choice of a codec, and any state
+//! that outlives a call. Decoders take any bytes and return the data or an error; nothing in a
+//! stream is used as a size before it is checked against the stream and the destination.
 
+mod bits;
 mod codec;
+mod constant;
+mod raw;
+/// Interleaved static rANS: the codec, its tables and what a planner needs to choose them.
+pub mod rans;
+pub mod testing;
+mod zstd;
 
+pub use bits::Bits;
 pub use codec::{Codec, Codecs, Context, Encoded};
+pub use constant::Const;
+pub use rans::Rans;
+pub use raw::Raw;
+pub use s4_planes::Simd;
+pub use zstd::Zstd;
+
+/// Every codec of this crate, running on `simd` (which the machine must have; a set that it lacks
+/// is replaced by plain Rust, which gives the same bytes).
+///
+/// The values registered encode with the defaults of each codec: `bits` at width 7, `rans` with
+/// `P = 8` and `zstd` at level 3. Decoding needs no options: all widths, both `P`, all levels.
+pub fn open_codecs(simd: Simd) -> Codecs {
+    Codecs::empty()
+        .with(Raw)
+        .with(Const)
+        .with(Bits::new(7, simd))
+        .with(Rans::new(rans::Precision::P8, simd))
+        .with(Zstd::default())
+}

@@ -1,1 +1,110 @@
-//! Empty for now.
+//! Plans, encodes and decodes tensors into chunks.
+//!
+//! A [`CpuEngine`] takes one chunk at a time and holds no threads: who calls it from many threads
+//! gets parallel work, and the same bytes whatever the number of threads. The planner looks at fixed
+//! positions of a tensor and compares integer costs, so that the choice too depends on nothing but
+//! the data, the preset and the version.
+//!
+//! What is deliberately absent: where chunks are kept, names of tensors, threads, clocks.
+
+mod decode;
+mod encode;
+mod planner;
+mod residual;
+mod scratch;
+mod tables;
+
+use s4_codec_cpu::rans::{Precision, Rans};
+use s4_codec_cpu::{Codecs, open_codecs};
+use s4_format::DType;
+use s4_planes::{Kernels, Simd};
+
+pub use decode::TensorSpec;
+pub use encode::EncodedChunk;
+pub use planner::{PlaneCoding, TensorPlan};
+pub use scratch::Scratch;
+
+/// How much is tried to make a tensor smaller: the one knob.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Preset {
+    /// Planes, coded order 0: keeps up with the link.
+    Fast,
+    /// The default. Until predictors are built, the same as `Fast`.
+    #[default]
+    Balanced,
+    /// The smallest. Until predictors are built, the same as `Fast`.
+    Small,
+}
+
+impl Preset {
+    /// The name that files keep.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Fast => "fast",
+            Self::Balanced => "balanced",
+            Self::Small => "small",
+        }
+    }
+}
+
+impl std::str::FromStr for Preset {
+    type Err = String;
+    fn from_str(s: &str) -> Result<Self, String> {
+        match s {
+            "fast" => Ok(Self::Fast),
+            "balanced" => Ok(Self::Balanced),
+            "small" => Ok(Self::Small),
+            "nvcomp" => Err("preset `nvcomp` needs the CUDA engine, which this version does not \
+                             have: use `fast`, `balanced` or `small`"
+                .into()),
+            _ => Err(format!("unknown preset `{s}`: use `fast`, `balanced` or `small`")),
+        }
+    }
+}
+
+/// Values in each chunk but the last, as a power of two: one group of rANS segments.
+pub const CHUNK_LOG2: u8 = 16;
+
+/// A tensor in memory: row-major, little-endian, without gaps.
+#[derive(Debug, Clone, Copy)]
+pub struct TensorView<'a> {
+    /// Type of the elements.
+    pub dtype: DType,
+    /// Size of each dimension, in elements.
+    pub shape: &'a [u64],
+    /// The elements.
+    pub data: &'a [u8],
+}
+
+/// Encodes and decodes on the CPU.
+#[derive(Debug)]
+pub struct CpuEngine {
+    kernels: Kernels,
+    codecs: Codecs,
+    pairs: Rans,
+    singles: Rans,
+}
+
+impl CpuEngine {
+    /// An engine with every open codec and the given vector instructions.
+    pub fn new(simd: Simd) -> Self {
+        Self::with_codecs(simd, open_codecs(simd))
+    }
+
+    /// An engine that decodes with the given codecs. (Encoding uses the project's own.)
+    pub fn with_codecs(simd: Simd, codecs: Codecs) -> Self {
+        Self {
+            kernels: Kernels::new(simd),
+            codecs,
+            pairs: Rans::new(Precision::P8, simd),
+            singles: Rans::new(Precision::P12, simd),
+        }
+    }
+
+    fn rans(&self, precision: Precision) -> &Rans {
+        match precision {
+            Precision::P8 => &self.pairs,
+            Precision::P12 => &self.singles,
+        }
+    }
+}

@@ -9,7 +9,7 @@
 
 pub mod chunk;
 mod digest;
-mod dtype;
+pub mod dtype;
 mod error;
 pub mod file;
 mod id;

@@ -1,5 +1,37 @@
-//! Splitting values into planes and merging them again.
+//! Splitting values into planes and merging them again; XOR and ordered differences.
+//!
+//! A *plane* holds one field, or one byte of a field, of many elements. Which planes there are is
+//! the *layout*:
+//!
+//! | layout | element widths | planes |
+//! |---|---|---|
+//! | `fields` | 2, 4, 8 | `e`, `a`, `b` of the element rotated left by one bit |
+//! | `fields-sign` | 2, 4, 8 | packed signs `s`, then `e`, `a`, `b` of the element without its sign |
+//! | `bytes` | 1, 2, 4, 8, 16 | one plane per byte, the most significant first |
+//! | `token` | 1, 2, 4, 8 | a symbol per element (size, top bits, sign), then the bits below, packed |
+//!
+//! Elements are little-endian, whatever the machine. [`Kernels`] holds the choice of vector
+//! instructions and has every operation as a method; all sets of instructions give the same bytes,
+//! and [`Simd::Scalar`] is the oracle that the others are tested against.
+//!
+//! What is deliberately absent: allocation, names of tensors, dtypes (callers pick a layout and a
+//! [`Width`]), and errors. Sizes are the caller's to get right, and are asserted: a wrong size is
+//! a bug, not bad data. The one operation that reads data of unknown origin as more than plain
+//! bits, [`Kernels::merge_token`], returns an error instead.
 
+mod kernels;
+mod lanewise;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+pub mod patterns;
+mod scalar;
 mod simd;
+mod token;
+mod width;
+#[cfg(target_arch = "x86_64")]
+mod x86;
 
+pub use kernels::Kernels;
 pub use simd::Simd;
+pub use token::{token_bits, token_bound};
+pub use width::Width;

@@ -38,14 +38,15 @@ impl Simd {
                     && is_x86_feature_detected!("avx512vbmi2")
                     && Self::Avx2.is_available()
             }
-            #[expect(unreachable_patterns, reason = "sets of other architectures")]
             _ => false,
         }
     }
 
     /// Every set that this machine can run, the fastest last.
     pub fn available() -> impl Iterator<Item = Self> {
-        [Self::Scalar, Self::Neon, Self::Avx2, Self::Avx512].into_iter().filter(|s| s.is_available())
+        [Self::Scalar, Self::Neon, Self::Avx2, Self::Avx512]
+            .into_iter()
+            .filter(|s| s.is_available())
     }
 
     /// The fastest set of this machine.

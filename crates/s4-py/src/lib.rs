@@ -1,1 +1,40 @@
-//! Empty for now.
+//! The native module of the Python package `s4weights`: a [`Writer`] and a [`Reader`] over host
+//! memory whose addresses Python passes.
+//!
+//! All native work runs detached from the interpreter, on threads that end with the call, so that
+//! other Python threads go on and a process may fork between calls.
+//!
+//! What is deliberately absent: Python objects and PyTorch, which the package's Python part knows.
+
+mod errors;
+mod reader;
+mod sink;
+mod watch;
+mod writer;
+
+use pyo3::prelude::*;
+
+use reader::Reader;
+use writer::Writer;
+
+/// Whether bytes start like a `.s4w` file.
+#[pyfunction]
+fn is_s4w(head: &[u8]) -> bool {
+    s4weights::format::file::is_s4w(head)
+}
+
+/// Whether a text names an object store or a `file:` URL rather than a path.
+#[pyfunction]
+fn is_url(text: &str) -> bool {
+    s4weights::is_url(text)
+}
+
+/// The module.
+#[pymodule]
+fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    m.add_function(wrap_pyfunction!(is_s4w, m)?)?;
+    m.add_function(wrap_pyfunction!(is_url, m)?)?;
+    m.add_class::<Writer>()?;
+    m.add_class::<Reader>()
+}

@@ -1,1 +1,51 @@
-//! Empty for now.
+//! Saves, loads and inspects lossless compressed checkpoints.
+//!
+//! A [`Writer`] takes named tensors and writes one `.s4w` file, front to back, to a path, an object
+//! store or a stream; a [`Reader`] brings back all of them, some of them, or slices. This crate
+//! composes the crates below it: the format is `s4-format`, the work on values `s4-engine`.
+//!
+//! ```
+//! use s4weights::{DType, Reader, Source, TensorSource, Writer, WriteOptions};
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! # let dir = tempfile::tempdir()?;
+//! let path = dir.path().join("model.s4w");
+//! let weights: Vec<u8> = (0..4096u32).flat_map(|i| (i as f32).sqrt().to_le_bytes()).collect();
+//!
+//! let mut writer = Writer::create(path.as_path().into(), WriteOptions::default())?;
+//! writer.write(&[TensorSource { name: "w", dtype: DType::Float32, shape: &[64, 64], data: &weights }])?;
+//! let report = writer.finish(Default::default())?;
+//! assert!(report.bytes_out < report.bytes_in);
+//!
+//! let reader = Reader::open(path.as_path().into(), Default::default())?;
+//! assert_eq!(reader.read("w")?, weights);
+//! # Ok(()) }
+//! ```
+//!
+//! What is deliberately absent: Python objects (the wheel's matter), chains of checkpoints (the
+//! store's).
+#![forbid(unsafe_code)]
+
+mod error;
+mod fetch;
+mod io;
+mod memory;
+mod options;
+mod pack;
+mod parallel;
+mod reader;
+mod report;
+mod slice;
+mod verify;
+mod writer;
+
+pub use error::{Error, Result};
+pub use io::{Source, StorageOptions, Target, is_url};
+pub use memory::{Compressed, MemoryOptions};
+pub use options::{Progress, ProgressFn, ReadOptions, WriteOptions};
+pub use reader::{Reader, TensorInfo};
+pub use report::{Inspection, PlaneReport, Report, StreamTotal, TensorReport, Verification};
+pub use s4_engine::{CpuEngine, Preset, TensorView};
+pub use s4_format::{self as format, DType, Manifest};
+pub use s4_planes::{Simd, patterns};
+pub use slice::Slice;
+pub use writer::{Contents, TensorSource, Writer};

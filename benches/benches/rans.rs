@@ -1,0 +1,43 @@
+//! The rANS codec on exponents: by precision and vector instructions.
+
+use std::hint::black_box;
+
+use criterion::{BenchmarkGroup, BenchmarkId, Criterion, Throughput, measurement::WallTime};
+use s4_benches::Sample;
+use s4_codec_cpu::rans::{Precision, Rans};
+use s4_codec_cpu::{Codec, Context};
+use s4_planes::Simd;
+
+fn exponents(group: &mut BenchmarkGroup<'_, WallTime>, name: &str, symbols: &[u8], simd: Simd) {
+    for precision in [Precision::P8, Precision::P12] {
+        let rans = Rans::new(precision, simd);
+        let id =
+            |verb: &str| BenchmarkId::new(format!("{name}/{verb}/{}-bit", precision.bits()), simd);
+        let mut coded = vec![0; rans.bound(symbols.len())];
+        let context = Context::default();
+        group.bench_function(id("encode"), |b| {
+            b.iter(|| rans.encode(context, black_box(symbols), &mut coded));
+        });
+        let encoded = rans.encode(context, symbols, &mut coded).expect("exponents are encodable");
+        let (stream, mut back) = (&coded[..encoded.len], vec![0; symbols.len()]);
+        group.bench_function(id("decode"), |b| {
+            b.iter(|| rans.decode(encoded.param, context, black_box(stream), &mut back));
+        });
+        assert!(back == symbols, "exponents came back different");
+    }
+}
+
+fn main() {
+    let mut criterion: Criterion = s4_benches::criterion().configure_from_args();
+    let mut group = criterion.benchmark_group("rans-exponents");
+    for sample in &Sample::all() {
+        // One symbol for each element: the rate is that of the tensor's raw bytes.
+        group.throughput(Throughput::Bytes(sample.data.len() as u64));
+        let planes = sample.planes();
+        for simd in Simd::available() {
+            exponents(&mut group, sample.name, &planes.e, simd);
+        }
+    }
+    group.finish();
+    criterion.final_summary();
+}

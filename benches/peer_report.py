@@ -1,0 +1,136 @@
+"""The benchmark's outcome as Markdown and as a picture."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+
+Table = list[list[str]]
+
+
+def markdown(results: dict) -> str:
+    """Tables of ratios and speeds, with what they were measured on."""
+    machine = results["machine"]
+    size = sum(results["data"].values())
+    parts = [
+        f"Measured on {machine['processor']}, {machine['cores']} cores seen; "
+        f"{len(results['data'])} files, {size / 1e6:.1f} MB; {results['threads']} thread(s) unless "
+        f"a row says otherwise; best of {results['repeat']}.",
+        "Tensor by tensor, in memory: ratio",
+        _render(_ratios(results["tensors"], list(results["data"]))),
+        "Tensor by tensor, in memory: GB/s of raw bytes, encoding / decoding",
+        _render(_speeds(results["tensors"])),
+        "Whole files: ratio, and GB/s of raw bytes, saving / loading",
+        _render(_whole(results["whole_files"], list(results["data"]))),
+    ]
+    if results["missing"]:
+        parts.append("Not measured here:")
+        parts.append("\n".join(f"- {name}: {why}" for name, why in results["missing"].items()))
+    return "\n\n".join(parts) + "\n"
+
+
+def _render(table: Table) -> str:
+    head, *rows = table
+    rule = ["---"] + ["---:"] * (len(head) - 1)
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, rule, *rows])
+
+
+def _ratios(tensors: dict, files: list[str]) -> Table:
+    return [["", *files]] + [
+        [_label(name, peer), *(f"{peer['files'][file]['ratio']:.3f}" for file in files)]
+        for name, peer in tensors.items()
+        if name != "memory copy"
+    ]
+
+
+def _speeds(tensors: dict) -> Table:
+    dtypes = sorted({dtype for peer in tensors.values() for dtype in peer["dtypes"]})
+    rows = []
+    for name, peer in tensors.items():
+        sums = [peer["dtypes"][dtype] for dtype in dtypes]
+        speeds = [f"{_short(s['encode_gb_s'])} / {_short(s['decode_gb_s'])}" for s in sums]
+        rows.append([_label(name, peer), *speeds])
+    return [["", *dtypes]] + rows
+
+
+def _whole(tools: dict, files: list[str]) -> Table:
+    def cell(row: dict) -> str:
+        return f"{row['ratio']:.3f}, {_short(row['save_gb_s'])} / {_short(row['load_gb_s'])}"
+
+    return [["", *files]] + [
+        [name, *(cell(rows[file]) for file in files)] for name, rows in tools.items()
+    ]
+
+
+def _label(name: str, peer: dict) -> str:
+    ours = name == "memory copy" or name.startswith("s4weights")
+    return name if ours else f"{name} ({peer['version']})"
+
+
+def _short(value: float) -> str:
+    """Three digits at most: there is no more in a timing."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.{1 if value >= 10 else 2}f}"
+
+
+# The picture: a block for each dtype, in it a row for each peer and three columns.
+ROW, TOP, NAMES, COLUMN, GAP = 22, 64, 250, 190, 70
+COLUMNS = (("ratio", "ratio"), ("encode_gb_s", "encode GB/s"), ("decode_gb_s", "decode GB/s"))
+STYLE = (
+    "text{font:13px sans-serif;fill:#222}.h{font-weight:bold}.s{fill:#666;font-size:11px}"
+    ".o{fill:#1565c0}.p{fill:#9e9e9e}.c{fill:#d7d7d7}line{stroke:#e0e0e0}"
+)
+
+
+def svg(results: dict) -> str:
+    """Bars of ratio, and of speed on a logarithmic scale, for each dtype."""
+    tensors = results["tensors"]
+    dtypes = sorted({dtype for peer in tensors.values() for dtype in peer["dtypes"]})
+    block = TOP + ROW * len(tensors)
+    width = NAMES + len(COLUMNS) * (COLUMN + GAP)
+    machine, threads = results["machine"]["processor"], results["threads"]
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {block * len(dtypes) + 30}">',
+        f'<style>{STYLE}</style><rect width="100%" height="100%" fill="#fff"/>',
+    ]
+    for number, dtype in enumerate(dtypes):
+        parts += _block(tensors, dtype, number * block)
+    note = f"{machine}; {threads} thread(s) unless a row says otherwise; ratio from 0.9, speeds on a logarithmic scale"
+    parts.append(f'<text class="s" x="10" y="{block * len(dtypes) + 18}">{escape(note)}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _block(tensors: dict, dtype: str, top: int) -> list[str]:
+    rows = {name: peer["dtypes"][dtype] for name, peer in tensors.items() if dtype in peer["dtypes"]}
+    parts = [f'<text class="h" x="10" y="{top + 28}">{escape(dtype)}</text>']
+    for column, (key, title) in enumerate(COLUMNS):
+        left = NAMES + column * (COLUMN + GAP)
+        parts.append(f'<text class="h" x="{left}" y="{top + 48}">{title}</text>')
+        scale = _scale([row[key] for row in rows.values()], linear=key == "ratio")
+        for number, (name, row) in enumerate(rows.items()):
+            parts += _bar(name, row[key], scale, left, top + TOP + number * ROW, key == "ratio")
+    for number, name in enumerate(rows):
+        parts.append(f'<text x="10" y="{top + TOP + number * ROW + 12}">{escape(name)}</text>')
+    return parts
+
+
+def _scale(values: list[float], *, linear: bool) -> tuple[float, float]:
+    """The values at the two ends of a column; in powers of ten unless linear."""
+    if linear:
+        return 0.9, max(values)
+    return math.floor(math.log10(min(values))), math.log10(max(values))
+
+
+def _bar(
+    name: str, value: float, scale: tuple[float, float], left: int, top: int, linear: bool
+) -> list[str]:
+    if linear and name == "memory copy":
+        return []
+    low, high = scale
+    at = value if linear else math.log10(value)
+    length = COLUMN * max(0.01, (at - low) / (high - low))
+    kind = "o" if name.startswith("s4weights") else "c" if name == "memory copy" else "p"
+    figure = f"{value:.3f}" if linear else _short(value)
+    return [
+        f'<rect class="{kind}" x="{left}" y="{top}" width="{length:.1f}" height="14"/>',
+        f'<text class="s" x="{left + length + 5:.1f}" y="{top + 11}">{figure}</text>',
+    ]

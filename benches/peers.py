@@ -1,0 +1,148 @@
+"""Measure s4weights beside its peers: ratio, and speed in and out.
+
+`cargo xtask bench` runs this. Each tensor of each *.safetensors file goes through each peer's own
+API, in memory, in one process, one after another; the best of several runs counts, and every
+result is compared with what went in. Writes peers.json, peers.md and peers.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import peer_codecs
+import peer_files
+import peer_report
+
+#: A peer that needs longer than this for one tensor is measured once.
+PATIENCE = 1.0
+
+#: What is measured: every peer knows these dtypes.
+FLOATS = ("F32", "BF16", "F16")
+
+Tensor = tuple[str, str, np.ndarray]
+
+
+def tensors(path: Path) -> Iterator[Tensor]:
+    """Name, dtype and bytes of each float tensor of a safetensors file."""
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    for name, entry in json.loads(data[8:start]).items():
+        if name != "__metadata__" and entry["dtype"] in FLOATS:
+            first, last = entry["data_offsets"]
+            yield name, entry["dtype"], np.frombuffer(data[start + first : start + last], np.uint8)
+
+
+def best(repeat: int, prepare: Callable[[], object], action: Callable) -> tuple[float, object]:
+    """The shortest time of `action` on what `prepare` returns, and the last outcome."""
+    shortest = float("inf")
+    for _ in range(repeat):
+        argument = prepare()
+        started = time.perf_counter()
+        outcome = action(argument)
+        taken = time.perf_counter() - started
+        shortest = min(shortest, taken)
+        if taken > PATIENCE:
+            break
+    return shortest, outcome
+
+
+def measure(peer: peer_codecs.Peer, tensor: Tensor, repeat: int) -> dict:
+    """One tensor through one peer: sizes and times."""
+    name, dtype, values = tensor
+    encode_s, blob = best(repeat, lambda: peer.prepare(values), lambda x: peer.encode(x, dtype))
+    decode_s, back = best(repeat, lambda: blob, lambda x: peer.decode(x, values.nbytes, dtype))
+    if bytes(back) != values.tobytes():
+        raise SystemExit(f"{peer.name}: {name} came back different")
+    return {
+        "dtype": dtype,
+        "bytes": values.nbytes,
+        "coded": values.nbytes if peer.is_copy else len(blob),
+        "encode_s": encode_s,
+        "decode_s": decode_s,
+    }
+
+
+def total(rows: list[dict]) -> dict:
+    """The sum over tensors, with ratio and speeds."""
+    sums = {key: sum(row[key] for row in rows) for key in ("bytes", "coded", "encode_s", "decode_s")}
+    return sums | {
+        "ratio": sums["bytes"] / sums["coded"],
+        "encode_gb_s": sums["bytes"] / sums["encode_s"] / 1e9,
+        "decode_gb_s": sums["bytes"] / sums["decode_s"] / 1e9,
+    }
+
+
+def bench(peers: list[peer_codecs.Peer], files: list[Path], repeat: int) -> dict:
+    """Every peer on every file: totals by file, and by dtype over all files."""
+    contents = {path.stem: list(tensors(path)) for path in files}
+    results = {}
+    for peer in peers:
+        rows = {
+            name: [measure(peer, tensor, repeat) for tensor in held]
+            for name, held in contents.items()
+        }
+        flat = [row for held in rows.values() for row in held]
+        dtypes = sorted({row["dtype"] for row in flat})
+        results[peer.name] = {
+            "version": peer.version,
+            "threads": peer.threads,
+            "files": {name: total(held) for name, held in rows.items()},
+            "dtypes": {d: total([row for row in flat if row["dtype"] == d]) for d in dtypes},
+        }
+        print(f"  measured: {peer.name}", flush=True)
+    return results
+
+
+def processor() -> str:
+    """The processor's name, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder of *.safetensors files")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--not-installable", action="append", default=[], metavar="PACKAGE")
+    args = parser.parse_args()
+    files = sorted(args.data.glob("*.safetensors"))
+    if not files:
+        print(f"{args.data}: no *.safetensors files")
+        return 1
+
+    peers, missing = peer_codecs.available(args.threads)
+    missing |= {package.split("==")[0]: "could not be installed" for package in args.not_installable}
+    results = {
+        "machine": {"processor": processor(), "cores": os.cpu_count(), "system": platform.system()},
+        "threads": args.threads,
+        "repeat": args.repeat,
+        "data": {path.stem: path.stat().st_size for path in files},
+        "missing": missing,
+        "tensors": bench(peers, files, args.repeat),
+        "whole_files": peer_files.bench(files, args.threads, args.repeat),
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    markdown = peer_report.markdown(results)
+    (args.out / "peers.json").write_text(json.dumps(results, indent=1) + "\n")
+    (args.out / "peers.md").write_text(markdown)
+    (args.out / "peers.svg").write_text(peer_report.svg(results))
+    print(f"\n{markdown}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+//! Dense packing of values that need fewer than 8 bits (docs/codecs/bits.md).
+
+use s4_format::{CodecId, Error, Result};
+use s4_planes::Simd;
+
+use crate::codec::{Codec, Context, Encoded, need};
+
+/// Codec `bits`: values below `2^width`, packed least significant bit first; 8 values take `width`
+/// bytes. The parameter of the stream is the width, 1 to 7.
+#[derive(Debug, Clone, Copy)]
+pub struct Bits {
+    width: u8,
+    simd: Simd,
+}
+
+impl Bits {
+    /// Encodes at `width` bits a value; decodes any width. Widths outside of 1 to 7 are clamped.
+    /// A set of instructions that this machine lacks is replaced by plain Rust.
+    pub fn new(width: u8, simd: Simd) -> Self {
+        let simd = if simd.is_available() { simd } else { Simd::Scalar };
+        Self { width: width.clamp(1, 7), simd }
+    }
+}
+
+/// Bytes that `len` values of `width` bits take.
+fn packed_len(len: usize, width: u8) -> usize {
+    let width = usize::from(width);
+    len / 8 * width + (len % 8 * width).div_ceil(8)
+}
+
+/// Each of the 8 bytes of the result is `2^width - 1`.
+fn lanes(width: u8) -> u64 {
+    u64::from((1u8 << width) - 1) * 0x0101_0101_0101_0101
+}
+
+impl Codec for Bits {
+    fn id(&self) -> CodecId {
+        CodecId::BITS
+    }
+
+    fn bound(&self, len: usize) -> usize {
+        packed_len(len, self.width)
+    }
+
+    fn encode(&self, _: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<Encoded> {
+        let len = self.bound(src.len());
+        let dst = &mut need(dst, len)?[..len];
+        let (groups, rest) = src.as_chunks::<8>();
+        let (head, tail) = dst.split_at_mut(groups.len() * usize::from(self.width));
+        let mut all = pack(self.simd, self.width, groups, head);
+        if !rest.is_empty() {
+            let mut last = [0; 8];
+            last[..rest.len()].copy_from_slice(rest);
+            let mut packed = [0; 8];
+            all |= pack(Simd::Scalar, self.width, &[last], &mut packed[..usize::from(self.width)]);
+            tail.copy_from_slice(&packed[..tail.len()]);
+        }
+        if all & !lanes(self.width) != 0 {
+            return Err(Error::unsupported(format!("values of more than {} bits", self.width)));
+        }
+        Ok(Encoded { len, param: self.width })
+    }
+
+    fn decode(&self, param: u8, _: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<()> {
+        if !(1..=7).contains(&param) {
+            return Err(Error::unsupported(format!("packing at {param} bits")));
+        }
+        let len = packed_len(dst.len(), param);
+        if src.len() < len {
+            return Err(Error::truncated(format!("{} of {len} packed bytes", src.len())));
+        }
+        if src.len() > len {
+            return Err(Error::corrupt(format!("{} packed bytes instead of {len}", src.len())));
+        }
+        let (groups, rest) = dst.as_chunks_mut::<8>();
+        let (head, tail) = src.split_at(groups.len() * usize::from(param));
+        unpack(self.simd, param, head, groups);
+        if !rest.is_empty() {
+            let mut packed = [0; 8];
+            packed[..tail.len()].copy_from_slice(tail);
+            let mut last = [[0; 8]];
+            unpack(Simd::Scalar, param, &packed[..usize::from(param)], &mut last);
+            rest.copy_from_slice(&last[0][..rest.len()]);
+        }
+        Ok(())
+    }
+}
+
+/// Packs groups of 8 values into `dst` (`width` bytes each); returns the OR of all groups, for
+/// the caller to see whether every value fitted.
+fn pack(simd: Simd, width: u8, groups: &[[u8; 8]], dst: &mut [u8]) -> u64 {
+    #[cfg(target_arch = "x86_64")]
+    if matches!(simd, Simd::Avx2 | Simd::Avx512) {
+        // SAFETY: `Bits::new` has checked that the machine has the set, which includes BMI2.
+        return unsafe { x86::pack(width, groups, dst) };
+    }
+    let _ = simd;
+    pack_with(width, groups, dst, |group| {
+        (0..8).fold(0, |bits, i| bits | (group >> (8 * i) & 0xff) << (width as u64 * i))
+    })
+}
+
+/// Unpacks groups of `width` bytes from `src`, whose length is `width` for each group of `dst`.
+fn unpack(simd: Simd, width: u8, src: &[u8], groups: &mut [[u8; 8]]) {
+    #[cfg(target_arch = "x86_64")]
+    if matches!(simd, Simd::Avx2 | Simd::Avx512) {
+        // SAFETY: `Bits::new` has checked that the machine has the set, which includes BMI2.
+        return unsafe { x86::unpack(width, src, groups) };
+    }
+    let _ = simd;
+    let mask = (1u64 << width) - 1;
+    unpack_with(width, src, groups, |bits| {
+        (0..8).fold(0, |group, i| group | (bits >> (width as u64 * i) & mask) << (8 * i))
+    });
+}
+
+/// [`pack`] with the packing of one group left open. Whole words are written where 8 bytes are
+/// left: what they write too much is overwritten by the next group.
+#[inline(always)]
+fn pack_with(width: u8, groups: &[[u8; 8]], dst: &mut [u8], gather: impl Fn(u64) -> u64) -> u64 {
+    let width = usize::from(width);
+    let mut all = 0;
+    for (i, group) in groups.iter().enumerate() {
+        let group = u64::from_le_bytes(*group);
+        all |= group;
+        let bytes = gather(group).to_le_bytes();
+        let at = &mut dst[i * width..];
+        match at.first_chunk_mut::<8>() {
+            Some(at) => *at = bytes,
+            None => at[..width].copy_from_slice(&bytes[..width]),
+        }
+    }
+    all
+}
+
+/// [`unpack`] with the unpacking of one group left open.
+#[inline(always)]
+fn unpack_with(width: u8, src: &[u8], groups: &mut [[u8; 8]], scatter: impl Fn(u64) -> u64) {
+    let width = usize::from(width);
+    for (i, group) in groups.iter_mut().enumerate() {
+        let at = &src[i * width..];
+        let bits = match at.first_chunk::<8>() {
+            Some(at) => u64::from_le_bytes(*at),
+            None => {
+                let mut bytes = [0; 8];
+                bytes[..width].copy_from_slice(&at[..width]);
+                u64::from_le_bytes(bytes)
+            }
+        };
+        *group = scatter(bits).to_le_bytes();
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use std::arch::x86_64::{_pdep_u64, _pext_u64};
+
+    /// # Safety
+    /// - The machine has BMI2.
+    #[target_feature(enable = "bmi2")]
+    pub(super) fn pack(width: u8, groups: &[[u8; 8]], dst: &mut [u8]) -> u64 {
+        let lanes = super::lanes(width);
+        super::pack_with(width, groups, dst, |group| _pext_u64(group, lanes))
+    }
+
+    /// # Safety
+    /// - The machine has BMI2.
+    #[target_feature(enable = "bmi2")]
+    pub(super) fn unpack(width: u8, src: &[u8], groups: &mut [[u8; 8]]) {
+        let lanes = super::lanes(width);
+        super::unpack_with(width, src, groups, |bits| _pdep_u64(bits, lanes));
+    }
+}

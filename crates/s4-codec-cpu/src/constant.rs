@@ -1,0 +1,71 @@
+//! A unit of 1 to 16 bytes, repeated (docs/codecs/const.md).
+
+use s4_format::{CodecId, Error, Result};
+
+use crate::codec::{Codec, Context, Encoded, need, no_param};
+
+/// The longest unit, in bytes.
+const MAX_UNIT: usize = 16;
+
+/// Codec `const`: the stream is the shortest unit whose repetition gives the data; the last
+/// repetition may be cut.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Const;
+
+/// Length of the shortest unit of at most [`MAX_UNIT`] bytes that repeats to `data`, which is not
+/// empty. Data that does not repeat is nearly always refused after its first few bytes.
+fn unit_len(data: &[u8]) -> Option<usize> {
+    (1..=MAX_UNIT.min(data.len())).find(|&unit| data[unit..] == data[..data.len() - unit])
+}
+
+impl Codec for Const {
+    fn id(&self) -> CodecId {
+        CodecId::CONST
+    }
+
+    fn bound(&self, len: usize) -> usize {
+        len.min(MAX_UNIT)
+    }
+
+    fn encode(&self, _: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<Encoded> {
+        let dst = need(dst, self.bound(src.len()))?;
+        if src.is_empty() {
+            return Ok(Encoded { len: 0, param: 0 });
+        }
+        let unit = unit_len(src)
+            .ok_or_else(|| Error::unsupported("data that is not a repeated unit of 1 to 16 bytes"))?;
+        dst[..unit].copy_from_slice(&src[..unit]);
+        Ok(Encoded { len: unit, param: 0 })
+    }
+
+    fn decode(&self, param: u8, _: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<()> {
+        no_param(self.id(), param)?;
+        match (src.len(), dst.len()) {
+            (0, 0) => return Ok(()),
+            (0, _) => return Err(Error::truncated("no unit to repeat")),
+            (unit, len) if unit > MAX_UNIT || unit > len => {
+                return Err(Error::corrupt(format!("unit of {unit} bytes for {len} bytes")));
+            }
+            _ => {}
+        }
+        for part in dst.chunks_mut(src.len()) {
+            part.copy_from_slice(&src[..part.len()]);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_shortest_unit_is_found() {
+        assert_eq!(unit_len(b"a"), Some(1));
+        assert_eq!(unit_len(b"aaaa"), Some(1));
+        assert_eq!(unit_len(b"abcabcab"), Some(3));
+        assert_eq!(unit_len(b"0123456789abcdef0123456789abcdef01"), Some(16));
+        assert_eq!(unit_len(b"0123456789abcdefg0123456789abcdefg"), None);
+        assert_eq!(unit_len(b"aaaaaaaaaaaaaaaaaaaab"), None);
+    }
+}

@@ -1,0 +1,7 @@
+//! `P = 8` with one table on AVX-512: segments in flight side by side, 32 lanes of each in two
+//! registers, one of the low and one of the high halves of the states.
+
+mod decode;
+mod transpose;
+
+pub(super) use decode::Decoder;

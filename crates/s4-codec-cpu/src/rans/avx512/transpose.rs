@@ -1,0 +1,64 @@
+//! Between the order of steps and the order of symbols.
+//!
+//! The kernels work on two segments, `a` and `b`, at once. A step's register holds the symbols of
+//! 32 lanes of both, interleaved: byte `2l` is lane `l` of `a`, byte `2l + 1` lane `l` of `b`. In
+//! memory a lane's 8 symbols of a block stand side by side.
+
+use std::arch::x86_64::*;
+
+use super::super::stream::{BLOCK, RUN};
+
+/// Registers of a block of symbols.
+const ROWS: usize = BLOCK / 64;
+
+/// An index of elements of `size` bytes for a permutation of two registers: element `i` of the
+/// result is element `from + i / 2 * step` of the first register if `i` is even, of the second one
+/// if it is odd.
+const fn zip(size: usize, from: usize, step: usize) -> [u8; 64] {
+    let mut index = [0; 64];
+    let mut i = 0;
+    while i < 64 / size {
+        index[i * size] = (from + i / 2 * step + i % 2 * (64 / size)) as u8;
+        i += 1;
+    }
+    index
+}
+
+/// Bytes of one of two interleaved segments.
+static ZIP_SEGMENT: [[u8; 64]; 2] = [zip(1, 0, 2), zip(1, 1, 2)];
+/// The first and the second half of the words.
+static ZIP_WORDS: [[u8; 64]; 2] = [zip(2, 0, 1), zip(2, 16, 1)];
+/// The first and the second half of the double words.
+static ZIP_DWORDS: [[u8; 64]; 2] = [zip(4, 0, 1), zip(4, 8, 1)];
+
+/// A block's symbols of one segment, `a` (0) or `b` (1), as they stand in memory.
+///
+/// Three rounds of pairing: steps 0 and 1 of each lane, steps 0 to 3, steps 0 to 7.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2")]
+pub(super) fn to_symbols(steps: &[__m512i; RUN], segment: usize) -> [__m512i; ROWS] {
+    let bytes = load(&ZIP_SEGMENT[segment]);
+    let s01 = _mm512_permutex2var_epi8(steps[0], bytes, steps[1]);
+    let s23 = _mm512_permutex2var_epi8(steps[2], bytes, steps[3]);
+    let s45 = _mm512_permutex2var_epi8(steps[4], bytes, steps[5]);
+    let s67 = _mm512_permutex2var_epi8(steps[6], bytes, steps[7]);
+    let [low, high] = [load(&ZIP_WORDS[0]), load(&ZIP_WORDS[1])];
+    let low0 = _mm512_permutex2var_epi16(s01, low, s23);
+    let high0 = _mm512_permutex2var_epi16(s01, high, s23);
+    let low4 = _mm512_permutex2var_epi16(s45, low, s67);
+    let high4 = _mm512_permutex2var_epi16(s45, high, s67);
+    let [low, high] = [load(&ZIP_DWORDS[0]), load(&ZIP_DWORDS[1])];
+    [
+        _mm512_permutex2var_epi32(low0, low, low4),
+        _mm512_permutex2var_epi32(low0, high, low4),
+        _mm512_permutex2var_epi32(high0, low, high4),
+        _mm512_permutex2var_epi32(high0, high, high4),
+    ]
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn load(bytes: &[u8; 64]) -> __m512i {
+    // SAFETY: the reference is to 64 readable bytes; the load needs no alignment.
+    unsafe { _mm512_loadu_si512(bytes.as_ptr().cast()) }
+}

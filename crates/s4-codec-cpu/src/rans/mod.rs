@@ -1,0 +1,185 @@
+use std::borrow::Cow;
+
+use s4_format::{CodecId, Error, Result};
+use s4_planes::Simd;
+
+use crate::codec::{Codec, Context, Encoded, need};
+
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod model;
+mod scalar;
+mod stream;
+mod table;
+#[cfg(target_arch = "x86_64")]
+mod words;
+
+pub use model::{Counts, cost};
+pub use stream::Place;
+pub use table::{Entry, MAX_TABLES, Precision, Table, parse_tables, write_tables};
+
+use stream::{SEGMENT_LOG2, STATES_LEN, Stream};
+
+/// Codec `rans` (docs/codecs/rans.md).
+///
+/// Encodes with the tensor's shared tables if the context has any, otherwise with tables of its
+/// own that stand in the stream: one, or one for each context byte that occurs. Decodes both
+/// precisions, whichever it encodes with.
+#[derive(Debug, Clone, Copy)]
+pub struct Rans {
+    precision: Precision,
+    simd: Simd,
+}
+
+/// The tables that a stream is coded with, and where they stand.
+#[derive(Debug, Clone, Copy)]
+pub struct Tables<'a> {
+    /// 1 to [`MAX_TABLES`] tables of the encoder's precision.
+    pub list: &'a [Table],
+    /// Where a decoder finds them.
+    pub place: Place,
+}
+
+impl Rans {
+    /// Encodes with a precision. A set of instructions that this machine lacks is replaced by
+    /// plain Rust.
+    pub fn new(precision: Precision, simd: Simd) -> Self {
+        let simd = if simd.is_available() { simd } else { Simd::Scalar };
+        Self { precision, simd }
+    }
+
+    /// Encodes `symbols` with given tables, as [`Codec::encode`] does with those of its context or
+    /// its own. `contexts` names the table of each symbol; empty if all use the first.
+    ///
+    /// # Errors
+    /// `Limit` if `dst` is smaller than [`Codec::bound`], there are more than 2^32 - 1 symbols, or
+    /// the number of tables, their precision or the contexts are out of range; `Unsupported` if a
+    /// symbol is not in its table and the table has no escape.
+    pub fn encode_with(
+        &self,
+        tables: Tables<'_>,
+        contexts: &[u8],
+        symbols: &[u8],
+        dst: &mut [u8],
+    ) -> Result<Encoded> {
+        let count = u32::try_from(symbols.len())
+            .map_err(|_| Error::limit("rans stream of more than 2^32 - 1 symbols"))?;
+        if !(1..=MAX_TABLES).contains(&tables.list.len())
+            || tables.list.iter().any(|table| table.precision() != self.precision)
+        {
+            return Err(Error::limit("number or precision of the tables of a rans stream"));
+        }
+        check_contexts(contexts, symbols.len(), tables.list.len()).map_err(Error::limit)?;
+        let dst = need(dst, self.bound(symbols.len()))?;
+        let (counts, first) = stream::write_head(count, tables.list, tables.place, dst);
+        let len = self.encode_segments(tables.list, contexts, symbols, dst, counts, first)?;
+        Ok(Encoded { len, param: self.precision.bits() as u8 })
+    }
+
+    /// Writes the segments from `at` on and their word counts to `counts`; returns the end.
+    fn encode_segments(
+        &self,
+        tables: &[Table],
+        contexts: &[u8],
+        symbols: &[u8],
+        dst: &mut [u8],
+        mut counts: usize,
+        at: usize,
+    ) -> Result<usize> {
+        let encoder = scalar::Encoder::new(tables);
+        let padding = tables[0].padding();
+        let mut end = at;
+        for (i, part) in symbols.chunks(1 << SEGMENT_LOG2).enumerate() {
+            let from = i << SEGMENT_LOG2;
+            let contexts = if contexts.is_empty() { contexts } else { &contexts[from..][..part.len()] };
+            let at = stream::pad(end, dst);
+            let room = at + STATES_LEN + stream::max_words_len(self.precision, part.len());
+            let Some((states, words)) = dst[at..room].split_first_chunk_mut() else {
+                return Err(Error::limit("rans: no room"));
+            };
+            let len = match self.precision {
+                Precision::P8 => encoder.segment::<8>(part, contexts, padding, words, states),
+                Precision::P12 => encoder.segment::<12>(part, contexts, padding, words, states),
+            }?;
+            words.copy_within(words.len() - len.., 0);
+            dst[counts..counts + 4].copy_from_slice(&((len / 2) as u32).to_le_bytes());
+            counts += 4;
+            end = at + STATES_LEN + len;
+        }
+        Ok(end)
+    }
+
+    /// Decodes the segments of a stream. `contexts` is as long as `symbols`, each below the number
+    /// of tables, or empty if all are 0.
+    fn decode_segments(
+        &self,
+        precision: Precision,
+        stream: &Stream<'_>,
+        contexts: &[u8],
+        symbols: &mut [u8],
+    ) -> Result<()> {
+        #[cfg(target_arch = "x86_64")]
+        if let (Precision::P8, [table], Simd::Avx512) = (precision, &stream.tables[..], self.simd)
+            && let Some(decoder) = avx512::Decoder::new(table)
+        {
+            // SAFETY: `new` has checked that the machine has the set.
+            return unsafe { decoder.segments(stream.segments(), symbols) };
+        }
+        let decoder = scalar::Decoder::new(&stream.tables);
+        for (range, segment) in stream.segments() {
+            let contexts = if contexts.is_empty() { &[] } else { &contexts[range.clone()] };
+            match precision {
+                Precision::P8 => decoder.segment::<8>(segment, contexts, &mut symbols[range])?,
+                Precision::P12 => decoder.segment::<12>(segment, contexts, &mut symbols[range])?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Checks that there is a context below `tables` for each symbol, or none at all.
+fn check_contexts(contexts: &[u8], symbols: usize, tables: usize) -> Result<(), String> {
+    if !contexts.is_empty() && contexts.len() != symbols {
+        return Err(format!("{} contexts for {symbols} symbols", contexts.len()));
+    }
+    let largest = contexts.iter().fold(0, |a, &b| a.max(b));
+    if usize::from(largest) >= tables {
+        return Err(format!("context {largest} for {tables} tables"));
+    }
+    Ok(())
+}
+
+impl Codec for Rans {
+    fn id(&self) -> CodecId {
+        CodecId::RANS
+    }
+
+    fn bound(&self, len: usize) -> usize {
+        stream::bound(self.precision, len)
+    }
+
+    fn encode(&self, ctx: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<Encoded> {
+        let (list, place) = if !ctx.tables.is_empty() {
+            (parse_tables(self.precision, ctx.tables)?, Place::Shared)
+        } else if ctx.symbols.is_empty() {
+            (vec![Counts::of_stream(src).table(self.precision)], Place::Inline)
+        } else {
+            let tables = 1 + usize::from(ctx.symbols.iter().fold(0, |a, &b| a.max(b)));
+            check_contexts(ctx.symbols, src.len(), tables.min(MAX_TABLES)).map_err(Error::limit)?;
+            let counts = Counts::of_contexts(src, ctx.symbols, tables);
+            (counts.iter().map(|counts| counts.table(self.precision)).collect(), Place::Inline)
+        };
+        self.encode_with(Tables { list: &list, place }, ctx.symbols, src, dst)
+    }
+
+    fn decode(&self, param: u8, ctx: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<()> {
+        let precision = Precision::from_param(param)?;
+        let stream = Stream::parse(precision, ctx.tables, src, dst.len())?;
+        let mut contexts = Cow::Borrowed(ctx.symbols);
+        if stream.tables.len() == 1 {
+            contexts = Cow::Borrowed(&[]);
+        }
+        check_contexts(&contexts, dst.len(), stream.tables.len()).map_err(Error::corrupt)?;
+        self.decode_segments(precision, &stream, &contexts, dst)
+    }
+}

@@ -1,0 +1,337 @@
+//! From counts of symbols to tables, and what coding with a table would cost. Integers only, so
+//! that every encoder writes the same tables.
+
+use super::table::{Entry, Precision, Table};
+
+/// Streams up to this many symbols are counted as a whole.
+const COUNT_ALL: usize = 8192;
+/// Longer ones are sampled: [`SAMPLE`] symbols of every [`WINDOW`].
+const WINDOW: usize = 512;
+const SAMPLE: usize = 64;
+
+/// How often each symbol occurs in the counted part of some data.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Counts {
+    of: [u64; 256],
+    /// Whether nothing but the counted symbols occurs.
+    complete: bool,
+}
+
+impl Default for Counts {
+    fn default() -> Self {
+        Self { of: [0; 256], complete: true }
+    }
+}
+
+impl Counts {
+    /// No symbols.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Counts of one stream, sampled if it is long.
+    pub fn of_stream(symbols: &[u8]) -> Self {
+        let mut counts = Self::new();
+        counts.add_stream(symbols);
+        counts
+    }
+
+    /// Counts of one stream for each context below `tables`, at the positions that are counted
+    /// without contexts too. `contexts` is as long as `symbols` and below `tables`.
+    pub(crate) fn of_contexts(symbols: &[u8], contexts: &[u8], tables: usize) -> Vec<Self> {
+        let mut counts = vec![Self::new(); tables];
+        for range in sampled(symbols.len()) {
+            for (&symbol, &context) in symbols[range.clone()].iter().zip(&contexts[range]) {
+                counts[usize::from(context)].of[usize::from(symbol)] += 1;
+            }
+        }
+        let complete = symbols.len() <= COUNT_ALL;
+        counts.iter_mut().for_each(|counts| counts.complete = complete);
+        counts
+    }
+
+    /// Adds the counts of one stream, sampled if it is long.
+    pub fn add_stream(&mut self, symbols: &[u8]) {
+        self.complete &= symbols.len() <= COUNT_ALL;
+        let mut parts = [[0u32; 256]; 4];
+        for range in sampled(symbols.len()) {
+            count(&symbols[range], &mut parts);
+        }
+        for (symbol, total) in self.of.iter_mut().enumerate() {
+            *total += parts.iter().map(|part| u64::from(part[symbol])).sum::<u64>();
+        }
+    }
+
+    /// Marks the counts as those of a part of the data: a table made of them has an escape for
+    /// what was not counted.
+    #[must_use]
+    pub fn partial(mut self) -> Self {
+        self.complete = false;
+        self
+    }
+
+    /// Adds counts of other data.
+    pub fn add(&mut self, other: &Self) {
+        self.complete &= other.complete;
+        self.of.iter_mut().zip(&other.of).for_each(|(a, b)| *a += b);
+    }
+
+    /// Adds `n` occurrences of a symbol.
+    pub fn add_symbol(&mut self, symbol: u8, n: u64) {
+        self.of[usize::from(symbol)] += n;
+    }
+
+    /// How often a symbol was counted.
+    pub fn get(&self, symbol: u8) -> u64 {
+        self.of[usize::from(symbol)]
+    }
+
+    /// Number of symbols counted.
+    pub fn total(&self) -> u64 {
+        self.of.iter().sum()
+    }
+
+    /// The table that codes data with these counts well ("Choice" and "Frequencies" of
+    /// docs/codecs/rans.md).
+    pub fn table(&self, precision: Precision) -> Table {
+        let (mut kept, escape) = self.choose(precision);
+        let entries = share(&mut kept, precision.total() - escape);
+        let lone_256 = precision == Precision::P8 && matches!(entries, [Entry { freq: 256, .. }]);
+        if lone_256 {
+            entries[0].freq = 255;
+        }
+        entries.sort_unstable_by_key(|entry| (entry.freq, entry.symbol));
+        Table::new(precision, entries).unwrap_or_else(|e| unreachable!("own table: {e}"))
+    }
+
+    /// The symbols that get slots, in ascending order, and the frequency of the escape.
+    fn choose(&self, precision: Precision) -> (Kept, u32) {
+        let n = self.total();
+        let total = u64::from(precision.total());
+        let mut kept = Kept::default();
+        let (mut dropped, mut some_dropped) = (0, false);
+        for (symbol, &count) in (0..=255).zip(&self.of) {
+            if count > 0 && count * total * 5 >= n {
+                kept.push(symbol, count);
+            } else if count > 0 {
+                (dropped, some_dropped) = (dropped + count, true);
+            }
+        }
+        if n == 0 {
+            return (kept, precision.total());
+        }
+        let mut escape = 0;
+        if some_dropped || !self.complete {
+            escape = ((total * dropped + n / 2) / n).max(1);
+        }
+        while kept.len as u64 > total - escape {
+            kept.drop_rarest();
+            escape = escape.max(1);
+        }
+        (kept, escape as u32)
+    }
+}
+
+/// Kept symbols in ascending order, with their counts and the entries that they become.
+struct Kept {
+    len: usize,
+    counts: [u64; 256],
+    entries: [Entry; 256],
+}
+
+impl Default for Kept {
+    fn default() -> Self {
+        Self { len: 0, counts: [0; 256], entries: [Entry::default(); 256] }
+    }
+}
+
+impl Kept {
+    fn push(&mut self, symbol: u8, count: u64) {
+        self.counts[self.len] = count;
+        self.entries[self.len].symbol = symbol;
+        self.len += 1;
+    }
+
+    /// Drops the rarest symbol, of equal ones the largest.
+    fn drop_rarest(&mut self) {
+        let rarest = (0..self.len).rev().min_by_key(|&i| self.counts[i]);
+        if let Some(i) = rarest {
+            self.counts.copy_within(i + 1..self.len, i);
+            self.entries.copy_within(i + 1..self.len, i);
+            self.len -= 1;
+        }
+    }
+}
+
+/// Shares `total` slots among the kept symbols: in proportion to their counts, rounded, then
+/// single slots moved where they help most.
+fn share(kept: &mut Kept, total: u32) -> &mut [Entry] {
+    let counts = &kept.counts[..kept.len];
+    let entries = &mut kept.entries[..kept.len];
+    let m: u64 = counts.iter().sum();
+    let mut sum = 0;
+    for (entry, &count) in entries.iter_mut().zip(counts) {
+        let freq = ((2 * count * u64::from(total) + m) / (2 * m)).max(1);
+        entry.freq = freq as u16;
+        sum += freq as u32;
+    }
+    if entries.is_empty() {
+        return entries;
+    }
+    while sum < total {
+        let gain = |i: usize| counts[i] * 4096 / (2 * u64::from(entries[i].freq) + 1);
+        // `max_by_key` takes the last of equals: the smallest symbol when going down.
+        let best = (0..counts.len()).rev().max_by_key(|&i| gain(i)).unwrap_or(0);
+        entries[best].freq += 1;
+        sum += 1;
+    }
+    while sum > total {
+        let loss = |i: usize| counts[i] * 4096 / (2 * u64::from(entries[i].freq) - 1);
+        let above_one = (0..counts.len()).filter(|&i| entries[i].freq > 1);
+        let least = above_one.min_by_key(|&i| loss(i)).unwrap_or(0);
+        entries[least].freq -= 1;
+        sum -= 1;
+    }
+    entries
+}
+
+/// The ranges of a stream's symbols that are counted.
+fn sampled(len: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
+    let all = len <= COUNT_ALL;
+    let windows = if all { 1 } else { len.div_ceil(WINDOW) };
+    (0..windows).map(move |i| {
+        if all {
+            return 0..len;
+        }
+        let start = WINDOW * i + SAMPLE * (5 * i % 8);
+        start.min(len)..(start + SAMPLE).min(len)
+    })
+}
+
+/// Adds to counts that are kept in four parts, so that runs of a symbol do not wait for each
+/// other.
+fn count(symbols: &[u8], parts: &mut [[u32; 256]; 4]) {
+    let (groups, rest) = symbols.as_chunks::<8>();
+    for group in groups {
+        let group = u64::from_le_bytes(*group);
+        for i in 0..8 {
+            parts[i % 4][usize::from((group >> (8 * i)) as u8)] += 1;
+        }
+    }
+    for &symbol in rest {
+        parts[0][usize::from(symbol)] += 1;
+    }
+}
+
+/// Bits, rounded up, that coding data with these counts takes with a table, without the table,
+/// states and padding; `u64::MAX` if a symbol that was counted cannot be coded.
+///
+/// A symbol in the table costs `P - log2(freq)` bits, another one 8 more than the escape. The
+/// logarithms are fixed-point with 8 fractional bits, rounded to the nearest.
+pub fn cost(counts: &Counts, table: &Table) -> u64 {
+    let bits = |freq: u16| u64::from((table.precision().bits() << 8) - log2(u32::from(freq)));
+    let escape = (table.escape() > 0).then(|| bits(table.escape()) + (8 << 8));
+    let mut each = [escape; 256];
+    for entry in table.entries() {
+        each[usize::from(entry.symbol)] = Some(bits(entry.freq));
+    }
+    let mut sum = 0u64;
+    for (&count, each) in counts.of.iter().zip(each) {
+        match each {
+            Some(bits) => sum = sum.saturating_add(count.saturating_mul(bits)),
+            None if count > 0 => return u64::MAX,
+            None => {}
+        }
+    }
+    sum.div_ceil(256)
+}
+
+/// `256 * log2(v)`, to the nearest integer, of `1 <= v < 2^16`; by repeated squaring.
+fn log2(v: u32) -> u32 {
+    let whole = v.ilog2();
+    let mut mantissa = u64::from(v) << (31 - whole); // 1.31 fixed-point, in [1, 2)
+    let mut fraction = 0;
+    for _ in 0..9 {
+        mantissa = mantissa * mantissa >> 31;
+        let bit = mantissa >> 32;
+        mantissa >>= bit;
+        fraction = fraction << 1 | bit as u32;
+    }
+    ((whole << 9 | fraction) + 1) >> 1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn counts(list: &[(u8, u64)]) -> Counts {
+        let mut counts = Counts::new();
+        list.iter().for_each(|&(symbol, n)| counts.add_symbol(symbol, n));
+        counts
+    }
+
+    #[test]
+    fn logarithms_are_the_nearest() {
+        for v in 1..=4096u32 {
+            let exact = 256.0 * f64::from(v).log2();
+            assert!((f64::from(log2(v)) - exact).abs() <= 0.5 + 1e-3, "{v}");
+        }
+    }
+
+    #[test]
+    fn frequencies_fill_the_table() {
+        let table = counts(&[(1, 1), (2, 3), (3, 60)]).table(Precision::P8);
+        let freqs: Vec<_> = table.entries().iter().map(|e| (e.symbol, e.freq)).collect();
+        assert_eq!(freqs, [(1, 4), (2, 12), (3, 240)]);
+        assert_eq!(table.escape(), 0);
+    }
+
+    #[test]
+    fn extremes_give_valid_tables() {
+        let lone = counts(&[(9, 5)]).table(Precision::P8);
+        assert_eq!((lone.escape(), lone.entries()), (1, &[Entry { symbol: 9, freq: 255 }][..]));
+        let lone = counts(&[(9, 5)]).table(Precision::P12);
+        assert_eq!((lone.escape(), lone.entries()), (0, &[Entry { symbol: 9, freq: 4096 }][..]));
+        let none = Counts::new().table(Precision::P8);
+        assert_eq!((none.escape(), none.entries().len()), (256, 0));
+        let mut flat = Counts::new();
+        (0..=255).for_each(|symbol| flat.add_symbol(symbol, 100));
+        assert_eq!(flat.table(Precision::P8).entries().len(), 256);
+        flat.complete = false;
+        let table = flat.table(Precision::P8);
+        assert_eq!((table.escape(), table.entries().len()), (1, 255));
+        assert!(table.entries().iter().all(|e| e.symbol != 255), "the largest is dropped");
+    }
+
+    #[test]
+    fn rare_symbols_are_escaped() {
+        let table = counts(&[(0, 100_000), (1, 100_000), (2, 100)]).table(Precision::P8);
+        assert_eq!((table.escape(), table.entries().len()), (1, 2));
+    }
+
+    #[test]
+    fn long_streams_are_sampled_where_the_specification_says() {
+        let mut data = vec![0u8; 8193];
+        let windows = [(0, 0), (1, 5), (2, 2), (3, 7), (16, 0)];
+        for (window, part) in windows {
+            let start = 512 * window + 64 * part;
+            let end = (start + 64).min(data.len());
+            data[start..end].fill(1);
+        }
+        let counts = Counts::of_stream(&data);
+        assert_eq!((counts.get(1), counts.total()), (4 * 64 + 1, 16 * 64 + 1));
+        assert!(!counts.complete);
+        assert!(Counts::of_stream(&data[..8192]).complete);
+    }
+
+    #[test]
+    fn cost_is_the_sum_of_logarithms() {
+        let counts = counts(&[(0, 128), (1, 64), (2, 64)]);
+        let table = counts.table(Precision::P8);
+        assert_eq!(cost(&counts, &table), 128 + 2 * 64 + 2 * 64);
+        let other = Table::new(Precision::P8, &[Entry { symbol: 0, freq: 128 }]).unwrap();
+        assert_eq!(cost(&counts, &other), 128 + 9 * 128);
+        let full = Table::new(Precision::P12, &[Entry { symbol: 0, freq: 4096 }]).unwrap();
+        assert_eq!(cost(&counts, &full), u64::MAX);
+    }
+}

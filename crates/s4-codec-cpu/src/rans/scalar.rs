@@ -1,0 +1,293 @@
+//! The specification in plain Rust: any `P`, any number of tables, contexts and escapes. It is the
+//! oracle that the vector kernels are tested against.
+
+use s4_format::{Error, Result};
+
+use super::stream::{BLOCK, LANES, RUN, START, STATES_LEN, Segment};
+use super::table::Table;
+
+/// What the encoder needs of a symbol.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+struct Code {
+    /// Frequency of the symbol, or of the escape if it has none.
+    freq: u32,
+    /// Its first slot.
+    start: u32,
+    escaped: bool,
+}
+
+/// Codes of every symbol in every table.
+pub(super) struct Encoder {
+    codes: Vec<[Code; 256]>,
+}
+
+impl Encoder {
+    pub(super) fn new(tables: &[Table]) -> Self {
+        let codes = tables.iter().map(|table| {
+            let escape = Code { freq: table.escape().into(), start: 0, escaped: true };
+            let mut codes = [escape; 256];
+            for (entry, start) in table.slots() {
+                codes[usize::from(entry.symbol)] =
+                    Code { freq: entry.freq.into(), start: start.into(), escaped: false };
+            }
+            codes
+        });
+        Self { codes: codes.collect() }
+    }
+
+    /// Codes the blocks of one segment into the tail of `words` and writes its states to `states`;
+    /// returns the number of bytes of words. `words` is as long as `stream::max_words_len` says.
+    /// The symbols of the last block and their contexts (empty if all are 0) may end early; the
+    /// block is filled with `padding` and context 0.
+    ///
+    /// # Errors
+    /// `Unsupported` if a symbol is neither in its table nor can be escaped.
+    pub(super) fn segment<const P: u32>(
+        &self,
+        symbols: &[u8],
+        contexts: &[u8],
+        padding: u8,
+        words: &mut [u8],
+        states: &mut [u8; STATES_LEN],
+    ) -> Result<usize> {
+        let mut x = [START; LANES];
+        let mut words = Words { at: words.len(), bytes: words };
+        for start in (0..symbols.len()).step_by(BLOCK).rev() {
+            let block = block_at(symbols, start, padding);
+            let contexts =
+                if contexts.is_empty() { [0; BLOCK] } else { block_at(contexts, start, 0) };
+            let codes: [Code; BLOCK] = std::array::from_fn(|i| {
+                self.codes[usize::from(contexts[i])][usize::from(block[i])]
+            });
+            if codes.iter().any(|code| code.freq == 0) {
+                return Err(Error::unsupported("a symbol that its table lacks, and no escape"));
+            }
+            encode_escapes(&mut x, &block, &codes, &mut words);
+            encode_steps::<P>(&mut x, &codes, &mut words);
+        }
+        for (state, x) in states.as_chunks_mut::<4>().0.iter_mut().zip(x) {
+            *state = x.to_le_bytes();
+        }
+        Ok(words.bytes.len() - words.at)
+    }
+}
+
+/// The block of `all` that starts at `start`, filled up with `padding`.
+pub(super) fn block_at(all: &[u8], start: usize, padding: u8) -> [u8; BLOCK] {
+    let mut block = [padding; BLOCK];
+    let rest = &all[start..];
+    let len = rest.len().min(BLOCK);
+    block[..len].copy_from_slice(&rest[..len]);
+    block
+}
+
+/// Words, emitted from the end of `bytes` towards its start.
+struct Words<'a> {
+    bytes: &'a mut [u8],
+    at: usize,
+}
+
+impl Words<'_> {
+    /// Emits the low half of `x` if `x` has reached `limit`.
+    fn renormalise(&mut self, x: u32, limit: u64) -> u32 {
+        if u64::from(x) < limit {
+            return x;
+        }
+        self.at -= 2;
+        self.bytes[self.at..self.at + 2].copy_from_slice(&(x as u16).to_le_bytes());
+        x >> 16
+    }
+}
+
+/// The escapes of a block: the last round first.
+fn encode_escapes(
+    x: &mut [u32; LANES],
+    block: &[u8; BLOCK],
+    codes: &[Code; BLOCK],
+    words: &mut Words<'_>,
+) {
+    if !codes.iter().any(|code| code.escaped) {
+        return;
+    }
+    for round in (0..RUN).rev() {
+        for lane in (0..LANES).rev() {
+            let own = lane * RUN..(lane + 1) * RUN;
+            if let Some(i) = own.filter(|&i| codes[i].escaped).nth(round) {
+                let y = words.renormalise(x[lane], 1 << 24);
+                x[lane] = y << 8 | u32::from(block[i]);
+            }
+        }
+    }
+}
+
+fn encode_steps<const P: u32>(
+    x: &mut [u32; LANES],
+    codes: &[Code; BLOCK],
+    words: &mut Words<'_>,
+) {
+    let step = |x: u32, code: Code| (x / code.freq << P) + code.start + x % code.freq;
+    if P == 8 {
+        for pair in (0..RUN).step_by(2).rev() {
+            for (lane, x) in x.iter_mut().enumerate().rev() {
+                let [c0, c1] = [codes[lane * RUN + pair], codes[lane * RUN + pair + 1]];
+                let limit = u64::from(c0.freq * c1.freq) << 16;
+                *x = step(step(words.renormalise(*x, limit), c1), c0);
+            }
+        }
+    } else {
+        for k in (0..RUN).rev() {
+            for (lane, x) in x.iter_mut().enumerate().rev() {
+                let code = codes[lane * RUN + k];
+                let limit = u64::from(code.freq) << (32 - P);
+                *x = step(words.renormalise(*x, limit), code);
+            }
+        }
+    }
+}
+
+/// What the decoder needs of a slot.
+#[derive(Debug, Clone, Copy, Default)]
+struct Slot {
+    /// Frequency of the symbol that owns the slot.
+    freq: u16,
+    /// The slot's place among those of the symbol.
+    bias: u16,
+    symbol: u8,
+    escape: bool,
+}
+
+/// The slots of every table.
+pub(super) struct Decoder {
+    slots: Vec<Slot>,
+}
+
+impl Decoder {
+    pub(super) fn new(tables: &[Table]) -> Self {
+        let mut slots = Vec::new();
+        for table in tables {
+            let escape = table.escape();
+            slots.extend((0..escape).map(|bias| Slot {
+                freq: escape,
+                bias,
+                symbol: 0,
+                escape: true,
+            }));
+            for entry in table.entries() {
+                slots.extend((0..entry.freq).map(|bias| Slot {
+                    freq: entry.freq,
+                    bias,
+                    symbol: entry.symbol,
+                    escape: false,
+                }));
+            }
+        }
+        Self { slots }
+    }
+
+    /// Decodes one segment into `symbols`. `contexts` is as long as `symbols`, each below the
+    /// number of tables, or empty if all are 0.
+    ///
+    /// # Errors
+    /// `Corrupt` if a state or the number of words is wrong.
+    pub(super) fn segment<const P: u32>(
+        &self,
+        segment: Segment<'_>,
+        contexts: &[u8],
+        symbols: &mut [u8],
+    ) -> Result<()> {
+        let mut x = segment.states()?;
+        let mut words = segment.words();
+        for start in (0..symbols.len()).step_by(BLOCK) {
+            let mut block = [0; BLOCK];
+            let escapes = if contexts.is_empty() {
+                self.steps::<P, false>(&mut x, &mut words, &[0; BLOCK], &mut block)?
+            } else {
+                let contexts = block_at(contexts, start, 0);
+                self.steps::<P, true>(&mut x, &mut words, &contexts, &mut block)?
+            };
+            decode_escapes(&mut x, &mut words, escapes, &mut block)?;
+            let rest = &mut symbols[start..];
+            let len = rest.len().min(BLOCK);
+            rest[..len].copy_from_slice(&block[..len]);
+        }
+        check_end(&x, words.len())
+    }
+
+    /// The steps of a block; returns for each lane the positions of its escapes as bits.
+    fn steps<const P: u32, const CONTEXTS: bool>(
+        &self,
+        x: &mut [u32; LANES],
+        words: &mut &[[u8; 2]],
+        contexts: &[u8; BLOCK],
+        block: &mut [u8; BLOCK],
+    ) -> Result<[u8; LANES]> {
+        let first = &self.slots[..1 << P];
+        let mut escapes = [0; LANES];
+        for k in 0..RUN {
+            for lane in 0..LANES {
+                let i = lane * RUN + k;
+                let table = if CONTEXTS {
+                    &self.slots[usize::from(contexts[i]) << P..][..1 << P]
+                } else {
+                    first
+                };
+                let slot = table[(x[lane] & ((1 << P) - 1)) as usize];
+                x[lane] = u32::from(slot.freq) * (x[lane] >> P) + u32::from(slot.bias);
+                block[i] = slot.symbol;
+                escapes[lane] |= u8::from(slot.escape) << k;
+            }
+            if P != 8 || k % 2 == 1 {
+                refill(x, words)?;
+            }
+        }
+        Ok(escapes)
+    }
+}
+
+/// Replaces the escapes of a block by the symbols that follow it.
+fn decode_escapes(
+    x: &mut [u32; LANES],
+    words: &mut &[[u8; 2]],
+    mut escapes: [u8; LANES],
+    block: &mut [u8; BLOCK],
+) -> Result<()> {
+    while escapes != [0; LANES] {
+        for (lane, escapes) in escapes.iter_mut().enumerate().filter(|(_, e)| **e != 0) {
+            block[lane * RUN + escapes.trailing_zeros() as usize] = x[lane] as u8;
+            x[lane] >>= 8;
+            *escapes &= *escapes - 1;
+        }
+        refill(x, words)?;
+    }
+    Ok(())
+}
+
+/// Gives a word to every lane that is below 2^16. Free of branches, because which lanes these are
+/// cannot be foretold.
+fn refill(x: &mut [u32; LANES], words: &mut &[[u8; 2]]) -> Result<()> {
+    let taken = x.iter().filter(|&&x| x < START).count();
+    let Some((now, later)) = words.split_at_checked(taken) else {
+        return Err(Error::corrupt("rans segment with too few words"));
+    };
+    let mut next = 0;
+    for x in x {
+        let needs = *x < START;
+        let word = u16::from_le_bytes(now.get(next).copied().unwrap_or_default());
+        *x = if needs { *x << 16 | u32::from(word) } else { *x };
+        next += usize::from(needs);
+    }
+    *words = later;
+    Ok(())
+}
+
+/// Checks the end of a segment: all states are back where the encoder started, and `left`, the
+/// number of words that were not taken, is 0.
+pub(super) fn check_end(x: &[u32; LANES], left: usize) -> Result<()> {
+    if *x != [START; LANES] {
+        return Err(Error::corrupt("rans states do not end at 2^16"));
+    }
+    if left != 0 {
+        return Err(Error::corrupt(format!("{left} words left in a rans segment")));
+    }
+    Ok(())
+}

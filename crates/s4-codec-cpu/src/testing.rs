@@ -1,0 +1,225 @@
+//! The contract of [`Codec`] as a suite that any implementation can be run through, also those of
+//! other crates.
+//!
+//! What is deliberately absent: skips. A codec that refuses some data says which, and is held to
+//! it. Every function panics when the contract is broken, so that it can be called from a test.
+
+use s4_format::{Error, Result};
+
+use crate::codec::{Codec, Context, Encoded};
+
+/// Side data for the suite: what an encoder and a decoder are both given.
+#[derive(Debug, Clone, Copy)]
+pub struct Side<'a> {
+    /// Shared tables, or nothing.
+    pub tables: &'a [u8],
+    /// Number of different contexts; 0 = none are given.
+    pub contexts: u8,
+}
+
+impl Side<'static> {
+    /// No side data.
+    pub const NONE: Self = Self { tables: &[], contexts: 0 };
+}
+
+/// Runs a codec through the whole suite:
+///
+/// - what it encodes, it decodes to the same bytes, for inputs of many sizes and shapes, empty and
+///   single ones among them; the same bytes are written whatever `dst` held before;
+/// - it refuses, as `Unsupported`, exactly the inputs for which `accepts` is false;
+/// - no output is longer than [`Codec::bound`], and a smaller `dst` is refused as `Limit`;
+/// - a stream with any one bit flipped, cut anywhere, with bytes after it, with another parameter
+///   or for another length gives an error or data, never a panic, and the same whatever `dst` held.
+///
+/// # Panics
+/// If the codec breaks the contract.
+pub fn conformance(codec: &dyn Codec, side: Side<'_>, accepts: impl Fn(&[u8]) -> bool) {
+    for (name, data) in inputs() {
+        let contexts = contexts(side, data.len());
+        let ctx = Context { tables: side.tables, symbols: &contexts };
+        match round_trip(codec, ctx, &data) {
+            Ok(_) => assert!(accepts(&data), "{name}: encoded what it should refuse"),
+            Err(Error::Unsupported { what, .. }) => assert!(!accepts(&data), "{name}: {what}"),
+            Err(error) => panic!("{name} of {} bytes: {error}", data.len()),
+        }
+    }
+    for (name, data) in damage_inputs().into_iter().filter(|(_, data)| accepts(data)) {
+        let contexts = contexts(side, data.len());
+        let ctx = Context { tables: side.tables, symbols: &contexts };
+        let (stream, param) = match round_trip(codec, ctx, &data) {
+            Ok(encoded) => encoded,
+            Err(error) => panic!("{name}: {error}"),
+        };
+        damage(codec, ctx, &stream, param, data.len());
+    }
+}
+
+/// Encodes and decodes `data` and compares; returns the stream and its parameter.
+///
+/// # Errors
+/// What the encoder says.
+///
+/// # Panics
+/// If the codec breaks the contract.
+pub fn round_trip(codec: &dyn Codec, ctx: Context<'_>, data: &[u8]) -> Result<(Vec<u8>, u8)> {
+    let bound = codec.bound(data.len());
+    if let Some(less) = bound.checked_sub(1) {
+        let refused = codec.encode(ctx, data, &mut vec![0; less]);
+        assert!(
+            matches!(refused, Err(Error::Limit { .. } | Error::Unsupported { .. })),
+            "encoded into less than the bound: {refused:?}"
+        );
+    }
+    let mut dst = vec![0; bound];
+    let Encoded { len, param } = codec.encode(ctx, data, &mut dst)?;
+    assert!(len <= bound, "{len} bytes written, bound {bound}");
+    dst.truncate(len);
+
+    let mut dirty = vec![0xa5; bound + 100];
+    let again = codec.encode(ctx, data, &mut dirty)?;
+    assert_eq!(again, Encoded { len, param }, "encoded differently");
+    assert!(dirty[..len] == dst, "the output depends on what dst held");
+    assert!(dirty[bound..].iter().all(|&b| b == 0xa5), "wrote past the bound");
+
+    match decode(codec, param, ctx, &dst, data.len()) {
+        Ok(decoded) => assert!(decoded == data, "{} bytes decoded to others", data.len()),
+        Err(error) => panic!("{} bytes not decoded: {error}", data.len()),
+    }
+    Ok((dst, param))
+}
+
+/// Decodes into two buffers that hold different bytes before and checks that the outcome is the
+/// same.
+///
+/// # Errors
+/// What the decoder says.
+///
+/// # Panics
+/// If the outcome depends on what the buffer held.
+pub fn decode(
+    codec: &dyn Codec,
+    param: u8,
+    ctx: Context<'_>,
+    stream: &[u8],
+    len: usize,
+) -> Result<Vec<u8>> {
+    let mut zeros = vec![0x00; len];
+    let mut ones = vec![0xff; len];
+    let first = codec.decode(param, ctx, stream, &mut zeros);
+    let second = codec.decode(param, ctx, stream, &mut ones);
+    assert_eq!(first, second, "the outcome depends on what the buffer held");
+    first?;
+    assert!(zeros == ones, "decoded data depends on what the buffer held");
+    Ok(zeros)
+}
+
+/// Decodes every way in which the stream could be damaged that the suite knows. Whether it is
+/// noticed is not asked: that is what checksums are for.
+fn damage(codec: &dyn Codec, ctx: Context<'_>, stream: &[u8], param: u8, len: usize) {
+    let attempt = |param, stream: &[u8], len| {
+        let _ = decode(codec, param, ctx, stream, len);
+    };
+    let mut copy = stream.to_vec();
+    for bit in 0..8 * stream.len() {
+        copy[bit / 8] ^= 1 << (bit % 8);
+        attempt(param, &copy, len);
+        copy[bit / 8] ^= 1 << (bit % 8);
+    }
+    for cut in 0..stream.len() {
+        attempt(param, &stream[..cut], len);
+    }
+    for at in 0..stream.len() {
+        for byte in [0x00, 0xff] {
+            copy[at] = byte;
+            attempt(param, &copy, len);
+        }
+        copy[at] = stream[at];
+    }
+    for extra in [1, 2, 16, 300] {
+        copy.resize(stream.len() + extra, 0x5a);
+        attempt(param, &copy, len);
+    }
+    for other in 0..=255 {
+        attempt(other, stream, len);
+    }
+    // The contexts are those of `len` symbols: other lengths are refused if there are any.
+    for other in [0, 1, len.saturating_sub(1), len + 1, 2 * len, len + 20_000] {
+        attempt(param, stream, other);
+    }
+}
+
+/// Contexts for `len` symbols.
+fn contexts(side: Side<'_>, len: usize) -> Vec<u8> {
+    match side.contexts {
+        0 => Vec::new(),
+        n => noise(len, 77).into_iter().map(|b| b % n).collect(),
+    }
+}
+
+/// Bytes without a pattern, the same at every call.
+fn noise(len: usize, seed: u64) -> Vec<u8> {
+    let mut x = seed;
+    let next = || {
+        x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (x >> 56) as u8
+    };
+    std::iter::repeat_with(next).take(len).collect()
+}
+
+/// Symbols like the exponents of weights: few, each half as frequent as the one before, and rarely
+/// any other.
+fn skewed(len: usize, seed: u64) -> Vec<u8> {
+    let odd = noise(len, seed + 1);
+    let rare = |(i, b): (usize, u8)| match odd[i] {
+        200 => b,
+        _ => 120 - (b.trailing_zeros() as u8).min(10),
+    };
+    noise(len, seed).into_iter().enumerate().map(rare).collect()
+}
+
+/// Noise, except where an encoder that samples 64 of each 512 symbols looks: its model is as wrong
+/// as can be.
+fn deceptive(len: usize) -> Vec<u8> {
+    let mut data = noise(len, 5);
+    for (window, part) in data.chunks_mut(512).enumerate() {
+        let start = (64 * (5 * window % 8)).min(part.len());
+        let end = (start + 64).min(part.len());
+        part[start..end].fill(7);
+    }
+    data
+}
+
+/// Inputs of many sizes and shapes, named.
+fn inputs() -> Vec<(&'static str, Vec<u8>)> {
+    let sizes = [0, 1, 2, 3, 7, 8, 9, 17, 64, 255, 256, 257, 1000, 4096, 8192, 8193];
+    let large = [16_383, 16_384, 16_385, 33_000, 50_000, 65_536, 70_001, 140_000];
+    let mut all = Vec::new();
+    for len in sizes.into_iter().chain(large) {
+        all.extend([
+            ("zeros", vec![0; len]),
+            ("ones", vec![0xff; len]),
+            ("counter", (0..len).map(|i| i as u8).collect()),
+            ("period 3", (0..len).map(|i| [5, 6, 9][i % 3]).collect()),
+            ("period 16", (0..len).map(|i| (i % 16) as u8 * 17).collect()),
+            ("one odd one", (0..len).map(|i| u8::from(i + 1 == len)).collect()),
+            ("bits", noise(len, 1).into_iter().map(|b| b & 1).collect()),
+            ("7 bits", noise(len, 2).into_iter().map(|b| b & 127).collect()),
+            ("noise", noise(len, 3)),
+            ("skewed", skewed(len, 4)),
+            ("two halves", (0..len).map(|i| if i < len / 2 { 3 } else { 200 }).collect()),
+            ("deceptive", deceptive(len)),
+        ]);
+    }
+    all
+}
+
+/// Inputs whose streams are damaged in every way: short, because there are many ways.
+fn damage_inputs() -> Vec<(&'static str, Vec<u8>)> {
+    vec![
+        ("empty", Vec::new()),
+        ("single", vec![1]),
+        ("unit", (0..100).map(|i| [1, 2, 3][i % 3]).collect()),
+        ("bits", noise(300, 6).into_iter().map(|b| b & 1).collect()),
+        ("skewed", skewed(700, 7)),
+    ]
+}

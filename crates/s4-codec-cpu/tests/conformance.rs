@@ -1,0 +1,91 @@
+//! Every codec of the crate, on every set of instructions, through the conformance suite.
+
+use s4_codec_cpu::rans::{Counts, Precision, Table, write_tables};
+use s4_codec_cpu::testing::{Side, conformance};
+use s4_codec_cpu::{Bits, Const, Rans, Raw, Simd, Zstd};
+
+#[test]
+fn raw() {
+    conformance(&Raw, Side::NONE, |_| true);
+}
+
+#[test]
+fn constant() {
+    let repeats = |data: &[u8]| {
+        data.is_empty()
+            || (1..=16).any(|unit| data.iter().enumerate().all(|(i, b)| *b == data[i % unit]))
+    };
+    conformance(&Const, Side::NONE, repeats);
+}
+
+#[test]
+fn bits() {
+    for simd in Simd::available() {
+        for width in 1..=7 {
+            let fits = |data: &[u8]| data.iter().all(|b| b >> width == 0);
+            conformance(&Bits::new(width, simd), Side::NONE, fits);
+        }
+    }
+}
+
+#[test]
+fn zstd() {
+    for level in [1, 3] {
+        conformance(&Zstd::new(level), Side::NONE, |_| true);
+    }
+}
+
+fn rans(precision: Precision) {
+    for simd in Simd::available() {
+        let codec = Rans::new(precision, simd);
+        conformance(&codec, Side::NONE, |_| true);
+        conformance(&codec, Side { tables: &[], contexts: 4 }, |_| true);
+    }
+}
+
+#[test]
+fn rans_of_8_bits() {
+    rans(Precision::P8);
+}
+
+#[test]
+fn rans_of_12_bits() {
+    rans(Precision::P12);
+}
+
+/// Shared tables that fit none of the data: everything is written as escapes of frequency 1.
+fn misfits(precision: Precision, count: usize) -> Vec<u8> {
+    let mut counts = Counts::new();
+    counts.add_symbol(99, 100_000);
+    counts.add_symbol(98, 1);
+    let table: Table = counts.table(precision);
+    assert_eq!(table.escape(), 1);
+    write_tables(&vec![table; count])
+}
+
+#[test]
+fn rans_with_shared_tables() {
+    for precision in [Precision::P8, Precision::P12] {
+        for simd in Simd::available() {
+            let codec = Rans::new(precision, simd);
+            let tables = misfits(precision, 1);
+            conformance(&codec, Side { tables: &tables, contexts: 0 }, |_| true);
+            let tables = misfits(precision, 4);
+            conformance(&codec, Side { tables: &tables, contexts: 4 }, |_| true);
+        }
+    }
+}
+
+#[test]
+fn rans_refuses_what_shared_tables_cannot_code() {
+    let mut counts = Counts::new();
+    counts.add_symbol(0, 1);
+    counts.add_symbol(1, 1);
+    for precision in [Precision::P8, Precision::P12] {
+        let tables = write_tables(&[counts.table(precision)]);
+        for simd in Simd::available() {
+            let side = Side { tables: &tables, contexts: 0 };
+            conformance(&Rans::new(precision, simd), side, |data| data.iter().all(|b| *b < 2));
+        }
+    }
+}

@@ -1,0 +1,211 @@
+// Runs the kernels on the host: every thread of a block is a fiber, barriers and warp collectives
+// switch between them. For tests without a GPU; include it before the kernels, with a host compiler.
+//
+// Blocks run one after the other, so races between blocks, memory ordering and timing are not seen.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __shared__ static
+#define __align__(n) alignas(n)
+#define __launch_bounds__(...)
+
+struct uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+
+struct Index {
+  uint32_t x;
+};
+inline Index threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emulator {
+
+constexpr uint32_t kMaxThreads = 1024;
+constexpr size_t kStackBytes = 128 << 10;
+
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack;
+  bool done;
+  uint32_t collectives;  // of its warp, so far: parity picks the exchange buffer
+};
+
+// A barrier of `size` fibers.
+struct Barrier {
+  uint32_t arrived, generation;
+};
+
+struct State {
+  ucontext_t scheduler;
+  std::vector<Fiber> fibers{kMaxThreads};
+  std::function<void()> body;
+  Barrier block, warps[kMaxThreads / 32];
+  uint64_t exchange[kMaxThreads / 32][2][32];
+  uint32_t votes[2];
+  uint64_t progress;
+};
+inline State state;
+
+inline void yield() {
+  const uint32_t me = threadIdx.x;
+  swapcontext(&state.fibers[me].context, &state.scheduler);
+  threadIdx.x = me;
+}
+
+inline void wait(Barrier& barrier, uint32_t size) {
+  const uint32_t generation = barrier.generation;
+  if (++barrier.arrived == size) {
+    barrier.arrived = 0;
+    barrier.generation++;
+    state.progress++;
+    return;
+  }
+  while (barrier.generation == generation) yield();
+}
+
+inline void run_fiber() {
+  state.body();
+  state.fibers[threadIdx.x].done = true;
+  state.progress++;
+  yield();
+}
+
+// Gives every lane's value to all lanes of the warp.
+inline const uint64_t* exchange(uint64_t value) {
+  const uint32_t warp = threadIdx.x / 32, parity = state.fibers[threadIdx.x].collectives++ % 2;
+  state.exchange[warp][parity][threadIdx.x % 32] = value;
+  wait(state.warps[warp], 32);
+  return state.exchange[warp][parity];
+}
+
+inline void start_fiber(Fiber& f) {
+  f.stack.resize(kStackBytes);
+  f.done = false;
+  f.collectives = 0;
+  getcontext(&f.context);
+  f.context.uc_stack.ss_sp = f.stack.data();
+  f.context.uc_stack.ss_size = kStackBytes;
+  f.context.uc_link = nullptr;
+  makecontext(&f.context, run_fiber, 0);
+}
+
+inline void run_block(uint32_t threads) {
+  state.block = {};
+  for (auto& w : state.warps) w = {};
+  for (uint32_t i = 0; i < threads; i++) start_fiber(state.fibers[i]);
+  for (uint32_t left = threads; left > 0;) {
+    const uint64_t before = state.progress;
+    for (uint32_t i = 0; i < threads; i++) {
+      if (state.fibers[i].done) continue;
+      threadIdx.x = i;
+      swapcontext(&state.scheduler, &state.fibers[i].context);
+      left -= state.fibers[i].done;
+    }
+    if (state.progress == before) {
+      fprintf(stderr, "emulator: threads of block %u wait for each other\n", blockIdx.x);
+      abort();
+    }
+  }
+}
+
+// Runs `body` as a kernel of `blocks` blocks of `threads` threads, a multiple of 32.
+inline void launch(uint32_t blocks, uint32_t threads, std::function<void()> body) {
+  state.body = std::move(body);
+  gridDim.x = blocks;
+  blockDim.x = threads;
+  for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) run_block(threads);
+}
+
+}  // namespace emulator
+
+inline void __syncwarp() { emulator::exchange(0); }
+inline void __syncthreads() { emulator::wait(emulator::state.block, blockDim.x); }
+inline int __syncthreads_or(int v) {
+  auto& s = emulator::state;
+  const uint32_t parity = s.block.generation % 2;
+  if (s.block.arrived == 0) s.votes[parity] = 0;
+  s.votes[parity] |= v != 0;
+  __syncthreads();
+  return static_cast<int>(s.votes[parity]);
+}
+
+inline uint32_t __ballot_sync(uint32_t, int v) {
+  const uint64_t* all = emulator::exchange(v != 0);
+  uint32_t bits = 0;
+  for (int i = 0; i < 32; i++) bits |= static_cast<uint32_t>(all[i]) << i;
+  return bits;
+}
+inline int __any_sync(uint32_t mask, int v) { return __ballot_sync(mask, v) != 0; }
+inline int __all_sync(uint32_t mask, int v) { return __ballot_sync(mask, v) == ~0u; }
+template <class T>
+T __shfl_xor_sync(uint32_t, T v, int d) {
+  return static_cast<T>(emulator::exchange(v)[threadIdx.x % 32 ^ d]);
+}
+template <class T>
+T __shfl_sync(uint32_t, T v, int lane) {
+  return static_cast<T>(emulator::exchange(v)[lane]);
+}
+template <class T>
+T __shfl_up_sync(uint32_t, T v, uint32_t d) {
+  const uint32_t lane = threadIdx.x % 32;
+  return static_cast<T>(emulator::exchange(v)[lane >= d ? lane - d : lane]);
+}
+
+inline uint32_t __funnelshift_l(uint32_t lo, uint32_t hi, uint32_t s) {
+  return static_cast<uint32_t>(((static_cast<uint64_t>(hi) << 32 | lo) << (s & 31)) >> 32);
+}
+inline uint32_t __funnelshift_r(uint32_t lo, uint32_t hi, uint32_t s) {
+  return static_cast<uint32_t>((static_cast<uint64_t>(hi) << 32 | lo) >> (s & 31));
+}
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
+  uint32_t out = 0;
+  for (int i = 0; i < 4; i++)
+    out |= static_cast<uint32_t>(both >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
+  return out;
+}
+inline uint32_t __umulhi(uint32_t a, uint32_t b) {
+  return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
+}
+inline int __clz(uint32_t v) { return v ? __builtin_clz(v) : 32; }
+inline int __ffs(uint32_t v) { return __builtin_ffs(static_cast<int>(v)); }
+inline int __popc(uint32_t v) { return __builtin_popcount(v); }
+template <class T>
+T __ldcs(const T* p) {
+  return *p;
+}
+template <class T>
+void __stcs(T* p, T v) {
+  *p = v;
+}
+template <class T>
+T atomicAdd(T* p, T v) {
+  const T old = *p;
+  *p += v;
+  return old;
+}
+template <class T>
+T __ldcg(const T* p) {
+  return *p;
+}
+inline void __nanosleep(unsigned) {}
+using std::max;
+using std::min;

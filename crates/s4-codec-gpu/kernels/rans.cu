@@ -1,0 +1,261 @@
+// Kernels of codec `rans` fused with splitting and merging: values in, plane E coded and the other
+// planes as they are, and back. Batched over chunks: one thread block of `s4::kThreads` threads a
+// chunk. They allocate nothing and know no names; who calls them checks sizes and alignment.
+
+#include "rans_decode.cuh"
+#include "rans_encode.cuh"
+
+namespace s4 {
+
+// A chunk to encode: 1 to `kMaxChunk` values. Values may lie anywhere, which is fast if 16-byte
+// aligned; raw planes are 16-byte aligned.
+struct EncodeChunk {
+  const u8* values;
+  RawPlanes raw;
+  u32 n;
+  u32 reserved;
+};
+
+// A chunk to decode: any number of values. `stream` is 16-byte aligned.
+struct DecodeChunk {
+  const u8* stream;
+  RawPlanes raw;
+  u8* values;
+  u32 stream_len;
+  u32 n;
+};
+
+struct __align__(kCodersBytes) EncodeShared {
+  Coder coders[256];
+  Model model;
+  u32 words[kWarps];
+  union {
+    struct {
+      Histogram hist;
+      u32 counts[256];
+    } count;
+    __align__(16) u16 words[kWarps][WordSink::kBytes / 2];
+  } u;
+};
+
+// Encodes a chunk into its slot. All threads; ends with a barrier.
+template <int kWidth>
+__device__ __forceinline__ void encode_chunk(const EncodeChunk& chunk, Slot& slot, EncodeShared& shared) {
+  make_model<kWidth>(chunk.values, chunk.n, shared.u.count.hist, shared.u.count.counts, shared.model);
+  const bool round = make_coders(shared.model, shared.coders);
+  const u32 warp = uniform_warp_id(), first = warp * kSegment;
+  if (first < chunk.n) {
+    const u32 padding = shared.model.symbol[shared.model.kept - 1];
+    const SegmentSource<kWidth> src{chunk.values, chunk.raw, chunk.n, padding * 0x01010101u,
+                                    is_aligned(chunk.values)};
+    const Shared coders = shared_address(shared.coders);
+    u16* end = slot.segments[warp] + kSlotWords;
+    WordSink sink(shared.u.words[warp], end);
+    const u8* states = round ? encode_segment<kWidth, true>(src, first, coders, sink)
+                             : encode_segment<kWidth, false>(src, first, coders, sink);
+    const u64 bytes = reinterpret_cast<const u8*>(end) - states;
+    if (lane_id() == 0) shared.words[warp] = static_cast<u32>(bytes - kStatesBytes) / 2;
+  }
+  __syncthreads();
+  write_head(slot, shared.model, chunk.n, shared.words);
+  __syncthreads();
+}
+
+template <int kWidth>
+__device__ __forceinline__ void encode_kernel(const EncodeChunk* chunks, Slot* slots, u32* lens) {
+  __shared__ EncodeShared shared;
+  Slot& slot = slots[blockIdx.x];
+  encode_chunk<kWidth>(chunks[blockIdx.x], slot, shared);
+  if (threadIdx.x == 0) lens[blockIdx.x] = stored_len(slot, chunks[blockIdx.x].n);
+}
+
+// ---- places in the output ----
+
+// A running sum over chunks that are coded by many blocks at once (D. Merrill and M. Garland,
+// "Single-pass Parallel Prefix Scan with Decoupled Look-back", 2016): a block publishes its own size at
+// once and the sum up to and with itself as soon as it knows it; the next ones add up the sizes in front of
+// them back to the nearest sum. One word: 2 bits what it is, 62 bits bytes.
+enum : u64 { kSize = 1ull << 62, kSum = 2ull << 62, kBytes = kSize - 1 };
+
+__device__ __forceinline__ u64 peek(const u64* place) {
+  return *const_cast<const volatile u64*>(place);
+}
+
+// Publishes the size of chunk `i` and returns the bytes of the chunks before it. One warp. The blocks of
+// all earlier chunks run or have run.
+__device__ __forceinline__ u64 find_place(u64* places, u32 i, u64 size) {
+  if (lane_id() == 0) *const_cast<volatile u64*>(places + i) = (i == 0 ? kSum : kSize) | size;
+  u64 before = 0;
+  for (u32 end = i; end > 0; end -= min(end, kLanes)) {
+    // Lane 0 looks at the nearest; in front of the first chunk the sum is 0.
+    u64 seen = kSum;
+    if (lane_id() < end)
+      while ((seen = peek(places + end - 1 - lane_id())) < kSize) __nanosleep(100);
+    const u32 sums = __ballot_sync(kAllLanes, seen >= kSum);
+    const u32 nearest = sums ? __ffs(sums) - 1 : kLanes - 1;
+    u64 part = lane_id() <= nearest ? seen & kBytes : 0;
+    for (int d = 16; d > 0; d /= 2) part += __shfl_xor_sync(kAllLanes, part, d);
+    before += part;
+    if (sums) break;
+  }
+  if (lane_id() == 0 && i > 0) *const_cast<volatile u64*>(places + i) = kSum | (before + size);
+  return before;
+}
+
+// Where the coded planes go.
+struct Packed {
+  u8* to;         // 16-byte aligned; what `n` rounded up to 16 adds up to over the chunks is enough
+  u64* offsets;   // by chunk: first byte within `to`, a multiple of 16
+  u32* lens;      // by chunk: bytes; `n` says that the plane is stored as it is
+  u64* places;    // by chunk, and one more word that hands out chunks; all zero at the start
+  u32 count;      // chunks
+};
+
+template <int kWidth>
+__device__ __forceinline__ void encode_packed_kernel(const EncodeChunk* chunks, Slot* slots, const Packed& out) {
+  __shared__ EncodeShared shared;
+  __shared__ u32 next;
+  __shared__ u64 place;
+  Slot& slot = slots[blockIdx.x];
+  while (true) {
+    if (threadIdx.x == 0) next = static_cast<u32>(atomicAdd(out.places + out.count, u64{1}));
+    __syncthreads();
+    const u32 i = next;
+    if (i >= out.count) return;
+    const EncodeChunk chunk = chunks[i];
+    encode_chunk<kWidth>(chunk, slot, shared);
+    if (warp_id() == 0) {
+      const u32 len = stored_len(slot, chunk.n);
+      const u64 before = find_place(out.places, i, round_up(len, 16));
+      if (lane_id() == 0) {
+        place = before;
+        out.offsets[i] = before;
+        out.lens[i] = len;
+      }
+    }
+    __syncthreads();
+    store_plane<kWidth>(slot, chunk.values, chunk.n, out.to + place);
+    __syncthreads();
+  }
+}
+
+struct __align__(4 * kTotal) DecodeShared {
+  u32 entries[kTotal];
+  Header header;
+  __align__(16) u16 rings[kWarps][WordSource::kBytes / 2];
+};
+
+// Decodes every `kWarps`-th segment of a chunk; false if one is not sound. One warp.
+template <int kWidth>
+__device__ __forceinline__ bool decode_segments(const DecodeChunk& chunk, DecodeShared& shared) {
+  const Header& h = shared.header;
+  const SegmentTarget to{chunk.values, chunk.raw, chunk.n, is_aligned(chunk.values)};
+  const Shared entries = shared_address(shared.entries);
+  const u32 warp = uniform_warp_id();
+  u64 at = h.segments_at;
+  for (u32 i = 0; i < h.segments; i++) {
+    const u32 count = load_u32(chunk.stream + h.counts_at + 4 * i);
+    const u64 end = at + kStatesBytes + 2ull * count;
+    const bool last = i + 1 == h.segments;
+    if (last ? end != chunk.stream_len : end > chunk.stream_len) return false;
+    if (i % kWarps == warp) {
+      const u32 state = *reinterpret_cast<const u32*>(chunk.stream + at + 4 * lane_id());
+      WordSource words(shared.rings[warp], chunk.stream + at + kStatesBytes, count);
+      const u32 first = i << h.segment_log2, size = 1u << h.segment_log2;
+      const u32 stop = chunk.n - first < size ? chunk.n : first + size;
+      if (!decode_segment<kWidth>(to, first, stop, state, entries, words)) return false;
+    }
+    at = (end + 15) / 16 * 16;
+  }
+  return true;
+}
+
+template <int kWidth>
+__device__ __forceinline__ void decode_kernel(const DecodeChunk* chunks, u32* status) {
+  __shared__ DecodeShared shared;
+  const DecodeChunk chunk = chunks[blockIdx.x];
+  u32 result = read_header(chunk.stream, chunk.stream_len, chunk.n, shared.header, shared.entries);
+  if (result == kOk) {
+    const bool sound = decode_segments<kWidth>(chunk, shared);
+    result = __syncthreads_or(!sound) ? kCorrupt : kOk;
+  }
+  if (threadIdx.x == 0) status[blockIdx.x] = result;
+}
+
+constexpr u32 kScanThreads = 1024;
+
+}  // namespace s4
+
+// Encode: grid = chunks. `lens[i]` becomes the bytes of the stream that `slots[i]` holds in parts.
+extern "C" __global__ void __launch_bounds__(s4::kThreads, 10)
+s4_rans_encode_w2(const s4::EncodeChunk* chunks, s4::Slot* slots, s4::u32* lens) {
+  s4::encode_kernel<2>(chunks, slots, lens);
+}
+
+extern "C" __global__ void __launch_bounds__(s4::kThreads, 10)
+s4_rans_encode_w4(const s4::EncodeChunk* chunks, s4::Slot* slots, s4::u32* lens) {
+  s4::encode_kernel<4>(chunks, slots, lens);
+}
+
+// Where each stream goes: `offsets[i]` for `i` in `0 ..= count`, each a multiple of 16. One block of
+// `kScanThreads` threads.
+extern "C" __global__ void __launch_bounds__(s4::kScanThreads)
+s4_rans_offsets(const s4::u32* lens, s4::u64* offsets, s4::u32 count) {
+  using namespace s4;
+  __shared__ u64 warp_sums[kScanThreads / kLanes];
+  const u32 each = (count + kScanThreads - 1) / kScanThreads;
+  const u32 first = min(count, threadIdx.x * each), end = min(count, first + each);
+  u64 sum = 0;
+  for (u32 i = first; i < end; i++) sum += round_up(lens[i], 16);
+  u64 below = sum;
+  for (u32 d = 1; d < kLanes; d *= 2) {
+    const u64 other = __shfl_up_sync(kAllLanes, below, d);
+    if (lane_id() >= d) below += other;
+  }
+  if (lane_id() == kLanes - 1) warp_sums[warp_id()] = below;
+  __syncthreads();
+  u64 at = below - sum;
+  for (u32 i = 0; i < warp_id(); i++) at += warp_sums[i];
+  for (u32 i = first; i < end; i++) {
+    offsets[i] = at;
+    at += round_up(lens[i], 16);
+  }
+  if (threadIdx.x == kScanThreads - 1) offsets[count] = at;
+}
+
+// Puts the planes together, one behind the other: grid = chunks. `to` is 16-byte aligned and may be
+// mapped host memory; `offsets[count]` bytes of it are written.
+extern "C" __global__ void __launch_bounds__(s4::kThreads)
+s4_rans_gather_w2(const s4::EncodeChunk* chunks, const s4::Slot* slots, const s4::u64* offsets, s4::u8* to) {
+  const s4::EncodeChunk& chunk = chunks[blockIdx.x];
+  s4::store_plane<2>(slots[blockIdx.x], chunk.values, chunk.n, to + offsets[blockIdx.x]);
+}
+
+extern "C" __global__ void __launch_bounds__(s4::kThreads)
+s4_rans_gather_w4(const s4::EncodeChunk* chunks, const s4::Slot* slots, const s4::u64* offsets, s4::u8* to) {
+  const s4::EncodeChunk& chunk = chunks[blockIdx.x];
+  s4::store_plane<4>(slots[blockIdx.x], chunk.values, chunk.n, to + offsets[blockIdx.x]);
+}
+
+// Encode, straight into one run of bytes: any grid, best as many blocks as run at once, with a slot
+// for each block.
+extern "C" __global__ void __launch_bounds__(s4::kThreads, 10)
+s4_rans_encode_packed_w2(const s4::EncodeChunk* chunks, s4::Slot* slots, s4::Packed out) {
+  s4::encode_packed_kernel<2>(chunks, slots, out);
+}
+
+extern "C" __global__ void __launch_bounds__(s4::kThreads, 10)
+s4_rans_encode_packed_w4(const s4::EncodeChunk* chunks, s4::Slot* slots, s4::Packed out) {
+  s4::encode_packed_kernel<4>(chunks, slots, out);
+}
+
+// Decode: grid = chunks. `status[i]` becomes `s4::Status`; unless it is `kOk` the values are unspecified.
+extern "C" __global__ void __launch_bounds__(s4::kThreads, 12)
+s4_rans_decode_w2(const s4::DecodeChunk* chunks, s4::u32* status) {
+  s4::decode_kernel<2>(chunks, status);
+}
+
+extern "C" __global__ void __launch_bounds__(s4::kThreads, 12)
+s4_rans_decode_w4(const s4::DecodeChunk* chunks, s4::u32* status) {
+  s4::decode_kernel<4>(chunks, status);
+}

@@ -1,0 +1,238 @@
+// The decoder: safe on any bytes. Headers are checked before they are used; words are read through a
+// ring that never asks for one behind its segment; the final states and word counts say whether the
+// stream was sound.
+#pragma once
+
+#include "rans.cuh"
+
+namespace s4 {
+
+enum Status : u32 { kOk = 0, kCorrupt = 1, kUnsupported = 2 };
+
+// Slots of a table that is being read, and where the parts of a stream are.
+struct Header {
+  u32 escape;
+  u32 kept;
+  u32 segment_log2;
+  u32 segments;
+  u32 counts_at;     // offset of the word counts
+  u32 segments_at;   // offset of the first segment
+  u32 status;        // of reading it: a `Status`
+  u16 start[256];    // first slot of the i-th symbol
+};
+
+// How to take one symbol off the state, by slot: bits 0..7 slot - start, 8..15 symbol, 16 escape,
+// 17..25 frequency.
+constexpr u32 kEscapeEntry = 1u << 16;
+
+__device__ __forceinline__ u32 load_u16(const u8* p) { return p[0] | p[1] << 8; }
+__device__ __forceinline__ u32 load_u32(const u8* p) { return load_u16(p) | load_u16(p + 2) << 16; }
+
+// Reads what stands before the table; the table fits into the stream if the answer is `kOk`.
+__device__ __forceinline__ Status read_fixed(const u8* stream, u32 len, u32 n, Header& h) {
+  if (len < kHeaderBytes + 4) return kCorrupt;
+  if (load_u32(stream) != n) return kCorrupt;
+  const u32 lanes_log2 = stream[4], tables = stream[6], place = stream[7];
+  h.segment_log2 = stream[5];
+  if (lanes_log2 != 5 || tables != 1 || place != 0) return kUnsupported;
+  if (h.segment_log2 < 12 || h.segment_log2 > 16) return kCorrupt;
+  h.kept = load_u16(stream + kHeaderBytes);
+  h.escape = load_u16(stream + kHeaderBytes + 2);
+  if (h.kept > 256 || h.escape > kTotal) return kCorrupt;
+  h.segments = n == 0 ? 0 : ((n - 1) >> h.segment_log2) + 1;
+  h.counts_at = round_up(kHeaderBytes + 4 + 2 * h.kept, 4);
+  const u64 end = h.counts_at + 4ull * h.segments;
+  if (end > len) return kCorrupt;
+  h.segments_at = round_up(static_cast<u32>(end), 16);
+  return kOk;
+}
+
+// Reads header and table and fills `entries[256]`. All threads; all return the same; barriers.
+__device__ __forceinline__ Status read_header(const u8* stream, u32 len, u32 n, Header& h, u32* entries) {
+  if (threadIdx.x == 0) h.status = read_fixed(stream, len, n, h);
+  __syncthreads();
+  if (h.status != kOk) return static_cast<Status>(h.status);
+
+  const u8* symbols = stream + kHeaderBytes + 4;
+  const u8* freqs = symbols + h.kept;
+  for (u32 s = threadIdx.x; s < 256; s += kThreads) entries[s] = 0;
+  __syncthreads();
+  bool bad = false;
+  for (u32 i = threadIdx.x; i < h.kept; i += kThreads) {
+    bad |= freqs[i] == 0;
+    bad |= atomicAdd(&entries[symbols[i]], 1u) != 0;
+  }
+  if (warp_id() == 0) {
+    u32 freq[8], sum = 0;
+    for (u32 k = 0; k < 8; k++) {
+      const u32 i = lane_id() * 8 + k;
+      sum += freq[k] = i < h.kept ? freqs[i] : 0;
+    }
+    u32 at = h.escape + warp_sum_below(sum);
+    for (u32 k = 0; k < 8; k++) {
+      h.start[lane_id() * 8 + k] = static_cast<u16>(at);
+      at += freq[k];
+    }
+    bad |= lane_id() == kLanes - 1 && at != kTotal;
+  }
+  if (__syncthreads_or(bad)) return kCorrupt;
+
+  for (u32 slot = threadIdx.x; slot < kTotal; slot += kThreads) {
+    if (slot < h.escape) {
+      entries[slot] = h.escape << 17 | kEscapeEntry | slot;
+      continue;
+    }
+    u32 low = 0, high = h.kept;  // start[low] <= slot < start[high]
+    while (high - low > 1) {
+      const u32 middle = (low + high) / 2;
+      (h.start[middle] <= slot ? low : high) = middle;
+    }
+    entries[slot] = static_cast<u32>(freqs[low]) << 17 | symbols[low] << 8 | (slot - h.start[low]);
+  }
+  __syncthreads();
+  return kOk;
+}
+
+// ---- words ----
+
+// A segment's words, brought from global into shared memory a piece at a time, one piece ahead.
+// The buffer is a ring of three pieces with a copy of the first two behind it, so that the words of
+// one block always lie in a row.
+struct WordSource {
+  static constexpr u32 kPiece = 256;            // words: 16 bytes a lane
+  static constexpr u32 kPieceBytes = 2 * kPiece;
+  static constexpr u32 kRing = 3 * kPieceBytes;
+  static constexpr u32 kCopy = 2 * kPieceBytes;
+  static constexpr u32 kBytes = kRing + kCopy;
+  static constexpr u32 kMost = 2 * (4 * kLanes + 8 * kLanes);  // bytes that pairs and escapes of a block take
+
+  Shared ring;       // kBytes, of this warp, 16-byte aligned
+  Shared cursor;     // the next word
+  Shared filled;     // end of the words in the ring, not wrapped
+  const u8* words;   // 16-byte aligned
+  u32 count;         // words of the segment
+  u32 brought;       // words that were put into the ring; a multiple of kPiece
+  u32 below;         // mask of the lower lanes
+  uint4 ahead;       // the lane's part of the next piece
+
+  __device__ __forceinline__ WordSource(u16* ring_, const u8* words_, u32 count_)
+      : ring(shared_address(ring_)), cursor(ring), filled(ring), words(words_), count(count_), brought(0),
+        below(lanes_below()), ahead(load(0)) {}
+
+  // The lane's 8 words of the piece that starts at `piece`; zeros behind the last word.
+  __device__ __forceinline__ uint4 load(u32 piece) const {
+    const u32 first = piece + 8 * lane_id();
+    if (first + 8 <= count) return __ldcs(reinterpret_cast<const uint4*>(words + 2 * static_cast<u64>(first)));
+    u32 w[4] = {};
+#pragma unroll
+    for (u32 k = 0; k < 8; k++)
+      if (first + k < count) w[k / 2] |= load_u16(words + 2 * static_cast<u64>(first + k)) << (16 * (k % 2));
+    return make_uint4(w[0], w[1], w[2], w[3]);
+  }
+
+  // Makes sure that a block's words are in the buffer. (Behind the last word of the segment there are
+  // zeros, and no more loads.)
+  __device__ __forceinline__ void prepare() {
+    if (cursor - ring >= kRing) {
+      cursor -= kRing;
+      filled -= kRing;
+    }
+    if (filled - cursor >= kMost) return;
+    __syncwarp();
+    do {
+      const Shared to = filled - (filled - ring >= kRing ? kRing : 0) + 16 * lane_id();
+      store_shared4(to, ahead);
+      if (to - ring < kCopy) store_shared4(to + kRing, ahead);
+      filled += kPieceBytes;
+      brought += kPiece;
+      ahead = load(brought);
+    } while (filled - cursor < kMost);
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void refill(u32& x) { take_words(x, cursor, below); }
+
+  // Whether the words taken are just those of the segment.
+  __device__ __forceinline__ bool all_taken() const {
+    return brought - static_cast<u32>(filled - cursor) / 2 == count;
+  }
+};
+
+// ---- segment ----
+
+// `entries` is aligned to its size, so that the index can be put into the address by an or.
+__device__ __forceinline__ u32 pop(u32& x, Shared entries) {
+  const u32 entry = load_shared(entries | (4 * x & (4 * kTotal - 1)));
+  x = (entry >> 17) * (x >> 8) + (entry & 0xff);
+  return entry;
+}
+
+// Replaces the escapes of a block by their values, round by round.
+__device__ __forceinline__ void pop_escapes(u32& x, WordSource& words, u32 left, u32* symbols) {
+  while (__any_sync(kAllLanes, left != 0)) {
+    if (left != 0) {
+      const u32 k = __ffs(left) - 1, value = (x & 0xff) << (8 * (k % 4));
+      left &= left - 1;
+      x >>= 8;
+      if (k < 4) symbols[0] |= value;
+      else symbols[1] |= value;
+    }
+    words.refill(x);
+  }
+}
+
+// Decodes eight symbols of each lane into two words.
+__device__ __forceinline__ void pop_block(u32& x, WordSource& words, Shared entries, u32* symbols) {
+  u32 e[8];
+#pragma unroll
+  for (int k = 0; k < 8; k += 2) {
+    e[k] = pop(x, entries);
+    e[k + 1] = pop(x, entries);
+    words.refill(x);
+  }
+  u32 any = 0;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const u32* p = e + 4 * i;
+    any |= p[0] | p[1] | p[2] | p[3];
+    symbols[i] = __byte_perm(__byte_perm(p[0], p[1], 0x0051), __byte_perm(p[2], p[3], 0x0051), 0x5410);
+  }
+  if (__any_sync(kAllLanes, any & kEscapeEntry)) {
+    u32 left = 0;
+#pragma unroll
+    for (int k = 0; k < 8; k++) left |= e[k] & kEscapeEntry ? 1u << k : 0;
+    pop_escapes(x, words, left, symbols);
+  }
+}
+
+struct SegmentTarget {
+  u8* values;  // of the chunk
+  RawPlanes raw;
+  u32 n;
+  bool aligned;
+};
+
+// Decodes values `first .. end-1`; false if the segment is not sound. One warp.
+template <int kWidth>
+__device__ __forceinline__ bool decode_segment(const SegmentTarget& to, u32 first, u32 end, u32 x, Shared entries,
+                                               WordSource& words) {
+  const bool started = x >= kLow;
+  const u32 mine = lane_id() * kOctet;
+  Octet<kWidth> next = {};
+  bool fast = to.aligned && end - first >= kBlock;
+  if (fast) load_raw(to.raw, first + mine, next);
+  for (u32 at = first; at < end; at += kBlock) {
+    Octet<kWidth> o = next;
+    const bool fast_now = fast;
+    if (!fast_now) load_raw_slow(to.raw, at + mine, o, values_left(at + mine, end));
+    fast = to.aligned && end - at >= 2 * kBlock;
+    if (fast) load_raw(to.raw, at + kBlock + mine, next);
+    words.prepare();
+    pop_block(x, words, entries, o.e);
+    if (fast_now) store_values<kWidth>(to.values, at + mine, merge(o));
+    else store_values_slow<kWidth>(to.values, at + mine, merge(o), values_left(at + mine, end));
+  }
+  return __all_sync(kAllLanes, started && x == kLow && words.all_taken());
+}
+
+}  // namespace s4

@@ -1,0 +1,342 @@
+// The encoder: a warp codes its segment backwards into the end of a slot; `copy_stream` puts the
+// parts of a chunk's stream together.
+#pragma once
+
+#include "rans.cuh"
+
+namespace s4 {
+
+// Most words of a segment, with room for its states. A symbol costs at most 16 bits (an escape of
+// frequency 1 and 8 raw bits) and the floor divisions of a pair at most one bit more; the slot has
+// a 16th to spare and is a whole number of pieces.
+constexpr u32 kPiece = 256;  // words that a warp writes or reads at a time: 16 bytes a lane
+constexpr u32 kSlotWords = (kSegment + kSegment / 16 + 2 * kLanes + kPiece - 1) / kPiece * kPiece;
+
+// Longest header with table and word counts.
+constexpr u32 kMaxHead = 560;
+
+// What the encoder leaves of a chunk: the head of its stream, then each segment at the end of its
+// part. The stream itself is made by `copy_stream`.
+struct Slot {
+  u32 stream_len;     // bytes of the whole stream
+  u32 head_len;       // bytes of `head` in use: a multiple of 16
+  u32 words[kWarps];  // of each segment
+  u32 reserved[2];
+  u8 head[kMaxHead];
+  u16 segments[kWarps][kSlotWords];
+};
+
+// ---- table of the encoder ----
+
+// How to code one symbol. `magic` and `shift` divide the state by the frequency f; the rest in one word:
+// bits 23..31 what is added (start; for f = 1 the quotient comes out one too small and start + 255
+// makes up for it), bits 8..15 256 - f, bit 7 escape, bit 5 round, bits 0..4 shift.
+struct Coder {
+  u32 magic, packed;
+};
+
+constexpr u32 kEscapeBit = 1u << 7;
+constexpr u32 kRoundBit = 1u << 5;
+
+// The state x that is divided is below f * 2^24. With s = floor(log2 f), floor(x * ceil(2^(32+s) / f)
+// / 2^(32+s)) is exact there for every f below 189. For some larger f it is not, but then
+// floor((x + 1) * floor(2^(32+s) / f) / 2^(32+s)) is; `kRoundBit` says so. (Both by the usual bound on
+// the error of the multiplier, checked for each f by the tests.)
+__device__ __forceinline__ Coder make_coder(u32 freq, u32 start, bool escape) {
+  const u32 log = 31 - __clz(freq);
+  Coder c;
+  u32 shift = log, add = start, round = 0;
+  if (freq == 1) {
+    c.magic = ~0u;
+    add += kTotal - 1;
+  } else if (freq == 1u << log) {
+    c.magic = 1u << 31;
+    shift = log - 1;
+  } else {
+    const u64 power = 1ull << (32 + log);
+    const u32 down = static_cast<u32>(power / freq), rest = static_cast<u32>(power % freq);
+    round = static_cast<u64>(freq - rest) * freq << 24 > power;
+    c.magic = down + (round ? 0 : 1);
+  }
+  c.packed = add << 23 | (kTotal - freq) << 8 | (escape ? kEscapeBit : 0) | (round ? kRoundBit : 0) | shift;
+  return c;
+}
+
+// All 256 coders, aligned so that an index can be put into their address by an or.
+constexpr u32 kCodersBytes = 256 * sizeof(Coder);
+
+// The coder of byte `k` of `symbols`.
+__device__ __forceinline__ Coder load_coder(Shared coders, u32 symbols, int k) {
+  const u32 scaled = k == 0 ? symbols << 3 : symbols >> (8 * k - 3);
+  const uint2 v = load_shared2(coders | (scaled & (kCodersBytes - 1) & ~7u));
+  return Coder{v.x, v.y};
+}
+
+// Fills the coders of all 256 symbols; says whether one of them rounds. All threads; barriers.
+__device__ __forceinline__ bool make_coders(const Model& model, Coder* coders) {
+  const Coder escape = make_coder(max(1u, model.escape), 0, true);
+  for (u32 s = threadIdx.x; s < 256; s += kThreads) coders[s] = escape;
+  __syncthreads();
+  u32 round = escape.packed;
+  for (u32 i = threadIdx.x; i < model.kept; i += kThreads) {
+    const Coder c = make_coder(model.freq[i], model.start[i], false);
+    coders[model.symbol[i]] = c;
+    round |= c.packed;
+  }
+  return __syncthreads_or((round & kRoundBit) != 0);
+}
+
+// ---- words ----
+
+// Collects a segment's words from last to first in shared memory and writes them to the end of its
+// slot, a piece at a time.
+struct WordSink {
+  static constexpr u32 kPieceBytes = 2 * kPiece;
+  static constexpr u32 kBytes = 4 * kPieceBytes;  // of the buffer
+  // Behind a flush less than a piece is left; a block adds at most 384 words in front of it.
+  static constexpr u32 kEnough = 3 * kPieceBytes;
+
+  Shared buffer;   // kBytes, of this warp, 16-byte aligned
+  Shared cursor;   // the first word so far
+  Shared written;  // up to here the buffer is still to be written: a whole number of pieces
+  u8* target;      // where in the slot the byte at `written` would go
+  u32 below;       // mask of the lower lanes
+
+  __device__ __forceinline__ WordSink(u16* buffer_, u16* slot_end)
+      : buffer(shared_address(buffer_)), cursor(buffer + kBytes), written(cursor),
+        target(reinterpret_cast<u8*>(slot_end)), below(lanes_below()) {}
+
+  __device__ __forceinline__ void put(u32& x, u32 limit, bool active = true) {
+    put_words(x, limit, active, cursor, below);
+  }
+
+  // Writes whole pieces; at the lower end of the buffer moves the rest to its upper end.
+  __device__ __forceinline__ void flush_pieces() {
+    if (written - cursor < kPieceBytes) return;
+    const u32 mine = 16 * lane_id();
+    __syncwarp();
+    do {
+      written -= kPieceBytes;
+      target -= kPieceBytes;
+      *reinterpret_cast<uint4*>(target + mine) = load_shared4(written + mine);
+    } while (written - cursor >= kPieceBytes);
+    if (written - buffer < kEnough) {
+      const uint4 rest = load_shared4(written - kPieceBytes + mine);
+      const u32 up = static_cast<u32>(buffer + kBytes - written);
+      store_shared4(written - kPieceBytes + up + mine, rest);
+      cursor += up;
+      written += up;
+    }
+    __syncwarp();
+  }
+
+  // Puts the states in front of the words and writes what is left. Returns where the states are.
+  __device__ __forceinline__ const u8* finish(u32 x) {
+    flush_pieces();
+    cursor -= kStatesBytes;
+    store_shared_u16(cursor + 4 * lane_id(), x);
+    store_shared_u16(cursor + 4 * lane_id() + 2, x >> 16);
+    __syncwarp();
+    u8* first = target - (written - cursor);
+    for (u32 i = 2 * lane_id(); i < written - cursor; i += 2 * kLanes)
+      *reinterpret_cast<u16*>(first + i) = static_cast<u16>(load_shared_u16(cursor + i));
+    return first;
+  }
+};
+
+// ---- segment ----
+
+// Puts one symbol onto the state.
+template <bool kRound>
+__device__ __forceinline__ void push(u32& x, const Coder& c, u32 minus_freq) {
+  const u32 rounded = kRound && (c.packed & kRoundBit) ? x + 1 : x;
+  const u32 quotient = __umulhi(rounded, c.magic) >> (c.packed & 31);
+  // x % f + start + 256 * quotient
+  x = quotient * minus_freq + (quotient * kTotal + (x + (c.packed >> 23)));
+}
+
+// -f, from its byte.
+__device__ __forceinline__ u32 minus_freq(const Coder& c) {
+  return __byte_perm(c.packed, ~0u, 0x4441);
+}
+
+// Codes the raw values of a block's escapes, last round first.
+__device__ __forceinline__ void push_escapes(u32& x, WordSink& sink, const Coder* coder, const u32* symbols) {
+  u32 left = 0;  // bit k: symbol k is an escape
+#pragma unroll
+  for (int k = 0; k < 8; k++) left |= coder[k].packed & kEscapeBit ? 1u << k : 0;
+  const u32 count = __popc(left);
+  for (u32 round = warp_max(count); round > 0; round--) {
+    const bool mine = count >= round;
+    sink.put(x, 1u << 24, mine);
+    if (mine) {
+      const u32 k = 31 - __clz(left);
+      left ^= 1u << k;
+      const u32 word = k < 4 ? symbols[0] : symbols[1];
+      x = x << 8 | ((word >> (8 * (k % 4))) & 0xff);
+    }
+  }
+}
+
+// Codes eight symbols of each lane.
+template <bool kRound>
+__device__ __forceinline__ void push_block(u32& x, WordSink& sink, Shared coders, const u32* symbols) {
+  Coder c[8];
+  u32 any = 0;
+#pragma unroll
+  for (int k = 0; k < 8; k++) {
+    c[k] = load_coder(coders, symbols[k / 4], k % 4);
+    any |= c[k].packed;
+  }
+  if (__any_sync(kAllLanes, any & kEscapeBit)) push_escapes(x, sink, c, symbols);
+#pragma unroll
+  for (int k = 6; k >= 0; k -= 2) {
+    const u32 f0 = minus_freq(c[k]), f1 = minus_freq(c[k + 1]);
+    sink.put(x, (f0 * f1) << 16);
+    push<kRound>(x, c[k + 1], f1);
+    push<kRound>(x, c[k], f0);
+  }
+  sink.flush_pieces();
+}
+
+// What a warp needs to know of its chunk.
+template <int kWidth>
+struct SegmentSource {
+  const u8* values;  // of the chunk
+  RawPlanes raw;
+  u32 n;        // values of the chunk
+  u32 padding;  // symbol that fills the last block, four times
+  bool aligned;
+};
+
+// Loads a block's values, splits them and stores their raw planes. Missing symbols become padding.
+template <int kWidth>
+__device__ __forceinline__ Octet<kWidth> take_block_slow(const SegmentSource<kWidth>& src, u32 at) {
+  const u32 left = values_left(at, src.n);
+  Octet<kWidth> o = split(load_values_slow<kWidth>(src.values, at, left));
+  store_raw_slow(src.raw, at, o, left);
+#pragma unroll
+  for (u32 i = 0; i < 2; i++) {
+    const u32 here = left <= 4 * i ? 0 : min(left - 4 * i, 4u);
+    const u32 mask = here == 4 ? ~0u : (1u << (8 * here)) - 1;
+    o.e[i] = (o.e[i] & mask) | (src.padding & ~mask);
+  }
+  return o;
+}
+
+// Codes the segment that starts at value `first`; returns where its states are. One warp.
+template <int kWidth, bool kRound>
+__device__ __forceinline__ const u8* encode_segment(const SegmentSource<kWidth>& src, u32 first, Shared coders,
+                                                    WordSink& sink) {
+  const u32 end = min(src.n, first + kSegment);
+  const u32 mine = lane_id() * kOctet;
+  u32 x = kLow;
+  Values<kWidth> next = {};
+  u32 at = first + (end - first - 1) / kBlock * kBlock;
+  bool fast = src.aligned && at + kBlock <= src.n;
+  if (fast) next = load_values<kWidth>(src.values, at + mine);
+  while (true) {
+    Octet<kWidth> o;
+    if (fast) {
+      o = split(next);
+      store_raw(src.raw, at + mine, o);
+    } else {
+      o = take_block_slow(src, at + mine);
+    }
+    const bool more = at > first;
+    at -= kBlock;
+    fast = src.aligned;
+    if (more && fast) next = load_values<kWidth>(src.values, at + mine);
+    push_block<kRound>(x, sink, coders, o.e);
+    if (!more) return sink.finish(x);
+  }
+}
+
+// ---- stream ----
+
+// Writes header, table and word counts into `slot.head` and the sizes beside it. All threads; the
+// caller has put `words` into shared memory.
+__device__ __forceinline__ void write_head(Slot& slot, const Model& model, u32 n, const u32* words) {
+  const u32 segments = (n + kSegment - 1) / kSegment;
+  const u32 table_end = kHeaderBytes + 4 + 2 * model.kept;
+  const u32 counts_at = round_up(table_end, 4), head_len = round_up(counts_at + 4 * segments, 16);
+  for (u32 i = threadIdx.x; i < head_len; i += kThreads) {
+    u32 v = 0;
+    if (i < 4) v = n >> (8 * i);
+    else if (i == 4) v = 5;
+    else if (i == 5) v = kSegmentLog2;
+    else if (i == 6) v = 1;
+    else if (i < kHeaderBytes) v = 0;
+    else if (i < kHeaderBytes + 2) v = model.kept >> (8 * (i - kHeaderBytes));
+    else if (i < kHeaderBytes + 4) v = model.escape >> (8 * (i - kHeaderBytes - 2));
+    else if (i < kHeaderBytes + 4 + model.kept) v = model.symbol[i - kHeaderBytes - 4];
+    else if (i < table_end) v = model.freq[i - kHeaderBytes - 4 - model.kept];
+    else if (i >= counts_at && i < counts_at + 4 * segments)
+      v = words[(i - counts_at) / 4] >> (8 * ((i - counts_at) % 4));
+    slot.head[i] = static_cast<u8>(v);
+  }
+  if (threadIdx.x < segments) slot.words[threadIdx.x] = words[threadIdx.x];
+  if (threadIdx.x == 0) {
+    u32 len = head_len;
+    for (u32 i = 0; i < segments; i++) len = round_up(len, 16) + kStatesBytes + 2 * words[i];
+    slot.stream_len = len;
+    slot.head_len = head_len;
+  }
+}
+
+// Copies `len` bytes (even) from a 2-byte aligned `from` to a 16-byte aligned `to` and fills the
+// last 16 bytes with zeros. One warp. (Two bytes in front of `from` may be read: a slot has them.)
+__device__ __forceinline__ void copy_shifted(const u8* from, u8* to, u32 len) {
+  const u32 skew = static_cast<u32>(reinterpret_cast<u64>(from) & 2);
+  const u32* src = reinterpret_cast<const u32*>(from - skew);
+  for (u32 i = 16 * lane_id(); i < len; i += 16 * kLanes) {
+    u32 w[5], out[4];
+#pragma unroll
+    for (u32 k = 0; k < 5; k++) w[k] = i + 4 * k < len + skew ? src[i / 4 + k] : 0;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      const u32 v = __funnelshift_r(w[k], w[k + 1], 8 * skew);
+      const u32 left = len - i;
+      out[k] = left >= 4u * k + 4 ? v : (left == 4u * k + 2 ? v & 0xffff : 0);
+    }
+    __stcs(reinterpret_cast<uint4*>(to + i), make_uint4(out[0], out[1], out[2], out[3]));
+  }
+}
+
+// Puts a chunk's stream together at `to` (16-byte aligned; its size rounded up to 16 is written).
+// All threads.
+__device__ __forceinline__ void copy_stream(const Slot& slot, u32 n, u8* to) {
+  const u32 segments = (n + kSegment - 1) / kSegment;
+  for (u32 i = 16 * threadIdx.x; i < slot.head_len; i += 16 * kThreads)
+    *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(slot.head + i);
+  u32 at = slot.head_len;
+  for (u32 i = 0; i < segments; i++) {
+    const u32 len = kStatesBytes + 2 * slot.words[i];
+    if (i == warp_id()) {
+      const u8* end = reinterpret_cast<const u8*>(slot.segments[i] + kSlotWords);
+      copy_shifted(end - len, to + at, len);
+    }
+    at += round_up(len, 16);
+  }
+}
+
+// Writes plane E as it is, zeros up to a multiple of 16 behind it. All threads.
+template <int kWidth>
+__device__ void copy_plane(const u8* values, u32 n, u8* to) {
+  for (u32 at = kOctet * threadIdx.x; at < round_up(n, 16); at += kOctet * kThreads) {
+    const Octet<kWidth> o = split(load_values_slow<kWidth>(values, at, values_left(at, n)));
+    *reinterpret_cast<uint2*>(to + at) = make_uint2(o.e[0], o.e[1]);
+  }
+}
+
+// What a chunk's plane E takes: its stream, or itself if the stream is not shorter.
+__device__ __forceinline__ u32 stored_len(const Slot& slot, u32 n) { return min(slot.stream_len, n); }
+
+// Writes that, 16-byte aligned and filled with zeros up to a multiple of 16. All threads.
+template <int kWidth>
+__device__ __forceinline__ void store_plane(const Slot& slot, const u8* values, u32 n, u8* to) {
+  if (slot.stream_len < n) copy_stream(slot, n, to);
+  else copy_plane<kWidth>(values, n, to);
+}
+
+}  // namespace s4

@@ -1,0 +1,182 @@
+// Times the kernels on real data and checks them there: streams against the reference, values bit for
+// bit. Medians by CUDA events.
+//
+//   nvcc -O3 -std=c++17 -arch=sm_90 bench.cu -o bench && ./bench values.bin WIDTH [MiB]
+//
+// `values.bin` holds values as they are; it is repeated until there are MiB (default 1024) of them.
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "../rans.cu"
+#include "reference.h"
+
+using reference::Bytes;
+
+#define CUDA(call)                                                                             \
+  do {                                                                                         \
+    const cudaError_t e = (call);                                                              \
+    if (e != cudaSuccess) fail(std::string(#call) + ": " + cudaGetErrorString(e), __LINE__);   \
+  } while (0)
+
+[[noreturn]] static void fail(const std::string& what, int line) {
+  fprintf(stderr, "bench.cu:%d: %s\n", line, what.c_str());
+  exit(1);
+}
+
+template <class T>
+static T* device_array(size_t count) {
+  void* p;
+  CUDA(cudaMalloc(&p, count * sizeof(T) + 16));
+  CUDA(cudaMemset(p, 0xa5, count * sizeof(T)));
+  return static_cast<T*>(p);
+}
+
+template <class T>
+static T* to_device(const std::vector<T>& v) {
+  T* p = device_array<T>(v.size());
+  CUDA(cudaMemcpy(p, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice));
+  return p;
+}
+
+template <class T>
+static std::vector<T> to_host(const T* p, size_t count) {
+  std::vector<T> v(count);
+  CUDA(cudaMemcpy(v.data(), p, count * sizeof(T), cudaMemcpyDeviceToHost));
+  return v;
+}
+
+static bool same(const uint8_t* a, const uint8_t* b, size_t len) {
+  return to_host(a, len) == to_host(b, len);
+}
+
+// Median milliseconds.
+static float time(const std::function<void()>& work) {
+  cudaEvent_t start, stop;
+  CUDA(cudaEventCreate(&start));
+  CUDA(cudaEventCreate(&stop));
+  std::vector<float> times;
+  for (int i = 0; i < 17; i++) {
+    CUDA(cudaEventRecord(start));
+    work();
+    CUDA(cudaEventRecord(stop));
+    CUDA(cudaGetLastError());
+    CUDA(cudaEventSynchronize(stop));
+    float ms;
+    CUDA(cudaEventElapsedTime(&ms, start, stop));
+    if (i >= 2) times.push_back(ms);
+  }
+  std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
+  return times[times.size() / 2];
+}
+
+static Bytes read_file(const char* path) {
+  FILE* f = fopen(path, "rb");
+  if (!f) fail(path, __LINE__);
+  Bytes out;
+  uint8_t part[1 << 16];
+  for (size_t n; (n = fread(part, 1, sizeof part, f)) > 0;) out.insert(out.end(), part, part + n);
+  fclose(f);
+  return out;
+}
+
+// Blocks of a kernel that run at once.
+template <class Kernel>
+static uint32_t resident(Kernel kernel) {
+  int each, device, processors;
+  CUDA(cudaGetDevice(&device));
+  CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, s4::kThreads, 0));
+  return static_cast<uint32_t>(each * processors);
+}
+
+template <int kWidth, class Encode, class Gather, class Fused, class Decode>
+static void run(const Bytes& tile, size_t bytes, Encode encode, Gather gather, Fused fused, Decode decode) {
+  const size_t chunk_bytes = size_t{s4::kMaxChunk} * kWidth;
+  const uint32_t count = static_cast<uint32_t>(bytes / chunk_bytes), n = s4::kMaxChunk;
+  bytes = count * chunk_bytes;
+  Bytes host(bytes);
+  for (size_t at = 0; at < bytes; at += tile.size())
+    memcpy(&host[at], tile.data(), std::min(tile.size(), bytes - at));
+
+  const size_t plane = bytes / kWidth;
+  auto* values = to_device(host);
+  auto* back = device_array<uint8_t>(bytes);
+  auto* a = device_array<uint8_t>(plane);
+  auto* b = device_array<uint8_t>(kWidth == 4 ? 2 * plane : 0);
+  auto* packed = device_array<uint8_t>(plane);
+  auto* packed2 = device_array<uint8_t>(plane);
+  auto* slots = device_array<s4::Slot>(count);
+  auto* lens = device_array<s4::u32>(count);
+  auto* lens2 = device_array<s4::u32>(count);
+  auto* status = device_array<s4::u32>(count);
+  auto* offsets = device_array<s4::u64>(count + 1);
+  auto* offsets2 = device_array<s4::u64>(count + 1);
+  auto* places = device_array<s4::u64>(count + 1);
+
+  std::vector<s4::EncodeChunk> in;
+  for (size_t i = 0; i < count; i++)
+    in.push_back({values + i * chunk_bytes, {a + i * n, b + 2 * i * n}, n, 0});
+  auto* in_device = to_device(in);
+
+  const float copy_ms = time([&] { CUDA(cudaMemcpyAsync(back, values, bytes, cudaMemcpyDeviceToDevice)); });
+  const float encode_ms = time([&] { encode<<<count, s4::kThreads>>>(in_device, slots, lens); });
+  const float gather_ms = time([&] {
+    s4_rans_offsets<<<1, s4::kScanThreads>>>(lens, offsets, count);
+    gather<<<count, s4::kThreads>>>(in_device, slots, offsets, packed);
+  });
+  const uint32_t blocks = std::min(count, resident(fused));
+  const s4::Packed target{packed2, offsets2, lens2, places, count};
+  const float fused_ms = time([&] {
+    CUDA(cudaMemsetAsync(places, 0, (count + 1) * sizeof(s4::u64)));
+    fused<<<blocks, s4::kThreads>>>(in_device, slots, target);
+  });
+
+  const auto host_lens = to_host(lens, count);
+  const auto host_offsets = to_host(offsets, count + 1);
+  const size_t total = host_offsets[count];
+  if (to_host(lens2, count) != host_lens || !same(packed, packed2, total)) fail("packed at once differs", __LINE__);
+  const Bytes host_packed = to_host(packed, total);
+  for (size_t i = 0; i < count; i += std::max<size_t>(1, count / 97)) {
+    const Bytes e = reference::plane(Bytes(&host[i * chunk_bytes], &host[i * chunk_bytes] + chunk_bytes), kWidth, 0);
+    const uint8_t* p = &host_packed[host_offsets[i]];
+    if (Bytes(p, p + host_lens[i]) != reference::encode(e)) fail("stream differs from the reference", __LINE__);
+  }
+
+  std::vector<s4::DecodeChunk> out;
+  for (size_t i = 0; i < count; i++)
+    out.push_back({packed + host_offsets[i], {a + i * n, b + 2 * i * n}, back + i * chunk_bytes, host_lens[i], n});
+  auto* out_device = to_device(out);
+  CUDA(cudaMemset(back, 0xa5, bytes));
+  const float decode_ms = time([&] { decode<<<count, s4::kThreads>>>(out_device, status); });
+  for (s4::u32 s : to_host(status, count))
+    if (s != s4::kOk) fail("status " + std::to_string(s), __LINE__);
+  if (!same(back, values, bytes)) fail("values differ", __LINE__);
+
+  const double stored = static_cast<double>(total) + (kWidth - 1) * static_cast<double>(plane);
+  auto rate = [&](float ms) { return bytes / ms / 1e6; };
+  int encode_warps = 0, decode_warps = 0;
+  CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&encode_warps, encode, s4::kThreads, 0));
+  CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&decode_warps, decode, s4::kThreads, 0));
+  printf("ratio %.4f (with chunk headers and records %.4f)  copy %.0f  encode %.0f  +gather %.0f  packed %.0f  decode %.0f GB/s  warps %u %u\n",
+         bytes / stored, bytes / (stored + 40.0 * count), 2 * rate(copy_ms), rate(encode_ms),
+         rate(encode_ms + gather_ms), rate(fused_ms), rate(decode_ms), encode_warps * s4::kWarps, decode_warps * s4::kWarps);
+}
+
+int main(int argc, char** argv) {
+  if (argc < 3) {
+    fprintf(stderr, "usage: bench values.bin WIDTH [MiB]\n");
+    return 2;
+  }
+  const Bytes tile = read_file(argv[1]);
+  const size_t bytes = size_t(argc > 3 ? atoi(argv[3]) : 1024) << 20;
+  printf("%s: ", argv[1]);
+  if (atoi(argv[2]) == 2)
+    run<2>(tile, bytes, s4_rans_encode_w2, s4_rans_gather_w2, s4_rans_encode_packed_w2, s4_rans_decode_w2);
+  else
+    run<4>(tile, bytes, s4_rans_encode_w4, s4_rans_gather_w4, s4_rans_encode_packed_w4, s4_rans_decode_w4);
+  return 0;
+}

@@ -1,0 +1,270 @@
+//! Prediction by rows and columns.
+//!
+//! The second moments of a matrix's gradient are nearly of rank 1: an element is about a factor of
+//! its row times a factor of its column (Shazeer and Stern, "Adafactor", 2018, keep only those). The
+//! ordered integer of a float is nearly its logarithm, so in ordered integers the product is a sum:
+//!
+//! ```text
+//! prediction[r][c] = row[r] + col[c]      (wrapping at the element's width)
+//! ```
+//!
+//! [`fit`] takes `row[r]` as the rounded mean of the row and `col[c]` as the rounded mean of what
+//! the rows leave in the column. The residual is the wrapping difference of an element's ordered
+//! integer from its prediction, zigzag-coded ([`Kernels::sub_offsets`]).
+//!
+//! # Side data
+//! Little-endian, for a tensor whose elements have `W` bytes:
+//!
+//! | bytes | content |
+//! |---|---|
+//! | 4 | `rows`, at least 1 |
+//! | 4 | `cols`, at least 1 |
+//! | `rows * W` | row offsets, their low `W` bytes |
+//! | `cols * W` | column offsets, their low `W` bytes |
+//!
+//! Only the low `W` bytes of a prediction count, so no more of an offset is kept. The region is
+//! row-major: element `i` is in row `i / cols` and column `i % cols`.
+
+use std::ops::{AddAssign, Sub};
+
+use s4_format::{Error, Result};
+use s4_planes::{Kernels, Width};
+
+/// Bytes of side data before the offsets.
+const HEADER: usize = 8;
+
+/// The most rows and columns: sums of that many differences of 4-byte integers fit in 64 bits.
+const MAX_SIDE: u32 = i32::MAX as u32;
+
+/// Row and column offsets, read from side data.
+#[derive(Debug, Clone, Copy)]
+pub struct Rank1<'a> {
+    width: Width,
+    /// `rows * width` bytes.
+    row_offsets: &'a [u8],
+    /// `cols * width` bytes, and not empty.
+    col_offsets: &'a [u8],
+}
+
+impl<'a> Rank1<'a> {
+    /// Reads the side data of a tensor with elements of `width`; see [the module](self).
+    ///
+    /// # Errors
+    /// `Truncated` if `side` is too short for what its header says, `Corrupt` if it is too long or
+    /// a side is 0 or above 2^31 - 1, `Unsupported` if the width is 16 bytes.
+    pub fn parse(width: Width, side: &'a [u8]) -> Result<Self> {
+        check_width(width)?;
+        let Some((header, offsets)) = side.split_first_chunk::<HEADER>() else {
+            return Err(Error::truncated("side data of rank1 without its header"));
+        };
+        let [r0, r1, r2, r3, c0, c1, c2, c3] = *header;
+        let rows = u32::from_le_bytes([r0, r1, r2, r3]);
+        let cols = u32::from_le_bytes([c0, c1, c2, c3]);
+        check_sides(rows, cols)?;
+        let need = (u64::from(rows) + u64::from(cols)) * width.bytes() as u64;
+        let found = offsets.len() as u64;
+        if found < need {
+            return Err(Error::truncated(format!(
+                "offsets of {rows} rows and {cols} columns take {need} bytes, there are {found}"
+            )));
+        }
+        if found > need {
+            let what = format!("{} bytes after the column offsets of rank1", found - need);
+            return Err(Error::corrupt(what));
+        }
+        let (row_offsets, col_offsets) = offsets.split_at(rows as usize * width.bytes());
+        Ok(Self { width, row_offsets, col_offsets })
+    }
+
+    /// The number of rows.
+    pub fn rows(&self) -> usize {
+        self.row_offsets.len() / self.width.bytes()
+    }
+
+    /// The number of columns.
+    pub fn cols(&self) -> usize {
+        self.col_offsets.len() / self.width.bytes()
+    }
+
+    /// The number of elements of the region.
+    pub fn elements(&self) -> u64 {
+        self.rows() as u64 * self.cols() as u64
+    }
+
+    /// The prediction of an element as an ordered integer, in the low `width` bytes; `None`
+    /// outside of the region.
+    pub fn predict(&self, row: usize, col: usize) -> Option<u64> {
+        let at = |offsets: &[u8], i: usize| (i < offsets.len()).then(|| self.offset(offsets, i));
+        let bytes = self.width.bytes();
+        let row = at(self.row_offsets, row.checked_mul(bytes)?)?;
+        let col = at(self.col_offsets, col.checked_mul(bytes)?)?;
+        Some(row.wrapping_add(col) as u64 & u64::MAX >> (64 - self.width.bits()))
+    }
+
+    /// Replaces float bits by their residuals. `buf` holds whole elements of the region, from
+    /// element `start` on.
+    ///
+    /// # Errors
+    /// `Corrupt` if the range is not within the region, or `buf` not whole elements. `buf` is
+    /// untouched then.
+    pub fn forward(&self, kernels: Kernels, start: u64, buf: &mut [u8]) -> Result<()> {
+        self.by_rows(start, buf, |part, row, cols| {
+            kernels.sub_offsets(self.width, part, row, cols);
+        })
+    }
+
+    /// Undoes [`Rank1::forward`].
+    ///
+    /// # Errors
+    /// As [`Rank1::forward`].
+    pub fn inverse(&self, kernels: Kernels, start: u64, buf: &mut [u8]) -> Result<()> {
+        self.by_rows(start, buf, |part, row, cols| {
+            kernels.add_offsets(self.width, part, row, cols);
+        })
+    }
+
+    /// Calls `f` for the part of each row in the range, with the row's offset and the offsets of
+    /// the part's columns.
+    fn by_rows(
+        &self,
+        start: u64,
+        mut buf: &mut [u8],
+        f: impl Fn(&mut [u8], i64, &[u8]),
+    ) -> Result<()> {
+        self.check_range(start, buf.len())?;
+        let bytes = self.width.bytes();
+        let cols = self.cols() as u64;
+        // Both are within the offsets, as the range is within the region.
+        let (mut row, mut col) = ((start / cols) as usize, (start % cols) as usize);
+        while !buf.is_empty() {
+            let offsets = &self.col_offsets[col * bytes..];
+            let (part, rest) = buf.split_at_mut(offsets.len().min(buf.len()));
+            f(part, self.offset(self.row_offsets, row * bytes), &offsets[..part.len()]);
+            buf = rest;
+            (row, col) = (row + 1, 0);
+        }
+        Ok(())
+    }
+
+    fn check_range(&self, start: u64, len: usize) -> Result<()> {
+        if !len.is_multiple_of(self.width.bytes()) {
+            let what = format!("{len} bytes are not elements of {}", self.width.bytes());
+            return Err(Error::corrupt(what));
+        }
+        let n = (len / self.width.bytes()) as u64;
+        if start.checked_add(n).is_none_or(|end| end > self.elements()) {
+            let all = self.elements();
+            let what = format!("{n} elements from {start} on, of a rank1 region of {all}");
+            return Err(Error::corrupt(what));
+        }
+        Ok(())
+    }
+
+    /// The offset that starts at byte `at`, sign-extended.
+    fn offset(&self, offsets: &[u8], at: usize) -> i64 {
+        sign_extended(&offsets[at..][..self.width.bytes()])
+    }
+}
+
+/// Fits the offsets to a region of `rows * cols` floats, given as bits, and returns the side data.
+///
+/// # Errors
+/// `Corrupt` if a side is 0 or above 2^31 - 1, or `data` is not `rows * cols` elements;
+/// `Unsupported` if the width is 16 bytes.
+pub fn fit(width: Width, rows: u32, cols: u32, data: &[u8]) -> Result<Vec<u8>> {
+    check_width(width)?;
+    check_sides(rows, cols)?;
+    let need = u128::from(rows) * u128::from(cols) * width.bytes() as u128;
+    if data.len() as u128 != need {
+        let len = data.len();
+        let what = format!("{len} bytes for {rows} rows and {cols} columns of {width:?}");
+        return Err(Error::corrupt(what));
+    }
+    let mut side = Vec::with_capacity(HEADER + (rows as usize + cols as usize) * width.bytes());
+    side.extend_from_slice(&rows.to_le_bytes());
+    side.extend_from_slice(&cols.to_le_bytes());
+    match width {
+        Width::B1 => fit_offsets::<1, i64>(cols, data, &mut side),
+        Width::B2 => fit_offsets::<2, i64>(cols, data, &mut side),
+        Width::B4 => fit_offsets::<4, i64>(cols, data, &mut side),
+        _ => fit_offsets::<8, i128>(cols, data, &mut side),
+    }
+    Ok(side)
+}
+
+/// A sum of differences of ordered integers.
+trait Sum: Copy + Default + AddAssign + From<i64> + Sub<Output = Self> {
+    /// This sum divided by `n > 0`, rounded to the nearest integer, halves up.
+    fn mean(self, n: u32) -> Self;
+    /// The low 64 bits.
+    fn low(self) -> i64;
+}
+
+macro_rules! sum {
+    ($int:ty) => {
+        impl Sum for $int {
+            fn mean(self, n: u32) -> Self {
+                let n = Self::from(n);
+                let (quotient, rest) = (self.div_euclid(n), self.rem_euclid(n));
+                quotient + Self::from(rest * 2 >= n)
+            }
+            fn low(self) -> i64 {
+                self as i64
+            }
+        }
+    };
+}
+
+sum!(i64);
+sum!(i128);
+
+/// Appends the row offsets, then the column offsets.
+fn fit_offsets<const W: usize, S: Sum>(cols: u32, data: &[u8], side: &mut Vec<u8>) {
+    let (elements, _) = data.as_chunks::<W>();
+    let mut col_sums = vec![S::default(); cols as usize];
+    let mut rows = 0;
+    for row in elements.chunks_exact(cols as usize) {
+        let mut sum = S::default();
+        for element in row {
+            sum += S::from(ordered(element));
+        }
+        let mean = sum.mean(cols);
+        for (col_sum, element) in col_sums.iter_mut().zip(row) {
+            *col_sum += S::from(ordered(element)) - mean;
+        }
+        side.extend_from_slice(&mean.low().to_le_bytes()[..W]);
+        rows += 1;
+    }
+    for sum in col_sums {
+        side.extend_from_slice(&sum.mean(rows).low().to_le_bytes()[..W]);
+    }
+}
+
+/// The ordered integer of one element: the definition in [`Kernels::to_ordered`].
+fn ordered(bits: &[u8]) -> i64 {
+    let x = sign_extended(bits);
+    let magnitude = i64::MAX >> (64 - 8 * bits.len());
+    x ^ (x >> 63 & magnitude)
+}
+
+/// A little-endian two's complement integer of 1 to 8 bytes.
+fn sign_extended(bytes: &[u8]) -> i64 {
+    let mut all = [0; 8];
+    all[8 - bytes.len()..].copy_from_slice(bytes);
+    i64::from_le_bytes(all) >> (64 - 8 * bytes.len())
+}
+
+fn check_width(width: Width) -> Result<()> {
+    if width == Width::B16 {
+        return Err(Error::unsupported("predictor `rank1` of elements of 16 bytes"));
+    }
+    Ok(())
+}
+
+fn check_sides(rows: u32, cols: u32) -> Result<()> {
+    let allowed = 1..=MAX_SIDE;
+    if !allowed.contains(&rows) || !allowed.contains(&cols) {
+        return Err(Error::corrupt(format!("a rank1 region of {rows} rows and {cols} columns")));
+    }
+    Ok(())
+}

@@ -1,0 +1,89 @@
+//! Differences from a parent's bits.
+
+use s4_format::{Error, ResidualId, Result};
+use s4_planes::{Kernels, Width};
+
+/// How the difference between elements and their parent's is written.
+///
+/// ```
+/// use s4_delta::Residual;
+/// use s4_planes::{Kernels, Width};
+///
+/// let kernels = Kernels::default();
+/// let parent = 1.0_f32.to_le_bytes();
+/// let mut buf = 1.000_000_1_f32.to_le_bytes();
+/// Residual::Sub.diff(kernels, Width::B4, &parent, &mut buf)?;
+/// assert_eq!(buf, [2, 0, 0, 0]); // zigzag(+1): the next float after 1.0
+/// Residual::Sub.apply(kernels, Width::B4, &parent, &mut buf)?;
+/// assert_eq!(f32::from_le_bytes(buf), 1.000_000_1);
+/// # Ok::<(), s4_format::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Residual {
+    /// The exclusive or of the bits. It is its own inverse.
+    Xor,
+    /// The difference in the order of values, zigzag-coded: see [`Kernels::sub_values`].
+    Sub,
+}
+
+impl Residual {
+    /// The id that stands in a plan.
+    pub fn id(self) -> ResidualId {
+        match self {
+            Self::Xor => ResidualId::XOR,
+            Self::Sub => ResidualId::SUB,
+        }
+    }
+
+    /// Replaces the elements in `buf` by their differences from `parent`, the same elements of the
+    /// parent.
+    ///
+    /// # Errors
+    /// As [`Residual::apply`].
+    pub fn diff(self, kernels: Kernels, width: Width, parent: &[u8], buf: &mut [u8]) -> Result<()> {
+        self.check(width, parent, buf)?;
+        match self {
+            Self::Xor => kernels.xor(buf, parent),
+            Self::Sub => kernels.sub_values(width, buf, parent),
+        }
+        Ok(())
+    }
+
+    /// Undoes [`Residual::diff`].
+    ///
+    /// # Errors
+    /// `Corrupt` if the sizes differ or are not whole elements; `Unsupported` for
+    /// [`Residual::Sub`] of elements of 16 bytes. `buf` is untouched then.
+    pub fn apply(
+        self,
+        kernels: Kernels,
+        width: Width,
+        parent: &[u8],
+        buf: &mut [u8],
+    ) -> Result<()> {
+        self.check(width, parent, buf)?;
+        match self {
+            Self::Xor => kernels.xor(buf, parent),
+            Self::Sub => kernels.add_values(width, buf, parent),
+        }
+        Ok(())
+    }
+
+    fn check(self, width: Width, parent: &[u8], buf: &[u8]) -> Result<()> {
+        if parent.len() != buf.len() {
+            return Err(Error::corrupt(format!(
+                "a difference of {} bytes from a parent of {} bytes",
+                buf.len(),
+                parent.len()
+            )));
+        }
+        if !buf.len().is_multiple_of(width.bytes()) {
+            let what = format!("{} bytes are not elements of {}", buf.len(), width.bytes());
+            return Err(Error::corrupt(what));
+        }
+        if self == Self::Sub && width == Width::B16 {
+            return Err(Error::unsupported("residual `sub` of elements of 16 bytes"));
+        }
+        Ok(())
+    }
+}

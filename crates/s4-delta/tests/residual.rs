@@ -1,0 +1,54 @@
+//! Differences from a parent.
+
+use s4_delta::Residual;
+use s4_format::{Error, ResidualId};
+use s4_planes::patterns::{self, Kind};
+use s4_planes::{Kernels, Simd, Width};
+
+#[test]
+fn every_pair_of_patterns_round_trips() {
+    for kind in Kind::FLOATS {
+        for (name, src) in patterns::all(kind, 77) {
+            for (other, parent) in patterns::all(kind, 77) {
+                for residual in [Residual::Xor, Residual::Sub] {
+                    for simd in Simd::available() {
+                        let kernels = Kernels::new(simd);
+                        let mut buf = src.clone();
+                        residual.diff(kernels, kind.width, &parent, &mut buf).unwrap();
+                        assert_eq!(buf.iter().all(|b| *b == 0), src == parent, "{name} {other}");
+                        residual.apply(kernels, kind.width, &parent, &mut buf).unwrap();
+                        assert_eq!(buf, src, "{residual:?} {simd}: {name} from {other}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn xor_has_no_order_to_keep_and_takes_any_width() {
+    let (parent, src) = ([0x0f; 32], [0xff; 32]);
+    let mut buf = src;
+    Residual::Xor.diff(Kernels::default(), Width::B16, &parent, &mut buf).unwrap();
+    assert_eq!(buf, [0xf0; 32]);
+    let error = Residual::Sub.diff(Kernels::default(), Width::B16, &parent, &mut buf).unwrap_err();
+    assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+}
+
+#[test]
+fn parents_of_another_size_are_refused() {
+    for residual in [Residual::Xor, Residual::Sub] {
+        for (parent, len) in [(4, 8), (8, 4), (6, 6)] {
+            let (parent, mut buf) = (vec![1; parent], vec![2; len]);
+            let error = residual.apply(Kernels::default(), Width::B4, &parent, &mut buf);
+            assert!(matches!(error, Err(Error::Corrupt { .. })));
+            assert_eq!(buf, vec![2; len]);
+        }
+    }
+}
+
+#[test]
+fn ids_are_those_of_the_format() {
+    assert_eq!(Residual::Xor.id(), ResidualId::XOR);
+    assert_eq!(Residual::Sub.id(), ResidualId::SUB);
+}

@@ -1,0 +1,172 @@
+//! The bytes of a chunk on disk into values.
+
+use s4_codec_cpu::Context;
+use s4_format::layout::{MAX_PLANES, Planes};
+use s4_format::side::{Side, SideKind};
+use s4_format::{
+    ChunkRecord, CodecId, DType, Error, LayoutId, Plan, PredictorId, Result, StreamEntry, crc32c,
+};
+use s4_planes::token_bits;
+
+use crate::encode::width_of;
+use crate::scratch::sized;
+use crate::tables::SharedTables;
+use crate::{CpuEngine, Scratch, TensorView, residual};
+
+/// What decoding a chunk needs to know of its tensor.
+#[derive(Debug, Clone, Copy)]
+pub struct TensorSpec<'a> {
+    /// Type of the elements.
+    pub dtype: DType,
+    /// Size of each dimension, in elements.
+    pub shape: &'a [u64],
+    /// Predictor, residual and layout.
+    pub plan: &'a Plan,
+    /// Side data.
+    pub side: &'a Side,
+    /// Values in each chunk but the last, as a power of two.
+    pub chunk_log2: u8,
+}
+
+impl CpuEngine {
+    /// Decodes the frame of chunk number `chunk` into `dst`, whose size is that of the chunk's
+    /// values. Checks the frame before, and the values after, against the checksums of `record`.
+    ///
+    /// # Errors
+    /// `Corrupt`, `Truncated` or `Unsupported`, naming chunk and stream; `dst` is then unspecified.
+    pub fn decode_chunk(
+        &self,
+        spec: &TensorSpec<'_>,
+        chunk: u64,
+        record: &ChunkRecord,
+        frame: &[u8],
+        scratch: &mut Scratch,
+        dst: &mut [u8],
+    ) -> Result<()> {
+        self.decode_checked(spec, chunk, record, frame, scratch, dst).map_err(|e| e.in_chunk(chunk))
+    }
+
+    fn decode_checked(
+        &self,
+        spec: &TensorSpec<'_>,
+        chunk: u64,
+        record: &ChunkRecord,
+        frame: &[u8],
+        scratch: &mut Scratch,
+        dst: &mut [u8],
+    ) -> Result<()> {
+        if frame.len() != record.len as usize || crc32c(frame) != record.crc_encoded {
+            return Err(Error::corrupt("checksum of the stored bytes differs"));
+        }
+        if record.plain {
+            if frame.len() != dst.len() {
+                return Err(Error::corrupt(format!(
+                    "plain chunk of {} bytes, {} expected",
+                    frame.len(),
+                    dst.len()
+                )));
+            }
+            dst.copy_from_slice(frame);
+        } else {
+            self.decode_streams(spec, frame, scratch, dst)?;
+            if spec.plan.predictor != PredictorId::NONE {
+                let view = TensorView { dtype: spec.dtype, shape: spec.shape, data: &[] };
+                let first = chunk << spec.chunk_log2;
+                residual::inverse(&self.kernels, spec.plan, spec.side, &view, first, dst)?;
+            }
+        }
+        if crc32c(dst) != record.crc_raw {
+            return Err(Error::corrupt("checksum of the decoded values differs"));
+        }
+        Ok(())
+    }
+
+    fn decode_streams(
+        &self,
+        spec: &TensorSpec<'_>,
+        frame: &[u8],
+        scratch: &mut Scratch,
+        dst: &mut [u8],
+    ) -> Result<()> {
+        let width = spec.dtype.value_width();
+        let layout = spec.plan.layout;
+        let planes = Planes::new(layout, width, dst.len() / width)?;
+        let mut sizes = planes.sizes().to_vec();
+        let streams = StreamEntry::parse_chunk(frame, sizes.len())?;
+        let tables = SharedTables::parse(spec.side.get(SideKind::TABLES))?;
+        let mut decoded: [Option<&[u8]>; MAX_PLANES] = [None; MAX_PLANES];
+        for (i, (entry, bytes)) in streams.items().iter().enumerate() {
+            // The second plane of `token` is as long as the tokens of the first one say.
+            if layout == LayoutId::TOKEN && i == 1 {
+                let tokens = decoded[0].unwrap_or(&scratch.planes[0][..sizes[0]]);
+                sizes[1] = token_plane_len(width, tokens).map_err(|e| e.in_stream(0))?;
+            }
+            if entry.codec == CodecId::RAW && entry.param == 0 && bytes.len() == sizes[i] {
+                decoded[i] = Some(bytes);
+                continue;
+            }
+            let to = if layout == LayoutId::BYTES {
+                &mut sized(&mut scratch.planes[0], dst.len())[i * sizes[i]..(i + 1) * sizes[i]]
+            } else {
+                sized(&mut scratch.planes[i], sizes[i])
+            };
+            let ctx = Context { tables: tables.plane(i), symbols: &[] };
+            self.codecs
+                .get(entry.codec)
+                .and_then(|c| c.decode(entry.param, ctx, bytes, to))
+                .map_err(|e| e.in_stream(i))?;
+        }
+        self.merge(layout, width, &sizes, &decoded, scratch, dst)
+    }
+
+    /// Merges planes: those that were stored raw are taken from the frame itself.
+    fn merge(
+        &self,
+        layout: LayoutId,
+        width: usize,
+        sizes: &[usize],
+        raw: &[Option<&[u8]>; MAX_PLANES],
+        scratch: &mut Scratch,
+        dst: &mut [u8],
+    ) -> Result<()> {
+        let w = width_of(width)?;
+        let k = &self.kernels;
+        if layout == LayoutId::BYTES {
+            let all = sized(&mut scratch.planes[0], dst.len());
+            for (i, plane) in raw.iter().enumerate() {
+                if let Some(plane) = plane {
+                    all[i * sizes[i]..(i + 1) * sizes[i]].copy_from_slice(plane);
+                }
+            }
+            k.merge_bytes(w, all, dst);
+            return Ok(());
+        }
+        let plane = |i: usize| match (raw[i], sizes.get(i)) {
+            (Some(bytes), _) => bytes,
+            (None, Some(&size)) => &scratch.planes[i][..size],
+            (None, None) => &[],
+        };
+        match layout {
+            LayoutId::FIELDS => k.merge_fields(w, plane(0), plane(1), plane(2), dst),
+            LayoutId::FIELDS_SIGN => {
+                k.merge_fields_sign(w, plane(0), plane(1), plane(2), plane(3), dst);
+            }
+            LayoutId::TOKEN => k
+                .merge_token(w, plane(0), plane(1), dst)
+                .map_err(|e| Error::corrupt(e.to_string()).in_stream(0))?,
+            _ => dst.copy_from_slice(plane(0)),
+        }
+        Ok(())
+    }
+}
+
+/// Bytes of the raw bits that belong to tokens.
+fn token_plane_len(width: usize, tokens: &[u8]) -> Result<usize> {
+    let w = width_of(width)?;
+    let mut bits = 0usize;
+    for &t in tokens {
+        let n = token_bits(w, t).ok_or_else(|| Error::corrupt(format!("token {t}")))?;
+        bits += n as usize;
+    }
+    Ok(bits.div_ceil(8))
+}

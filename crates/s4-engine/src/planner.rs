@@ -1,0 +1,172 @@
+//! Chooses, for a tensor, a layout and a codec for each plane.
+
+use s4_codec_cpu::Context;
+use s4_codec_cpu::rans::{Counts, Precision, Table, cost};
+use s4_format::dtype::Form;
+use s4_format::layout::Planes;
+use s4_format::{CodecId, DType, LayoutId, Plan, Result};
+
+use crate::scratch::sized;
+use crate::{CHUNK_LOG2, CpuEngine, Preset, Scratch, TensorView};
+
+/// Runs of values that the planner looks at, and values in each.
+const PROBES: usize = 16;
+const PROBE: usize = 1024;
+
+/// How one plane is coded. In each chunk a constant plane is stored as its constant, and one that
+/// does not get smaller as it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PlaneCoding {
+    /// As it is: it looks like noise.
+    Raw,
+    /// rANS.
+    Rans(Precision),
+    /// Dense packing of values below 128.
+    Bits,
+    /// Zstandard.
+    Zstd,
+}
+
+/// What the planner chose for a tensor.
+#[derive(Debug, Clone)]
+pub struct TensorPlan {
+    /// Predictor, residual and layout, as the manifest keeps them.
+    pub plan: Plan,
+    /// The coding of each plane.
+    pub planes: Vec<PlaneCoding>,
+    /// Values in each chunk but the last, as a power of two.
+    pub chunk_log2: u8,
+    /// Side data that the chunks need, but for shared tables.
+    pub side: s4_format::side::Side,
+    /// For each plane a table that all chunks may share.
+    pub(crate) shared: Vec<Option<Table>>,
+}
+
+struct Candidate {
+    layout: LayoutId,
+    planes: Vec<(PlaneCoding, Counts)>,
+    /// Estimated bits of the sample.
+    cost: u64,
+}
+
+impl CpuEngine {
+    /// Chooses a plan by looking at up to 16,384 values at fixed positions of the tensor.
+    ///
+    /// # Errors
+    /// Errors of a codec.
+    pub fn plan(
+        &self,
+        _preset: Preset,
+        view: &TensorView<'_>,
+        scratch: &mut Scratch,
+    ) -> Result<TensorPlan> {
+        let width = view.dtype.value_width();
+        let sample = sample(view.data, width);
+        let tried = if sample.is_empty() { &[] } else { layouts(view.dtype) };
+        let mut best: Option<Candidate> = None;
+        for &layout in tried {
+            let c = self.candidate(layout, width, &sample, scratch)?;
+            // Layouts stand in ascending order of work: a slower one must be worth it.
+            if best.as_ref().is_none_or(|b| c.cost < b.cost - b.cost / 256) {
+                best = Some(c);
+            }
+        }
+        let (layout, planes) = best.map_or((LayoutId::WHOLE, vec![]), |b| (b.layout, b.planes));
+        let several = view.data.len() > width << CHUNK_LOG2;
+        let shared = planes.iter().map(|(coding, counts)| match coding {
+            // The sample need not have seen every symbol of the tensor.
+            PlaneCoding::Rans(p) if several => Some(counts.clone().partial().table(*p)),
+            _ => None,
+        });
+        Ok(TensorPlan {
+            shared: shared.collect(),
+            planes: planes.iter().map(|p| p.0).collect(),
+            plan: Plan::direct(layout),
+            chunk_log2: CHUNK_LOG2,
+            side: s4_format::side::Side::default(),
+        })
+    }
+
+    fn candidate(
+        &self,
+        layout: LayoutId,
+        width: usize,
+        sample: &[u8],
+        scratch: &mut Scratch,
+    ) -> Result<Candidate> {
+        let values = sample.len() / width;
+        let sizes = Planes::new(layout, width, values)?;
+        self.split(layout, width, sample, scratch)?;
+        let mut c = Candidate { layout, planes: vec![], cost: 0 };
+        for i in 0..sizes.sizes().len() {
+            let plane = scratch.plane(layout, sizes.sizes(), i);
+            let dense = layout == LayoutId::FIELDS_SIGN && i == 2;
+            let (coding, counts, cost) = choose(plane, dense);
+            c.planes.push((coding, counts));
+            c.cost += cost;
+        }
+        if layout == LayoutId::WHOLE {
+            let bits = 8 * self.zstd_len(sample, &mut scratch.stream)? as u64;
+            // Zstandard is the slowest to decode: it must save a twentieth.
+            if bits < c.cost - c.cost / 20 {
+                c.planes[0].0 = PlaneCoding::Zstd;
+                c.cost = bits;
+            }
+        }
+        Ok(c)
+    }
+
+    fn zstd_len(&self, sample: &[u8], buffer: &mut Vec<u8>) -> Result<usize> {
+        let zstd = self.codecs.get(CodecId::ZSTD)?;
+        let out = sized(buffer, zstd.bound(sample.len()));
+        Ok(zstd.encode(Context::default(), sample, out)?.len)
+    }
+}
+
+/// The layouts that are tried for a dtype, in ascending order of work.
+fn layouts(dtype: DType) -> &'static [LayoutId] {
+    use LayoutId as L;
+    match (dtype.form(), dtype.value_width()) {
+        (Form::Float, 2) => &[L::FIELDS, L::FIELDS_SIGN],
+        (Form::Float, _) => &[L::FIELDS, L::FIELDS_SIGN, L::BYTES],
+        (Form::Bytes, 1) => &[L::WHOLE],
+        (Form::Bytes, _) => &[L::BYTES, L::WHOLE],
+    }
+}
+
+/// Runs of values, evenly spaced over the tensor; all of a small one.
+fn sample(data: &[u8], width: usize) -> Vec<u8> {
+    let values = data.len() / width;
+    if values <= PROBES * PROBE {
+        return data.to_vec();
+    }
+    let mut out = Vec::with_capacity(PROBES * PROBE * width);
+    for i in 0..PROBES {
+        let first = (values - PROBE) / (PROBES - 1) * i;
+        out.extend_from_slice(&data[first * width..(first + PROBE) * width]);
+    }
+    out
+}
+
+/// The coding of a plane: its counts and its estimated cost in bits.
+fn choose(plane: &[u8], dense: bool) -> (PlaneCoding, Counts, u64) {
+    let mut counts = Counts::new();
+    // Runs this short are counted as a whole.
+    plane.chunks(PROBE).for_each(|part| counts.add_stream(part));
+    let raw = plane.len() as u64 * if dense { 7 } else { 8 };
+    let noise = if dense { PlaneCoding::Bits } else { PlaneCoding::Raw };
+    let pairs = cost(&counts, &counts.table(Precision::P8));
+    let singles = cost(&counts, &counts.table(Precision::P12));
+    // One renormalisation for two symbols is much the faster: the other must save a fiftieth.
+    let (precision, cost) = if singles < pairs - pairs / 50 {
+        (Precision::P12, singles)
+    } else {
+        (Precision::P8, pairs)
+    };
+    // A plane that loses less than a fiftieth is noise; coding it is not worth the time.
+    if cost < raw - raw / 50 {
+        (PlaneCoding::Rans(precision), counts, cost)
+    } else {
+        (noise, counts, raw)
+    }
+}

@@ -1,0 +1,412 @@
+//! The choice of kernels, and the checks of sizes before them.
+
+use s4_format::Result;
+
+use crate::scalar::{self, PLAIN, ROTATED, SPREAD};
+use crate::{Simd, Width, lanewise, token, token_bound};
+
+#[cfg(target_arch = "aarch64")]
+use crate::neon;
+#[cfg(target_arch = "x86_64")]
+use crate::x86::{avx2, avx512};
+
+/// Every operation of this crate, in one set of vector instructions.
+///
+/// ```
+/// use s4_planes::{Kernels, Simd, Width};
+///
+/// let kernels = Kernels::new(Simd::detect());
+/// let src = [0x80, 0x3f, 0x40, 0xc0]; // bf16: 1.0, -3.0
+/// let (mut e, mut a) = ([0; 2], [0; 2]);
+/// kernels.split_fields(Width::B2, &src, &mut e, &mut a, &mut []);
+/// assert_eq!(e, [127, 128]); // exponents
+/// assert_eq!(a, [0x00, 0x81]); // mantissas, with the sign below
+///
+/// let mut back = [0; 4];
+/// kernels.merge_fields(Width::B2, &e, &a, &[], &mut back);
+/// assert_eq!(back, src);
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Kernels {
+    /// Available on this machine: the unsafe calls below rest on it.
+    simd: Simd,
+}
+
+impl Default for Kernels {
+    /// The fastest kernels of this machine.
+    fn default() -> Self {
+        Self::new(Simd::detect())
+    }
+}
+
+/// Calls the first kernel whose set of instructions is the chosen one and whose case is the key's,
+/// or else the portable one.
+macro_rules! dispatch {
+    (($simd:expr, $key:expr) {
+        $($arch:literal: $($set:ident, $case:pat $(if $guard:expr)? => $call:expr;)*)*
+    } else $portable:expr) => {
+        match ($simd, $key) {
+            $($(
+                #[cfg(target_arch = $arch)]
+                // SAFETY: `Kernels::new` keeps only a set of instructions that this machine has.
+                (Simd::$set, $case) $(if $guard)? => unsafe { $call },
+            )*)*
+            _ => $portable,
+        }
+    };
+}
+
+impl Kernels {
+    /// Kernels of a set of instructions; the scalar ones if this machine does not have it.
+    pub fn new(simd: Simd) -> Self {
+        Self { simd: if simd.is_available() { simd } else { Simd::Scalar } }
+    }
+
+    /// The set of instructions in use.
+    pub fn simd(self) -> Simd {
+        self.simd
+    }
+
+    /// Layout `fields`. Each element is rotated left by one bit, which brings the sign to bit 0;
+    /// its top byte goes to `e`, the byte below to `a`, and the low `width - 2` bytes,
+    /// little-endian, to `b`. For bf16 and fp32, `e` is the exponent.
+    ///
+    /// # Panics
+    /// If `width` is not 2, 4 or 8 bytes, or the sizes are not `n * width` for `src`, `n` for `e`
+    /// and `a`, and `n * (width - 2)` for `b`.
+    pub fn split_fields(self, width: Width, src: &[u8], e: &mut [u8], a: &mut [u8], b: &mut [u8]) {
+        check_fields(width, src.len(), [e.len(), a.len(), b.len()]);
+        self.split_form::<ROTATED>(width, src, &mut [], e, a, b);
+    }
+
+    /// Undoes [`Kernels::split_fields`].
+    ///
+    /// # Panics
+    /// As [`Kernels::split_fields`], with `dst` for `src`.
+    pub fn merge_fields(self, width: Width, e: &[u8], a: &[u8], b: &[u8], dst: &mut [u8]) {
+        check_fields(width, dst.len(), [e.len(), a.len(), b.len()]);
+        self.merge_form::<ROTATED>(width, &[], e, a, b, dst);
+    }
+
+    /// Layout `fields-sign`. The signs go to `s`, that of element `i` to bit `i % 8` of byte
+    /// `i / 8`; bits after the last element are zero. Of the bits below the sign, the top 8 go to
+    /// `e`, the next 7 to `a` (as a byte below 128), and the low `width - 2` bytes to `b`.
+    ///
+    /// # Panics
+    /// If `width` is not 2, 4 or 8 bytes, or the sizes are not `n * width` for `src`, `n / 8`
+    /// rounded up for `s`, `n` for `e` and `a`, and `n * (width - 2)` for `b`.
+    pub fn split_fields_sign(
+        self,
+        width: Width,
+        src: &[u8],
+        s: &mut [u8],
+        e: &mut [u8],
+        a: &mut [u8],
+        b: &mut [u8],
+    ) {
+        let n = check_fields(width, src.len(), [e.len(), a.len(), b.len()]);
+        assert_eq!(s.len(), n.div_ceil(8), "plane of signs");
+        self.split_form::<SPREAD>(width, src, s, e, a, b);
+    }
+
+    /// Undoes [`Kernels::split_fields_sign`]. The top bit of each byte of `a`, and the bits of `s`
+    /// after the last element, which a split leaves zero, are ignored.
+    ///
+    /// # Panics
+    /// As [`Kernels::split_fields_sign`], with `dst` for `src`.
+    pub fn merge_fields_sign(
+        self,
+        width: Width,
+        s: &[u8],
+        e: &[u8],
+        a: &[u8],
+        b: &[u8],
+        dst: &mut [u8],
+    ) {
+        let n = check_fields(width, dst.len(), [e.len(), a.len(), b.len()]);
+        assert_eq!(s.len(), n.div_ceil(8), "plane of signs");
+        self.merge_form::<SPREAD>(width, s, e, a, b, dst);
+    }
+
+    fn split_form<const FORM: u8>(
+        self,
+        width: Width,
+        src: &[u8],
+        s: &mut [u8],
+        e: &mut [u8],
+        a: &mut [u8],
+        b: &mut [u8],
+    ) {
+        dispatch!((self.simd, width) {
+            "x86_64":
+            Avx512, Width::B2 => avx512::split2::<FORM>(src, s, e, a);
+            Avx512, Width::B4 => avx512::split4::<FORM>(src, s, e, a, b);
+            Avx2, Width::B2 => avx2::split2::<FORM>(src, s, e, a);
+            Avx2, Width::B4 => avx2::split4::<FORM>(src, s, e, a, b);
+            "aarch64":
+            Neon, Width::B2 if FORM != SPREAD => neon::split2::<FORM>(src, e, a);
+            Neon, Width::B4 if FORM != SPREAD => neon::split4::<FORM>(src, e, a, b);
+        } else match width {
+            Width::B2 => scalar::split::<2, FORM>(src, s, e, a, b),
+            Width::B4 => scalar::split::<4, FORM>(src, s, e, a, b),
+            _ => scalar::split::<8, FORM>(src, s, e, a, b),
+        })
+    }
+
+    fn merge_form<const FORM: u8>(
+        self,
+        width: Width,
+        s: &[u8],
+        e: &[u8],
+        a: &[u8],
+        b: &[u8],
+        dst: &mut [u8],
+    ) {
+        dispatch!((self.simd, width) {
+            "x86_64":
+            Avx512, Width::B2 => avx512::merge2::<FORM>(s, e, a, dst);
+            Avx512, Width::B4 => avx512::merge4::<FORM>(s, e, a, b, dst);
+            Avx2, Width::B2 => avx2::merge2::<FORM>(s, e, a, dst);
+            Avx2, Width::B4 => avx2::merge4::<FORM>(s, e, a, b, dst);
+            "aarch64":
+            Neon, Width::B2 if FORM != SPREAD => neon::merge2::<FORM>(e, a, dst);
+            Neon, Width::B4 if FORM != SPREAD => neon::merge4::<FORM>(e, a, b, dst);
+        } else match width {
+            Width::B2 => scalar::merge::<2, FORM>(s, e, a, b, dst),
+            Width::B4 => scalar::merge::<4, FORM>(s, e, a, b, dst),
+            _ => scalar::merge::<8, FORM>(s, e, a, b, dst),
+        })
+    }
+
+    /// Layout `bytes`: one plane of `n` bytes for each byte of an element, the most significant
+    /// first, one plane after the other in `dst`.
+    ///
+    /// # Panics
+    /// If the sizes are not both `n * width`.
+    pub fn split_bytes(self, width: Width, src: &[u8], dst: &mut [u8]) {
+        let n = check_elements(width, src.len());
+        assert_eq!(dst.len(), src.len(), "planes");
+        match width {
+            Width::B1 => dst.copy_from_slice(src),
+            Width::B2 => {
+                let (high, low) = dst.split_at_mut(n);
+                self.split_form::<PLAIN>(width, src, &mut [], high, low, &mut []);
+            }
+            Width::B4 => {
+                let planes = planes_mut(n, dst);
+                dispatch!((self.simd, ()) {
+                    "x86_64":
+                    Avx512, () => avx512::split_bytes4(src, planes);
+                    Avx2, () => avx2::split_bytes4(src, planes);
+                    "aarch64":
+                    Neon, () => neon::split_bytes4(src, planes);
+                } else scalar::split_bytes::<4>(src, planes))
+            }
+            Width::B8 => scalar::split_bytes::<8>(src, planes_mut(n, dst)),
+            Width::B16 => scalar::split_bytes::<16>(src, planes_mut(n, dst)),
+        }
+    }
+
+    /// Undoes [`Kernels::split_bytes`].
+    ///
+    /// # Panics
+    /// If the sizes are not both `n * width`.
+    pub fn merge_bytes(self, width: Width, src: &[u8], dst: &mut [u8]) {
+        let n = check_elements(width, dst.len());
+        assert_eq!(src.len(), dst.len(), "planes");
+        match width {
+            Width::B1 => dst.copy_from_slice(src),
+            Width::B2 => {
+                let (high, low) = src.split_at(n);
+                self.merge_form::<PLAIN>(width, &[], high, low, &[], dst);
+            }
+            Width::B4 => {
+                let planes = planes(n, src);
+                dispatch!((self.simd, ()) {
+                    "x86_64":
+                    Avx512, () => avx512::merge_bytes4(planes, dst);
+                    Avx2, () => avx2::merge_bytes4(planes, dst);
+                    "aarch64":
+                    Neon, () => neon::merge_bytes4(planes, dst);
+                } else scalar::merge_bytes::<4>(planes, dst))
+            }
+            Width::B8 => scalar::merge_bytes::<8>(planes(n, src), dst),
+            Width::B16 => scalar::merge_bytes::<16>(planes(n, src), dst),
+        }
+    }
+
+    /// Layout `token`, for zigzag integers (what the `sub_..` methods leave): one token per
+    /// element, and the bits that it does not hold, packed, at the start of `bits`. Returns the
+    /// number of bytes of `bits` that were written.
+    ///
+    /// With `m = u >> 1` of `n` bits, the token of `u` is `u & 1` if `m` is 0, otherwise
+    /// `2 * (1 + ((n - 1) << t | top)) + (u & 1)`, where `top` are the `t` bits below the leading
+    /// one (zeros where there are fewer), and `t` is 4, 3, 2, 1 for 1, 2, 4, 8 bytes. The
+    /// `n - 1 - t` bits below, if any, follow those of the element before, least significant bit
+    /// first. The last byte is filled up with zeros.
+    ///
+    /// # Panics
+    /// If `width` is 16 bytes, the sizes are not `n * width` for `src` and `n` for `tokens`, or
+    /// `bits` is shorter than [`token_bound`].
+    pub fn split_token(
+        self,
+        width: Width,
+        src: &[u8],
+        tokens: &mut [u8],
+        bits: &mut [u8],
+    ) -> usize {
+        let n = check_elements(width, src.len());
+        assert_eq!(tokens.len(), n, "plane of tokens");
+        assert!(bits.len() >= token_bound(width, n), "room for the bits");
+        match width {
+            Width::B1 => token::split::<1>(src, tokens, bits),
+            Width::B2 => token::split::<2>(src, tokens, bits),
+            Width::B4 => token::split::<4>(src, tokens, bits),
+            _ => token::split::<8>(src, tokens, bits),
+        }
+    }
+
+    /// Undoes [`Kernels::split_token`]: `bits` has exactly the bytes that it wrote. Any `tokens`
+    /// and `bits` are allowed.
+    ///
+    /// # Errors
+    /// `Corrupt` if a token is not one of this width, or `bits` is longer than the tokens say, or
+    /// not zero after the last element; `Truncated` if it is shorter. `dst` is untouched then.
+    ///
+    /// # Panics
+    /// If `width` is 16 bytes, or the sizes are not `n` for `tokens` and `n * width` for `dst`.
+    pub fn merge_token(
+        self,
+        width: Width,
+        tokens: &[u8],
+        bits: &[u8],
+        dst: &mut [u8],
+    ) -> Result<()> {
+        let n = check_elements(width, dst.len());
+        assert_eq!(tokens.len(), n, "plane of tokens");
+        match width {
+            Width::B1 => token::merge::<1>(tokens, bits, dst),
+            Width::B2 => token::merge::<2>(tokens, bits, dst),
+            Width::B4 => token::merge::<4>(tokens, bits, dst),
+            Width::B8 => token::merge::<8>(tokens, bits, dst),
+            Width::B16 => panic!("elements of 16 bytes have no tokens"),
+        }
+    }
+
+    /// `buf ^= other`, its own inverse.
+    ///
+    /// # Panics
+    /// If the sizes differ.
+    pub fn xor(self, buf: &mut [u8], other: &[u8]) {
+        assert_eq!(buf.len(), other.len(), "operands of XOR");
+        lanewise::xor(self, buf, other);
+    }
+
+    /// Float bits to ordered integers: two's complement integers in the order of the values. A
+    /// float without sign bit is its own; for one with, every other bit is inverted. -0.0 becomes
+    /// -1 and +0.0 stays 0. The map is a bijection of all bit patterns, and its own inverse.
+    ///
+    /// # Panics
+    /// If `width` is 16 bytes, or the size is not a multiple of it.
+    pub fn to_ordered(self, width: Width, buf: &mut [u8]) {
+        check_elements(width, buf.len());
+        lanewise::ordered(self, width, buf);
+    }
+
+    /// Undoes [`Kernels::to_ordered`].
+    ///
+    /// # Panics
+    /// If `width` is 16 bytes, or the size is not a multiple of it.
+    pub fn from_ordered(self, width: Width, buf: &mut [u8]) {
+        self.to_ordered(width, buf);
+    }
+
+    /// `buf = zigzag(buf - other)`, both ordered integers; the difference `d` wraps, and
+    /// `zigzag(d)` is `d << 1 ^ d >> (bits - 1)`: 0, -1, 1, -2, ... become 0, 1, 2, 3, ...
+    ///
+    /// # Panics
+    /// If `width` is 16 bytes, the sizes differ, or they are not a multiple of it.
+    pub fn sub_ordered(self, width: Width, buf: &mut [u8], other: &[u8]) {
+        check_pair(width, buf, other);
+        lanewise::sub_ordered(self, width, buf, other);
+    }
+
+    /// Undoes [`Kernels::sub_ordered`].
+    ///
+    /// # Panics
+    /// As [`Kernels::sub_ordered`].
+    pub fn add_ordered(self, width: Width, buf: &mut [u8], other: &[u8]) {
+        check_pair(width, buf, other);
+        lanewise::add_ordered(self, width, buf, other);
+    }
+
+    /// As [`Kernels::sub_ordered`], where `buf` and `other` are float bits.
+    ///
+    /// # Panics
+    /// As [`Kernels::sub_ordered`].
+    pub fn sub_values(self, width: Width, buf: &mut [u8], other: &[u8]) {
+        check_pair(width, buf, other);
+        lanewise::sub_values(self, width, buf, other);
+    }
+
+    /// Undoes [`Kernels::sub_values`].
+    ///
+    /// # Panics
+    /// As [`Kernels::sub_ordered`].
+    pub fn add_values(self, width: Width, buf: &mut [u8], other: &[u8]) {
+        check_pair(width, buf, other);
+        lanewise::add_values(self, width, buf, other);
+    }
+
+    /// As [`Kernels::sub_ordered`], where `buf` is float bits, and `offset` (its low `width` bytes)
+    /// is added to every ordered integer of `other`.
+    ///
+    /// # Panics
+    /// As [`Kernels::sub_ordered`].
+    pub fn sub_offsets(self, width: Width, buf: &mut [u8], offset: i64, other: &[u8]) {
+        check_pair(width, buf, other);
+        lanewise::sub_offsets(self, width, buf, offset, other);
+    }
+
+    /// Undoes [`Kernels::sub_offsets`].
+    ///
+    /// # Panics
+    /// As [`Kernels::sub_ordered`].
+    pub fn add_offsets(self, width: Width, buf: &mut [u8], offset: i64, other: &[u8]) {
+        check_pair(width, buf, other);
+        lanewise::add_offsets(self, width, buf, offset, other);
+    }
+}
+
+/// The number of elements in `len` bytes.
+fn check_elements(width: Width, len: usize) -> usize {
+    assert_eq!(len % width.bytes(), 0, "whole elements of {} bytes", width.bytes());
+    len / width.bytes()
+}
+
+/// The number of elements, after a check of the planes `e`, `a` and `b`.
+fn check_fields(width: Width, len: usize, planes: [usize; 3]) -> usize {
+    assert!(matches!(width, Width::B2 | Width::B4 | Width::B8), "fields of {width:?}");
+    let n = check_elements(width, len);
+    assert_eq!(planes, [n, n, n * (width.bytes() - 2)], "planes e, a and b");
+    n
+}
+
+fn check_pair(width: Width, buf: &[u8], other: &[u8]) {
+    check_elements(width, buf.len());
+    assert_eq!(buf.len(), other.len(), "operands of a difference");
+}
+
+/// `W` planes of `n` bytes, one after the other.
+fn planes<const W: usize>(n: usize, src: &[u8]) -> [&[u8]; W] {
+    std::array::from_fn(|p| &src[p * n..][..n])
+}
+
+/// `W` planes of `n` bytes, one after the other.
+fn planes_mut<const W: usize>(n: usize, mut rest: &mut [u8]) -> [&mut [u8]; W] {
+    std::array::from_fn(|_| {
+        let (plane, after) = std::mem::take(&mut rest).split_at_mut(n);
+        rest = after;
+        plane
+    })
+}

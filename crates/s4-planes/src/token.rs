@@ -1,0 +1,221 @@
+//! The layout `token`: a residual as one symbol and the bits below it.
+//!
+//! A zigzag integer `u` has a sign, `u & 1`, and a magnitude `m = u >> 1` of `n` bits. The token
+//! holds the sign, `n`, and the [`top_bits`] bits below the leading one; a magnitude too short to
+//! have them all is filled up with zeros on the right. The `n - 1 - top_bits` bits that are left,
+//! if any, are appended to a bit stream, least significant bit first, element after element; the
+//! last byte is filled up with zeros.
+//!
+//! ```text
+//! m == 0:  token = sign
+//! m != 0:  token = 2 * (1 + ((n - 1) << top_bits | top)) + sign
+//! ```
+//!
+//! The tokens of every width fit a byte.
+
+use s4_format::{Error, Result};
+
+use crate::Width;
+
+/// How many of a magnitude's bits, after the leading one, are part of the token.
+pub(crate) const fn top_bits(bytes: usize) -> u32 {
+    match bytes {
+        1 => 4,
+        2 => 3,
+        4 => 2,
+        _ => 1,
+    }
+}
+
+/// The most bits that one element can have in the bit stream.
+const fn max_bits(bytes: usize) -> u32 {
+    8 * bytes as u32 - 2 - top_bits(bytes)
+}
+
+/// What a token stands for.
+#[derive(Clone, Copy)]
+struct Meaning {
+    /// The zigzag integer, with zeros for the bits that are in the bit stream.
+    base: u64,
+    /// How many bits are in the bit stream, or [`INVALID`].
+    bits: u8,
+}
+
+/// Marks a token that no element has.
+const INVALID: u8 = u8::MAX;
+
+const fn meaning(bytes: usize, token: u8) -> Meaning {
+    let sign = (token & 1) as u64;
+    if token < 2 {
+        return Meaning { base: sign, bits: 0 };
+    }
+    let t = top_bits(bytes);
+    let code = token as u32 / 2 - 1;
+    let (below, top) = (code >> t, (code & ((1 << t) - 1)) as u64);
+    let invalid = Meaning { base: 0, bits: INVALID };
+    if below > 8 * bytes as u32 - 2 {
+        return invalid;
+    }
+    if below >= t {
+        let m = 1 << below | top << (below - t);
+        return Meaning { base: m << 1 | sign, bits: (below - t) as u8 };
+    }
+    let filled = t - below;
+    if top & ((1 << filled) - 1) != 0 {
+        return invalid;
+    }
+    Meaning { base: (1 << below | top >> filled) << 1 | sign, bits: 0 }
+}
+
+const fn meanings(bytes: usize) -> [Meaning; 256] {
+    let mut table = [Meaning { base: 0, bits: 0 }; 256];
+    let mut token = 0;
+    while token < 256 {
+        table[token] = meaning(bytes, token as u8);
+        token += 1;
+    }
+    table
+}
+
+/// The number of bits that an element with this token has in the bit stream; `None` if no element
+/// of this width has the token.
+///
+/// # Panics
+/// If `width` is 16 bytes.
+pub fn token_bits(width: Width, token: u8) -> Option<u32> {
+    assert!(width <= Width::B8, "elements of 16 bytes have no tokens");
+    let bits = meaning(width.bytes(), token).bits;
+    (bits != INVALID).then_some(u32::from(bits))
+}
+
+/// The most bytes that the bit stream of `n` elements can have.
+///
+/// # Panics
+/// If `width` is 16 bytes, or the size overflows.
+pub fn token_bound(width: Width, n: usize) -> usize {
+    assert!(width <= Width::B8, "elements of 16 bytes have no tokens");
+    // n elements of `8k + r` bits each.
+    let bits = max_bits(width.bytes()) as usize;
+    let whole = n.checked_mul(bits / 8).expect("size overflows");
+    whole + n / 8 * (bits % 8) + (n % 8 * (bits % 8)).div_ceil(8)
+}
+
+/// Appends bits to a slice, 4 bytes at a time.
+struct Writer<'a> {
+    dst: &'a mut [u8],
+    len: usize,
+    pending: u64,
+    count: u32,
+}
+
+impl Writer<'_> {
+    /// Appends the low `count` bits of `bits`, at most 32; the bits above are zero.
+    #[inline(always)]
+    fn push(&mut self, bits: u64, count: u32) {
+        self.pending |= bits << self.count;
+        self.count += count;
+        if self.count >= 32 {
+            self.dst[self.len..self.len + 4].copy_from_slice(&self.pending.to_le_bytes()[..4]);
+            self.len += 4;
+            self.pending >>= 32;
+            self.count -= 32;
+        }
+    }
+
+    /// Writes what is pending and returns the number of bytes written.
+    fn finish(self) -> usize {
+        let rest = self.count.div_ceil(8) as usize;
+        self.dst[self.len..self.len + rest].copy_from_slice(&self.pending.to_le_bytes()[..rest]);
+        self.len + rest
+    }
+}
+
+/// Splits zigzag integers into tokens and the bit stream, whose length is returned.
+pub(crate) fn split<const W: usize>(src: &[u8], tokens: &mut [u8], bits: &mut [u8]) -> usize {
+    let t = top_bits(W);
+    let mut writer = Writer { dst: bits, len: 0, pending: 0, count: 0 };
+    for (element, token) in src.as_chunks::<W>().0.iter().zip(tokens) {
+        let mut u = [0; 8];
+        u[..W].copy_from_slice(element);
+        let u = u64::from_le_bytes(u);
+        let (m, sign) = (u >> 1, u as u8 & 1);
+        let below = 63 - (m | 1).leading_zeros();
+        let top = (m << t) >> below & ((1 << t) - 1);
+        let symbol = 2 + 2 * ((below as u8) << t | top as u8);
+        *token = if m == 0 { 0 } else { symbol } | sign;
+
+        let count = below.saturating_sub(t);
+        let rest = m & ((1 << count) - 1);
+        if W == 8 {
+            let low = count.min(32);
+            writer.push(rest & 0xffff_ffff, low);
+            writer.push(rest >> 32, count - low);
+        } else {
+            writer.push(rest, count);
+        }
+    }
+    writer.finish()
+}
+
+/// At least 32 bits from bit `at` on; zeros after the end.
+#[inline(always)]
+fn peek(bits: &[u8], at: usize) -> u64 {
+    let start = (at / 8).min(bits.len());
+    let word = match bits[start..].first_chunk() {
+        Some(word) => u64::from_le_bytes(*word),
+        None => {
+            let mut word = [0; 8];
+            word[..bits.len() - start].copy_from_slice(&bits[start..]);
+            u64::from_le_bytes(word)
+        }
+    };
+    word >> (at % 8)
+}
+
+/// Checks that every token is one, and that the bit stream has the length that they add up to.
+fn check(table: &[Meaning; 256], tokens: &[u8], bits: &[u8]) -> Result<()> {
+    let mut total = 0_u64;
+    let mut all_valid = true;
+    for token in tokens {
+        let count = table[usize::from(*token)].bits;
+        all_valid &= count != INVALID;
+        total += u64::from(count);
+    }
+    if !all_valid {
+        return Err(Error::corrupt("a token that no element has"));
+    }
+    let expected = total.div_ceil(8);
+    let found = bits.len() as u64;
+    if found < expected {
+        let what = format!("the tokens need {expected} bytes of bits, there are {found}");
+        return Err(Error::truncated(what));
+    }
+    if found > expected {
+        let what = format!("the tokens leave {} bytes of bits unused", found - expected);
+        return Err(Error::corrupt(what));
+    }
+    let used = total % 8;
+    if used != 0 && bits.last().is_some_and(|last| last >> used != 0) {
+        return Err(Error::corrupt("the unused bits after the last element are not zero"));
+    }
+    Ok(())
+}
+
+/// Undoes [`split`].
+pub(crate) fn merge<const W: usize>(tokens: &[u8], bits: &[u8], dst: &mut [u8]) -> Result<()> {
+    let table = const { &meanings(W) };
+    check(table, tokens, bits)?;
+    let mut at = 0;
+    for (token, element) in tokens.iter().zip(dst.as_chunks_mut::<W>().0) {
+        let Meaning { base, bits: count } = table[usize::from(*token)];
+        let count = usize::from(count);
+        let mut rest = peek(bits, at);
+        if W == 8 {
+            rest = rest & 0xffff_ffff | peek(bits, at + 32) << 32;
+        }
+        at += count;
+        let u = base | (rest & ((1 << count) - 1)) << 1;
+        element.copy_from_slice(&u.to_le_bytes()[..W]);
+    }
+    Ok(())
+}

@@ -1,0 +1,78 @@
+"""The native module. Addresses are those of host memory that the caller keeps alive."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+__version__: str
+
+TensorSource: TypeAlias = tuple[str, str, tuple[int, ...], int, int]
+"""Name, dtype, shape, address, bytes."""
+
+Progress: TypeAlias = Callable[[int], object]
+"""Called now and then with the bytes that a call has done; what it raises cancels the call."""
+
+def is_s4w(head: bytes) -> bool:
+    """Whether bytes start like a ``.s4w`` file."""
+
+def is_url(text: str) -> bool:
+    """Whether a text names an object store or a ``file:`` URL rather than a path."""
+
+class Writer:
+    """Writes one file, to one of a path, a URL and a stream with a ``write`` method.
+
+    It cannot be used any more after `finish`, `abort` or an error.
+    """
+
+    def __new__(
+        cls,
+        path: str | None,
+        url: str | None,
+        stream: Any,
+        preset: str,
+        threads: int | None,
+        storage_options: Mapping[str, str],
+    ) -> Writer: ...
+    def write(self, tensors: Sequence[TensorSource], progress: Progress | None) -> None:
+        """Encodes tensors. Their memory is read during the call."""
+
+    def finish(
+        self, tree: str | None, blobs: Mapping[str, bytes], metadata: Mapping[str, str]
+    ) -> str:
+        """Makes the file visible and tells, as JSON, what was written."""
+
+    def abort(self) -> None:
+        """Leaves nothing behind. Does nothing after `finish`."""
+
+class Reader:
+    """Reads one file, from one of a path, a URL and bytes. Calls may come from several threads."""
+
+    def __new__(
+        cls,
+        path: str | None,
+        url: str | None,
+        data: bytes | None,
+        threads: int | None,
+        storage_options: Mapping[str, str],
+    ) -> Reader: ...
+    def tensors(self) -> list[tuple[str, str, tuple[int, ...], int]]:
+        """Name, dtype, shape and bytes of each tensor, in the order in which they were written."""
+
+    def form(self) -> str:
+        """How the saved object is described: ``tensors``, ``tree`` or ``pickle``."""
+
+    def tree(self) -> str | None:
+        """The saved object as JSON."""
+
+    def blob(self, name: str) -> bytes:
+        """A named byte string."""
+
+    def read_into(
+        self, requests: Sequence[tuple[int, int, int]], progress: Progress | None
+    ) -> None:
+        """Decodes tensors into memory: number, address, bytes."""
+
+    def inspect(self) -> str:
+        """What the file says of itself, as JSON."""
+
+    def verify(self) -> str:
+        """Reads and compares everything; tells, as JSON, what was checked."""

@@ -1,0 +1,54 @@
+"""Exceptions, shaped by what the caller can do about them."""
+
+from __future__ import annotations
+
+import pickle
+
+__all__ = [
+    "CorruptDataError",
+    "LimitError",
+    "NotFoundError",
+    "S4Error",
+    "StorageError",
+    "UnsafeLoadError",
+    "UnsupportedFormatError",
+]
+
+
+class S4Error(Exception):
+    """Anything that s4weights refuses or fails to do."""
+
+
+class CorruptDataError(S4Error, ValueError):
+    """The bytes contradict themselves or a checksum, or end too early: read another copy."""
+
+
+class NotFoundError(S4Error, FileNotFoundError):
+    """There is no file or object of that name."""
+
+
+class UnsupportedFormatError(S4Error):
+    """Well-formed, but this version or this machine cannot read or write it."""
+
+
+class LimitError(S4Error):
+    """A limit of the format or of the caller would be exceeded."""
+
+
+class StorageError(S4Error, OSError):
+    """The disk or the object store refused: full, read-only, unreachable, forbidden."""
+
+
+class UnsafeLoadError(S4Error, pickle.UnpicklingError):
+    """``weights_only=True`` met something that it must not build.
+
+    ``key_path`` names the place in the saved object, and ``global_name`` the class or function
+    that would have been called; either is ``None`` if it could not be told.
+    """
+
+    def __init__(
+        self, message: str, *, key_path: str | None = None, global_name: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.key_path = key_path
+        self.global_name = global_name

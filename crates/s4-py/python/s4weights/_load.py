@@ -1,0 +1,184 @@
+"""`load`, `verify` and `inspect`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import time
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from . import _core, _pickled
+from ._progress import Progress, ProgressArgument
+from ._save import _require_little_endian
+from ._sources import FileLike, Foreign, open_source, require_s4w
+from ._storages import StorageReader, require_device
+from ._tree import TreeDecoder
+
+logger = logging.getLogger("s4weights")
+
+_TRUE = ("1", "y", "yes", "true")
+
+
+def load(
+    f: FileLike,
+    map_location: Any = None,
+    pickle_module: Any = None,
+    *,
+    weights_only: bool | None = None,
+    mmap: bool | None = None,
+    threads: int | None = None,
+    device: str = "auto",
+    progress: ProgressArgument = None,
+    storage_options: Mapping[str, str] | None = None,
+    **pickle_load_args: Any,
+) -> Any:
+    """Loads what `save` saved, with the arguments of `torch.load` and some more.
+
+    A file of `torch.save` or of safetensors is given to its own reader.
+
+    Args:
+        f: a path, a URL or a binary stream that can be read.
+        map_location: as in `torch.load`: ``None``, a device, a dict or a callable.
+        pickle_module: as in `torch.load`; implies ``weights_only=False``.
+        weights_only: ``None`` means true: nothing but tensors, plain values and the globals allowed
+            in `torch.serialization` is built. ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` and
+            ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` are heeded.
+        mmap: for files of `torch.save`; a ``.s4w`` file is decoded, so that it has no effect there.
+        threads: native threads; ``None`` means one for each core.
+        device: where decoding runs: ``"auto"`` or ``"cpu"``.
+        progress: as in `save`.
+        storage_options: as in `save`.
+        pickle_load_args: for the unpickler, such as ``encoding``.
+
+    Raises:
+        UnsafeLoadError: ``weights_only`` met an object that is not allowed; it names its key path.
+        CorruptDataError: the file is damaged or cut.
+        NotFoundError: there is no such file.
+        UnsupportedFormatError: the file was written by another version.
+        S4Error: another of its kinds.
+    """
+    import torch
+
+    require_device(device)
+    _require_little_endian()
+    source = open_source(f, storage_options, threads)
+    if isinstance(source, Foreign):
+        if source.is_safetensors:
+            return _load_safetensors(source.file, map_location)
+        arguments = dict(pickle_load_args, weights_only=weights_only, mmap=mmap)
+        return torch.load(source.file, map_location, pickle_module, **arguments)
+    pickle_module = _choose_unpickler(pickle_module, weights_only, pickle_load_args)
+    pickle_load_args.setdefault("encoding", "utf-8")
+    start = time.perf_counter()
+    tracker = Progress(progress, sum(info[3] for info in source.tensors()), "load")
+    storages = StorageReader(source, map_location, tracker)
+    try:
+        obj = _build(source, storages, map_location, pickle_module, pickle_load_args)
+        tracker.finish()
+    finally:
+        tracker.close()
+    logger.debug("loaded %d tensors in %.3f s", len(storages), time.perf_counter() - start)
+    return obj
+
+
+def verify(
+    f: FileLike,
+    *,
+    threads: int | None = None,
+    storage_options: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Reads and decodes all of a ``.s4w`` file and compares every checksum; needs no PyTorch.
+
+    Returns:
+        What was checked.
+
+    Raises:
+        CorruptDataError: something is damaged; it tells what and where.
+        S4Error: another of its kinds.
+    """
+    reader = require_s4w(open_source(f, storage_options, threads))
+    report: dict[str, Any] = json.loads(reader.verify())
+    return report
+
+
+def inspect(
+    f: FileLike,
+    *,
+    storage_options: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """What a ``.s4w`` file says of itself: versions, tensors, sizes, metadata. Reads no tensor."""
+    reader = require_s4w(open_source(f, storage_options, None))
+    report: dict[str, Any] = json.loads(reader.inspect())
+    return report
+
+
+def _choose_unpickler(
+    pickle_module: Any, weights_only: bool | None, pickle_load_args: dict[str, Any]
+) -> Any:
+    """`torch.load`'s rules: the module to unpickle with, or ``None`` for the restricted one."""
+    asked = weights_only
+    if weights_only is None:
+        weights_only = pickle_module is None
+    force = os.getenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0").lower() in _TRUE
+    force_not = os.getenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0").lower() in _TRUE
+    if force and force_not:
+        raise RuntimeError(
+            "Only one of `TORCH_FORCE_WEIGHTS_ONLY_LOAD` or `TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD` "
+            "should be set, but both were set."
+        )
+    if force:
+        weights_only = True
+    elif force_not and asked is None:
+        warnings.warn(
+            "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set and `weights_only` was not passed: "
+            "weights_only=False",
+            UserWarning,
+            stacklevel=3,
+        )
+        weights_only = False
+    if not weights_only:
+        return pickle if pickle_module is None else pickle_module
+    if pickle_module is not None:
+        raise RuntimeError(
+            "Can not safely load weights when explicit pickle_module is specified"
+        )
+    if pickle_load_args:
+        warnings.warn("pickle_load_args only works if `weights_only=False`.", stacklevel=3)
+    return None
+
+
+def _build(
+    reader: _core.Reader,
+    storages: StorageReader,
+    map_location: Any,
+    pickle_module: Any,
+    pickle_load_args: dict[str, Any],
+) -> Any:
+    form = reader.form()
+    if form == "pickle":
+        stream = reader.blob("pickle")
+        return _pickled.load(stream, storages, map_location, pickle_module, pickle_load_args)
+    decoder = TreeDecoder(storages)
+    tree = reader.tree()
+    if form == "tree" and tree is not None:
+        return decoder.decode(tree)
+    return decoder.tensors()
+
+
+def _load_safetensors(f: FileLike, map_location: Any) -> Any:
+    import safetensors.torch
+    import torch
+
+    if map_location is not None and not isinstance(map_location, (str, torch.device)):
+        raise RuntimeError(
+            "a safetensors file takes a device as map_location, not a dict or a callable"
+        )
+    device = "cpu" if map_location is None else str(map_location)
+    if isinstance(f, (str, os.PathLike)):
+        return safetensors.torch.load_file(os.fspath(f), device=device)
+    tensors = safetensors.torch.load(f.read())
+    return {name: tensor.to(device) for name, tensor in tensors.items()}

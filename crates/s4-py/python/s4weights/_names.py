@@ -1,0 +1,126 @@
+"""Key paths: where in the saved object a tensor is, as a name for its storage."""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+#: Bytes of UTF-8 that the format allows in a tensor's name.
+MAX_NAME = 4096
+
+#: Objects that are looked at for names before giving up: names are a nicety.
+MAX_VISITS = 1 << 20
+
+_LEAVES = (
+    *(type(None), int, float, complex, str, bytes, bytearray, type),
+    *(types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
+)
+
+
+def join(path: str, key: object) -> str:
+    """The path of what lies under ``key`` of the object at ``path``: ``model.layers.0.weight``."""
+    return f"{path}.{key}" if path else str(key)
+
+
+class UniqueNames:
+    """Makes names fit for the file: UTF-8 without NUL, of bounded length, each used once."""
+
+    def __init__(self) -> None:
+        self._used: set[str] = set()
+
+    def take(self, path: str) -> str:
+        name = base = _clean(path) or "tensor"
+        count = 1
+        while name in self._used:
+            count += 1
+            name = f"{base}~{count}"
+        self._used.add(name)
+        return name
+
+
+def _clean(path: str) -> str:
+    if path.isascii() and "\0" not in path and len(path) < MAX_NAME - 16:
+        return path
+    raw = path.replace("\0", "\\0").encode("utf-8", "backslashreplace")
+    # The end tells more than the beginning; 16 bytes are left for a suffix of `take`.
+    return raw[-(MAX_NAME - 16) :].decode("utf-8", "ignore")
+
+
+def walk_tensors(root: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor that containers and attributes lead to, with its path, in saving order.
+
+    Only names depend on it: what it does not reach is saved all the same, under a number.
+    """
+    import torch
+
+    seen: set[int] = set()
+    todo: deque[tuple[str, Any]] = deque([("", root)])
+    while todo and len(seen) < MAX_VISITS:
+        path, obj = todo.popleft()
+        if isinstance(obj, _LEAVES) or id(obj) in seen:
+            continue
+        seen.add(id(obj))
+        if isinstance(obj, torch.Tensor):
+            yield from ((join(path, p) if p else path, t) for p, t in _parts(obj))
+        todo.extendleft(reversed([(join(path, k), v) for k, v in _children(obj)]))
+
+
+def _children(obj: Any) -> list[tuple[object, Any]]:
+    out: list[tuple[object, Any]] = []
+    if type(obj) is dict:
+        return [*obj.items()]
+    if type(obj) in (list, tuple):
+        return [*enumerate(obj)]
+    if isinstance(obj, dict):
+        out += obj.items()
+    elif isinstance(obj, (list, tuple, deque)):
+        names = getattr(type(obj), "_fields", None) or range(len(obj))
+        out += zip(names, obj)
+    elif isinstance(obj, (set, frozenset)):
+        out += enumerate(obj)
+    for key, value in _attributes(obj).items():
+        if key in ("_parameters", "_buffers", "_modules") and isinstance(value, dict):
+            out += value.items()
+        else:
+            out.append((key, value))
+    return out
+
+
+def _attributes(obj: object) -> dict[str, Any]:
+    """Instance attributes, read without running any code of the object's class."""
+    found: dict[str, Any] = {}
+    try:
+        found.update(object.__getattribute__(obj, "__dict__"))
+    except (AttributeError, TypeError):
+        pass
+    for cls in type(obj).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            descriptor = cls.__dict__.get(slot)
+            if descriptor is not None and type(descriptor).__name__ == "member_descriptor":
+                try:
+                    found.setdefault(slot, descriptor.__get__(obj, cls))
+                except AttributeError:
+                    pass
+    return found
+
+
+def _parts(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The strided tensors that a tensor is made of."""
+    import torch
+
+    if tensor.layout is torch.strided:
+        return [("", tensor)]
+    parts: dict[Any, tuple[str, ...]] = {
+        torch.sparse_coo: ("_indices", "_values"),
+        torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+        torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+        torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+        torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+    }
+    return [(m.strip("_"), getattr(tensor, m)()) for m in parts.get(tensor.layout, ())]

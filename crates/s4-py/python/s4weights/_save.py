@@ -1,0 +1,122 @@
+"""`save`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from . import _core, _pickled
+from ._errors import S4Error, UnsupportedFormatError
+from ._progress import Progress, ProgressArgument
+from ._sources import FileLike, is_url
+from ._storages import StorageWriter, require_device
+from ._tree import NotPlain, TreeEncoder
+
+logger = logging.getLogger("s4weights")
+
+
+def save(
+    obj: object,
+    f: FileLike,
+    pickle_module: Any = pickle,
+    pickle_protocol: int = 2,
+    _use_new_zipfile_serialization: bool = True,
+    _disable_byteorder_record: bool = False,
+    *,
+    preset: str = "balanced",
+    threads: int | None = None,
+    device: str = "auto",
+    progress: ProgressArgument = None,
+    storage_options: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Saves an object as a ``.s4w`` file, with the arguments of `torch.save` and some more.
+
+    The file appears whole or not at all; bytes that have gone to a stream cannot be taken back.
+
+    Args:
+        obj: what to save: anything that `torch.save` takes.
+        f: a path, a URL (``s3://bucket/key``) or a binary stream that can be written.
+        pickle_module: pickles objects that are more than plain values in plain containers.
+        pickle_protocol: the protocol of that; `torch.load` and `load` want 2 for weights.
+        _use_new_zipfile_serialization: taken for the sake of callers; there is one format.
+        _disable_byteorder_record: likewise; files are little-endian.
+        preset: ``"fast"``, ``"balanced"`` or ``"small"``.
+        threads: native threads; ``None`` means one for each core.
+        device: where encoding runs: ``"auto"`` or ``"cpu"``.
+        progress: ``True`` for a bar, or a callable that is given the bytes done and the total.
+            An exception that it raises cancels the save.
+        storage_options: settings of the object store, such as ``{"region": "eu-west-1"}``.
+        metadata: free text to keep in the file.
+
+    Returns:
+        What was written: sizes and times.
+
+    Raises:
+        StorageError: the target cannot be written.
+        S4Error: another of its kinds.
+    """
+    import torch
+
+    require_device(device)
+    _require_little_endian()
+    if torch.serialization._serialization_tls.skip_data:
+        raise UnsupportedFormatError("torch.serialization.skip_data: .s4w files hold their data")
+    torch.serialization._check_dill_version(pickle_module)
+    start = time.perf_counter()
+    storages, tree, stream = _describe(obj, pickle_module, pickle_protocol)
+    tracker = Progress(progress, storages.nbytes, "save")
+    try:
+        writer = _open_writer(f, preset, threads, storage_options)
+        try:
+            storages.write(writer, tracker)
+            blobs = {} if stream is None else {"pickle": stream}
+            report: dict[str, Any] = json.loads(writer.finish(tree, blobs, dict(metadata or {})))
+        except BaseException:
+            writer.abort()
+            raise
+        tracker.finish()
+    finally:
+        tracker.close()
+    seconds = time.perf_counter() - start
+    logger.debug("saved %d bytes of tensors in %.3f s: %s", storages.nbytes, seconds, report)
+    return report
+
+
+def _describe(
+    obj: object, pickle_module: Any, protocol: int
+) -> tuple[StorageWriter, str | None, bytes | None]:
+    """The storages of an object, and its tree or, if it is not plain, its pickle."""
+    storages = StorageWriter()
+    try:
+        return storages, TreeEncoder(storages).encode(obj), None
+    except (NotPlain, RecursionError):
+        pass  # What pickling raises is not to be chained to this.
+    storages = StorageWriter()
+    return storages, None, _pickled.dump(obj, storages, pickle_module, protocol)
+
+
+def _open_writer(
+    f: FileLike, preset: str, threads: int | None, storage_options: Mapping[str, str] | None
+) -> _core.Writer:
+    options = dict(storage_options or {})
+    if is_url(f):
+        return _core.Writer(None, str(f), None, preset, threads, options)
+    if isinstance(f, (str, os.PathLike)):
+        return _core.Writer(os.fspath(f), None, None, preset, threads, options)
+    if hasattr(f, "write"):
+        return _core.Writer(None, None, f, preset, threads, options)
+    raise AttributeError(
+        "expected 'f' to be string, path, or a file-like object with a 'write' attribute"
+    )
+
+
+def _require_little_endian() -> None:
+    if sys.byteorder != "little":
+        raise S4Error("s4weights runs on little-endian machines only")

@@ -1,0 +1,113 @@
+"""What `load`, `verify` and `inspect` may be given: a path, a URL or a stream, of several formats."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from typing import IO, Any, NamedTuple, Union
+
+from . import _core
+from ._errors import NotFoundError, StorageError, UnsupportedFormatError
+
+FileLike = Union[str, "os.PathLike[str]", IO[bytes]]
+
+#: Bytes that tell the formats apart: the length of a safetensors header, and its first brace.
+_HEAD = 9
+_MAX_SAFETENSORS_HEADER = 100_000_000
+
+
+class Foreign(NamedTuple):
+    """A file of another format, for that format's own reader."""
+
+    file: FileLike
+    is_safetensors: bool
+
+
+def is_url(f: object) -> bool:
+    """Whether a target or source is a URL such as ``s3://bucket/key``."""
+    return isinstance(f, str) and _core.is_url(f)
+
+
+def open_source(
+    f: FileLike, storage_options: Mapping[str, str] | None, threads: int | None
+) -> _core.Reader | Foreign:
+    """A native reader of a ``.s4w`` file, or the news that it is something else."""
+    options = dict(storage_options or {})
+    if is_url(f):
+        return _core.Reader(None, str(f), None, threads, options)
+    if isinstance(f, (str, os.PathLike)):
+        return _open_path(f, options, threads)
+    return _open_stream(f, options, threads)
+
+
+def require_s4w(source: _core.Reader | Foreign) -> _core.Reader:
+    """The reader, or an error that tells what the file is instead."""
+    if isinstance(source, Foreign):
+        what = "a safetensors file" if source.is_safetensors else "not a .s4w file"
+        raise UnsupportedFormatError(f"{source.file!r} is {what}")
+    return source
+
+
+def _open_path(
+    f: str | os.PathLike[str], options: dict[str, str], threads: int | None
+) -> _core.Reader | Foreign:
+    path = os.fspath(f)
+    try:
+        with open(path, "rb") as file:
+            head = file.read(_HEAD)
+    except FileNotFoundError as error:
+        raise NotFoundError(error.errno, error.strerror, path) from None
+    except OSError as error:
+        raise StorageError(error.errno, error.strerror, path) from error
+    if _core.is_s4w(head):
+        return _core.Reader(path, None, None, threads, options)
+    return Foreign(f, path.endswith(".safetensors") or _is_safetensors(head))
+
+
+def _open_stream(
+    f: IO[bytes], options: dict[str, str], threads: int | None
+) -> _core.Reader | Foreign:
+    if not hasattr(f, "read"):
+        raise AttributeError(
+            f"expected a path, a URL or a file-like object with a 'read' attribute, not {f!r}"
+        )
+    if not _is_seekable(f):
+        data = f.read()
+        if _core.is_s4w(data[:_HEAD]):
+            return _core.Reader(None, None, data, threads, options)
+        return Foreign(io.BytesIO(data), _is_safetensors(data[:_HEAD]))
+    start = f.tell()
+    head = f.read(_HEAD)
+    f.seek(start)
+    if not _core.is_s4w(head):
+        return Foreign(f, _is_safetensors(head))
+    path = _path_of(f) if start == 0 else None
+    if path is not None:
+        f.seek(0, os.SEEK_END)
+        return _core.Reader(path, None, None, threads, options)
+    return _core.Reader(None, None, f.read(), threads, options)
+
+
+def _is_seekable(f: Any) -> bool:
+    try:
+        f.seek(f.tell())
+    except (AttributeError, OSError):  # io.UnsupportedOperation is an OSError
+        return False
+    return True
+
+
+def _path_of(f: Any) -> str | None:
+    """The path of an open file, if it still leads to that file: it need not be read whole."""
+    name = getattr(f, "name", None)
+    if not isinstance(f, (io.BufferedReader, io.BufferedRandom, io.FileIO)) or type(name) is not str:
+        return None
+    try:
+        return name if os.path.samestat(os.fstat(f.fileno()), os.stat(name)) else None
+    except OSError:
+        return None
+
+
+def _is_safetensors(head: bytes) -> bool:
+    length = int.from_bytes(head[:8], "little")
+    return head[8:] == b"{" and 2 <= length <= _MAX_SAFETENSORS_HEADER

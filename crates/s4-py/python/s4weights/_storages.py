@@ -1,0 +1,225 @@
+"""Storages on their way to the file and back.
+
+What is stored are whole storages, as PyTorch does, keyed by identity: so views, strides, ties and
+aliases come back as they were. A storage is written as one tensor of the file, under the key path,
+dtype and shape of the first tensor that uses it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from . import _core
+from ._errors import CorruptDataError, LimitError, S4Error
+from ._names import UniqueNames
+from ._progress import Progress
+
+if TYPE_CHECKING:
+    import torch
+
+#: Bytes of host memory that storages of other devices may take at a time, in either direction.
+STAGING_BYTES = 256 << 20
+
+#: Dtypes that the format has no name for are stored as the bytes that they are kept in.
+_NO_NAME = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
+
+
+class Hint(NamedTuple):
+    """What is known of a storage from the first tensor that uses it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None
+
+
+class Entry(NamedTuple):
+    """A storage, and the name, dtype and shape of the stored tensor that it becomes."""
+
+    storage: torch.UntypedStorage
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """The format's name of a dtype: PyTorch's, without ``torch.``."""
+    name = str(dtype).removeprefix("torch.")
+    return "bytes" if name in _NO_NAME else name
+
+
+def covering_shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The tensor's shape, if its elements in order are all there is in its storage."""
+    whole = (
+        tensor.is_contiguous()
+        and tensor.storage_offset() == 0
+        and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    )
+    return tuple(tensor.shape) if whole else None
+
+
+class StorageWriter:
+    """Numbers storages in the order in which they are met, then writes them in that order."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._entries: list[Entry] = []
+        self._names = UniqueNames()
+        self.nbytes = 0
+
+    def number(self, storage: torch.UntypedStorage, hint: Callable[[], Hint]) -> int:
+        """The number of a storage; ``hint`` is asked when it is met for the first time."""
+        # The entry keeps the storage alive, so that the address is its alone.
+        key = storage._cdata
+        found = self._numbers.get(key)
+        if found is not None:
+            return found
+        name, dtype, shape = hint()
+        nbytes, item = storage.nbytes(), dtype.itemsize
+        kind = dtype_name(dtype)
+        if nbytes % item:
+            kind, item, shape = "bytes", 1, None
+        if shape is None:
+            shape = (nbytes // item,)
+        number = self._numbers[key] = len(self._entries)
+        self._entries.append(Entry(storage, self._names.take(name), kind, shape))
+        self.nbytes += nbytes
+        return number
+
+    def entry(self, number: int) -> Entry:
+        """What has been noted of a storage."""
+        return self._entries[number]
+
+    def write(self, writer: _core.Writer, progress: Progress) -> None:
+        """Hands all storages to the native writer; those of other devices a few at a time."""
+        batch: list[_core.TensorSource] = []
+        staged: list[torch.UntypedStorage] = []
+        staged_bytes = 0
+        for entry in self._entries:
+            storage = entry.storage
+            nbytes = storage.nbytes()
+            if storage.device.type != "cpu":
+                if staged and staged_bytes + nbytes > STAGING_BYTES:
+                    _write_batch(writer, batch, progress)
+                    batch, staged, staged_bytes = [], [], 0
+                storage = storage.cpu()
+                staged.append(storage)
+                staged_bytes += nbytes
+            address = storage.data_ptr() if nbytes else 0
+            batch.append((entry.name, entry.dtype, entry.shape, address, nbytes))
+        _write_batch(writer, batch, progress)
+
+
+def _write_batch(
+    writer: _core.Writer, batch: list[_core.TensorSource], progress: Progress
+) -> None:
+    writer.write(batch, progress.native())
+    progress.advance(sum(tensor[4] for tensor in batch))
+
+
+class StorageReader:
+    """Fetches storages from a file, many at a time, and brings them to where they belong."""
+
+    def __init__(self, reader: _core.Reader, map_location: Any, progress: Progress) -> None:
+        import torch
+
+        self._reader = reader
+        self._progress = progress
+        self._tls = torch.serialization._serialization_tls
+        self._restore = torch.serialization._get_restore_location(map_location)
+        self._meta = (
+            isinstance(map_location, (str, torch.device))
+            and torch.device(map_location).type == "meta"
+        )
+        self._infos = reader.tensors()
+        self._host: dict[int, torch.UntypedStorage] = {}
+        self._done: dict[int, torch.UntypedStorage] = {}
+
+    def __len__(self) -> int:
+        return len(self._infos)
+
+    def info(self, number: int) -> tuple[str, str, tuple[int, ...], int]:
+        """Name, dtype, shape and bytes of a storage as the file tells them."""
+        if not 0 <= number < len(self._infos):
+            raise CorruptDataError(f"object refers to tensor {number} of {len(self._infos)}")
+        return self._infos[number]
+
+    def get(self, number: int, location: str) -> torch.UntypedStorage:
+        """The storage with this number, on the device that its tag and ``map_location`` say."""
+        storage = self._done.get(number)
+        if storage is None:
+            storage = self._done[number] = self._place(number, location)
+        return storage
+
+    def _place(self, number: int, location: str) -> torch.UntypedStorage:
+        import torch
+
+        nbytes = self.info(number)[3]
+        fake = torch._guards.detect_fake_mode(None) is not None
+        if fake or self._meta:
+            storage = torch.UntypedStorage(nbytes, device="meta")
+            if fake:
+                storage._fake_device = location
+            return storage
+        if self._tls.skip_data:
+            return self._restore(_allocate(nbytes), location)
+        if number not in self._host:
+            self._fetch(number)
+        return self._restore(self._host.pop(number), location)
+
+    def _fetch(self, first: int) -> None:
+        """Reads a storage and those that will be asked for next: a batch is read in parallel."""
+        batch: list[tuple[int, int, int]] = []
+        budget = STAGING_BYTES
+        for number in range(first, len(self._infos)):
+            nbytes = self._infos[number][3]
+            if number in self._host or number in self._done:
+                continue
+            if batch and nbytes > budget:
+                break
+            budget -= nbytes
+            storage = self._host[number] = _allocate(nbytes)
+            if nbytes:
+                batch.append((number, storage.data_ptr(), nbytes))
+        try:
+            if batch:
+                self._reader.read_into(batch, self._progress.native())
+        except BaseException:
+            self._host.clear()
+            raise
+        self._progress.advance(sum(nbytes for _, _, nbytes in batch))
+
+
+def _allocate(nbytes: int) -> torch.UntypedStorage:
+    import torch
+
+    try:
+        return torch.UntypedStorage(nbytes)
+    except RuntimeError as error:
+        raise LimitError(f"no memory for a tensor of {nbytes} bytes: {error}") from error
+
+
+def check_extent(
+    nbytes: int, item: int, offset: int, shape: Iterable[int], stride: Iterable[int]
+) -> None:
+    """Refuses a view that would reach outside of its storage."""
+    last = offset
+    for size, step in zip(shape, stride, strict=True):
+        if size == 0:
+            return
+        last += (size - 1) * step
+    if (last + 1) * item > nbytes:
+        raise CorruptDataError(f"a view reaches to element {last} of a storage of {nbytes} bytes")
+
+
+def require_device(device: str) -> None:
+    """Checks the ``device=`` argument: where encoding and decoding run."""
+    if device == "cuda":
+        raise S4Error(
+            'device="cuda": the CUDA engine is not built in this version; use device="auto" or '
+            '"cpu" (tensors on a GPU are copied through host memory)'
+        )
+    if device not in ("auto", "cpu"):
+        raise ValueError(f'device={device!r}: "auto" or "cpu" expected')

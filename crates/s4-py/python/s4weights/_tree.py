@@ -1,0 +1,386 @@
+"""The typed JSON tree: a saved object as any language can read it.
+
+A node is a JSON value:
+
+=====================================  =====================================================
+``null``, ``true``, ``false``, string  themselves
+number without ``.`` or exponent       an integer below 2**53 in size
+number with ``.`` or exponent          a float (binary64), shortest digits that give it back
+array                                  a list
+``{"int": "-0x1f"}``                   an integer of any size, in hexadecimal
+``{"float": "7ff8000000000000"}``      a float that is not finite: its bits
+``{"complex": [re, im]}``              two floats
+``{"bytes": b64}``, ``{"bytearray"}``  base64
+``{"tuple": [...]}``                   likewise ``set`` and ``frozenset``
+``{"dict": [[key, value], ...]}``      in order; keys are strings, numbers, booleans, null or
+                                       tuples of those
+``{"odict": [...], "attrs": node}``    a ``collections.OrderedDict``; ``attrs``, its instance
+                                       attributes as a dict, may be absent
+``{"torch.Size": [2, 3]}``             likewise ``{"torch.dtype": "float32"}`` and
+                                       ``{"torch.device": "cuda:0"}``
+``{"tensor": 7}``                      tensor 7 of the file as it stands there, on the CPU,
+                                       without gradient
+``{"tensor": 7, ...}``                 a view of it, or more about it: ``dtype``; ``shape``;
+                                       ``offset`` and ``stride`` in elements (absent: 0 and
+                                       row-major); ``device`` that it was on; ``grad`` if it
+                                       requires a gradient; ``parameter`` if it is a
+                                       ``torch.nn.Parameter``
+``{"same": 3}``                        the very object that the fourth tensor node stands for
+=====================================  =====================================================
+
+The tree is ``{"root": node}``. An object that does not fit (`NotPlain`) is pickled instead: the
+form is decided for the whole object.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import struct
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from ._errors import CorruptDataError
+from ._names import join
+from ._storages import Hint, StorageReader, StorageWriter, check_extent, covering_shape, dtype_name
+
+#: Deepest nesting: JSON readers that stop at 128 levels can read it (a dict takes three).
+MAX_DEPTH = 32
+#: Nodes of a tree. Larger objects (long lists of numbers) are smaller and faster as a pickle.
+MAX_NODES = 1 << 20
+#: Bytes of the JSON text, and of byte strings in it.
+MAX_TEXT = 64 << 20
+MAX_BYTES = 1 << 20
+
+_SAFE_INT = 1 << 53
+
+
+class NotPlain(Exception):
+    """The object needs a pickle: it is more than plain values in plain containers."""
+
+
+class TreeEncoder:
+    """Writes an object as a tree and numbers the storages of its tensors."""
+
+    def __init__(self, storages: StorageWriter) -> None:
+        import torch
+
+        self._torch = torch
+        self._storages = storages
+        self._seen: set[int] = set()
+        self._tensors: dict[int, int] = {}
+        self._nodes = 0
+        self._kinds: dict[type, Callable[[Any, str, int], Any]] = {
+            type(None): self._same,
+            bool: self._same,
+            str: self._same,
+            int: self._int,
+            float: self._float,
+            complex: self._complex,
+            bytes: self._bytes,
+            bytearray: self._bytearray,
+            list: self._list,
+            tuple: self._tuple,
+            set: self._set,
+            frozenset: self._frozenset,
+            dict: self._dict,
+            OrderedDict: self._odict,
+            torch.Tensor: self._tensor,
+            torch.nn.Parameter: self._tensor,
+            torch.Size: lambda obj, path, depth: {"torch.Size": list(obj)},
+            torch.dtype: lambda obj, path, depth: {"torch.dtype": _short(obj)},
+            torch.device: lambda obj, path, depth: {"torch.device": str(obj)},
+        }
+
+    def encode(self, obj: object) -> str:
+        """The tree as JSON text.
+
+        Raises `NotPlain` if it cannot be one; the storages are then to be thrown away.
+        """
+        root = self._node(obj, "", 0)
+        text = json.dumps({"root": root}, ensure_ascii=False, separators=(",", ":"))
+        if len(text) > MAX_TEXT or not _is_utf8(text):
+            raise NotPlain
+        return text
+
+    def _node(self, obj: Any, path: str, depth: int) -> Any:
+        self._nodes += 1
+        kind = self._kinds.get(type(obj))
+        if kind is None or depth > MAX_DEPTH or self._nodes > MAX_NODES:
+            raise NotPlain
+        return kind(obj, path, depth + 1)
+
+    def _once(self, obj: object) -> None:
+        """Containers that can change are met once: sharing them, or a cycle, needs a pickle."""
+        if id(obj) in self._seen:
+            raise NotPlain
+        self._seen.add(id(obj))
+
+    def _same(self, obj: Any, path: str, depth: int) -> Any:
+        return obj
+
+    def _int(self, obj: int, path: str, depth: int) -> Any:
+        return obj if -_SAFE_INT < obj < _SAFE_INT else {"int": hex(obj)}
+
+    def _float(self, obj: float, path: str, depth: int) -> Any:
+        return obj if math.isfinite(obj) else {"float": struct.pack(">d", obj).hex()}
+
+    def _complex(self, obj: complex, path: str, depth: int) -> Any:
+        return {"complex": [self._float(obj.real, path, depth), self._float(obj.imag, path, depth)]}
+
+    def _bytes(self, obj: bytes | bytearray, path: str, depth: int) -> Any:
+        if len(obj) > MAX_BYTES:
+            raise NotPlain
+        return {type(obj).__name__: base64.b64encode(obj).decode("ascii")}
+
+    def _bytearray(self, obj: bytearray, path: str, depth: int) -> Any:
+        self._once(obj)
+        return self._bytes(obj, path, depth)
+
+    def _items(self, items: Any, path: str, depth: int) -> list[Any]:
+        return [self._node(item, join(path, i), depth) for i, item in enumerate(items)]
+
+    def _list(self, obj: list[Any], path: str, depth: int) -> Any:
+        self._once(obj)
+        return self._items(obj, path, depth)
+
+    def _tuple(self, obj: tuple[Any, ...], path: str, depth: int) -> Any:
+        return {"tuple": self._items(obj, path, depth)}
+
+    def _set(self, obj: set[Any], path: str, depth: int) -> Any:
+        self._once(obj)
+        return {"set": self._items(obj, path, depth)}
+
+    def _frozenset(self, obj: frozenset[Any], path: str, depth: int) -> Any:
+        return {"frozenset": self._items(obj, path, depth)}
+
+    def _pairs(self, obj: dict[Any, Any], path: str, depth: int) -> list[Any]:
+        self._once(obj)
+        return [
+            [self._key(key, path, depth), self._node(value, join(path, key), depth)]
+            for key, value in obj.items()
+        ]
+
+    def _key(self, key: Any, path: str, depth: int) -> Any:
+        kind = type(key)
+        if kind is str:
+            return key
+        if kind is tuple and depth < MAX_DEPTH:
+            return {"tuple": [self._key(part, path, depth + 1) for part in key]}
+        if kind in (int, float, bool, type(None)):
+            return self._node(key, path, depth)
+        raise NotPlain
+
+    def _dict(self, obj: dict[Any, Any], path: str, depth: int) -> Any:
+        return {"dict": self._pairs(obj, path, depth)}
+
+    def _odict(self, obj: OrderedDict[Any, Any], path: str, depth: int) -> Any:
+        node = {"odict": self._pairs(obj, path, depth)}
+        if vars(obj):
+            node["attrs"] = self._node(vars(obj), path, depth)
+        return node
+
+    def _tensor(self, obj: Any, path: str, depth: int) -> Any:
+        if id(obj) in self._tensors:
+            return {"same": self._tensors[id(obj)]}
+        self._tensors[id(obj)] = len(self._tensors)
+        try:
+            plain = _is_plain_tensor(obj)
+        except RuntimeError:  # Wrappers refuse one question or another; pickling knows about them.
+            plain = False
+        if not plain:
+            raise NotPlain
+        return self._tensor_node(obj, path)
+
+    def _tensor_node(self, obj: Any, path: str) -> Any:
+        torch = self._torch
+        storage = obj.untyped_storage()
+        shape = covering_shape(obj)
+        number = self._storages.number(storage, lambda: Hint(path, obj.dtype, shape))
+        stored = self._storages.entry(number)
+        node: dict[str, Any] = {"tensor": number}
+        if dtype_name(obj.dtype) != stored.dtype or stored.dtype == "bytes":
+            node["dtype"] = _short(obj.dtype)
+        if obj.shape != stored.shape:
+            node["shape"] = list(obj.shape)
+        if obj.storage_offset():
+            node["offset"] = obj.storage_offset()
+        if obj.stride() != row_major(obj.shape):
+            node["stride"] = list(obj.stride())
+        if storage.device.type != "cpu":
+            node["device"] = torch.serialization.location_tag(storage)
+        if obj.requires_grad:
+            node["grad"] = True
+        if type(obj) is torch.nn.Parameter:
+            node["parameter"] = True
+        return node
+
+
+def _is_plain_tensor(tensor: Any) -> bool:
+    import torch
+
+    return bool(
+        tensor.layout is torch.strided
+        and tensor.device.type in ("cpu", "cuda")
+        and not torch._utils._get_obj_state(tensor)
+        and not tensor._backward_hooks
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor._is_zerotensor()
+        and not any(getattr(tensor, "names", ()))
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # lone surrogates
+        return False
+    return True
+
+
+class TreeDecoder:
+    """Builds the object that a tree describes. Nothing in a tree is executed."""
+
+    def __init__(self, storages: StorageReader) -> None:
+        import torch
+
+        self._torch = torch
+        self._storages = storages
+        self._tensors: list[Any] = []
+        self._kinds: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
+            "tensor": self._tensor,
+            "dict": lambda value, node: dict(self._pairs(value)),
+            "odict": self._odict,
+            "tuple": lambda value, node: tuple(self._items(value)),
+            "set": lambda value, node: set(self._items(value)),
+            "frozenset": lambda value, node: frozenset(self._items(value)),
+            "int": lambda value, node: int(value, 16),
+            "float": lambda value, node: struct.unpack(">d", bytes.fromhex(value))[0],
+            "complex": self._complex,
+            "bytes": lambda value, node: base64.b64decode(value, validate=True),
+            "bytearray": lambda value, node: bytearray(base64.b64decode(value, validate=True)),
+            "torch.Size": lambda value, node: torch.Size(_naturals(value)),
+            "torch.dtype": lambda value, node: self._dtype(value),
+            "torch.device": lambda value, node: torch.device(value),
+            "same": lambda value, node: self._tensors[_natural(value)],
+        }
+
+    def decode(self, text: str) -> Any:
+        """The object. Raises `CorruptDataError` if the text is not a tree."""
+        try:
+            return self._node(json.loads(text, parse_constant=_no_constant)["root"])
+        except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+            if isinstance(error, CorruptDataError):
+                raise
+            raise CorruptDataError(f"corrupt data (tree): {error!r}") from error
+
+    def tensors(self) -> dict[str, Any]:
+        """A file without a tree: its tensors by name."""
+        numbers = range(len(self._storages))
+        return {self._storages.info(i)[0]: self._tensor(i, {}) for i in numbers}
+
+    def _node(self, node: Any) -> Any:
+        if isinstance(node, list):
+            return self._items(node)
+        if not isinstance(node, dict):
+            return node
+        kind = next((key for key in node if key in self._kinds), "")
+        return self._kinds[kind](node[kind], node)
+
+    def _items(self, value: Any) -> list[Any]:
+        return [self._node(item) for item in _array(value)]
+
+    def _pairs(self, value: Any) -> list[tuple[Any, Any]]:
+        pairs = (_array(pair) for pair in _array(value))
+        return [(self._node(key), self._node(item)) for key, item in pairs]
+
+    def _odict(self, value: Any, node: dict[str, Any]) -> OrderedDict[Any, Any]:
+        out = OrderedDict(self._pairs(value))
+        if "attrs" in node:
+            attrs = self._node(node["attrs"])
+            if type(attrs) is not dict or not all(type(key) is str for key in attrs):
+                raise CorruptDataError("corrupt data (tree): attributes")
+            vars(out).update(attrs)
+        return out
+
+    def _complex(self, value: Any, node: dict[str, Any]) -> complex:
+        real, imag = self._items(value)
+        return complex(real, imag)
+
+    def _dtype(self, name: Any) -> Any:
+        dtype = getattr(self._torch, name, None) if type(name) is str else None
+        if not isinstance(dtype, self._torch.dtype):
+            raise CorruptDataError(f"this version of PyTorch has no dtype {name!r}")
+        return dtype
+
+    def _tensor(self, value: Any, node: dict[str, Any]) -> Any:
+        number = _natural(value)
+        _, stored, stored_shape, nbytes = self._storages.info(number)
+        dtype = self._dtype(node.get("dtype", "uint8" if stored == "bytes" else stored))
+        shape = _naturals(node.get("shape", list(stored_shape)))
+        stride = _naturals(node["stride"]) if "stride" in node else row_major(shape)
+        offset = _natural(node.get("offset", 0))
+        check_extent(nbytes, dtype.itemsize, offset, shape, stride)
+        storage = self._storages.get(number, str(node.get("device", "cpu")))
+        grad = node.get("grad") is True
+        try:
+            tensor = view(storage, dtype, offset, shape, stride)
+            if node.get("parameter") is True:
+                tensor = self._torch.nn.Parameter(tensor, grad)
+            elif grad:
+                tensor.requires_grad_()
+        except RuntimeError as error:
+            raise CorruptDataError(f"corrupt data (tree): {error}") from error
+        self._tensors.append(tensor)
+        return tensor
+
+
+def view(
+    storage: Any, dtype: Any, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
+) -> Any:
+    """A tensor on a storage; the extent has been checked."""
+    import torch
+
+    # Only the untyped storage inside of the typed one is used.
+    typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)
+    rebuild = torch._utils._rebuild_tensor_v3
+    return rebuild(typed, offset, shape, stride, False, OrderedDict(), dtype)
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor, in elements."""
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def _short(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _no_constant(name: str) -> Any:
+    raise CorruptDataError(f"corrupt data (tree): {name}")
+
+
+def _array(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise CorruptDataError("corrupt data (tree): array expected")
+    return value
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise CorruptDataError(f"corrupt data (tree): {value!r} is no size")
+    return value
+
+
+def _naturals(value: Any) -> tuple[int, ...]:
+    return tuple(_natural(item) for item in _array(value))

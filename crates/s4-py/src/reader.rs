@@ -1,0 +1,119 @@
+//! `_core.Reader`.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+
+use bytes::Bytes;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::{PyBytes, PyTuple};
+use s4weights::format::manifest::Form;
+use s4weights::{ReadOptions, Source};
+
+use crate::watch::{progress, watched};
+
+/// Number, address, bytes.
+type Request = (usize, usize, usize);
+
+/// Reads one file. Calls may come from several threads at once.
+#[pyclass(frozen, module = "s4weights._core")]
+pub(crate) struct Reader {
+    inner: s4weights::Reader,
+}
+
+#[pymethods]
+impl Reader {
+    #[new]
+    fn new(
+        py: Python<'_>,
+        path: Option<PathBuf>,
+        url: Option<String>,
+        data: Option<PyBackedBytes>,
+        threads: Option<usize>,
+        storage_options: HashMap<String, String>,
+    ) -> PyResult<Self> {
+        let source = match (path, url, data) {
+            (Some(path), None, None) => Source::Path(path),
+            (None, Some(url), None) => Source::Url(url, storage_options),
+            (None, None, Some(data)) => Source::Bytes(Bytes::from_owner(data)),
+            _ => return Err(PyValueError::new_err("one of path, URL and bytes expected")),
+        };
+        let options = ReadOptions { threads, progress: Some(progress()), ..Default::default() };
+        let inner = watched(py, None, || s4weights::Reader::open(source, options))?;
+        Ok(Self { inner })
+    }
+
+    /// Name, dtype, shape and bytes of each tensor.
+    fn tensors<'py>(
+        &self,
+        py: Python<'py>,
+    ) -> PyResult<Vec<(&str, &'static str, Bound<'py, PyTuple>, u64)>> {
+        let tensors = self.inner.tensors();
+        tensors.map(|t| Ok((t.name, t.dtype.name(), PyTuple::new(py, t.shape)?, t.bytes))).collect()
+    }
+
+    fn form(&self) -> &'static str {
+        match self.inner.manifest().form {
+            Form::Tensors => "tensors",
+            Form::Tree => "tree",
+            Form::Pickle => "pickle",
+        }
+    }
+
+    fn tree(&self) -> Option<&str> {
+        self.inner.tree()
+    }
+
+    fn blob<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyBytes>> {
+        let blob = watched(py, None, || self.inner.blob(name))?;
+        Ok(PyBytes::new(py, &blob))
+    }
+
+    fn read_into(
+        &self,
+        py: Python<'_>,
+        requests: Vec<Request>,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<()> {
+        let mut buffers = buffers(&requests)?;
+        watched(py, progress, move || self.inner.read_into(&mut buffers))
+    }
+
+    /// What the file says of itself, as JSON.
+    fn inspect(&self, py: Python<'_>) -> PyResult<String> {
+        to_json(&watched(py, None, || self.inner.inspect(false))?)
+    }
+
+    /// Reads and compares everything; returns what was checked, as JSON.
+    fn verify(&self, py: Python<'_>) -> PyResult<String> {
+        to_json(&watched(py, None, || self.inner.verify())?)
+    }
+}
+
+/// Memory to read into: disjoint, so that threads can fill it at once.
+fn buffers(requests: &[Request]) -> PyResult<Vec<(usize, &mut [u8])>> {
+    let mut spans: Vec<_> = requests.iter().filter(|r| r.2 > 0).map(|r| (r.1, r.2)).collect();
+    spans.sort_unstable();
+    let overlap = spans.windows(2).any(|w| w[1].0 - w[0].0 < w[0].1);
+    if overlap || spans.first().is_some_and(|s| s.0 == 0) {
+        return Err(PyValueError::new_err("buffers overlap or have no address"));
+    }
+    let buffer = |&(number, address, nbytes): &Request| {
+        if nbytes == 0 {
+            return (number, [].as_mut_slice());
+        }
+        let start: *mut u8 = std::ptr::with_exposed_provenance_mut(address);
+        // SAFETY:
+        // - The caller, the package's own Python part, passes the address and size of a storage
+        //   that it has just made, keeps alive during the call and shows to no one else.
+        // - The buffers do not overlap, as was checked.
+        // - `u8` has no alignment and no invalid values, and the values are only written.
+        (number, unsafe { std::slice::from_raw_parts_mut(start, nbytes) })
+    };
+    Ok(requests.iter().map(buffer).collect())
+}
+
+fn to_json(report: &impl serde::Serialize) -> PyResult<String> {
+    serde_json::to_string(report).map_err(|e| PyValueError::new_err(e.to_string()))
+}

@@ -1,0 +1,122 @@
+//! `_core.Writer`.
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
+
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
+use s4weights::{Contents, DType, Preset, Target, TensorSource, WriteOptions};
+use serde_json::value::RawValue;
+
+use crate::sink::PySink;
+use crate::watch::{progress, watched};
+
+/// Name, dtype, shape, address, bytes.
+type Tensor = (String, String, Vec<u64>, usize, usize);
+
+/// Writes one file. It cannot be used any more after `finish`, `abort` or an error.
+#[pyclass(frozen, module = "s4weights._core")]
+pub(crate) struct Writer {
+    // Taken out while a call is under way, and for good by the last one.
+    inner: Mutex<Option<s4weights::Writer>>,
+}
+
+#[pymethods]
+impl Writer {
+    #[new]
+    fn new(
+        py: Python<'_>,
+        path: Option<PathBuf>,
+        url: Option<String>,
+        stream: Option<Py<PyAny>>,
+        preset: &str,
+        threads: Option<usize>,
+        storage_options: HashMap<String, String>,
+    ) -> PyResult<Self> {
+        let target = match (path, url, stream) {
+            (Some(path), None, None) => Target::Path(path),
+            (None, Some(url), None) => Target::Url(url, storage_options),
+            (None, None, Some(stream)) => Target::Stream(Box::new(PySink::new(stream))),
+            _ => return Err(PyValueError::new_err("one of path, URL and stream expected")),
+        };
+        let preset: Preset = preset.parse().map_err(PyValueError::new_err)?;
+        let options =
+            WriteOptions { preset, threads, progress: Some(progress()), ..Default::default() };
+        let inner = watched(py, None, || s4weights::Writer::create(target, options))?;
+        Ok(Self { inner: Mutex::new(Some(inner)) })
+    }
+
+    fn write(
+        &self,
+        py: Python<'_>,
+        tensors: Vec<Tensor>,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<()> {
+        let sources = tensors.iter().map(source).collect::<PyResult<Vec<_>>>()?;
+        let mut writer = self.take()?;
+        let writer = watched(py, progress, move || writer.write(&sources).map(|()| writer))?;
+        self.lock().replace(writer);
+        Ok(())
+    }
+
+    /// Makes the file visible. Returns the report as JSON.
+    fn finish(
+        &self,
+        py: Python<'_>,
+        tree: Option<String>,
+        blobs: HashMap<String, PyBackedBytes>,
+        metadata: BTreeMap<String, String>,
+    ) -> PyResult<String> {
+        let tree = tree.map(RawValue::from_string).transpose().map_err(to_value_error)?;
+        let writer = self.take()?;
+        let report = watched(py, None, move || {
+            let blobs = blobs.into_iter().map(|(name, bytes)| (name, bytes.to_vec())).collect();
+            writer.finish(Contents { tree, blobs, metadata, roles: None })
+        })?;
+        serde_json::to_string(&report).map_err(to_value_error)
+    }
+
+    /// Leaves nothing behind.
+    fn abort(&self, py: Python<'_>) {
+        let writer = self.lock().take();
+        py.detach(|| drop(writer));
+    }
+}
+
+impl Writer {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Option<s4weights::Writer>> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn take(&self) -> PyResult<s4weights::Writer> {
+        self.lock()
+            .take()
+            .ok_or_else(|| PyRuntimeError::new_err("the writer is finished, failed or in use"))
+    }
+}
+
+fn source(tensor: &Tensor) -> PyResult<TensorSource<'_>> {
+    let (name, dtype, shape, address, nbytes) = tensor;
+    let dtype: DType = dtype.parse().map_err(to_value_error)?;
+    let data = match (*nbytes, *address) {
+        (0, _) => &[],
+        (_, 0) => return Err(PyValueError::new_err(format!("tensor `{name}` has no address"))),
+        (nbytes, address) => {
+            let start: *const u8 = std::ptr::with_exposed_provenance(address);
+            // SAFETY:
+            // - The caller, the package's own Python part, passes the address and size of a
+            //   storage that it keeps alive and does not resize during the call.
+            // - `u8` has no alignment and no invalid values.
+            // - Whoever changes the values meanwhile from another thread saves some mixture of
+            //   both, as with any save.
+            unsafe { std::slice::from_raw_parts(start, nbytes) }
+        }
+    };
+    Ok(TensorSource { name, dtype, shape, data })
+}
+
+fn to_value_error(error: impl std::fmt::Display) -> PyErr {
+    PyValueError::new_err(error.to_string())
+}

@@ -1,0 +1,67 @@
+"""Files of other formats go to their own readers."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from compare import assert_identical
+
+import s4weights
+
+OBJ = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_torch_files(zipped: bool, path: Path) -> None:
+    torch.save(OBJ, path, _use_new_zipfile_serialization=zipped)
+    assert_identical(OBJ, s4weights.load(path))
+    assert_identical(OBJ, s4weights.load(str(path), "cpu", weights_only=False))
+    with open(path, "rb") as file:
+        assert_identical(OBJ, s4weights.load(file))
+    assert_identical(OBJ, s4weights.load(io.BytesIO(path.read_bytes())))
+    meta = s4weights.load(path, map_location="meta")
+    assert meta["a"].device.type == "meta"
+
+
+def test_torch_files_keep_torch_rules(path: Path) -> None:
+    torch.save({"a": range(3)}, path)
+    with pytest.raises(pickle.UnpicklingError):
+        s4weights.load(path)
+    assert s4weights.load(path, weights_only=False) == {"a": range(3)}
+    assert s4weights.load(path, mmap=True, weights_only=False) == {"a": range(3)}
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.bin"])
+def test_safetensors_files(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    safetensors.torch.save_file(OBJ, path)
+    assert_identical(dict(sorted(OBJ.items())), dict(sorted(s4weights.load(path).items())))
+    loaded = s4weights.load(io.BytesIO(path.read_bytes()), torch.device("cpu"))
+    assert loaded["b"].tolist() == [1, 1]
+    for where in ({"cpu": "cpu"}, lambda storage, tag: storage):
+        with pytest.raises(RuntimeError, match="safetensors"):
+            s4weights.load(path, map_location=where)
+
+
+def test_no_checkpoint_at_all(path: Path) -> None:
+    path.write_bytes(b"hello")
+    with pytest.raises(pickle.UnpicklingError):
+        s4weights.load(path)
+    path.write_bytes(b"")
+    with pytest.raises(EOFError):
+        s4weights.load(path)
+
+
+def test_verify_and_inspect_want_their_own_format(path: Path) -> None:
+    torch.save(OBJ, path)
+    for action in (s4weights.verify, s4weights.inspect):
+        with pytest.raises(s4weights.UnsupportedFormatError, match="not a .s4w file"):
+            action(path)
+    safetensors.torch.save_file(OBJ, path)
+    with pytest.raises(s4weights.UnsupportedFormatError, match="safetensors"):
+        s4weights.inspect(path)

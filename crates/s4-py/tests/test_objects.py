@@ -1,0 +1,219 @@
+"""Objects come back as `torch.save` and `torch.load` bring them back."""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from compare import assert_identical, through_s4, through_torch
+
+import s4weights
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = "blue"
+
+
+class Level(enum.IntEnum):
+    LOW = 3
+
+
+Point = namedtuple("Point", ["x", "y"])
+
+
+@dataclass
+class Config:
+    width: int = 3
+    names: list[str] = field(default_factory=list)
+    weight: torch.Tensor | None = None
+
+
+class Slotted:
+    __slots__ = ("weight",)
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def __getstate__(self) -> Any:
+        return None, {"weight": self.weight}
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+def nan_with_payload() -> float:
+    import struct
+
+    return struct.unpack(">d", bytes.fromhex("7ff800000000beef"))[0]
+
+
+PLAIN: dict[str, Any] = {
+    "none": None,
+    "scalars": [True, False, 0, 1, -1, 1.0, -0.0, 0.1, 1e300, 5e-324, "", "text", "\0\n\U0001f600é"],
+    "large integers": [2**53 - 1, 2**53, -(2**53), 2**63, 2**64, -(2**200), 10**5000],
+    "special floats": [float("inf"), float("-inf"), float("nan"), nan_with_payload()],
+    "complex": [1 + 2j, complex(float("nan"), -0.0), complex(0.0, float("-inf"))],
+    "bytes": [b"", b"\0\xff" * 300, bytearray(b"abc")],
+    "containers": {"list": [1, [2, []]], "tuple": (1, (), ("a",)), "set": {1, 2}, "empty": {}},
+    "frozen sets": frozenset({1, "a", (2, 3)}),
+    "keys": {1: "a", "1": "b", 2.5: "c", None: "d", (1, ("x", None)): "e", False: "f", "": "g"},
+    "order": {str(i): i for i in (3, 1, 2)},
+    "dtypes": [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint4],
+    "devices": [torch.device("cpu"), torch.device("cuda:1"), torch.device("meta")],
+    "sizes": [torch.Size([]), torch.Size([2, 0, 3]), torch.zeros(2, 3).shape],
+    "ordered": OrderedDict([("b", 1), ("a", OrderedDict())]),
+    "python random state": random.Random(3).getstate(),
+    "numpy generator": np.random.default_rng(3).bit_generator.state,
+    "torch random state": torch.Generator().manual_seed(7).get_state(),
+}
+
+PICKLED: dict[str, Any] = {
+    "named tuple": Point(torch.arange(3), {"y": 1}),
+    "enum": {"color": Color.RED, "level": Level.LOW, Color.BLUE: 1},
+    "dataclass": Config(names=["a"], weight=torch.ones(2)),
+    "default dict": defaultdict(list, {"a": [1]}),
+    "counter": Counter("hello"),
+    "deque": deque([1, torch.zeros(1)], maxlen=4),
+    "numpy": {"array": np.arange(12.0).reshape(3, 4), "scalar": np.float64(0.1), "int": np.int64(3)},
+    "numpy random state": np.random.RandomState(3).get_state(),
+    "surrogates": ["\ud800"],
+    "range and slice": [range(3), slice(1, 2)],
+    "path": Path("a/b"),
+    "deep": None,
+    "class": [Config, OrderedDict],
+    "bool and int subclasses": {"a": Level.LOW},
+}
+for _ in range(60):
+    PICKLED["deep"] = {"deeper": PICKLED["deep"]}
+
+
+def form_of(path: Path) -> str:
+    return s4weights.inspect(path)["form"]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_objects_are_stored_as_a_tree(name: str, path: Path) -> None:
+    obj = {"it": PLAIN[name]}
+    assert_identical(through_torch(obj), through_s4(obj, path))
+    assert_identical(obj, s4weights.load(path))
+    assert form_of(path) == "tree"
+
+
+@pytest.mark.parametrize("name", PICKLED)
+def test_other_objects_are_stored_as_a_pickle(name: str, path: Path) -> None:
+    obj = {"it": PICKLED[name]}
+    assert_identical(through_torch(obj), through_s4(obj, path))
+    assert form_of(path) == "pickle"
+
+
+def test_slots_outside_of_containers(path: Path) -> None:
+    loaded = through_s4(Slotted(torch.arange(3)), path)
+    assert loaded.weight.tolist() == [0, 1, 2]
+    assert s4weights.inspect(path)["tensors"][0]["name"] == "weight"
+
+
+def test_shared_containers_and_cycles_stay_shared(path: Path) -> None:
+    shared = [1, torch.zeros(2)]
+    cycle: dict[str, Any] = {"a": shared, "b": (shared, {"c": shared})}
+    cycle["self"] = cycle
+    loaded = through_s4(cycle, path)
+    assert_identical(through_torch(cycle), loaded)
+    assert loaded["self"] is loaded and loaded["b"][0] is loaded["a"]
+
+
+def test_one_tensor_under_two_keys_is_one_tensor(path: Path) -> None:
+    weight = torch.nn.Parameter(torch.randn(3))
+    obj = {"a": weight, "b": [weight, weight.detach()]}
+    loaded = through_s4(obj, path)
+    assert_identical(through_torch(obj), loaded)
+    assert loaded["a"] is loaded["b"][0] and form_of(path) == "tree"
+
+
+def test_attributes_of_state_dicts_survive(path: Path) -> None:
+    state = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)).state_dict()
+    loaded = through_s4(state, path)
+    assert_identical(through_torch(state), loaded)
+    assert loaded._metadata["1"] == {"version": 2} and form_of(path) == "tree"
+
+
+def test_modules_and_their_names(path: Path) -> None:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    loaded = through_s4({"model": model}, path)["model"]
+    assert_identical(model.state_dict(), loaded.state_dict())
+    names = {tensor["name"] for tensor in s4weights.inspect(path)["tensors"]}
+    assert {"model.0.weight", "model.1.running_mean"} <= names
+
+
+def test_tensor_subclasses_and_attributes(path: Path) -> None:
+    plain = torch.arange(3.0)
+    plain.note = "kept"  # type: ignore[attr-defined]
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.sharded = True  # type: ignore[attr-defined]
+    obj = [plain, parameter, torch.ones(2).as_subclass(Tagged), torch.nn.Buffer(torch.ones(1))]
+    loaded = through_s4(obj, path)
+    assert_identical(through_torch(obj), loaded)
+    assert loaded[0].note == "kept" and type(loaded[2]) is Tagged
+
+
+def test_frozen_and_unfrozen_parameters(path: Path) -> None:
+    frozen = torch.nn.Parameter(torch.arange(3), requires_grad=False)
+    computed = torch.nn.Parameter(torch.ones(2)) * 2
+    obj = [torch.nn.Parameter(torch.ones(2)), frozen, torch.ones(1, requires_grad=True), computed]
+    loaded = through_s4(obj, path)
+    assert_identical(through_torch(obj), loaded)
+    assert [t.requires_grad for t in loaded] == [True, False, True, True] and loaded[3].is_leaf
+
+
+def test_a_tensor_by_itself(path: Path) -> None:
+    assert_identical(torch.arange(3), through_s4(torch.arange(3), path))
+    assert [t["name"] for t in s4weights.inspect(path)["tensors"]] == ["tensor"]
+
+
+def test_storages_by_themselves(path: Path) -> None:
+    obj = [torch.arange(6.0).untyped_storage(), torch.ones(2, dtype=torch.int16)._typed_storage()]
+    assert_identical(through_torch(obj), through_s4(obj, path))
+
+
+def test_a_storage_of_two_dtypes(path: Path) -> None:
+    tensor = torch.arange(6.0)
+    obj = {"floats": tensor, "ints": tensor.view(torch.int16)[2:5], "pickled": Color.RED}
+    with pytest.raises(RuntimeError, match="different types"):
+        through_torch(obj)
+    assert_identical(obj, through_s4(obj, path))
+    assert_identical([tensor, obj["ints"]], through_s4([tensor, obj["ints"]], path))
+
+
+def test_names_are_unique_and_fit_the_format(path: Path) -> None:
+    obj = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, "": torch.ones(2), "x\0y": torch.ones(3)}
+    obj["é" * 5000] = torch.ones(4)
+    obj["\ud800"] = torch.ones(5)
+    assert_identical(through_torch(obj), through_s4(obj, path))
+    names = [tensor["name"] for tensor in s4weights.inspect(path)["tensors"]]
+    assert len(set(names)) == 6 and {"a.b", "a.b~2"} <= set(names)
+    assert all(0 < len(name.encode()) <= 4096 and "\0" not in name for name in names)
+
+
+def test_large_plain_objects(path: Path) -> None:
+    obj = {"many": list(range(300_000)), "long": b"\1" * (3 << 20), "text": "x" * (1 << 20)}
+    assert_identical(obj, through_s4(obj, path, weights_only=True))
+
+
+def test_a_tuple_that_doubles_does_not_explode(path: Path) -> None:
+    bomb: Any = ()
+    for _ in range(30):
+        bomb = (bomb, bomb)
+    loaded = through_s4(bomb, path)
+    depth = 0
+    while loaded:
+        loaded, depth = loaded[0], depth + 1
+    assert depth == 30

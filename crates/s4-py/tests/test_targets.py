@@ -1,0 +1,266 @@
+"""Where files go to and come from: paths, URLs, streams, and targets that fail."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_identical
+
+import s4weights
+
+OBJ = {"weight": torch.arange(100_000.0), "step": 3}
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+
+
+class WriteOnly:
+    """A stream that has nothing but what saving needs, and takes little at a time."""
+
+    def __init__(self, most: int | None = None) -> None:
+        self.data = b""
+        self.flushed = 0
+        self._most = most
+
+    def write(self, data: bytes) -> int | None:
+        taken = data[: self._most]
+        self.data += taken
+        return None if self._most is None else len(taken)
+
+    def flush(self) -> None:
+        self.flushed += 1
+
+
+class ReadOnly:
+    """A stream that cannot seek."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = io.BytesIO(data)
+
+    def read(self, size: int = -1) -> bytes:
+        return self._data.read(size)
+
+
+def saved(obj: Any = OBJ) -> bytes:
+    stream = io.BytesIO()
+    s4weights.save(obj, stream)
+    return stream.getvalue()
+
+
+def test_paths(tmp_path: Path) -> None:
+    for target in (tmp_path / "a.s4w", str(tmp_path / "b.s4w"), tmp_path / "ü ☃.pt"):
+        s4weights.save(OBJ, target)
+        assert_identical(OBJ, s4weights.load(target))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.s4w", "b.s4w", "ü ☃.pt"]
+
+
+def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    s4weights.save(OBJ, "here.s4w")
+    assert_identical(OBJ, s4weights.load("here.s4w"))
+
+
+def test_the_same_bytes_to_every_target(path: Path) -> None:
+    s4weights.save(OBJ, path)
+    assert path.read_bytes() == saved()
+
+
+@pytest.mark.parametrize("most", [None, 1000])
+def test_write_only_streams(most: int | None) -> None:
+    stream = WriteOnly(most)
+    s4weights.save(OBJ, stream)  # type: ignore[arg-type]
+    assert stream.data == saved() and stream.flushed == 1
+    assert_identical(OBJ, s4weights.load(ReadOnly(stream.data)))  # type: ignore[arg-type]
+
+
+def test_open_files(path: Path) -> None:
+    with open(path, "wb") as file:
+        s4weights.save(OBJ, file)
+    with open(path, "rb") as file:
+        assert_identical(OBJ, s4weights.load(file))
+        assert file.read() == b""
+    with open(path, "rb", buffering=0) as raw:
+        assert_identical(OBJ, s4weights.load(raw))
+    s4weights.verify(path)
+
+
+def test_streams_are_read_from_where_they_stand(path: Path) -> None:
+    path.write_bytes(b"before" + saved())
+    with open(path, "rb") as file:
+        file.seek(6)
+        assert_identical(OBJ, s4weights.load(file))
+    stream = io.BytesIO(b"xx" + saved())
+    stream.seek(2)
+    assert_identical(OBJ, s4weights.load(stream))
+
+
+def test_a_file_that_was_replaced_while_open(path: Path) -> None:
+    s4weights.save(OBJ, path)
+    with open(path, "rb") as file:
+        s4weights.save({"other": 1}, path)
+        assert_identical(OBJ, s4weights.load(file))
+
+
+@linux
+def test_pipes() -> None:
+    read_end, write_end = os.pipe()
+
+    def fill() -> None:
+        with open(write_end, "wb") as pipe:
+            s4weights.save(OBJ, pipe)
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    with open(read_end, "rb") as pipe:
+        assert_identical(OBJ, s4weights.load(pipe))
+    thread.join()
+
+
+def test_urls(tmp_path: Path) -> None:
+    for url in (f"file://{tmp_path}/a.s4w", "memory://folder/a.s4w"):
+        s4weights.save(OBJ, url)
+        assert_identical(OBJ, s4weights.load(url))
+        assert s4weights.verify(url)["tensors"] == 1
+    with pytest.raises(s4weights.NotFoundError):
+        s4weights.load("memory://folder/none.s4w")
+
+
+def test_text_streams_are_refused(path: Path) -> None:
+    with open(path, "w") as file, pytest.raises(TypeError):
+        s4weights.save(OBJ, file)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match="write"):
+        s4weights.save(OBJ, 3)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match="read"):
+        s4weights.load(3)  # type: ignore[arg-type]
+
+
+def test_what_a_stream_raises_is_passed_on() -> None:
+    failure = OSError(errno.EIO, "broken")
+
+    class Broken(WriteOnly):
+        def write(self, data: bytes) -> int | None:
+            raise failure
+
+    with pytest.raises(OSError) as caught:
+        s4weights.save(OBJ, Broken())  # type: ignore[arg-type]
+    assert caught.value is failure
+
+
+def test_a_stream_that_takes_nothing() -> None:
+    with pytest.raises(s4weights.StorageError):
+        s4weights.save(OBJ, WriteOnly(0))  # type: ignore[arg-type]
+
+
+@linux
+def test_a_full_disk() -> None:
+    with pytest.raises(s4weights.StorageError) as caught:
+        s4weights.save(OBJ, "/dev/full")
+    assert caught.value.errno == errno.ENOSPC and caught.value.filename == "/dev/full"
+    with open("/dev/full", "wb", buffering=0) as file, pytest.raises(OSError) as raised:
+        s4weights.save(OBJ, file)
+    assert raised.value.errno == errno.ENOSPC
+
+
+@linux
+def test_a_disk_that_fills_up_leaves_the_old_file(path: Path) -> None:
+    s4weights.save({"old": 1}, path)
+    before = path.read_bytes()
+    script = (
+        "import resource, sys, torch, s4weights\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
+        "try: s4weights.save({'w': torch.rand(4 << 20)}, sys.argv[1])\n"
+        "except s4weights.StorageError as e: print(e.errno)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True)
+    assert done.stdout.strip() == str(errno.EFBIG), done.stderr
+    assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
+
+
+def test_missing_folders_and_folders_as_targets(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        s4weights.save(OBJ, tmp_path / "none" / "a.s4w")
+    assert isinstance(caught.value, s4weights.NotFoundError) and caught.value.errno == errno.ENOENT
+    for action in (lambda: s4weights.save(OBJ, tmp_path), lambda: s4weights.load(tmp_path)):
+        with pytest.raises(s4weights.StorageError):
+            action()
+    with pytest.raises(s4weights.NotFoundError) as missing:
+        s4weights.load(tmp_path / "none.s4w")
+    assert missing.value.filename == str(tmp_path / "none.s4w")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write")
+def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
+    folder = tmp_path / "locked"
+    folder.mkdir(mode=0o555)
+    with pytest.raises(s4weights.StorageError) as caught:
+        s4weights.save(OBJ, folder / "a.s4w")
+    assert caught.value.errno == errno.EACCES
+
+
+def test_a_folder_that_vanishes(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+
+    def remove(done: int, total: int) -> None:
+        if done == total and folder.exists():
+            for file in folder.iterdir():
+                file.unlink()
+            folder.rmdir()
+
+    with pytest.raises(s4weights.S4Error):
+        s4weights.save(OBJ, folder / "a.s4w", progress=remove)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_that_fails_leaves_the_old_file(path: Path) -> None:
+    s4weights.save({"old": 1}, path)
+
+    class Stop(Exception):
+        pass
+
+    def stop(done: int, total: int) -> None:
+        if done:
+            raise Stop
+
+    for failing in (lambda: s4weights.save({"f": lambda: 0}, path), lambda: s4weights.save(OBJ, path, progress=stop)):
+        with pytest.raises((Stop, AttributeError, TypeError, Exception)):
+            failing()
+        assert s4weights.load(path) == {"old": 1} and list(path.parent.iterdir()) == [path]
+
+
+def test_options(path: Path) -> None:
+    for preset in ("fast", "balanced", "small"):
+        for threads in (None, 1, 3):
+            s4weights.save(OBJ, path, preset=preset, threads=threads, device="cpu")
+            assert_identical(OBJ, s4weights.load(path, threads=threads))
+            assert s4weights.inspect(path)["preset"] == preset
+    s4weights.save(OBJ, path, metadata={"run": "7", "ü": "☃"})
+    assert s4weights.inspect(path)["metadata"] == {"run": "7", "ü": "☃"}
+    s4weights.save(OBJ, path, _use_new_zipfile_serialization=False, _disable_byteorder_record=True)
+    assert_identical(OBJ, s4weights.load(path, mmap=True))
+    for bad in ({"preset": "tiny"}, {"device": "tpu"}):
+        with pytest.raises(ValueError, match=next(iter(bad.values()))):
+            s4weights.save(OBJ, path, **bad)  # type: ignore[arg-type]
+    for call in (s4weights.save, s4weights.load):
+        with pytest.raises(s4weights.S4Error, match="CUDA engine is not built"):
+            call(*((OBJ, path) if call is s4weights.save else (path,)), device="cuda")  # type: ignore[operator]
+    with pytest.raises((ValueError, OverflowError)):
+        s4weights.save(OBJ, path, threads=-1)
+
+
+def test_reports(path: Path) -> None:
+    report = s4weights.save(OBJ, path)
+    assert report["bytes_in"] == 400_000 and report["bytes_out"] == path.stat().st_size
+    checked = s4weights.verify(path)
+    assert checked["tensors"] == 1 and checked["bytes"] == 400_000
+    (tensor,) = s4weights.inspect(path)["tensors"]
+    assert (tensor["name"], tensor["dtype"], tensor["shape"]) == ("weight", "float32", [100_000])

@@ -1,0 +1,48 @@
+"""The annotations hold."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import s4weights
+from s4weights import _core
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="needs mypy")
+def test_mypy(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mypy", "--cache-dir", str(tmp_path)]
+    environment = {**os.environ, "MYPYPATH": str(ROOT / "python")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_stub_has_what_the_module_has() -> None:
+    import ast
+
+    stub = ast.parse((ROOT / "python/s4weights/_core.pyi").read_text(encoding="utf-8"))
+    for node in stub.body:
+        if isinstance(node, ast.FunctionDef):
+            assert callable(getattr(_core, node.name))
+        elif isinstance(node, ast.ClassDef):
+            found = {name for name in vars(getattr(_core, node.name)) if not name.startswith("__")}
+            stubbed = {f.name for f in node.body if isinstance(f, ast.FunctionDef)} - {"__new__"}
+            assert found == stubbed
+
+
+def test_public_names() -> None:
+    assert all(hasattr(s4weights, name) for name in s4weights.__all__)
+    assert s4weights.__version__ == _core.__version__
+    assert (ROOT / "python/s4weights/py.typed").exists()
+
+
+def test_importing_does_not_import_torch() -> None:
+    script = "import sys, s4weights; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0

@@ -1,0 +1,99 @@
+//! Options of reading and writing.
+
+use std::fmt;
+use std::sync::Arc;
+
+use s4_engine::Preset;
+use s4_planes::Simd;
+
+use crate::error::{Error, Result};
+
+/// How far an operation has come, in bytes of tensor values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Progress {
+    /// Bytes done.
+    pub done: u64,
+    /// Bytes of this call, if known.
+    pub total: u64,
+}
+
+/// Told of progress from the calling thread; `false` cancels the operation.
+pub type ProgressFn = Arc<dyn Fn(Progress) -> bool + Send + Sync>;
+
+/// Options of a [`crate::Writer`].
+#[derive(Clone, Default)]
+pub struct WriteOptions {
+    /// How much is tried to make tensors smaller.
+    pub preset: Preset,
+    /// Threads that encode; `None`: as many as the machine has cores.
+    pub threads: Option<usize>,
+    /// Vector instructions; `None`: the best that the machine has.
+    pub simd: Option<Simd>,
+    /// Bytes of buffers to keep within; `None`: 256 MiB.
+    pub memory: Option<usize>,
+    /// Told of progress.
+    pub progress: Option<ProgressFn>,
+}
+
+/// Options of a [`crate::Reader`].
+#[derive(Clone, Default)]
+pub struct ReadOptions {
+    /// Threads that decode; `None`: as many as the machine has cores.
+    pub threads: Option<usize>,
+    /// Vector instructions; `None`: the best that the machine has.
+    pub simd: Option<Simd>,
+    /// Told of progress.
+    pub progress: Option<ProgressFn>,
+}
+
+impl fmt::Debug for WriteOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WriteOptions")
+            .field("preset", &self.preset)
+            .field("threads", &self.threads)
+            .field("simd", &self.simd)
+            .field("memory", &self.memory)
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for ReadOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ReadOptions")
+            .field("threads", &self.threads)
+            .field("simd", &self.simd)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The number of threads: what was asked for, or the cores of the machine.
+pub(crate) fn thread_count(asked: Option<usize>) -> usize {
+    asked.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, Into::into)).max(1)
+}
+
+/// The vector instructions: what was asked for, or the best there are.
+pub(crate) fn simd(asked: Option<Simd>) -> Result<Simd> {
+    match asked {
+        None => Ok(Simd::detect()),
+        Some(s) if s.is_available() => Ok(s),
+        Some(s) => Err(Error::Argument(format!("this machine does not have {s} instructions"))),
+    }
+}
+
+/// Counts bytes and tells the caller.
+pub(crate) struct Meter {
+    pub(crate) callback: Option<ProgressFn>,
+    pub(crate) done: u64,
+    pub(crate) total: u64,
+}
+
+impl Meter {
+    pub(crate) fn add(&mut self, bytes: u64) -> Result<()> {
+        self.done += bytes;
+        let p = Progress { done: self.done, total: self.total };
+        match &self.callback {
+            Some(callback) if !callback(p) => Err(Error::Cancelled),
+            _ => Ok(()),
+        }
+    }
+}

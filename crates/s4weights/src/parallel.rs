@@ -1,0 +1,18 @@
+//! Threads for one call: made when it starts, gone when it ends, so that nothing outlives a fork.
+
+use rayon::{ThreadPool, ThreadPoolBuilder};
+
+use crate::error::{Error, Result};
+
+/// A pool of `threads` threads; `None` for one, which the caller's own thread is.
+pub(crate) fn pool(threads: usize) -> Result<Option<ThreadPool>> {
+    if threads <= 1 {
+        return Ok(None);
+    }
+    let pool = ThreadPoolBuilder::new()
+        .num_threads(threads)
+        .thread_name(|i| format!("s4weights-{i}"))
+        .build()
+        .map_err(|e| Error::io("threads", "start", std::io::Error::other(e)))?;
+    Ok(Some(pool))
+}

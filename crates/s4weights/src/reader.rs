@@ -1,0 +1,343 @@
+//! Reads a `.s4w` file, whole or in part.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use s4_engine::{CpuEngine, TensorSpec};
+use s4_format::file::{self, FOOTER_LEN, Footer, HEADER_LEN};
+use s4_format::index::{self, Tensor, TensorKind, chunk_count};
+use s4_format::manifest::{Manifest, Section};
+use s4_format::side::Side;
+use s4_format::{ChunkRecord, DType, Digest};
+
+use crate::error::{At, Error, Result};
+use crate::fetch::Want;
+use crate::io::{ReadAt, Source, open_source};
+use crate::options::{ReadOptions, simd};
+use crate::slice::Slice;
+
+/// The last bytes of a file that are read first: footer, manifest and index of most files.
+const TAIL: u64 = 64 << 10;
+
+/// A tensor of a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TensorInfo<'a> {
+    /// Its name.
+    pub name: &'a str,
+    /// Type of the elements.
+    pub dtype: DType,
+    /// Size of each dimension, in elements.
+    pub shape: &'a [u64],
+    /// Bytes of the values.
+    pub bytes: u64,
+}
+
+/// An open file. All methods may be called from many threads.
+pub struct Reader {
+    pub(crate) name: String,
+    pub(crate) source: Box<dyn ReadAt>,
+    pub(crate) manifest: Manifest,
+    pub(crate) footer: Footer,
+    pub(crate) tensors: Vec<Tensor>,
+    pub(crate) engine: CpuEngine,
+    pub(crate) options: ReadOptions,
+    by_name: HashMap<String, usize>,
+    /// Tensors that the caller sees; packs stand behind them.
+    named: usize,
+    blocks: Mutex<HashMap<usize, Arc<LoadedBlock>>>,
+}
+
+/// Side data and chunk table of a tensor.
+pub(crate) struct LoadedBlock {
+    pub(crate) side: Side,
+    pub(crate) records: Vec<ChunkRecord>,
+}
+
+impl Reader {
+    /// Opens a file: reads its end, its manifest and its tensor table.
+    ///
+    /// # Errors
+    /// `NotFound`, `Io`, or `Format` if it is no `.s4w` file, damaged, cut or of another version.
+    pub fn open(source: Source, options: ReadOptions) -> Result<Self> {
+        let engine = CpuEngine::new(simd(options.simd)?);
+        let (name, source) = open_source(source)?;
+        let len = source.len();
+        let mut start = vec![0; HEADER_LEN.min(usize::try_from(len).unwrap_or(HEADER_LEN))];
+        source.read_at(0, &mut start)?;
+        file::check_header(&start).at(&name)?;
+        let tail_at = len - len.min(TAIL.max(FOOTER_LEN as u64));
+        let mut tail = vec![0; usize::try_from(len - tail_at).unwrap_or(0)];
+        source.read_at(tail_at, &mut tail)?;
+        let footer = Footer::parse(&tail, len).at(&name)?;
+        let known = Known { source: &*source, name: &name, tail: &tail, tail_at };
+        let section =
+            Section { offset: footer.offset, bytes: footer.len, blake3: footer.digest };
+        let json = known.section(&section, "manifest")?;
+        let manifest = Manifest::parse(&json, footer.offset).at(&name)?;
+        let table = known.section(&manifest.tensors.section, "tensor table")?;
+        let tensors =
+            index::parse_table(&table, footer.offset, manifest.plans.len()).at(&name)?;
+        if tensors.len() != manifest.tensors.count as usize {
+            let what = format!("{} tensors, {} expected", tensors.len(), manifest.tensors.count);
+            return Err(s4_format::Error::corrupt(what).in_part("tensor table")).at(&name);
+        }
+        let named = tensors.iter().take_while(|t| !t.name.is_empty()).count();
+        if tensors[named..].iter().any(|t| !t.name.is_empty()) {
+            let e = s4_format::Error::corrupt("packs do not stand behind all other tensors");
+            return Err(e.in_part("tensor table")).at(&name);
+        }
+        let by_name = (tensors[..named].iter().enumerate()).map(|(i, t)| (t.name.clone(), i));
+        Ok(Self {
+            by_name: by_name.collect(),
+            name,
+            source,
+            manifest,
+            footer,
+            tensors,
+            named,
+            engine,
+            options,
+            blocks: Mutex::default(),
+        })
+    }
+
+    /// The manifest.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// BLAKE3 of the manifest: the identity of the checkpoint.
+    pub fn digest(&self) -> Digest {
+        self.footer.digest
+    }
+
+    /// The saved object as typed JSON, if the file has it.
+    pub fn tree(&self) -> Option<&str> {
+        self.manifest.tree.as_ref().map(|t| t.get())
+    }
+
+    /// The tensors, in the order in which they were written. Their place is their number.
+    pub fn tensors(&self) -> impl ExactSizeIterator<Item = TensorInfo<'_>> {
+        self.tensors[..self.named].iter().map(|t| TensorInfo {
+            name: &t.name,
+            dtype: t.dtype,
+            shape: &t.shape,
+            // The index was parsed: shapes are within limits.
+            bytes: t.bytes().unwrap_or(0),
+        })
+    }
+
+    /// The number of a tensor.
+    ///
+    /// # Errors
+    /// `NoEntry` if there is none of this name.
+    pub fn find(&self, name: &str) -> Result<usize> {
+        self.by_name.get(name).copied().ok_or_else(|| self.no_entry("tensor", name))
+    }
+
+    fn no_entry(&self, what: &'static str, name: &str) -> Error {
+        Error::NoEntry { target: self.name.clone(), what, name: name.to_owned() }
+    }
+
+    /// A named byte string.
+    ///
+    /// # Errors
+    /// `NoEntry`, or as reading.
+    pub fn blob(&self, name: &str) -> Result<Vec<u8>> {
+        let section = self.manifest.blobs.get(name).ok_or_else(|| self.no_entry("blob", name))?;
+        let known = Known { source: &*self.source, name: &self.name, tail: &[], tail_at: 0 };
+        known.section(section, "blob")
+    }
+
+    /// Reads a tensor.
+    ///
+    /// # Errors
+    /// `NoEntry`, `Io`, `Format` naming tensor and chunk, `Cancelled`.
+    pub fn read(&self, name: &str) -> Result<Vec<u8>> {
+        let number = self.find(name)?;
+        let bytes = self.tensors[number].bytes().at(&self.name)?;
+        let mut out = self.buffer(bytes)?;
+        self.read_into(&mut [(number, &mut out)])?;
+        Ok(out)
+    }
+
+    /// Reads part of a tensor: row-major, without gaps.
+    ///
+    /// # Errors
+    /// As [`Reader::read`]; `Argument` if the slice does not lie within the tensor.
+    pub fn read_slice(&self, name: &str, slice: &Slice) -> Result<Vec<u8>> {
+        let number = self.find(name)?;
+        let tensor = &self.tensors[number];
+        let elements = slice.check(name, &tensor.shape)?;
+        let size = tensor.dtype.size() as u64;
+        let mut out = self.buffer(elements * size)?;
+        let mut wants = vec![];
+        let mut rest = out.as_mut_slice();
+        for run in slice.runs(&tensor.shape) {
+            let len = usize::try_from((run.end - run.start) * size).unwrap_or(usize::MAX);
+            let (now, later) = rest.split_at_mut(len);
+            wants.push(Want { tensor: number, first: run.start * size, to: now });
+            rest = later;
+        }
+        self.fetch(wants)?;
+        Ok(out)
+    }
+
+    /// Reads tensors, by number, into buffers of their size, in parallel.
+    ///
+    /// # Errors
+    /// As [`Reader::read`]; `Argument` if a buffer does not have its tensor's size. The buffers'
+    /// content is unspecified then.
+    pub fn read_into(&self, requests: &mut [(usize, &mut [u8])]) -> Result<()> {
+        let mut wants = Vec::with_capacity(requests.len());
+        for (number, to) in requests {
+            let tensor = self.tensors[..self.named].get(*number);
+            let tensor = tensor
+                .ok_or_else(|| Error::Argument(format!("{}: no tensor {number}", self.name)))?;
+            if tensor.bytes().at(&self.name)? != to.len() as u64 {
+                return Err(Error::Argument(format!(
+                    "buffer of {} bytes for tensor `{}` of {} {:?}",
+                    to.len(),
+                    tensor.name,
+                    tensor.dtype,
+                    tensor.shape
+                )));
+            }
+            wants.push(Want { tensor: *number, first: 0, to: &mut **to });
+        }
+        self.fetch(wants)
+    }
+
+    fn buffer(&self, bytes: u64) -> Result<Vec<u8>> {
+        let too_large = || s4_format::Error::limit(format!("{bytes} bytes do not fit in memory"));
+        let len = usize::try_from(bytes).map_err(|_| too_large()).at(&self.name)?;
+        let mut out = Vec::new();
+        out.try_reserve_exact(len).map_err(|_| too_large()).at(&self.name)?;
+        out.resize(len, 0);
+        Ok(out)
+    }
+
+    /// What decoding needs to know of a tensor with chunks of its own.
+    pub(crate) fn spec<'a>(&'a self, tensor: usize, block: &'a LoadedBlock) -> TensorSpec<'a> {
+        let t = &self.tensors[tensor];
+        let chunk_log2 = match t.kind {
+            TensorKind::Chunks { chunk_log2, .. } => chunk_log2,
+            TensorKind::Packed { .. } => s4_engine::CHUNK_LOG2,
+        };
+        TensorSpec {
+            dtype: t.dtype,
+            shape: &t.shape,
+            plan: &self.manifest.plans[usize::from(t.plan)],
+            side: &block.side,
+            chunk_log2,
+        }
+    }
+
+    /// Side data and chunk tables of tensors with chunks of their own. Adjacent ones are read
+    /// together, and kept.
+    pub(crate) fn blocks(&self, tensors: &[usize]) -> Result<HashMap<usize, Arc<LoadedBlock>>> {
+        let mut kept = self.blocks.lock().unwrap_or_else(|e| e.into_inner());
+        let mut missing: Vec<_> = tensors
+            .iter()
+            .filter(|t| !kept.contains_key(t))
+            .filter_map(|&t| match self.tensors[t].kind {
+                TensorKind::Chunks { block, chunk_log2, .. } => Some((block, chunk_log2, t)),
+                TensorKind::Packed { .. } => None,
+            })
+            .collect();
+        missing.sort_unstable_by_key(|m| m.0.offset);
+        let mut at = 0;
+        while at < missing.len() {
+            let first = missing[at].0.offset;
+            let adjacent = missing[at..].windows(2).take_while(|w| {
+                let end = w[1].0.offset + u64::from(w[1].0.len);
+                w[0].0.offset + u64::from(w[0].0.len) == w[1].0.offset
+                    && end - first <= self.source.request_size() as u64
+            });
+            let run = &missing[at..at + 1 + adjacent.count()];
+            let total: u64 = run.iter().map(|m| u64::from(m.0.len)).sum();
+            let mut bytes = self.buffer(total)?;
+            self.source.read_at(first, &mut bytes)?;
+            let mut rest = bytes.as_slice();
+            for (block, log2, t) in run {
+                let (now, later) = rest.split_at(block.len as usize);
+                rest = later;
+                let loaded = self.parse_block(*t, now, block, *log2);
+                let loaded = loaded.map_err(|e| e.in_tensor(self.label(*t))).at(&self.name)?;
+                kept.insert(*t, Arc::new(loaded));
+            }
+            at += run.len();
+        }
+        Ok(tensors.iter().filter_map(|t| Some((*t, Arc::clone(kept.get(t)?)))).collect())
+    }
+
+    fn parse_block(
+        &self,
+        tensor: usize,
+        bytes: &[u8],
+        block: &index::Block,
+        log2: u8,
+    ) -> s4_format::Result<LoadedBlock> {
+        let chunks = chunk_count(self.tensors[tensor].values()?, log2);
+        let (side, table) = index::split_block(bytes, block, chunks)?;
+        let records = ChunkRecord::parse_table(table)?;
+        for (i, r) in records.iter().enumerate() {
+            let object = self.manifest.objects.get(r.object as usize).filter(|o| o.name.is_none());
+            let end = r.offset.checked_add(u64::from(r.len));
+            if object.is_none_or(|o| end.is_none_or(|e| e > o.bytes)) {
+                let e = s4_format::Error::corrupt("chunk lies outside its object");
+                return Err(e.in_part("chunk table").in_chunk(i as u64));
+            }
+        }
+        Ok(LoadedBlock { side: Side::parse(side).map_err(|e| e.in_part("side data"))?, records })
+    }
+
+    /// A name for messages: packs have none of their own.
+    pub(crate) fn label(&self, tensor: usize) -> &str {
+        match self.tensors[tensor].name.as_str() {
+            "" => "small tensors",
+            name => name,
+        }
+    }
+
+    pub(crate) fn named(&self) -> usize {
+        self.named
+    }
+}
+
+/// What of a file was read when it was opened.
+struct Known<'a> {
+    source: &'a dyn ReadAt,
+    name: &'a str,
+    tail: &'a [u8],
+    tail_at: u64,
+}
+
+impl Known<'_> {
+    /// Reads a section, from the tail if it lies there, and checks its hash.
+    fn section(&self, section: &Section, part: &'static str) -> Result<Vec<u8>> {
+        let Section { offset, bytes, blake3 } = *section;
+        if offset.checked_add(bytes).is_none_or(|end| end > self.source.len()) {
+            let e = s4_format::Error::truncated("section passes the end of the file");
+            return Err(e.in_part(part)).at(self.name);
+        }
+        let len = usize::try_from(bytes).unwrap_or(usize::MAX);
+        let inside = offset.checked_sub(self.tail_at).and_then(|at| {
+            let at = usize::try_from(at).ok()?;
+            self.tail.get(at..at.checked_add(len)?)
+        });
+        let out = match inside {
+            Some(bytes) => bytes.to_vec(),
+            None => {
+                let mut out = vec![0; len];
+                self.source.read_at(offset, &mut out)?;
+                out
+            }
+        };
+        if Digest::of(&out) != blake3 {
+            let e = s4_format::Error::corrupt("hash differs");
+            return Err(e.in_part(part)).at(self.name);
+        }
+        Ok(out)
+    }
+}

@@ -1,0 +1,158 @@
+//! What was done, and what is in a file.
+
+use std::collections::BTreeMap;
+
+use s4_format::{CodecId, DType, LayoutId, StreamEntry};
+use serde::Serialize;
+
+/// Totals of all streams of one plane that were coded alike.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct StreamTotal {
+    /// Values whose plane this is.
+    pub values: u64,
+    /// Bytes of the streams.
+    pub bytes: u64,
+    /// Bits for each value.
+    pub bits_per_value: f64,
+}
+
+/// What a save did.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct Report {
+    /// Tensors written.
+    pub tensors: u64,
+    /// Bytes of their values.
+    pub bytes_in: u64,
+    /// Bytes of the file.
+    pub bytes_out: u64,
+    /// Seconds from creation to publication.
+    pub seconds: f64,
+    /// BLAKE3 of the manifest, in hexadecimal: the identity of the checkpoint.
+    pub digest: String,
+    /// Totals by layout, plane and codec, such as `fields/exponent/rans`.
+    pub streams: BTreeMap<String, StreamTotal>,
+}
+
+/// The name of a plane.
+pub(crate) fn plane_name(layout: LayoutId, plane: usize) -> String {
+    let names: &[&str] = match layout {
+        LayoutId::FIELDS => &["exponent", "mantissa+sign", "low+sign"],
+        LayoutId::FIELDS_SIGN => &["sign", "exponent", "mantissa", "low"],
+        LayoutId::TOKEN => &["token", "bits"],
+        LayoutId::WHOLE => &["values"],
+        _ => &[],
+    };
+    names.get(plane).map_or_else(|| format!("byte{plane}"), |n| (*n).to_owned())
+}
+
+/// Adds up streams.
+#[derive(Debug, Default)]
+pub(crate) struct Totals(BTreeMap<String, (u64, u64)>);
+
+impl Totals {
+    pub(crate) fn plain(&mut self, values: u64, bytes: u64) {
+        self.add("plain".into(), values, bytes);
+    }
+
+    pub(crate) fn chunk(&mut self, layout: LayoutId, values: u64, streams: &[StreamEntry]) {
+        for (i, s) in streams.iter().enumerate() {
+            let key = format!("{layout}/{}/{}", plane_name(layout, i), codec_name(s));
+            self.add(key, values, u64::from(s.len));
+        }
+    }
+
+    fn add(&mut self, key: String, values: u64, bytes: u64) {
+        let t = self.0.entry(key).or_default();
+        t.0 += values;
+        t.1 += bytes;
+    }
+
+    pub(crate) fn finish(self) -> BTreeMap<String, StreamTotal> {
+        let total = |(values, bytes): (u64, u64)| StreamTotal {
+            values,
+            bytes,
+            bits_per_value: bytes as f64 * 8.0 / values.max(1) as f64,
+        };
+        self.0.into_iter().map(|(k, t)| (k, total(t))).collect()
+    }
+}
+
+fn codec_name(s: &StreamEntry) -> String {
+    match s.codec {
+        CodecId::RANS | CodecId::BITS => format!("{}{}", s.codec, s.param),
+        other => other.to_string(),
+    }
+}
+
+/// One plane of a tensor.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct PlaneReport {
+    /// What it holds.
+    pub plane: String,
+    /// Codecs of its streams.
+    pub codecs: Vec<String>,
+    /// Bytes of its streams.
+    pub bytes: u64,
+    /// Bits for each value.
+    pub bits_per_value: f64,
+}
+
+/// One tensor of a file.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct TensorReport {
+    /// Its name.
+    pub name: String,
+    /// Type of its elements.
+    pub dtype: DType,
+    /// Its dimensions.
+    pub shape: Vec<u64>,
+    /// Bytes of its values.
+    pub bytes: u64,
+    /// Bytes of its chunks; `None` if it shares a chunk with other small tensors.
+    pub stored: Option<u64>,
+    /// Predictor, residual and layout.
+    pub plan: String,
+    /// Its planes, if they were asked for.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub planes: Vec<PlaneReport>,
+}
+
+/// What is in a file.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Inspection {
+    /// Version of the format.
+    pub format: String,
+    /// Program that wrote it.
+    pub writer: String,
+    /// Preset that it was written with.
+    pub preset: String,
+    /// How the saved object is described: `tensors`, `tree` or `pickle`.
+    pub form: s4_format::manifest::Form,
+    /// BLAKE3 of the manifest.
+    pub digest: String,
+    /// Bytes of the file.
+    pub file_bytes: u64,
+    /// Bytes of all tensors' values.
+    pub bytes: u64,
+    /// `bytes / file_bytes`.
+    pub ratio: f64,
+    /// Free text of who saved it.
+    pub metadata: BTreeMap<String, String>,
+    /// Closed bitstreams that reading needs.
+    pub closed_codecs: Vec<String>,
+    /// The tensors.
+    pub tensors: Vec<TensorReport>,
+}
+
+/// What a verification read and compared.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct Verification {
+    /// Tensors decoded.
+    pub tensors: u64,
+    /// Chunks decoded; the checksums of each were compared before and after.
+    pub chunks: u64,
+    /// Bytes of values.
+    pub bytes: u64,
+    /// Objects and sections whose BLAKE3 was compared.
+    pub hashes: u64,
+}

@@ -1,0 +1,83 @@
+//! Parts of a tensor.
+
+use std::ops::Range;
+
+use crate::error::{Error, Result};
+
+/// A hyper-rectangle of a tensor: a range of indices in each dimension.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Slice(pub Vec<Range<u64>>);
+
+impl Slice {
+    /// Checks the slice against a shape; gives the number of elements.
+    pub(crate) fn check(&self, name: &str, shape: &[u64]) -> Result<u64> {
+        let fits = |(r, &d): (&Range<u64>, &u64)| r.start <= r.end && r.end <= d;
+        if self.0.len() != shape.len() || !self.0.iter().zip(shape).all(fits) {
+            return Err(Error::Argument(format!(
+                "slice {:?} does not lie within shape {shape:?} of tensor `{name}`",
+                self.0
+            )));
+        }
+        Ok(self.0.iter().map(|r| r.end - r.start).product())
+    }
+
+    /// Runs of adjacent elements, in row-major order: first element and length.
+    pub(crate) fn runs(&self, shape: &[u64]) -> Vec<Range<u64>> {
+        if self.0.iter().any(|r| r.start == r.end) {
+            return vec![];
+        }
+        // Trailing dimensions that are taken whole belong to one run.
+        let whole = (self.0.iter().zip(shape)).rev().take_while(|(r, d)| r.end - r.start == **d);
+        let inner = shape.len() - whole.count();
+        let block: u64 = shape[inner..].iter().product();
+        let Some(last) = inner.checked_sub(1) else {
+            return vec![0..block];
+        };
+        let mut runs = vec![];
+        let mut index: Vec<u64> = self.0[..inner].iter().map(|r| r.start).collect();
+        loop {
+            let first = index.iter().zip(shape).fold(0, |at, (i, d)| at * d + i) * block;
+            runs.push(first..first + (self.0[last].end - self.0[last].start) * block);
+            // Count up the dimensions outside the run, the last one fastest.
+            let Some(d) = (0..last).rev().find(|&d| index[d] + 1 < self.0[d].end) else {
+                return runs;
+            };
+            index[d] += 1;
+            for reset in d + 1..last {
+                index[reset] = self.0[reset].start;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::single_range_in_vec_init, reason = "a slice of one dimension is one range")]
+mod tests {
+    use super::*;
+
+    fn elements(slice: &Slice, shape: &[u64]) -> Vec<u64> {
+        slice.runs(shape).into_iter().flatten().collect()
+    }
+
+    #[test]
+    fn runs_cover_exactly_the_slice() {
+        let shape = [3, 4, 5];
+        for (a, b, c) in [(0..3, 0..4, 0..5), (1..2, 0..4, 0..5), (0..3, 1..3, 2..4), (2..3, 3..4, 4..5)]
+        {
+            let slice = Slice(vec![a.clone(), b.clone(), c.clone()]);
+            let mut want = vec![];
+            for i in a {
+                for j in b.clone() {
+                    want.extend(c.clone().map(|k| (i * 4 + j) * 5 + k));
+                }
+            }
+            assert_eq!(slice.check("t", &shape).unwrap(), want.len() as u64);
+            assert_eq!(elements(&slice, &shape), want);
+        }
+        assert_eq!(Slice(vec![0..3, 0..4, 0..5]).runs(&shape), [0..60]);
+        assert_eq!(Slice(vec![]).runs(&[]), [0..1]);
+        assert!(Slice(vec![0..3, 2..2, 0..5]).runs(&shape).is_empty());
+        assert!(Slice(vec![0..4]).check("t", &[3]).is_err());
+        assert!(Slice(vec![]).check("t", &[3]).is_err());
+    }
+}

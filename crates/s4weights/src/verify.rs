@@ -1,0 +1,135 @@
+//! Checks a file, and tells what is in it.
+
+use std::collections::BTreeSet;
+
+use s4_format::index::TensorKind;
+use s4_format::layout::Planes;
+use s4_format::{Digest, StreamEntry};
+
+use crate::error::{At, Result};
+use crate::reader::Reader;
+use crate::report::{Inspection, PlaneReport, TensorReport, Verification, plane_name};
+
+impl Reader {
+    /// Reads the whole file and compares every hash and every checksum.
+    ///
+    /// # Errors
+    /// The first difference, as reading would report it.
+    pub fn verify(&self) -> Result<Verification> {
+        let mut out = Verification { tensors: self.named() as u64, ..Verification::default() };
+        self.decode_all(&mut out.chunks)?;
+        out.bytes = self.tensors().map(|t| t.bytes).sum();
+        for object in &self.manifest.objects {
+            let mut hasher = blake3::Hasher::new();
+            let mut at = 0;
+            let mut buffer = vec![0; (object.bytes as usize).min(8 << 20)];
+            while at < object.bytes {
+                let len = (object.bytes - at).min(buffer.len() as u64) as usize;
+                self.source.read_at(at, &mut buffer[..len])?;
+                hasher.update(&buffer[..len]);
+                at += len as u64;
+            }
+            if Digest(*hasher.finalize().as_bytes()) != object.blake3 {
+                let e = s4_format::Error::corrupt("hash of the chunks' bytes differs");
+                return Err(e.in_part("object")).at(&self.name);
+            }
+            out.hashes += 1;
+        }
+        for name in self.manifest.blobs.keys() {
+            self.blob(name)?;
+            out.hashes += 1;
+        }
+        // Manifest and tensor table were compared when the file was opened.
+        out.hashes += 2;
+        Ok(out)
+    }
+
+    /// What is in the file. `planes`: also read the header of every chunk and add up its streams.
+    ///
+    /// # Errors
+    /// As reading.
+    pub fn inspect(&self, planes: bool) -> Result<Inspection> {
+        let m = &self.manifest;
+        let tensors = (0..self.named()).map(|t| self.inspect_tensor(t, planes));
+        let bytes = self.tensors().map(|t| t.bytes).sum();
+        Ok(Inspection {
+            format: m.format.to_string(),
+            writer: m.writer.clone(),
+            preset: m.preset.clone(),
+            form: m.form,
+            digest: self.digest().to_string(),
+            file_bytes: self.source.len(),
+            bytes,
+            ratio: bytes as f64 / self.source.len() as f64,
+            metadata: m.metadata.clone(),
+            closed_codecs: m.closed_codecs.iter().map(|c| c.codec.to_string()).collect(),
+            tensors: tensors.collect::<Result<_>>()?,
+        })
+    }
+
+    fn inspect_tensor(&self, number: usize, planes: bool) -> Result<TensorReport> {
+        let t = &self.tensors[number];
+        let mut out = TensorReport {
+            name: t.name.clone(),
+            dtype: t.dtype,
+            shape: t.shape.clone(),
+            bytes: t.bytes().at(&self.name)?,
+            stored: None,
+            plan: "packed".into(),
+            planes: vec![],
+        };
+        if let TensorKind::Packed { .. } = t.kind {
+            return Ok(out);
+        }
+        let plan = &self.manifest.plans[usize::from(t.plan)];
+        out.plan = format!("{} {} {}", plan.predictor, plan.residual, plan.layout);
+        let blocks = self.blocks(&[number])?;
+        let records = &blocks[&number].records;
+        out.stored = Some(records.iter().map(|r| u64::from(r.len)).sum());
+        if planes {
+            out.planes = self.inspect_planes(number, records)?;
+        }
+        Ok(out)
+    }
+
+    fn inspect_planes(
+        &self,
+        number: usize,
+        records: &[s4_format::ChunkRecord],
+    ) -> Result<Vec<PlaneReport>> {
+        let t = &self.tensors[number];
+        let layout = self.manifest.plans[usize::from(t.plan)].layout;
+        let streams = Planes::new(layout, t.dtype.value_width(), 0).at(&self.name)?.sizes().len();
+        let mut sums = vec![(0u64, BTreeSet::new()); streams];
+        let mut plain = 0;
+        for (i, r) in records.iter().enumerate() {
+            if r.plain {
+                plain += u64::from(r.len);
+                continue;
+            }
+            let mut frame = vec![0; r.len as usize];
+            self.source.read_at(r.offset, &mut frame)?;
+            let list = StreamEntry::parse_chunk(&frame, streams);
+            let list = list.map_err(|e| e.in_chunk(i as u64).in_tensor(&t.name)).at(&self.name)?;
+            for (sum, (entry, _)) in sums.iter_mut().zip(list.items()) {
+                sum.0 += u64::from(entry.len);
+                sum.1.insert(entry.codec.to_string());
+            }
+        }
+        let values = t.values().at(&self.name)?.max(1) as f64;
+        let report = |plane: String, codecs: Vec<String>, bytes: u64| PlaneReport {
+            plane,
+            codecs,
+            bytes,
+            bits_per_value: bytes as f64 * 8.0 / values,
+        };
+        let mut out: Vec<_> = (sums.into_iter().enumerate())
+            .filter(|(_, s)| !s.1.is_empty())
+            .map(|(i, s)| report(plane_name(layout, i), s.1.into_iter().collect(), s.0))
+            .collect();
+        if plain > 0 {
+            out.push(report("plain".into(), vec!["raw".into()], plain));
+        }
+        Ok(out)
+    }
+}

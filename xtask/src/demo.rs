@@ -1,0 +1,22 @@
+//! `cargo xtask demo`.
+
+use std::path::Path;
+
+use crate::error::Result;
+use crate::proc;
+use crate::python::Venv;
+
+/// Prepares the environment and runs `examples/demo.py` in it.
+///
+/// # Errors
+/// If a build fails, or the demo finds a difference.
+pub(crate) fn run(root: &Path) -> Result<String> {
+    let venv = Venv::main(root)?;
+    venv.install_wheel()?;
+    // A row of the demo's table; the demo says so where it is missing.
+    venv.install_peers("zipnn")?;
+    let mut demo = proc::command(root, venv.python());
+    demo.args(["examples/demo.py", "--folder", ".demo"]);
+    proc::run(&mut demo)?;
+    Ok("the killed and resumed run ended in the unbroken run's state, bit for bit".into())
+}

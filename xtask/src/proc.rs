@@ -1,0 +1,86 @@
+//! Starting other programs.
+
+use std::ffi::OsString;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use crate::error::{Error, Result};
+
+/// A command that runs in the workspace's root.
+pub(crate) fn command(root: &Path, program: impl Into<OsString>) -> Command {
+    let mut command = Command::new(program.into());
+    command.current_dir(root);
+    command
+}
+
+/// The cargo that runs this program.
+pub(crate) fn cargo(root: &Path) -> Command {
+    command(root, std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+}
+
+/// Runs the command, its output going where ours goes, after a line that says what runs.
+///
+/// # Errors
+/// If it does not start, or ends with another code than 0.
+pub(crate) fn run(command: &mut Command) -> Result<()> {
+    announce(command);
+    let status = command.status().map_err(|e| not_started(command, &e))?;
+    if status.success() {
+        return Ok(());
+    }
+    Err(Error::new(format!("`{}` ended with {status}", line(command))))
+}
+
+/// Runs the command as [`run`] does, and hands each line of its standard output to `see` as well.
+///
+/// # Errors
+/// As [`run`].
+pub(crate) fn run_seeing(command: &mut Command, mut see: impl FnMut(&str)) -> Result<()> {
+    announce(command);
+    let mut child = command.stdout(Stdio::piped()).spawn().map_err(|e| not_started(command, &e))?;
+    if let Some(output) = child.stdout.take() {
+        // A test may print bytes that are no UTF-8: lines are cut before they are decoded.
+        for bytes in BufReader::new(output).split(b'\n') {
+            let bytes = bytes.map_err(|e| Error::new(format!("reading its output: {e}")))?;
+            let text = String::from_utf8_lossy(&bytes);
+            println!("{text}");
+            see(&text);
+        }
+    }
+    let status = child.wait().map_err(|e| not_started(command, &e))?;
+    if status.success() {
+        return Ok(());
+    }
+    Err(Error::new(format!("`{}` ended with {status}", line(command))))
+}
+
+/// Runs the command silently and returns what it printed.
+///
+/// # Errors
+/// As [`run`]; the error carries what it wrote to standard error.
+pub(crate) fn output(command: &mut Command) -> Result<String> {
+    let output = command.output().map_err(|e| not_started(command, &e))?;
+    if output.status.success() {
+        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+    }
+    let said = String::from_utf8_lossy(&output.stderr);
+    Err(Error::new(format!("`{}` ended with {}: {}", line(command), output.status, said.trim())))
+}
+
+fn announce(command: &Command) {
+    println!("\n$ {}", line(command));
+}
+
+fn not_started(command: &Command, error: &std::io::Error) -> Error {
+    Error::new(format!("`{}` did not start: {error}", line(command)))
+}
+
+/// The command as a person would type it, the program without its folders.
+fn line(command: &Command) -> String {
+    let program = Path::new(command.get_program());
+    let name = program.file_name().unwrap_or(command.get_program());
+    let mut words = vec![name.to_string_lossy().into_owned()];
+    words.extend(command.get_args().map(|a| a.to_string_lossy().into_owned()));
+    words.join(" ")
+}

@@ -1,0 +1,154 @@
+//! The project's Python environments: `.venv` for the tests and the demo, `.venv-peers` for the
+//! peers that the benchmark measures.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, Result};
+use crate::proc;
+
+/// The interpreters to try, in this order, after the one that `$PYTHON` names.
+const CANDIDATES: [&str; 7] =
+    ["python3", "python", "python3.14", "python3.13", "python3.12", "python3.11", "python3.10"];
+
+/// Succeeds on an interpreter that this project supports.
+const PROBE: &str = "import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))";
+
+/// A virtual environment inside the project.
+pub(crate) struct Venv {
+    root: PathBuf,
+    folder: PathBuf,
+}
+
+impl Venv {
+    /// The environment of the tests and the demo, with what `xtask/requirements.txt` names.
+    ///
+    /// # Errors
+    /// If no suitable Python is found, or an installation fails.
+    pub(crate) fn main(root: &Path) -> Result<Self> {
+        let venv = Self::at(root, ".venv")?;
+        venv.require("xtask/requirements.txt")?;
+        Ok(venv)
+    }
+
+    /// The environment of the benchmark's peers. It sees what `main` holds (torch, 5 GB, is
+    /// installed once), so that all are measured in one process.
+    ///
+    /// Returns the environment and the peers that could not be installed here.
+    ///
+    /// # Errors
+    /// If the environment itself cannot be made.
+    pub(crate) fn peers(root: &Path, main: &Self) -> Result<(Self, Vec<String>)> {
+        let venv = Self::at(root, ".venv-peers")?;
+        let link = venv.site_packages()?.join("main-environment.pth");
+        let text = format!("{}\n", main.site_packages()?.display());
+        fs::write(&link, text).map_err(|e| Error::at(&link, &e))?;
+        let missing = venv.install_peers("")?;
+        Ok((venv, missing))
+    }
+
+    /// Installs the peers whose name starts with `prefix`, one by one: a peer that cannot be
+    /// installed here must not take the others with it. Returns those that could not.
+    ///
+    /// # Errors
+    /// If the list of peers cannot be read.
+    pub(crate) fn install_peers(&self, prefix: &str) -> Result<Vec<String>> {
+        let list = read(&self.root.join("xtask/requirements-peers.txt"))?;
+        let named = list.lines().filter(|l| !l.starts_with('#') && l.starts_with(prefix));
+        Ok(named.filter(|peer| self.pip(&[peer]).is_err()).map(str::to_owned).collect())
+    }
+
+    /// The environment's interpreter.
+    pub(crate) fn python(&self) -> PathBuf {
+        self.program("python")
+    }
+
+    /// A program that the environment holds.
+    pub(crate) fn program(&self, name: &str) -> PathBuf {
+        self.folder.join(if cfg!(windows) { "Scripts" } else { "bin" }).join(name)
+    }
+
+    /// Builds the wheel and installs it here.
+    ///
+    /// # Errors
+    /// If the build or the installation fails.
+    pub(crate) fn install_wheel(&self) -> Result<()> {
+        let wheels = self.folder.join("wheels");
+        if wheels.exists() {
+            fs::remove_dir_all(&wheels).map_err(|e| Error::at(&wheels, &e))?;
+        }
+        let mut build = proc::command(&self.root, self.program("maturin"));
+        build.args([
+            "build",
+            "--release",
+            "--locked",
+            "--manifest-path",
+            "crates/s4-py/Cargo.toml",
+        ]);
+        build.arg("--interpreter").arg(self.python()).arg("--out").arg(&wheels);
+        proc::run(&mut build)?;
+        let wheel = only_wheel(&wheels)?;
+        self.pip(&["--force-reinstall", "--no-deps", &wheel.to_string_lossy()])
+    }
+
+    fn at(root: &Path, name: &str) -> Result<Self> {
+        let venv = Self { root: root.to_path_buf(), folder: root.join(name) };
+        // `pyvenv.cfg` is written first and pip last: both, or the making of it was cut short.
+        if !(venv.python().exists() && venv.program("pip").exists()) {
+            let mut make = proc::command(root, find_python(root)?);
+            make.args(["-m", "venv", "--clear", name]);
+            proc::run(&mut make)?;
+        }
+        Ok(venv)
+    }
+
+    /// Installs a requirements file, unless just that was the last one installed here.
+    fn require(&self, file: &str) -> Result<()> {
+        let wanted = read(&self.root.join(file))?;
+        let stamp = self.folder.join("installed-requirements.txt");
+        if fs::read_to_string(&stamp).is_ok_and(|installed| installed == wanted) {
+            return Ok(());
+        }
+        self.pip(&["--requirement", file])?;
+        fs::write(&stamp, wanted).map_err(|e| Error::at(&stamp, &e))
+    }
+
+    fn pip(&self, args: &[&str]) -> Result<()> {
+        let mut pip = proc::command(&self.root, self.python());
+        pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
+        // Nothing is left outside the project's own folders.
+        pip.arg("--no-cache-dir").args(args);
+        proc::run(&mut pip)
+    }
+
+    fn site_packages(&self) -> Result<PathBuf> {
+        let mut ask = proc::command(&self.root, self.python());
+        ask.args(["-c", "import sysconfig; print(sysconfig.get_paths()['platlib'])"]);
+        Ok(PathBuf::from(proc::output(&mut ask)?.trim()))
+    }
+}
+
+fn find_python(root: &Path) -> Result<String> {
+    let named = std::env::var("PYTHON").ok();
+    let fits = |python: &String| {
+        proc::output(proc::command(root, python.as_str()).args(["-c", PROBE])).is_ok()
+    };
+    named.into_iter().chain(CANDIDATES.map(String::from)).find(fits).ok_or_else(|| {
+        Error::new("no Python 3.10 or later with venv and pip was found (set PYTHON to one)")
+    })
+}
+
+fn only_wheel(folder: &Path) -> Result<PathBuf> {
+    let entries = fs::read_dir(folder).map_err(|e| Error::at(folder, &e))?;
+    let mut wheels = entries
+        .filter_map(|entry| entry.ok().map(|e| e.path()))
+        .filter(|path| path.extension().is_some_and(|e| e == "whl"));
+    match (wheels.next(), wheels.next()) {
+        (Some(wheel), None) => Ok(wheel),
+        _ => Err(Error::new(format!("{}: expected one wheel", folder.display()))),
+    }
+}
+
+fn read(path: &Path) -> Result<String> {
+    fs::read_to_string(path).map_err(|e| Error::at(path, &e))
+}

@@ -1,0 +1,84 @@
+//! `cargo xtask test`.
+
+use std::path::Path;
+
+use crate::error::Result;
+use crate::proc;
+use crate::python::Venv;
+
+/// What to test.
+#[derive(Default, clap::Args)]
+pub(crate) struct Args {
+    /// Only this side of the project
+    #[arg(value_enum)]
+    side: Option<Side>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Side {
+    Rust,
+    Python,
+}
+
+/// Runs the tests, and says how many passed.
+///
+/// # Errors
+/// If a build or a test fails.
+pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
+    let mut said = Vec::new();
+    if args.side != Some(Side::Python) {
+        said.push(rust(root)?);
+    }
+    if args.side != Some(Side::Rust) {
+        said.push(python(root)?);
+    }
+    Ok(said.join("; "))
+}
+
+/// Unit, integration, command-line and documentation tests of every crate but the Python module,
+/// which links against no interpreter and is tested through its wheel.
+fn rust(root: &Path) -> Result<String> {
+    let mut tests = proc::cargo(root);
+    tests.args(["test", "--locked", "--workspace", "--exclude", "s4-py", "--no-fail-fast"]);
+    let (mut passed, mut suites) = (0, 0);
+    proc::run_seeing(&mut tests, |line| {
+        if let Some(count) = passed_tests(line) {
+            passed += count;
+            suites += usize::from(count > 0);
+        }
+    })?;
+    Ok(format!("{passed} Rust tests in {suites} suites"))
+}
+
+fn python(root: &Path) -> Result<String> {
+    let venv = Venv::main(root)?;
+    venv.install_wheel()?;
+    let mut tests = proc::command(root, venv.python());
+    tests.args(["-m", "pytest", "-q", "-p", "no:cacheprovider", "crates/s4-py/tests"]);
+    let mut last = String::new();
+    proc::run_seeing(&mut tests, |line| {
+        if !line.trim().is_empty() {
+            last = line.trim().trim_matches('=').trim().to_owned();
+        }
+    })?;
+    Ok(format!("Python: {last}"))
+}
+
+/// The number of passed tests in a line like `test result: ok. 12 passed; 0 failed; ...`.
+fn passed_tests(line: &str) -> Option<usize> {
+    let (_, counts) = line.split_once("test result: ok. ")?;
+    counts.split_once(" passed")?.0.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::passed_tests;
+
+    #[test]
+    fn counts_what_the_harness_reports() {
+        let line = "test result: ok. 12 passed; 0 failed; 3 ignored; 0 measured; 0 filtered out";
+        assert_eq!(passed_tests(line), Some(12));
+        assert_eq!(passed_tests("test result: FAILED. 1 passed; 1 failed"), None);
+        assert_eq!(passed_tests("test a::b ... ok"), None);
+    }
+}
