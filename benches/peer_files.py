@@ -1,4 +1,7 @@
-"""Whole checkpoints: what `save` and `load` of each tool take, on a file system."""
+"""Whole checkpoints: what `save` and `load` of each tool take.
+
+In a memory file system where there is one: the tools are compared, not the disk.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from pathlib import Path
 import s4weights
 import safetensors.torch
 import torch
+
+MEMORY_FILES = Path("/dev/shm")
 
 #: Writes tensors to a path; reads them back.
 Tool = tuple[Callable[[dict, Path], object], Callable[[Path], dict]]
@@ -51,7 +56,8 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def bench(files: list[Path], threads: int, repeat: int) -> dict:
     """Every tool on every file: bytes on disk, ratio, GB/s."""
     results: dict[str, dict] = {name: {} for name in tools(threads)}
-    with tempfile.TemporaryDirectory() as folder:
+    place = MEMORY_FILES if MEMORY_FILES.is_dir() else None
+    with tempfile.TemporaryDirectory(dir=place) as folder:
         target = Path(folder) / "checkpoint"
         for source in files:
             tensors = safetensors.torch.load_file(source)

@@ -9,24 +9,30 @@ Table = list[list[str]]
 
 
 def markdown(results: dict) -> str:
-    """Tables of ratios and speeds, with what they were measured on."""
-    machine = results["machine"]
-    size = sum(results["data"].values())
+    """All the tables, with what they were measured on."""
     parts = [
-        f"Measured on {machine['processor']}, {machine['cores']} cores seen; "
-        f"{len(results['data'])} files, {size / 1e6:.1f} MB; {results['threads']} thread(s) unless "
-        f"a row says otherwise; best of {results['repeat']}.",
-        "Tensor by tensor, in memory: ratio",
+        summary(results),
+        "Ratio by file, tensor by tensor:",
         _render(_ratios(results["tensors"], list(results["data"]))),
-        "Tensor by tensor, in memory: GB/s of raw bytes, encoding / decoding",
-        _render(_speeds(results["tensors"])),
-        "Whole files: ratio, and GB/s of raw bytes, saving / loading",
+        "Whole files, in a memory file system where there is one: ratio, and GB/s of raw bytes, saving / loading:",
         _render(_whole(results["whole_files"], list(results["data"]))),
     ]
     if results["missing"]:
         parts.append("Not measured here:")
         parts.append("\n".join(f"- {name}: {why}" for name, why in results["missing"].items()))
     return "\n\n".join(parts) + "\n"
+
+
+def summary(results: dict) -> str:
+    """The table that says most, by dtype over all files, with what it was measured on."""
+    machine = results["machine"]
+    size = sum(results["data"].values())
+    intro = (
+        f"{len(results['data'])} files, {size / 1e6:.1f} MB, tensor by tensor in memory; "
+        f"{machine['processor']}; {_threads(results['threads'])} unless a row says otherwise; best "
+        f"of {results['repeat']} runs or more; GB/s of raw bytes."
+    )
+    return f"{intro}\n\n{_render(_by_dtype(results['tensors']))}"
 
 
 def _render(table: Table) -> str:
@@ -43,14 +49,17 @@ def _ratios(tensors: dict, files: list[str]) -> Table:
     ]
 
 
-def _speeds(tensors: dict) -> Table:
+def _by_dtype(tensors: dict) -> Table:
     dtypes = sorted({dtype for peer in tensors.values() for dtype in peer["dtypes"]})
+    titles = [f"{d.lower()} {what}" for d in dtypes for what in ("ratio", "encode", "decode")]
     rows = []
     for name, peer in tensors.items():
-        sums = [peer["dtypes"][dtype] for dtype in dtypes]
-        speeds = [f"{_short(s['encode_gb_s'])} / {_short(s['decode_gb_s'])}" for s in sums]
-        rows.append([_label(name, peer), *speeds])
-    return [["", *dtypes]] + rows
+        cells = []
+        for total in (peer["dtypes"][dtype] for dtype in dtypes):
+            cells.append("" if name == "memory copy" else f"{total['ratio']:.3f}")
+            cells += [_short(total["encode_gb_s"]), _short(total["decode_gb_s"])]
+        rows.append([_label(name, peer), *cells])
+    return [["", *titles], *rows]
 
 
 def _whole(tools: dict, files: list[str]) -> Table:
@@ -65,6 +74,10 @@ def _whole(tools: dict, files: list[str]) -> Table:
 def _label(name: str, peer: dict) -> str:
     ours = name == "memory copy" or name.startswith("s4weights")
     return name if ours else f"{name} ({peer['version']})"
+
+
+def _threads(number: int) -> str:
+    return "1 thread" if number == 1 else f"{number} threads"
 
 
 def _short(value: float) -> str:
@@ -94,7 +107,7 @@ def svg(results: dict) -> str:
     ]
     for number, dtype in enumerate(dtypes):
         parts += _block(tensors, dtype, number * block)
-    note = f"{machine}; {threads} thread(s) unless a row says otherwise; ratio from 0.9, speeds on a logarithmic scale"
+    note = f"{machine}; {_threads(threads)} unless a row says otherwise; ratio from 0.9, speeds on a logarithmic scale"
     parts.append(f'<text class="s" x="10" y="{block * len(dtypes) + 18}">{escape(note)}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 

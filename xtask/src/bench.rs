@@ -2,6 +2,7 @@
 
 mod kernels;
 
+use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
@@ -10,6 +11,9 @@ use crate::python::Venv;
 
 /// Where results are written, below the workspace's root.
 const RESULTS: &str = "benches/results";
+
+/// What the figures in README.md stand between.
+const MARKS: [&str; 2] = ["<!-- figures -->", "<!-- end of figures -->"];
 
 /// What to measure, and on what.
 #[derive(clap::Args)]
@@ -23,6 +27,9 @@ pub(crate) struct Args {
     /// How often each measurement is repeated; the best counts
     #[arg(long, default_value_t = 5)]
     repeat: usize,
+    /// Put the summary into README.md, between its two marks
+    #[arg(long)]
+    readme: bool,
     /// Measure one part only
     #[arg(long, value_enum)]
     only: Option<Part>,
@@ -46,7 +53,26 @@ pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
     if args.only != Some(Part::Kernels) {
         peers(root, args, &data)?;
     }
+    if args.readme {
+        update_readme(root)?;
+    }
     Ok(format!("results are in {RESULTS}"))
+}
+
+/// Replaces what stands between the marks of README.md by the newest summary.
+fn update_readme(root: &Path) -> Result<()> {
+    let (readme, summary) = (root.join("README.md"), root.join(RESULTS).join("summary.md"));
+    let read = |path: &Path| fs::read_to_string(path).map_err(|e| Error::at(path, &e));
+    let text = between(&read(&readme)?, &read(&summary)?).ok_or_else(|| {
+        Error::new(format!("README.md lacks {MARKS:?}, each once, in this order"))
+    })?;
+    fs::write(&readme, text).map_err(|e| Error::at(&readme, &e))
+}
+
+fn between(text: &str, new: &str) -> Option<String> {
+    let (before, rest) = text.split_once(MARKS[0])?;
+    let (_, after) = rest.split_once(MARKS[1])?;
+    Some(format!("{before}{}\n{new}{}{after}", MARKS[0], MARKS[1]))
 }
 
 /// Every peer on the same bytes, in one process of one environment.
@@ -62,4 +88,18 @@ fn peers(root: &Path, args: &Args, data: &Path) -> Result<()> {
         bench.args(["--not-installable", package]);
     }
     proc::run(&mut bench)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_text_between_the_marks_is_replaced_and_no_other() {
+        let text = format!("a{}old{}z", MARKS[0], MARKS[1]);
+        let once = between(&text, "new\n").unwrap();
+        assert_eq!(once, format!("a{}\nnew\n{}z", MARKS[0], MARKS[1]));
+        assert_eq!(between(&once, "new\n").unwrap(), once);
+        assert!(between("no marks", "new").is_none());
+    }
 }

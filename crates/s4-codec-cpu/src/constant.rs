@@ -32,8 +32,9 @@ impl Codec for Const {
         if src.is_empty() {
             return Ok(Encoded { len: 0, param: 0 });
         }
-        let unit = unit_len(src)
-            .ok_or_else(|| Error::unsupported("data that is not a repeated unit of 1 to 16 bytes"))?;
+        let unit = unit_len(src).ok_or_else(|| {
+            Error::unsupported("data that is not a repeated unit of 1 to 16 bytes")
+        })?;
         dst[..unit].copy_from_slice(&src[..unit]);
         Ok(Encoded { len: unit, param: 0 })
     }

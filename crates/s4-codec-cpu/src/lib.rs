@@ -11,9 +11,9 @@
 mod bits;
 mod codec;
 mod constant;
-mod raw;
 /// Interleaved static rANS: the codec, its tables and what a planner needs to choose them.
 pub mod rans;
+mod raw;
 pub mod testing;
 mod zstd;
 

@@ -112,6 +112,21 @@ __device__ __forceinline__ u32 values_left(u32 at, u32 n) {
   return at >= n ? 0 : (n - at < kOctet ? n - at : kOctet);
 }
 
+// Asks for a line from device memory, so that the load finds it in the L2 cache: one block ahead in a
+// register is too late for it.
+__device__ __forceinline__ void prefetch(const void* p) {
+#ifdef __CUDA_ARCH__
+  asm volatile("prefetch.global.L2 [%0];" : : "l"(p));
+#else
+  (void)p;
+#endif
+}
+
+template <int kWidth>
+__device__ __forceinline__ void prefetch_values(const u8* values, u32 at) {
+  prefetch(values + static_cast<u64>(at) * kWidth);
+}
+
 // Loads the eight values from index `at` on; `values` is 16-byte aligned and all eight exist.
 template <int kWidth>
 __device__ __forceinline__ Values<kWidth> load_values(const u8* values, u32 at) {
@@ -196,6 +211,12 @@ __device__ __forceinline__ void store_raw_slow(const RawPlanes& to, u32 at, cons
                                                u32 count) {
   store_bytes<8>(to.a + at, o.a, count);
   store_bytes<16>(to.b + 2 * static_cast<u64>(at), o.b, 2 * count);
+}
+
+template <int kWidth>
+__device__ __forceinline__ void prefetch_raw(const RawPlanes& from, u32 at) {
+  prefetch(from.a + at);
+  if (kWidth == 4) prefetch(from.b + 2 * static_cast<u64>(at));
 }
 
 __device__ __forceinline__ void load_raw(const RawPlanes& from, u32 at, Octet<2>& o) {

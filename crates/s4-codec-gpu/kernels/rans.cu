@@ -250,12 +250,12 @@ s4_rans_encode_packed_w4(const s4::EncodeChunk* chunks, s4::Slot* slots, s4::Pac
 }
 
 // Decode: grid = chunks. `status[i]` becomes `s4::Status`; unless it is `kOk` the values are unspecified.
-extern "C" __global__ void __launch_bounds__(s4::kThreads, 12)
+extern "C" __global__ void __launch_bounds__(s4::kThreads, 10)
 s4_rans_decode_w2(const s4::DecodeChunk* chunks, s4::u32* status) {
   s4::decode_kernel<2>(chunks, status);
 }
 
-extern "C" __global__ void __launch_bounds__(s4::kThreads, 12)
+extern "C" __global__ void __launch_bounds__(s4::kThreads, 9)
 s4_rans_decode_w4(const s4::DecodeChunk* chunks, s4::u32* status) {
   s4::decode_kernel<4>(chunks, status);
 }

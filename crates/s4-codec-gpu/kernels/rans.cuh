@@ -71,9 +71,9 @@ __device__ __forceinline__ u32 byte_of(const u32* words, int i) {
 
 // ---- counting ----
 
-// Sixteen counters of 2 x 16 bits for each symbol: the lanes of a warp mostly see the same few
+// Eight counters of 2 x 16 bits for each symbol: the lanes of a warp mostly see the same few
 // symbols and would otherwise queue for one address.
-constexpr u32 kCopies = 16;
+constexpr u32 kCopies = 8;
 struct Histogram {
   u32 copies[256 * kCopies];
 };
@@ -92,15 +92,30 @@ __device__ void count_symbols(const u8* values, u32 n, Histogram& hist, u32* cou
   __syncthreads();
   const bool all = n <= kCountAll, aligned = is_aligned(values);
   const u32 octets = all ? (n + kOctet - 1) / kOctet : (n + kWindow - 1) / kWindow * (kSample / kOctet);
-  const u32 column = lane_id() % kCopies, one = 1u << (16 * (lane_id() / kCopies));
-  for (u32 i = threadIdx.x; i < octets; i += kThreads) {
-    const u32 at = counted_octet(i, all), left = values_left(at, n);
-    const bool fast = aligned && left == kOctet;
-    const Octet<kWidth> o = split(fast ? load_values<kWidth>(values, at)
-                                       : load_values_slow<kWidth>(values, at, left));
+  const u32 column = lane_id() % kCopies, one = 1u << (16 * (lane_id() / kCopies % 2));
+  auto count = [&](const Values<kWidth>& v, u32 left) {
+    const Octet<kWidth> o = split(v);
 #pragma unroll
     for (int k = 0; k < 8; k++)
       if (static_cast<u32>(k) < left) atomicAdd(&hist.copies[byte_of(o.e, k) * kCopies + column], one);
+  };
+  u32 i = threadIdx.x;
+  // Several loads at once: nothing else hides their latency here.
+  constexpr u32 kAtOnce = 8 / kWidth;
+  if (aligned && n % kWindow == 0) {
+    for (; i + (kAtOnce - 1) * kThreads < octets; i += kAtOnce * kThreads) {
+      Values<kWidth> v[kAtOnce];
+#pragma unroll
+      for (u32 k = 0; k < kAtOnce; k++)
+        v[k] = load_values<kWidth>(values, counted_octet(i + k * kThreads, all));
+#pragma unroll
+      for (u32 k = 0; k < kAtOnce; k++) count(v[k], kOctet);
+    }
+  }
+#pragma unroll 1
+  for (; i < octets; i += kThreads) {
+    const u32 at = counted_octet(i, all), left = values_left(at, n);
+    count(load_values_slow<kWidth>(values, at, left), left);
   }
   __syncthreads();
   for (u32 s = threadIdx.x; s < 256; s += kThreads) {

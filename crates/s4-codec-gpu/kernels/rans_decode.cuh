@@ -96,14 +96,13 @@ __device__ __forceinline__ Status read_header(const u8* stream, u32 len, u32 n, 
 // ---- words ----
 
 // A segment's words, brought from global into shared memory a piece at a time, one piece ahead.
-// The buffer is a ring of three pieces with a copy of the first two behind it, so that the words of
-// one block always lie in a row.
+// The buffer is a ring of three pieces with a copy of it behind, so that the words of a block always
+// lie in a row.
 struct WordSource {
   static constexpr u32 kPiece = 256;            // words: 16 bytes a lane
   static constexpr u32 kPieceBytes = 2 * kPiece;
   static constexpr u32 kRing = 3 * kPieceBytes;
-  static constexpr u32 kCopy = 2 * kPieceBytes;
-  static constexpr u32 kBytes = kRing + kCopy;
+  static constexpr u32 kBytes = 2 * kRing;
   static constexpr u32 kMost = 2 * (4 * kLanes + 8 * kLanes);  // bytes that pairs and escapes of a block take
 
   Shared ring;       // kBytes, of this warp, 16-byte aligned
@@ -116,8 +115,8 @@ struct WordSource {
   uint4 ahead;       // the lane's part of the next piece
 
   __device__ __forceinline__ WordSource(u16* ring_, const u8* words_, u32 count_)
-      : ring(shared_address(ring_)), cursor(ring), filled(ring), words(words_), count(count_), brought(0),
-        below(lanes_below()), ahead(load(0)) {}
+      : ring(shared_address(ring_)), cursor(ring), filled(ring), words(words_), count(count_),
+        brought(0), below(lanes_below()), ahead(load(0)) {}
 
   // The lane's 8 words of the piece that starts at `piece`; zeros behind the last word.
   __device__ __forceinline__ uint4 load(u32 piece) const {
@@ -133,16 +132,17 @@ struct WordSource {
   // Makes sure that a block's words are in the buffer. (Behind the last word of the segment there are
   // zeros, and no more loads.)
   __device__ __forceinline__ void prepare() {
+    if (filled - cursor >= kMost) return;
+    __syncwarp();
     if (cursor - ring >= kRing) {
       cursor -= kRing;
       filled -= kRing;
     }
-    if (filled - cursor >= kMost) return;
-    __syncwarp();
+#pragma unroll 1
     do {
       const Shared to = filled - (filled - ring >= kRing ? kRing : 0) + 16 * lane_id();
       store_shared4(to, ahead);
-      if (to - ring < kCopy) store_shared4(to + kRing, ahead);
+      store_shared4(to + kRing, ahead);
       filled += kPieceBytes;
       brought += kPiece;
       ahead = load(brought);
@@ -167,9 +167,10 @@ __device__ __forceinline__ u32 pop(u32& x, Shared entries) {
   return entry;
 }
 
-// Replaces the escapes of a block by their values, round by round.
+// Replaces the escapes of a block by their values, round by round; a lane has one at least.
 __device__ __forceinline__ void pop_escapes(u32& x, WordSource& words, u32 left, u32* symbols) {
-  while (__any_sync(kAllLanes, left != 0)) {
+#pragma unroll 1
+  do {
     if (left != 0) {
       const u32 k = __ffs(left) - 1, value = (x & 0xff) << (8 * (k % 4));
       left &= left - 1;
@@ -178,7 +179,7 @@ __device__ __forceinline__ void pop_escapes(u32& x, WordSource& words, u32 left,
       else symbols[1] |= value;
     }
     words.refill(x);
-  }
+  } while (__any_sync(kAllLanes, left != 0));
 }
 
 // Decodes eight symbols of each lane into two words.
@@ -218,19 +219,29 @@ __device__ __forceinline__ bool decode_segment(const SegmentTarget& to, u32 firs
                                                WordSource& words) {
   const bool started = x >= kLow;
   const u32 mine = lane_id() * kOctet;
-  Octet<kWidth> next = {};
-  bool fast = to.aligned && end - first >= kBlock;
-  if (fast) load_raw(to.raw, first + mine, next);
-  for (u32 at = first; at < end; at += kBlock) {
-    Octet<kWidth> o = next;
-    const bool fast_now = fast;
-    if (!fast_now) load_raw_slow(to.raw, at + mine, o, values_left(at + mine, end));
-    fast = to.aligned && end - at >= 2 * kBlock;
-    if (fast) load_raw(to.raw, at + kBlock + mine, next);
+  u32 at = first;
+  Octet<kWidth> o, next;
+  if (to.aligned && end - at >= kBlock) {
+    const u32 whole = (end - first) / kBlock * kBlock + first;
+    load_raw(to.raw, at + mine, next);
+    do {
+      o = next;
+      words.prepare();
+      const u32 here = at + mine;
+      at += kBlock;
+      if (at < whole) load_raw(to.raw, here + kBlock, next);
+      if (at + 2 * kBlock < whole) prefetch_raw<kWidth>(to.raw, here + 3 * kBlock);
+      pop_block(x, words, entries, o.e);
+      store_values<kWidth>(to.values, here, merge(o));
+    } while (at < whole);
+  }
+#pragma unroll 1
+  for (; at < end; at += kBlock) {
+    const u32 left = values_left(at + mine, end);
+    load_raw_slow(to.raw, at + mine, o, left);
     words.prepare();
     pop_block(x, words, entries, o.e);
-    if (fast_now) store_values<kWidth>(to.values, at + mine, merge(o));
-    else store_values_slow<kWidth>(to.values, at + mine, merge(o), values_left(at + mine, end));
+    store_values_slow<kWidth>(to.values, at + mine, merge(o), left);
   }
   return __all_sync(kAllLanes, started && x == kLow && words.all_taken());
 }

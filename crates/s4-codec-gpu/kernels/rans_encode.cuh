@@ -53,10 +53,11 @@ __device__ __forceinline__ Coder make_coder(u32 freq, u32 start, bool escape) {
     c.magic = 1u << 31;
     shift = log - 1;
   } else {
-    const u64 power = 1ull << (32 + log);
-    const u32 down = static_cast<u32>(power / freq), rest = static_cast<u32>(power % freq);
-    round = static_cast<u64>(freq - rest) * freq << 24 > power;
-    c.magic = down + (round ? 0 : 1);
+    // 2^(32+s) / f in two steps of 16 bits.
+    const u32 top = 1u << (16 + log), high = top / freq, carry = top % freq << 16;
+    const u32 rest = carry % freq;
+    round = (freq - rest) * freq > 1u << (8 + log);
+    c.magic = (high << 16 | carry / freq) + (round ? 0 : 1);
   }
   c.packed = add << 23 | (kTotal - freq) << 8 | (escape ? kEscapeBit : 0) | (round ? kRoundBit : 0) | shift;
   return c;
@@ -115,6 +116,7 @@ struct WordSink {
     if (written - cursor < kPieceBytes) return;
     const u32 mine = 16 * lane_id();
     __syncwarp();
+#pragma unroll 1
     do {
       written -= kPieceBytes;
       target -= kPieceBytes;
@@ -138,6 +140,7 @@ struct WordSink {
     store_shared_u16(cursor + 4 * lane_id() + 2, x >> 16);
     __syncwarp();
     u8* first = target - (written - cursor);
+#pragma unroll 1
     for (u32 i = 2 * lane_id(); i < written - cursor; i += 2 * kLanes)
       *reinterpret_cast<u16*>(first + i) = static_cast<u16>(load_shared_u16(cursor + i));
     return first;
@@ -166,6 +169,7 @@ __device__ __forceinline__ void push_escapes(u32& x, WordSink& sink, const Coder
 #pragma unroll
   for (int k = 0; k < 8; k++) left |= coder[k].packed & kEscapeBit ? 1u << k : 0;
   const u32 count = __popc(left);
+#pragma unroll 1
   for (u32 round = warp_max(count); round > 0; round--) {
     const bool mine = count >= round;
     sink.put(x, 1u << 24, mine);
@@ -231,24 +235,27 @@ __device__ __forceinline__ const u8* encode_segment(const SegmentSource<kWidth>&
   const u32 end = min(src.n, first + kSegment);
   const u32 mine = lane_id() * kOctet;
   u32 x = kLow;
-  Values<kWidth> next = {};
-  u32 at = first + (end - first - 1) / kBlock * kBlock;
-  bool fast = src.aligned && at + kBlock <= src.n;
-  if (fast) next = load_values<kWidth>(src.values, at + mine);
-  while (true) {
-    Octet<kWidth> o;
-    if (fast) {
-      o = split(next);
-      store_raw(src.raw, at + mine, o);
-    } else {
-      o = take_block_slow(src, at + mine);
+  u32 at = first + (end - first - 1) / kBlock * kBlock;  // the block in hand
+  // Block by block while the fast loop cannot run: the last, partial one, or all.
+  if (!src.aligned || at + kBlock > src.n) {
+#pragma unroll 1
+    while (true) {
+      const Octet<kWidth> o = take_block_slow(src, at + mine);
+      push_block<kRound>(x, sink, coders, o.e);
+      if (at == first) return sink.finish(x);
+      at -= kBlock;
+      if (src.aligned) break;
     }
-    const bool more = at > first;
-    at -= kBlock;
-    fast = src.aligned;
-    if (more && fast) next = load_values<kWidth>(src.values, at + mine);
+  }
+  Values<kWidth> next = load_values<kWidth>(src.values, at + mine);
+  while (true) {
+    const Octet<kWidth> o = split(next);
+    if (at > first) next = load_values<kWidth>(src.values, at - kBlock + mine);
+    if (at >= first + 3 * kBlock) prefetch_values<kWidth>(src.values, at - 3 * kBlock + mine);
+    store_raw(src.raw, at + mine, o);
     push_block<kRound>(x, sink, coders, o.e);
-    if (!more) return sink.finish(x);
+    if (at == first) return sink.finish(x);
+    at -= kBlock;
   }
 }
 

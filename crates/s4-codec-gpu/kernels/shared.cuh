@@ -66,7 +66,8 @@ __device__ __forceinline__ void take_words(u32& x, Shared& cursor, u32 below) {
   asm volatile(
       "{\n"
       " .reg .pred low;\n"
-      " .reg .u32 lanes, rank, count, word;\n"
+      " .reg .u32 lanes, rank, count;\n"
+      " .reg .u16 word, half, rest;\n"
       " setp.lt.u32 low, %0, 0x10000;\n"
       " vote.sync.ballot.b32 lanes, low, 0xffffffff;\n"
       " and.b32 rank, lanes, %2;\n"
@@ -74,7 +75,8 @@ __device__ __forceinline__ void take_words(u32& x, Shared& cursor, u32 below) {
       " popc.b32 count, lanes;\n"
       " mad.lo.u32 rank, rank, 2, %1;\n"
       " @low ld.shared.u16 word, [rank];\n"
-      " @low prmt.b32 %0, word, %0, 0x5410;\n"
+      " mov.b32 {half, rest}, %0;\n"
+      " @low mov.b32 %0, {word, half};\n"
       " mad.lo.u32 %1, count, 2, %1;\n"
       "}"
       : "+r"(x), "+r"(cursor)

@@ -8,8 +8,7 @@ use s4_format::{
 };
 use s4_planes::token_bits;
 
-use crate::encode::width_of;
-use crate::scratch::sized;
+use crate::scratch::{sized, width_of};
 use crate::tables::SharedTables;
 use crate::{CpuEngine, Scratch, TensorView, residual};
 
@@ -72,7 +71,7 @@ impl CpuEngine {
             if spec.plan.predictor != PredictorId::NONE {
                 let view = TensorView { dtype: spec.dtype, shape: spec.shape, data: &[] };
                 let first = chunk << spec.chunk_log2;
-                residual::inverse(&self.kernels, spec.plan, spec.side, &view, first, dst)?;
+                residual::inverse(self.kernels, spec.plan, spec.side, &view, first, dst)?;
             }
         }
         if crc32c(dst) != record.crc_raw {

@@ -6,10 +6,9 @@ use s4_format::layout::{MAX_PLANES, Planes};
 use s4_format::limits::ALIGN;
 use s4_format::side::{Side, SideKind};
 use s4_format::{CodecId, LayoutId, PredictorId, Result, StreamEntry, crc32c};
-use s4_planes::Width;
 
 use crate::planner::{PlaneCoding, TensorPlan};
-use crate::scratch::sized;
+use crate::scratch::{sized, width_of};
 use crate::tables::SharedTables;
 use crate::{CpuEngine, Scratch, TensorView, residual};
 
@@ -90,7 +89,7 @@ impl CpuEngine {
             let mut values = std::mem::take(&mut scratch.residuals);
             let to = sized(&mut values, src.len());
             to.copy_from_slice(src);
-            let done = residual::forward(&self.kernels, &plan.plan, &plan.side, view, first, to)
+            let done = residual::forward(self.kernels, &plan.plan, &plan.side, view, first, to)
                 .and_then(|()| self.split(layout, width, to, scratch));
             scratch.residuals = values;
             done?;
@@ -228,8 +227,8 @@ pub(crate) fn chunk_bytes(
     let first = chunk << chunk_log2;
     let start = usize::try_from(first).ok().and_then(|f| f.checked_mul(width));
     let start = start.filter(|&s| s < data.len());
-    let start = start
-        .ok_or_else(|| s4_format::Error::limit("tensor has no such chunk").in_chunk(chunk))?;
+    let start =
+        start.ok_or_else(|| s4_format::Error::limit("tensor has no such chunk").in_chunk(chunk))?;
     let end = data.len().min(start + (width << chunk_log2));
     Ok((first, &data[start..end]))
 }
@@ -246,10 +245,4 @@ impl TensorPlan {
         }
         Ok(side)
     }
-}
-
-/// `Width` of a value, for callers that have checked it before.
-pub(crate) fn width_of(bytes: usize) -> Result<Width> {
-    Width::from_bytes(bytes)
-        .ok_or_else(|| s4_format::Error::unsupported(format!("values of {bytes} bytes")))
 }

@@ -62,8 +62,15 @@ impl std::str::FromStr for Preset {
     }
 }
 
-/// Values in each chunk but the last, as a power of two: one group of rANS segments.
-pub const CHUNK_LOG2: u8 = 16;
+/// Values in each chunk but the last, as a power of two: 256 KiB of values of up to 4 bytes, so that
+/// a chunk and its planes stay in a core's cache.
+pub fn chunk_log2(dtype: DType) -> u8 {
+    match dtype.value_width() {
+        1 => 18,
+        2 => 17,
+        _ => 16,
+    }
+}
 
 /// A tensor in memory: row-major, little-endian, without gaps.
 #[derive(Debug, Clone, Copy)]

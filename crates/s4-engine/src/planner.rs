@@ -7,7 +7,7 @@ use s4_format::layout::Planes;
 use s4_format::{CodecId, DType, LayoutId, Plan, Result};
 
 use crate::scratch::sized;
-use crate::{CHUNK_LOG2, CpuEngine, Preset, Scratch, TensorView};
+use crate::{CpuEngine, Preset, Scratch, TensorView, chunk_log2};
 
 /// Runs of values that the planner looks at, and values in each.
 const PROBES: usize = 16;
@@ -72,7 +72,8 @@ impl CpuEngine {
             }
         }
         let (layout, planes) = best.map_or((LayoutId::WHOLE, vec![]), |b| (b.layout, b.planes));
-        let several = view.data.len() > width << CHUNK_LOG2;
+        let chunk_log2 = chunk_log2(view.dtype);
+        let several = view.data.len() > width << chunk_log2;
         let shared = planes.iter().map(|(coding, counts)| match coding {
             // The sample need not have seen every symbol of the tensor.
             PlaneCoding::Rans(p) if several => Some(counts.clone().partial().table(*p)),
@@ -82,7 +83,7 @@ impl CpuEngine {
             shared: shared.collect(),
             planes: planes.iter().map(|p| p.0).collect(),
             plan: Plan::direct(layout),
-            chunk_log2: CHUNK_LOG2,
+            chunk_log2,
             side: s4_format::side::Side::default(),
         })
     }
@@ -102,8 +103,10 @@ impl CpuEngine {
             let plane = scratch.plane(layout, sizes.sizes(), i);
             let dense = layout == LayoutId::FIELDS_SIGN && i == 2;
             let (coding, counts, cost) = choose(plane, dense);
+            // Entropy coding a plane is most of the work: it must save an eighth of a bit more.
+            let work = if matches!(coding, PlaneCoding::Rans(_)) { values as u64 / 8 } else { 0 };
             c.planes.push((coding, counts));
-            c.cost += cost;
+            c.cost += cost + work;
         }
         if layout == LayoutId::WHOLE {
             let bits = 8 * self.zstd_len(sample, &mut scratch.stream)? as u64;
@@ -153,6 +156,10 @@ fn choose(plane: &[u8], dense: bool) -> (PlaneCoding, Counts, u64) {
     let mut counts = Counts::new();
     // Runs this short are counted as a whole.
     plane.chunks(PROBE).for_each(|part| counts.add_stream(part));
+    if plane.iter().all(|b| *b == plane[0]) {
+        // Stored as a constant wherever it is one.
+        return (PlaneCoding::Raw, counts, 0);
+    }
     let raw = plane.len() as u64 * if dense { 7 } else { 8 };
     let noise = if dense { PlaneCoding::Bits } else { PlaneCoding::Raw };
     let pairs = cost(&counts, &counts.table(Precision::P8));

@@ -1,14 +1,16 @@
 //! Predictors on the values of one chunk, in place.
 
+use s4_delta::Rank1;
 use s4_format::side::{Side, SideKind};
 use s4_format::{Error, Plan, PredictorId, Result};
 use s4_planes::Kernels;
 
 use crate::TensorView;
+use crate::scratch::width_of;
 
 /// Replaces values by what is left of them after prediction. `first` is the number of the first one.
 pub(crate) fn forward(
-    kernels: &Kernels,
+    kernels: Kernels,
     plan: &Plan,
     side: &Side,
     view: &TensorView<'_>,
@@ -16,13 +18,14 @@ pub(crate) fn forward(
     values: &mut [u8],
 ) -> Result<()> {
     match plan.predictor {
+        PredictorId::RANK1 => rank1(side, view)?.forward(kernels, first, values),
         other => other.require_open().map(drop),
     }
 }
 
 /// The inverse of [`forward`].
 pub(crate) fn inverse(
-    kernels: &Kernels,
+    kernels: Kernels,
     plan: &Plan,
     side: &Side,
     view: &TensorView<'_>,
@@ -30,6 +33,20 @@ pub(crate) fn inverse(
     values: &mut [u8],
 ) -> Result<()> {
     match plan.predictor {
+        PredictorId::RANK1 => rank1(side, view)?.inverse(kernels, first, values),
         other => other.require_open().map(drop),
     }
+}
+
+/// The offsets of a tensor, which must be those of its shape: all dimensions but the last are rows.
+fn rank1<'a>(side: &'a Side, view: &TensorView<'_>) -> Result<Rank1<'a>> {
+    let width = view.dtype.value_width();
+    let offsets = Rank1::parse(width_of(width)?, side.get(SideKind::RANK1))?;
+    let cols = view.shape.last().copied().unwrap_or(1);
+    let rows: u64 = view.shape.iter().rev().skip(1).product();
+    let fits = (offsets.rows() as u64, offsets.cols() as u64) == (rows, cols);
+    if !fits || view.dtype.size() != width {
+        return Err(Error::corrupt("rank1 offsets do not have the tensor's shape"));
+    }
+    Ok(offsets)
 }

@@ -1,6 +1,7 @@
 //! Memory that one thread reuses from chunk to chunk.
 
-use s4_format::LayoutId;
+use s4_format::{Error, LayoutId, Result};
+use s4_planes::Width;
 
 /// Buffers for the planes of one chunk. They grow to what a chunk needs and stay.
 #[derive(Debug, Default)]
@@ -29,4 +30,9 @@ pub(crate) fn sized(buffer: &mut Vec<u8>, len: usize) -> &mut [u8] {
         buffer.resize(len, 0);
     }
     &mut buffer[..len]
+}
+
+/// The width of a value. (Every dtype has one.)
+pub(crate) fn width_of(bytes: usize) -> Result<Width> {
+    Width::from_bytes(bytes).ok_or_else(|| Error::unsupported(format!("values of {bytes} bytes")))
 }

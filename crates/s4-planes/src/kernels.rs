@@ -8,7 +8,7 @@ use crate::{Simd, Width, lanewise, token, token_bound};
 #[cfg(target_arch = "aarch64")]
 use crate::neon;
 #[cfg(target_arch = "x86_64")]
-use crate::x86::{avx2, avx512};
+use crate::x86::{self, avx2, avx512};
 
 /// Every operation of this crate, in one set of vector instructions.
 ///
@@ -237,7 +237,7 @@ impl Kernels {
 
     /// Layout `token`, for zigzag integers (what the `sub_..` methods leave): one token per
     /// element, and the bits that it does not hold, packed, at the start of `bits`. Returns the
-    /// number of bytes of `bits` that were written.
+    /// number of bytes; those of `bits` after them are unspecified.
     ///
     /// With `m = u >> 1` of `n` bits, the token of `u` is `u & 1` if `m` is 0, otherwise
     /// `2 * (1 + ((n - 1) << t | top)) + (u & 1)`, where `top` are the `t` bits below the leading
@@ -258,12 +258,11 @@ impl Kernels {
         let n = check_elements(width, src.len());
         assert_eq!(tokens.len(), n, "plane of tokens");
         assert!(bits.len() >= token_bound(width, n), "room for the bits");
-        match width {
-            Width::B1 => token::split::<1>(src, tokens, bits),
-            Width::B2 => token::split::<2>(src, tokens, bits),
-            Width::B4 => token::split::<4>(src, tokens, bits),
-            _ => token::split::<8>(src, tokens, bits),
-        }
+        dispatch!((self.simd, ()) {
+            "x86_64":
+            Avx512, () => x86::split_token(width, src, tokens, bits);
+            Avx2, () => x86::split_token(width, src, tokens, bits);
+        } else token::split(width, src, tokens, bits))
     }
 
     /// Undoes [`Kernels::split_token`]: `bits` has exactly the bytes that it wrote. Any `tokens`
@@ -284,13 +283,11 @@ impl Kernels {
     ) -> Result<()> {
         let n = check_elements(width, dst.len());
         assert_eq!(tokens.len(), n, "plane of tokens");
-        match width {
-            Width::B1 => token::merge::<1>(tokens, bits, dst),
-            Width::B2 => token::merge::<2>(tokens, bits, dst),
-            Width::B4 => token::merge::<4>(tokens, bits, dst),
-            Width::B8 => token::merge::<8>(tokens, bits, dst),
-            Width::B16 => panic!("elements of 16 bytes have no tokens"),
-        }
+        dispatch!((self.simd, ()) {
+            "x86_64":
+            Avx512, () => x86::merge_token(width, tokens, bits, dst);
+            Avx2, () => x86::merge_token(width, tokens, bits, dst);
+        } else token::merge(width, tokens, bits, dst))
     }
 
     /// `buf ^= other`, its own inverse.

@@ -17,7 +17,7 @@
 //! order of their magnitudes; a negative one of magnitude `m` maps to `-1 - m`. So -0.0 is -1 and
 //! +0.0 is 0: neighbours, and distinct.
 
-use crate::{Kernels, Simd, Width};
+use crate::{Kernels, Width};
 
 /// An unsigned integer of an element's width.
 trait Word: Copy {
@@ -109,10 +109,10 @@ macro_rules! vectorized {
             match kernels.simd() {
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: `Kernels` holds only a set that this machine has.
-                Simd::Avx2 => unsafe { avx2($($width,)? $($arg),*) },
+                crate::Simd::Avx2 => unsafe { avx2($($width,)? $($arg),*) },
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: `Kernels` holds only a set that this machine has.
-                Simd::Avx512 => unsafe { avx512($($width,)? $($arg),*) },
+                crate::Simd::Avx512 => unsafe { avx512($($width,)? $($arg),*) },
                 _ => portable($($width,)? $($arg),*),
             }
         }

@@ -14,6 +14,10 @@
 //! instructions and has every operation as a method; all sets of instructions give the same bytes,
 //! and [`Simd::Scalar`] is the oracle that the others are tested against.
 //!
+//! Written in vector instructions: `fields` and `bytes` of 2 and 4 bytes for AVX-512, AVX2 and NEON,
+//! `fields-sign` of 2 and 4 bytes for AVX-512 and AVX2. XOR and the differences are portable code,
+//! compiled for each set. The rest is scalar, and so is `token`, but for BMI2 where there is AVX2.
+//!
 //! What is deliberately absent: allocation, names of tensors, dtypes (callers pick a layout and a
 //! [`Width`]), and errors. Sizes are the caller's to get right, and are asserted: a wrong size is
 //! a bug, not bad data. The one operation that reads data of unknown origin as more than plain

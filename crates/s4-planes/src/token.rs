@@ -100,64 +100,93 @@ pub fn token_bound(width: Width, n: usize) -> usize {
     whole + n / 8 * (bits % 8) + (n % 8 * (bits % 8)).div_ceil(8)
 }
 
-/// Appends bits to a slice, 4 bytes at a time.
+/// Appends bits to a slice.
 struct Writer<'a> {
     dst: &'a mut [u8],
+    /// Whole bytes written.
     len: usize,
+    /// The bits after those, fewer than 8; the byte that holds them is written as well.
     pending: u64,
     count: u32,
 }
 
 impl Writer<'_> {
-    /// Appends the low `count` bits of `bits`, at most 32; the bits above are zero.
+    /// Appends the low `count` bits of `bits`, at most 56; the bits above are zero.
     #[inline(always)]
     fn push(&mut self, bits: u64, count: u32) {
-        self.pending |= bits << self.count;
-        self.count += count;
-        if self.count >= 32 {
-            self.dst[self.len..self.len + 4].copy_from_slice(&self.pending.to_le_bytes()[..4]);
-            self.len += 4;
-            self.pending >>= 32;
-            self.count -= 32;
+        let pending = self.pending | bits << self.count;
+        let bytes = pending.to_le_bytes();
+        let room = &mut self.dst[self.len..];
+        match room.first_chunk_mut() {
+            Some(word) => *word = bytes,
+            None => room.copy_from_slice(&bytes[..room.len()]),
         }
+        let count = self.count + count;
+        self.len += count as usize / 8;
+        self.pending = pending >> (count / 8 * 8);
+        self.count = count % 8;
     }
 
-    /// Writes what is pending and returns the number of bytes written.
+    /// The number of bytes written.
     fn finish(self) -> usize {
-        let rest = self.count.div_ceil(8) as usize;
-        self.dst[self.len..self.len + rest].copy_from_slice(&self.pending.to_le_bytes()[..rest]);
-        self.len + rest
+        self.len + usize::from(self.count > 0)
     }
 }
 
-/// Splits zigzag integers into tokens and the bit stream, whose length is returned.
-pub(crate) fn split<const W: usize>(src: &[u8], tokens: &mut [u8], bits: &mut [u8]) -> usize {
+/// The token of an element, and its bits in the bit stream with their number.
+#[inline(always)]
+fn encode<const W: usize>(element: &[u8; W]) -> (u8, u64, u32) {
     let t = top_bits(W);
-    let mut writer = Writer { dst: bits, len: 0, pending: 0, count: 0 };
-    for (element, token) in src.as_chunks::<W>().0.iter().zip(tokens) {
-        let mut u = [0; 8];
-        u[..W].copy_from_slice(element);
-        let u = u64::from_le_bytes(u);
-        let (m, sign) = (u >> 1, u as u8 & 1);
-        let below = 63 - (m | 1).leading_zeros();
-        let top = (m << t) >> below & ((1 << t) - 1);
-        let symbol = 2 + 2 * ((below as u8) << t | top as u8);
-        *token = if m == 0 { 0 } else { symbol } | sign;
+    let mut u = [0; 8];
+    u[..W].copy_from_slice(element);
+    let u = u64::from_le_bytes(u);
+    let (m, sign) = (u >> 1, u as u8 & 1);
+    let below = 63 - (m | 1).leading_zeros();
+    let top = (m << t) >> below & ((1 << t) - 1);
+    let symbol = 2 + 2 * ((below as u8) << t | top as u8);
+    let count = below.saturating_sub(t);
+    (if m == 0 { 0 } else { symbol } | sign, m & ((1 << count) - 1), count)
+}
 
-        let count = below.saturating_sub(t);
-        let rest = m & ((1 << count) - 1);
-        if W == 8 {
-            let low = count.min(32);
-            writer.push(rest & 0xffff_ffff, low);
-            writer.push(rest >> 32, count - low);
-        } else {
-            writer.push(rest, count);
-        }
+/// Splits elements whose bits fit in 56, or are one.
+#[inline(always)]
+fn split_group<const W: usize>(elements: &[[u8; W]], tokens: &mut [u8], writer: &mut Writer<'_>) {
+    let (mut word, mut total) = (0, 0);
+    for (element, token) in elements.iter().zip(tokens) {
+        let (symbol, bits, count) = encode(element);
+        *token = symbol;
+        word |= bits << total;
+        total += count;
     }
+    if W == 8 {
+        let low = total.min(32);
+        writer.push(word & 0xffff_ffff, low);
+        writer.push(word >> 32, total - low);
+    } else {
+        writer.push(word, total);
+    }
+}
+
+/// Splits zigzag integers into tokens and the bit stream, whose length is returned. `G` elements
+/// have at most 56 bits in the bit stream, or `G` is 1.
+#[inline(always)]
+fn split_groups<const W: usize, const G: usize>(
+    src: &[u8],
+    tokens: &mut [u8],
+    bits: &mut [u8],
+) -> usize {
+    const { assert!(G == 1 || G as u32 * max_bits(W) <= 56) };
+    let mut writer = Writer { dst: bits, len: 0, pending: 0, count: 0 };
+    let (groups, rest) = src.as_chunks::<W>().0.as_chunks::<G>();
+    let (token_groups, rest_tokens) = tokens.as_chunks_mut::<G>();
+    for (group, tokens) in groups.iter().zip(token_groups) {
+        split_group(group, tokens, &mut writer);
+    }
+    split_group(rest, rest_tokens, &mut writer);
     writer.finish()
 }
 
-/// At least 32 bits from bit `at` on; zeros after the end.
+/// At least 57 bits from bit `at` on; zeros after the end.
 #[inline(always)]
 fn peek(bits: &[u8], at: usize) -> u64 {
     let start = (at / 8).min(bits.len());
@@ -201,21 +230,68 @@ fn check(table: &[Meaning; 256], tokens: &[u8], bits: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// Undoes [`split`].
-pub(crate) fn merge<const W: usize>(tokens: &[u8], bits: &[u8], dst: &mut [u8]) -> Result<()> {
+/// Undoes [`split_group`]; returns how many bits were used.
+#[inline(always)]
+fn merge_group<const W: usize>(
+    table: &[Meaning; 256],
+    tokens: &[u8],
+    mut word: u64,
+    elements: &mut [[u8; W]],
+) -> usize {
+    let mut total = 0;
+    for (token, element) in tokens.iter().zip(elements) {
+        let Meaning { base, bits: count } = table[usize::from(*token)];
+        let u = base | (word & ((1 << count) - 1)) << 1;
+        element.copy_from_slice(&u.to_le_bytes()[..W]);
+        word >>= count;
+        total += usize::from(count);
+    }
+    total
+}
+
+/// Undoes [`split_groups`].
+#[inline(always)]
+fn merge_groups<const W: usize, const G: usize>(
+    tokens: &[u8],
+    bits: &[u8],
+    dst: &mut [u8],
+) -> Result<()> {
     let table = const { &meanings(W) };
     check(table, tokens, bits)?;
     let mut at = 0;
-    for (token, element) in tokens.iter().zip(dst.as_chunks_mut::<W>().0) {
-        let Meaning { base, bits: count } = table[usize::from(*token)];
-        let count = usize::from(count);
-        let mut rest = peek(bits, at);
-        if W == 8 {
-            rest = rest & 0xffff_ffff | peek(bits, at + 32) << 32;
-        }
-        at += count;
-        let u = base | (rest & ((1 << count) - 1)) << 1;
-        element.copy_from_slice(&u.to_le_bytes()[..W]);
+    let word = |at: usize| match W {
+        8 => peek(bits, at) & 0xffff_ffff | peek(bits, at + 32) << 32,
+        _ => peek(bits, at),
+    };
+    let (groups, rest) = dst.as_chunks_mut::<W>().0.as_chunks_mut::<G>();
+    let (token_groups, rest_tokens) = tokens.as_chunks::<G>();
+    for (tokens, group) in token_groups.iter().zip(groups) {
+        at += merge_group(table, tokens, word(at), group);
     }
+    merge_group(table, rest_tokens, word(at), rest);
     Ok(())
+}
+
+/// The portable body of [`crate::Kernels::split_token`].
+#[inline(always)]
+pub(crate) fn split(width: Width, src: &[u8], tokens: &mut [u8], bits: &mut [u8]) -> usize {
+    match width {
+        Width::B1 => split_groups::<1, 8>(src, tokens, bits),
+        Width::B2 => split_groups::<2, 4>(src, tokens, bits),
+        Width::B4 => split_groups::<4, 2>(src, tokens, bits),
+        Width::B8 => split_groups::<8, 1>(src, tokens, bits),
+        Width::B16 => panic!("elements of 16 bytes have no tokens"),
+    }
+}
+
+/// The portable body of [`crate::Kernels::merge_token`].
+#[inline(always)]
+pub(crate) fn merge(width: Width, tokens: &[u8], bits: &[u8], dst: &mut [u8]) -> Result<()> {
+    match width {
+        Width::B1 => merge_groups::<1, 8>(tokens, bits, dst),
+        Width::B2 => merge_groups::<2, 4>(tokens, bits, dst),
+        Width::B4 => merge_groups::<4, 2>(tokens, bits, dst),
+        Width::B8 => merge_groups::<8, 1>(tokens, bits, dst),
+        Width::B16 => panic!("elements of 16 bytes have no tokens"),
+    }
 }

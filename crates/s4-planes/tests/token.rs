@@ -3,22 +3,34 @@
 use proptest::prelude::*;
 use s4_format::Error;
 use s4_planes::patterns::{self, Kind};
-use s4_planes::{Kernels, Width, token_bits, token_bound};
+use s4_planes::{Kernels, Simd, Width, token_bits, token_bound};
 
 const WIDTHS: [Width; 4] = [Width::B1, Width::B2, Width::B4, Width::B8];
 
+/// Splits with every set of instructions, which must agree.
 fn split(width: Width, src: &[u8]) -> (Vec<u8>, Vec<u8>) {
     let n = src.len() / width.bytes();
-    let (mut tokens, mut bits) = (vec![0xaa; n], vec![0xaa; token_bound(width, n)]);
-    let len = Kernels::default().split_token(width, src, &mut tokens, &mut bits);
-    bits.truncate(len);
-    (tokens, bits)
+    let mut all = Simd::available().map(|simd| {
+        let (mut tokens, mut bits) = (vec![0xaa; n], vec![0xaa; token_bound(width, n)]);
+        let len = Kernels::new(simd).split_token(width, src, &mut tokens, &mut bits);
+        bits.truncate(len);
+        (tokens, bits)
+    });
+    let scalar = all.next().expect("the scalar kernels");
+    assert!(all.all(|other| other == scalar), "{width:?}: sets differ");
+    scalar
 }
 
+/// Merges with every set of instructions, which must agree.
 fn merge(width: Width, tokens: &[u8], bits: &[u8]) -> Result<Vec<u8>, Error> {
-    let mut dst = vec![0x55; tokens.len() * width.bytes()];
-    Kernels::default().merge_token(width, tokens, bits, &mut dst)?;
-    Ok(dst)
+    let mut all = Simd::available().map(|simd| {
+        let mut dst = vec![0x55; tokens.len() * width.bytes()];
+        Kernels::new(simd).merge_token(width, tokens, bits, &mut dst)?;
+        Ok(dst)
+    });
+    let scalar = all.next().expect("the scalar kernels");
+    assert!(all.all(|other| other == scalar), "{width:?}: sets differ");
+    scalar
 }
 
 fn check(width: Width, src: &[u8], case: &str) {

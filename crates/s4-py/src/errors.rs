@@ -16,7 +16,9 @@ pub(crate) fn to_python(py: Python<'_>, error: Error) -> PyErr {
     match error {
         Error::Format { target, source } => {
             let class = match source {
-                format::Error::Corrupt { .. } | format::Error::Truncated { .. } => "CorruptDataError",
+                format::Error::Corrupt { .. } | format::Error::Truncated { .. } => {
+                    "CorruptDataError"
+                }
                 format::Error::Unsupported { .. } => "UnsupportedFormatError",
                 format::Error::Limit { .. } => "LimitError",
             };
@@ -41,9 +43,8 @@ fn io_error(py: Python<'_>, target: String, action: &str, source: io::Error) -> 
         return not_found(py, target);
     }
     let what = format!("cannot {action}: {source}");
-    let code = os_code(&source).or_else(|| {
-        (source.kind() == io::ErrorKind::PermissionDenied).then_some(EACCES)
-    });
+    let code = os_code(&source)
+        .or_else(|| (source.kind() == io::ErrorKind::PermissionDenied).then_some(EACCES));
     match code {
         Some(code) => raise(py, "StorageError", (code, what, target)),
         None => raise(py, "StorageError", (format!("{target}: {what}"),)),
@@ -66,11 +67,7 @@ fn os_code(error: &io::Error) -> Option<i32> {
     None
 }
 
-fn raise<'py>(
-    py: Python<'py>,
-    class: &str,
-    arguments: impl pyo3::call::PyCallArgs<'py>,
-) -> PyErr {
+fn raise<'py>(py: Python<'py>, class: &str, arguments: impl pyo3::call::PyCallArgs<'py>) -> PyErr {
     let make = || py.import("s4weights._errors")?.getattr(class)?.call1(arguments);
     make().map_or_else(|e| e, PyErr::from_value)
 }

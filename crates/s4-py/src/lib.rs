@@ -23,6 +23,12 @@ fn is_s4w(head: &[u8]) -> bool {
     s4weights::format::file::is_s4w(head)
 }
 
+/// The names of the dtypes that the format has: PyTorch's, without `torch.`.
+#[pyfunction]
+fn dtypes() -> Vec<&'static str> {
+    s4weights::DType::ALL.iter().map(|d| d.name()).collect()
+}
+
 /// Whether a text names an object store or a `file:` URL rather than a path.
 #[pyfunction]
 fn is_url(text: &str) -> bool {
@@ -33,6 +39,7 @@ fn is_url(text: &str) -> bool {
 #[pymodule]
 fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    m.add_function(wrap_pyfunction!(dtypes, m)?)?;
     m.add_function(wrap_pyfunction!(is_s4w, m)?)?;
     m.add_function(wrap_pyfunction!(is_url, m)?)?;
     m.add_class::<Writer>()?;

@@ -16,6 +16,9 @@ use crate::watch::{progress, watched};
 /// Number, address, bytes.
 type Request = (usize, usize, usize);
 
+/// Name, dtype, shape, bytes.
+type TensorInfo<'a, 'py> = (&'a str, &'static str, Bound<'py, PyTuple>, u64);
+
 /// Reads one file. Calls may come from several threads at once.
 #[pyclass(frozen, module = "s4weights._core")]
 pub(crate) struct Reader {
@@ -44,11 +47,7 @@ impl Reader {
         Ok(Self { inner })
     }
 
-    /// Name, dtype, shape and bytes of each tensor.
-    fn tensors<'py>(
-        &self,
-        py: Python<'py>,
-    ) -> PyResult<Vec<(&str, &'static str, Bound<'py, PyTuple>, u64)>> {
+    fn tensors<'py>(&self, py: Python<'py>) -> PyResult<Vec<TensorInfo<'_, 'py>>> {
         let tensors = self.inner.tensors();
         tensors.map(|t| Ok((t.name, t.dtype.name(), PyTuple::new(py, t.shape)?, t.bytes))).collect()
     }
@@ -76,7 +75,9 @@ impl Reader {
         requests: Vec<Request>,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<()> {
-        let mut buffers = buffers(&requests)?;
+        // SAFETY: The caller, the package's own Python part, passes the addresses and sizes of
+        // storages that it has just made, keeps alive during the call and shows to no one else.
+        let mut buffers = unsafe { buffers(&requests)? };
         watched(py, progress, move || self.inner.read_into(&mut buffers))
     }
 
@@ -92,7 +93,12 @@ impl Reader {
 }
 
 /// Memory to read into: disjoint, so that threads can fill it at once.
-fn buffers(requests: &[Request]) -> PyResult<Vec<(usize, &mut [u8])>> {
+///
+/// # Safety
+/// For all of `'a`, each request's address and size are
+/// - those of one allocation, initialised or of a type without invalid values,
+/// - and accessed by no one else.
+unsafe fn buffers<'a>(requests: &[Request]) -> PyResult<Vec<(usize, &'a mut [u8])>> {
     let mut spans: Vec<_> = requests.iter().filter(|r| r.2 > 0).map(|r| (r.1, r.2)).collect();
     spans.sort_unstable();
     let overlap = spans.windows(2).any(|w| w[1].0 - w[0].0 < w[0].1);
@@ -104,11 +110,7 @@ fn buffers(requests: &[Request]) -> PyResult<Vec<(usize, &mut [u8])>> {
             return (number, [].as_mut_slice());
         }
         let start: *mut u8 = std::ptr::with_exposed_provenance_mut(address);
-        // SAFETY:
-        // - The caller, the package's own Python part, passes the address and size of a storage
-        //   that it has just made, keeps alive during the call and shows to no one else.
-        // - The buffers do not overlap, as was checked.
-        // - `u8` has no alignment and no invalid values, and the values are only written.
+        // SAFETY: The caller vouches for the memory; that no two buffers overlap was checked.
         (number, unsafe { std::slice::from_raw_parts_mut(start, nbytes) })
     };
     Ok(requests.iter().map(buffer).collect())

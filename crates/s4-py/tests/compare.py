@@ -51,7 +51,9 @@ class _Comparison:
 
     def compare(self, a: Any, b: Any, path: str) -> None:
         assert type(a) is type(b), f"{path}: {type(a)} and {type(b)}"
-        if isinstance(a, (type(None), bool, int, str, bytes, Enum, type, torch.dtype, torch.device)):
+        if isinstance(
+            a, (type(None), bool, int, str, bytes, Enum, type, torch.dtype, torch.device)
+        ):
             assert a == b, path
         elif isinstance(a, float):
             assert struct.pack("d", a) == struct.pack("d", b) or (
@@ -98,8 +100,13 @@ class _Comparison:
             self._compare_parts(vars(a), vars(b), f"{path}.__dict__")
 
     def _compare_tensors(self, a: torch.Tensor, b: torch.Tensor, path: str) -> None:
-        for what in ("dtype", "device", "layout", "shape", "requires_grad", "is_quantized"):
+        for what in ("dtype", "device", "layout", "requires_grad", "is_quantized", "is_nested"):
             assert getattr(a, what) == getattr(b, what), f"{path}: {what}"
+        if a.is_nested:
+            self._compare_tensors(a._nested_tensor_size(), b._nested_tensor_size(), path)
+            self._compare_tensors(a.values(), b.values(), path)
+            return
+        assert a.shape == b.shape, path
         assert a.is_conj() == b.is_conj() and a.is_neg() == b.is_neg(), path
         if a.layout is torch.sparse_coo:
             assert a.is_coalesced() == b.is_coalesced(), path
@@ -111,8 +118,6 @@ class _Comparison:
         elif a.layout in (torch.sparse_csc, torch.sparse_bsc):
             for part in ("ccol_indices", "row_indices", "values"):
                 self._compare_tensors(getattr(a, part)(), getattr(b, part)(), f"{path}.{part}")
-        elif a.is_nested:
-            self._compare_tensors(a.values(), b.values(), path)
         elif a.device.type == "meta":
             assert a.stride() == b.stride(), path
         else:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_map_location import write_tree
 
 import s4weights
 from s4weights import _core
+from test_map_location import write_tree
 
 OBJ = {
     "weight": torch.linspace(-1, 1, 70_000).bfloat16(),
@@ -55,7 +55,7 @@ def test_the_place_of_the_damage_is_named(path: Path) -> None:
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     for action in (s4weights.load, s4weights.verify):
-        with pytest.raises(s4weights.CorruptDataError, match="model.weight.*chunk"):
+        with pytest.raises(s4weights.CorruptDataError, match=r"model\.weight.*chunk"):
             action(path)
     assert s4weights.load(path, map_location="meta")["model"]["weight"].shape == (300_000,)
 
@@ -131,7 +131,9 @@ def test_trees_that_are_no_json(path: Path) -> None:
 def test_files_of_tensors_alone(path: Path) -> None:
     writer = _core.Writer(str(path), None, None, "fast", None, {})
     tensor = torch.arange(6.0)
-    writer.write([("a", "float32", (2, 3), tensor.data_ptr(), 24), ("b", "bytes", (0,), 0, 0)], None)
+    writer.write(
+        [("a", "float32", (2, 3), tensor.data_ptr(), 24), ("b", "bytes", (0,), 0, 0)], None
+    )
     writer.finish(None, {}, {})
     loaded = s4weights.load(path)
     assert loaded["a"].tolist() == [[0, 1, 2], [3, 4, 5]] and loaded["b"].dtype == torch.uint8

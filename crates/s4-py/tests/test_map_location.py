@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_identical, through_torch
 
 import s4weights
+from compare import assert_identical, through_torch
 from s4weights import _core
 
 
@@ -33,10 +33,14 @@ def gpu_file(request: pytest.FixtureRequest, path: Path, monkeypatch: pytest.Mon
     if request.param == "tree":
         tensor = {"tensor": 0, "device": "cuda:1"}
         view = {"tensor": 0, "device": "cuda:1", "shape": [3], "offset": 3}
-        write_tree(path, {"root": {"dict": [["a", tensor], ["v", view], ["b", {"tensor": 1}]]}}, a=a, b=b)
+        write_tree(
+            path, {"root": {"dict": [["a", tensor], ["v", view], ["b", {"tensor": 1}]]}}, a=a, b=b
+        )
     else:
         tags = {a.untyped_storage()._cdata: "cuda:1"}
-        monkeypatch.setattr(torch.serialization, "location_tag", lambda s: tags.get(s._cdata, "cpu"))
+        monkeypatch.setattr(
+            torch.serialization, "location_tag", lambda s: tags.get(s._cdata, "cpu")
+        )
         shared = [1]  # makes it a pickle
         s4weights.save({"a": a, "v": a[1], "b": b, "x": shared, "y": shared}, path)
         monkeypatch.undo()

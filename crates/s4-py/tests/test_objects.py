@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compare import assert_identical, through_s4, through_torch
 
 import s4weights
+from compare import assert_identical, through_s4, through_torch
 
 
 class Color(enum.Enum):
@@ -58,7 +58,21 @@ def nan_with_payload() -> float:
 
 PLAIN: dict[str, Any] = {
     "none": None,
-    "scalars": [True, False, 0, 1, -1, 1.0, -0.0, 0.1, 1e300, 5e-324, "", "text", "\0\n\U0001f600é"],
+    "scalars": [
+        True,
+        False,
+        0,
+        1,
+        -1,
+        1.0,
+        -0.0,
+        0.1,
+        1e300,
+        5e-324,
+        "",
+        "text",
+        "\0\n\U0001f600é",
+    ],
     "large integers": [2**53 - 1, 2**53, -(2**53), 2**63, 2**64, -(2**200), 10**5000],
     "special floats": [float("inf"), float("-inf"), float("nan"), nan_with_payload()],
     "complex": [1 + 2j, complex(float("nan"), -0.0), complex(0.0, float("-inf"))],
@@ -83,7 +97,11 @@ PICKLED: dict[str, Any] = {
     "default dict": defaultdict(list, {"a": [1]}),
     "counter": Counter("hello"),
     "deque": deque([1, torch.zeros(1)], maxlen=4),
-    "numpy": {"array": np.arange(12.0).reshape(3, 4), "scalar": np.float64(0.1), "int": np.int64(3)},
+    "numpy": {
+        "array": np.arange(12.0).reshape(3, 4),
+        "scalar": np.float64(0.1),
+        "int": np.int64(3),
+    },
     "numpy random state": np.random.RandomState(3).get_state(),
     "surrogates": ["\ud800"],
     "range and slice": [range(3), slice(1, 2)],
@@ -194,7 +212,12 @@ def test_a_storage_of_two_dtypes(path: Path) -> None:
 
 
 def test_names_are_unique_and_fit_the_format(path: Path) -> None:
-    obj = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, "": torch.ones(2), "x\0y": torch.ones(3)}
+    obj = {
+        "a.b": torch.ones(1),
+        "a": {"b": torch.zeros(1)},
+        "": torch.ones(2),
+        "x\0y": torch.ones(3),
+    }
     obj["é" * 5000] = torch.ones(4)
     obj["\ud800"] = torch.ones(5)
     assert_identical(through_torch(obj), through_s4(obj, path))

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_identical
 
 import s4weights
+from compare import assert_identical
 
 
 def best(work: Any, times: int = 5) -> float:

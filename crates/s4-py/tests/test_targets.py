@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_identical
 
 import s4weights
+from compare import assert_identical
 
 OBJ = {"weight": torch.arange(100_000.0), "step": 3}
 
@@ -231,7 +231,10 @@ def test_a_save_that_fails_leaves_the_old_file(path: Path) -> None:
         if done:
             raise Stop
 
-    for failing in (lambda: s4weights.save({"f": lambda: 0}, path), lambda: s4weights.save(OBJ, path, progress=stop)):
+    for failing in (
+        lambda: s4weights.save({"f": lambda: 0}, path),
+        lambda: s4weights.save(OBJ, path, progress=stop),
+    ):
         with pytest.raises((Stop, AttributeError, TypeError, Exception)):
             failing()
         assert s4weights.load(path) == {"old": 1} and list(path.parent.iterdir()) == [path]

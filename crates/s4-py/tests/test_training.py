@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compare import assert_identical, through_torch
 
 import s4weights
+from compare import assert_identical, through_torch
 
 
 class Tied(torch.nn.Module):
@@ -21,7 +21,10 @@ class Tied(torch.nn.Module):
         super().__init__()
         self.embed = torch.nn.Embedding(64, 16)
         self.layers = torch.nn.Sequential(
-            torch.nn.Linear(16, 32), torch.nn.LayerNorm(32), torch.nn.Dropout(0.1), torch.nn.Linear(32, 16)
+            torch.nn.Linear(16, 32),
+            torch.nn.LayerNorm(32),
+            torch.nn.Dropout(0.1),
+            torch.nn.Linear(32, 16),
         )
         self.head = torch.nn.Linear(16, 64, bias=False)
         self.head.weight = self.embed.weight
@@ -38,14 +41,18 @@ class Run:
     def __init__(self, optimizer: str) -> None:
         self.model = Tied()
         options = {"AdamW": {"amsgrad": True}, "SGD": {"momentum": 0.9}, "Adafactor": {}}[optimizer]
-        self.optimizer = getattr(torch.optim, optimizer)(self.model.parameters(), lr=1e-2, **options)
+        self.optimizer = getattr(torch.optim, optimizer)(
+            self.model.parameters(), lr=1e-2, **options
+        )
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
         self.step = 0
 
     def train(self, steps: int) -> list[float]:
         losses = []
         for _ in range(steps):
-            tokens = torch.randint(0, 64, (8, 12)).roll(random.randrange(3) + np.random.randint(2), 0)
+            tokens = torch.randint(0, 64, (8, 12)).roll(
+                random.randrange(3) + np.random.randint(2), 0
+            )
             loss = self.model(tokens).logsumexp(-1).mean()
             self.optimizer.zero_grad()
             loss.backward()

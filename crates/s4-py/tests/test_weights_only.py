@@ -7,14 +7,14 @@ import os
 import pickle
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-from compare import assert_identical
 
 import s4weights
+from compare import assert_identical
 
 
 class Trainer:
@@ -65,7 +65,7 @@ def test_the_key_path_is_named(obj: Any, key_path: str | None, name: str, path: 
         return
     error = refusal(obj, path)
     assert (error.key_path, error.global_name) == (key_path, name)
-    assert name in str(error) and f"`{key_path}`" in str(error) or not key_path
+    assert (name in str(error) and f"`{key_path}`" in str(error)) or not key_path
     assert "weights_only=False" in str(error) and "add_safe_globals" in str(error)
 
 
@@ -76,7 +76,10 @@ def test_all_offenders_are_named(path: Path) -> None:
 
 def test_protocol_4_is_refused_with_the_key_path(path: Path) -> None:
     s4weights.save({"t": {"u": Trainer()}}, path, pickle_protocol=4)
-    with pytest.warns(UserWarning, match="protocol 4"), pytest.raises(s4weights.UnsafeLoadError) as e:
+    with (
+        pytest.warns(UserWarning, match="protocol 4"),
+        pytest.raises(s4weights.UnsafeLoadError) as e,
+    ):
         s4weights.load(path)
     assert e.value.key_path == "t.u"
     assert s4weights.load(path, weights_only=False)["t"]["u"].step == 3
@@ -85,7 +88,7 @@ def test_protocol_4_is_refused_with_the_key_path(path: Path) -> None:
 def test_code_is_not_run_when_refused(path: Path, tmp_path: Path) -> None:
     trace = tmp_path / "executed"
     error = refusal({"config": Bomb(str(trace))}, path)
-    assert error.key_path == "config" and "posix.mkdir" in str(error) or os.name == "nt"
+    assert (error.key_path == "config" and "posix.mkdir" in str(error)) or os.name == "nt"
     assert not trace.exists()
     s4weights.load(path, weights_only=False)
     assert trace.exists()
@@ -133,7 +136,7 @@ def test_environment_variables(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 class CountingPickle:
     """A pickle module that counts what it makes."""
 
-    made: list[str] = []
+    made: ClassVar[list[str]] = []
 
     class Pickler(pickle.Pickler):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -169,7 +172,9 @@ def test_what_cannot_be_pickled_raises_as_torch_does(path: Path) -> None:
             with pytest.raises(type(error)) as caught:
                 s4weights.save(obj, path)
             assert str(caught.value).split("<")[0] == str(error).split("<")[0]
-            assert caught.value.__context__ is None or "NotPlain" not in repr(caught.value.__context__)
+            assert caught.value.__context__ is None or "NotPlain" not in repr(
+                caught.value.__context__
+            )
             assert not path.exists()
         else:
             s4weights.save(obj, path)

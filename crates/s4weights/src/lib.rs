@@ -25,6 +25,7 @@
 //! store's).
 #![forbid(unsafe_code)]
 
+mod adversarial;
 mod error;
 mod fetch;
 mod io;
@@ -38,6 +39,7 @@ mod slice;
 mod verify;
 mod writer;
 
+pub use adversarial::adversarial;
 pub use error::{Error, Result};
 pub use io::{Source, StorageOptions, Target, is_url};
 pub use memory::{Compressed, MemoryOptions};
@@ -46,6 +48,6 @@ pub use reader::{Reader, TensorInfo};
 pub use report::{Inspection, PlaneReport, Report, StreamTotal, TensorReport, Verification};
 pub use s4_engine::{CpuEngine, Preset, TensorView};
 pub use s4_format::{self as format, DType, Manifest};
-pub use s4_planes::{Simd, patterns};
+pub use s4_planes::Simd;
 pub use slice::Slice;
 pub use writer::{Contents, TensorSource, Writer};

@@ -70,13 +70,11 @@ impl Reader {
         source.read_at(tail_at, &mut tail)?;
         let footer = Footer::parse(&tail, len).at(&name)?;
         let known = Known { source: &*source, name: &name, tail: &tail, tail_at };
-        let section =
-            Section { offset: footer.offset, bytes: footer.len, blake3: footer.digest };
+        let section = Section { offset: footer.offset, bytes: footer.len, blake3: footer.digest };
         let json = known.section(&section, "manifest")?;
         let manifest = Manifest::parse(&json, footer.offset).at(&name)?;
         let table = known.section(&manifest.tensors.section, "tensor table")?;
-        let tensors =
-            index::parse_table(&table, footer.offset, manifest.plans.len()).at(&name)?;
+        let tensors = index::parse_table(&table, footer.offset, manifest.plans.len()).at(&name)?;
         if tensors.len() != manifest.tensors.count as usize {
             let what = format!("{} tensors, {} expected", tensors.len(), manifest.tensors.count);
             return Err(s4_format::Error::corrupt(what).in_part("tensor table")).at(&name);
@@ -222,7 +220,7 @@ impl Reader {
         let t = &self.tensors[tensor];
         let chunk_log2 = match t.kind {
             TensorKind::Chunks { chunk_log2, .. } => chunk_log2,
-            TensorKind::Packed { .. } => s4_engine::CHUNK_LOG2,
+            TensorKind::Packed { .. } => s4_engine::chunk_log2(t.dtype),
         };
         TensorSpec {
             dtype: t.dtype,

@@ -62,7 +62,8 @@ mod tests {
     #[test]
     fn runs_cover_exactly_the_slice() {
         let shape = [3, 4, 5];
-        for (a, b, c) in [(0..3, 0..4, 0..5), (1..2, 0..4, 0..5), (0..3, 1..3, 2..4), (2..3, 3..4, 4..5)]
+        for (a, b, c) in
+            [(0..3, 0..4, 0..5), (1..2, 0..4, 0..5), (0..3, 1..3, 2..4), (2..3, 3..4, 4..5)]
         {
             let slice = Slice(vec![a.clone(), b.clone(), c.clone()]);
             let mut want = vec![];

@@ -17,7 +17,7 @@ use serde_json::value::RawValue;
 use crate::error::{At, Error, Result};
 use crate::io::{Sink, Target, open_sink};
 use crate::options::{Meter, WriteOptions, simd, thread_count};
-use crate::pack::{Pack, SMALL};
+use crate::pack::{Class, Pack, SMALL};
 use crate::parallel::pool;
 use crate::report::{Report, Totals};
 
@@ -185,14 +185,15 @@ impl Writer {
         Ok(values)
     }
 
-    /// Puts a small tensor into the open pack of its dtype.
+    /// Puts a small tensor into the open pack of its class.
     fn pack(&mut self, t: &TensorSource<'_>, values: u64) -> Result<()> {
-        let open = self.open_packs.iter().position(|p| p.dtype == t.dtype);
+        let class = Class::of(t.dtype, t.data);
+        let open = self.open_packs.iter().position(|p| p.class == class);
         if let Some(i) = open.filter(|&i| !self.open_packs[i].has_room(values)) {
             let full = self.open_packs.swap_remove(i);
             self.close_pack(full)?;
         }
-        let i = match self.open_packs.iter().position(|p| p.dtype == t.dtype) {
+        let i = match self.open_packs.iter().position(|p| p.class == class) {
             Some(i) => i,
             None => {
                 let number = u32::try_from(self.packs.len()).unwrap_or(u32::MAX);
@@ -203,7 +204,7 @@ impl Writer {
                     plan: 0,
                     kind: TensorKind::Packed { pack: 0, first: 0 },
                 });
-                self.open_packs.push(Pack::new(t.dtype, number));
+                self.open_packs.push(Pack::new(class, number));
                 self.open_packs.len() - 1
             }
         };
@@ -217,8 +218,9 @@ impl Writer {
     }
 
     fn close_pack(&mut self, pack: Pack) -> Result<()> {
-        let shape = [(pack.data.len() / pack.dtype.size()) as u64];
-        let view = TensorView { dtype: pack.dtype, shape: &shape, data: &pack.data };
+        let dtype = pack.class.dtype;
+        let shape = [(pack.data.len() / dtype.size()) as u64];
+        let view = TensorView { dtype, shape: &shape, data: &pack.data };
         let mut meter = Meter { callback: None, done: 0, total: 0 };
         let items = self.encode(vec![("small tensors", view)], &mut meter)?;
         for item in items {
@@ -393,7 +395,8 @@ impl Writer {
         side.write(&mut block).at(&self.name)?;
         item.records.iter().for_each(|r| r.write(&mut block));
         let len = u32::try_from(block.len());
-        let len = len.map_err(|_| Error::Argument(format!("tensor `{}` is too large", item.name)))?;
+        let len =
+            len.map_err(|_| Error::Argument(format!("tensor `{}` is too large", item.name)))?;
         let place = Block { offset: 0, len, crc: crc32c(&block) };
         let kind = TensorKind::Chunks { block: place, chunk_log2: item.plan.chunk_log2, pack };
         self.blocks.push((number, block));
@@ -482,8 +485,7 @@ impl Writer {
         table.append(&mut self.packs);
         for (number, bytes) in std::mem::take(&mut self.blocks) {
             // Packs count down from the largest number.
-            let number =
-                if number < packs_at { number } else { packs_at + (usize::MAX - number) };
+            let number = if number < packs_at { number } else { packs_at + (usize::MAX - number) };
             let offset = self.offset;
             if let TensorKind::Chunks { block, .. } = &mut table[number].kind {
                 block.offset = offset;
@@ -518,7 +520,7 @@ fn view<'a>(t: &TensorSource<'a>) -> TensorView<'a> {
 }
 
 fn chunks_of(v: &TensorView<'_>) -> u64 {
-    chunk_count((v.data.len() / v.dtype.value_width()) as u64, s4_engine::CHUNK_LOG2)
+    chunk_count((v.data.len() / v.dtype.value_width()) as u64, s4_engine::chunk_log2(v.dtype))
 }
 
 fn encode_job(

@@ -6,8 +6,12 @@ use s4_planes::Simd;
 use crate::codec::{Codec, Context, Encoded, need};
 
 #[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
 mod avx512;
+mod digits;
 mod model;
+mod part;
 mod scalar;
 mod stream;
 mod table;
@@ -18,6 +22,7 @@ pub use model::{Counts, cost};
 pub use stream::Place;
 pub use table::{Entry, MAX_TABLES, Precision, Table, parse_tables, write_tables};
 
+use part::Part;
 use stream::{SEGMENT_LOG2, STATES_LEN, Stream};
 
 /// Codec `rans` (docs/codecs/rans.md).
@@ -86,27 +91,50 @@ impl Rans {
         mut counts: usize,
         at: usize,
     ) -> Result<usize> {
-        let encoder = scalar::Encoder::new(tables);
-        let padding = tables[0].padding();
+        let encoder = Encoder::new(self.precision, self.simd, tables);
         let mut end = at;
-        for (i, part) in symbols.chunks(1 << SEGMENT_LOG2).enumerate() {
-            let from = i << SEGMENT_LOG2;
-            let contexts = if contexts.is_empty() { contexts } else { &contexts[from..][..part.len()] };
-            let at = stream::pad(end, dst);
-            let room = at + STATES_LEN + stream::max_words_len(self.precision, part.len());
-            let Some((states, words)) = dst[at..room].split_first_chunk_mut() else {
-                return Err(Error::limit("rans: no room"));
-            };
-            let len = match self.precision {
-                Precision::P8 => encoder.segment::<8>(part, contexts, padding, words, states),
-                Precision::P12 => encoder.segment::<12>(part, contexts, padding, words, states),
-            }?;
-            words.copy_within(words.len() - len.., 0);
-            dst[counts..counts + 4].copy_from_slice(&((len / 2) as u32).to_le_bytes());
-            counts += 4;
-            end = at + STATES_LEN + len;
+        for (i, group) in symbols.chunks(GROUP << SEGMENT_LOG2).enumerate() {
+            let from = (i * GROUP) << SEGMENT_LOG2;
+            let contexts = contexts.get(from..from + group.len()).unwrap_or_default();
+            let start = stream::pad(end, dst);
+            let mut parts = self.parts(group, contexts, &mut dst[start..])?;
+            encoder.group(&mut parts)?;
+            let lens: Vec<_> = parts.iter().map(|part| (part.words.len(), part.len)).collect();
+            let mut at = start;
+            for (room, len) in lens {
+                let to = stream::pad(end, dst);
+                dst.copy_within(at..at + STATES_LEN, to);
+                at += STATES_LEN + room;
+                dst.copy_within(at - len..at, to + STATES_LEN);
+                dst[counts..counts + 4].copy_from_slice(&((len / 2) as u32).to_le_bytes());
+                counts += 4;
+                end = to + STATES_LEN + len;
+            }
         }
         Ok(end)
+    }
+
+    /// Segments and room for each, one after the other from the start of `dst`.
+    fn parts<'a>(
+        &self,
+        symbols: &'a [u8],
+        contexts: &'a [u8],
+        mut dst: &'a mut [u8],
+    ) -> Result<Vec<Part<'a>>> {
+        let mut parts = Vec::with_capacity(GROUP);
+        for (i, symbols) in symbols.chunks(1 << SEGMENT_LOG2).enumerate() {
+            let from = i << SEGMENT_LOG2;
+            let contexts = contexts.get(from..from + symbols.len()).unwrap_or_default();
+            let room = stream::max_words_len(self.precision, symbols.len());
+            let split = dst.split_first_chunk_mut().and_then(|(states, rest)| {
+                let (words, rest) = rest.split_at_mut_checked(room)?;
+                Some((states, words, rest))
+            });
+            let (states, words, rest) = split.ok_or_else(|| Error::limit("rans: no room"))?;
+            parts.push(Part { symbols, contexts, states, words, len: 0 });
+            dst = rest;
+        }
+        Ok(parts)
     }
 
     /// Decodes the segments of a stream. `contexts` is as long as `symbols`, each below the number
@@ -119,11 +147,17 @@ impl Rans {
         symbols: &mut [u8],
     ) -> Result<()> {
         #[cfg(target_arch = "x86_64")]
-        if let (Precision::P8, [table], Simd::Avx512) = (precision, &stream.tables[..], self.simd)
-            && let Some(decoder) = avx512::Decoder::new(table)
-        {
-            // SAFETY: `new` has checked that the machine has the set.
-            return unsafe { decoder.segments(stream.segments(), symbols) };
+        if let (Precision::P8, [table]) = (precision, &stream.tables[..]) {
+            if let (Simd::Avx512, Some(decoder)) = (self.simd, avx512::Decoder::new(table)) {
+                // SAFETY: `new` has checked that the machine has the set.
+                return unsafe { decoder.segments(stream.segments(), symbols) };
+            }
+            if let (Simd::Avx2, Some(decoder)) = (self.simd, avx2::Decoder::new(table)) {
+                return stream.segments().try_for_each(|(range, segment)| {
+                    // SAFETY: `new` has checked that the machine has the set.
+                    unsafe { decoder.segment(segment, &mut symbols[range]) }
+                });
+            }
         }
         let decoder = scalar::Decoder::new(&stream.tables);
         for (range, segment) in stream.segments() {
@@ -134,6 +168,55 @@ impl Rans {
             }
         }
         Ok(())
+    }
+}
+
+/// Segments that are encoded side by side.
+const GROUP: usize = 4;
+
+/// An encoder for some tables.
+#[expect(clippy::large_enum_variant, reason = "one for each call, on the stack")]
+enum Encoder {
+    Scalar(Precision, scalar::Encoder),
+    #[cfg(target_arch = "x86_64")]
+    Avx2(avx2::Encoder),
+    #[cfg(target_arch = "x86_64")]
+    Avx512(avx512::Encoder),
+}
+
+impl Encoder {
+    /// The fastest encoder for `tables` that the machine, which has `simd`, can run.
+    fn new(precision: Precision, simd: Simd, tables: &[Table]) -> Self {
+        #[cfg(target_arch = "x86_64")]
+        if let (Precision::P8, [table]) = (precision, tables) {
+            if let (Simd::Avx512, Some(encoder)) = (simd, avx512::Encoder::new(table)) {
+                return Self::Avx512(encoder);
+            }
+            if let (Simd::Avx512 | Simd::Avx2, Some(encoder)) = (simd, avx2::Encoder::new(table)) {
+                return Self::Avx2(encoder);
+            }
+        }
+        Self::Scalar(precision, scalar::Encoder::new(tables))
+    }
+
+    /// Encodes up to [`GROUP`] segments.
+    fn group(&self, parts: &mut [Part<'_>]) -> Result<()> {
+        match self {
+            Self::Scalar(Precision::P8, encoder) => {
+                parts.iter_mut().try_for_each(|part| encoder.segment::<8>(part))
+            }
+            Self::Scalar(Precision::P12, encoder) => {
+                parts.iter_mut().try_for_each(|part| encoder.segment::<12>(part))
+            }
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(encoder) => parts.iter_mut().try_for_each(|part| {
+                // SAFETY: `Rans::new` has checked that the machine has the set.
+                unsafe { encoder.segment(part) }
+            }),
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: `Rans::new` has checked that the machine has the set.
+            Self::Avx512(encoder) => unsafe { encoder.group(parts) },
+        }
     }
 }
 

@@ -53,7 +53,7 @@ impl Counts {
     /// Adds the counts of one stream, sampled if it is long.
     pub fn add_stream(&mut self, symbols: &[u8]) {
         self.complete &= symbols.len() <= COUNT_ALL;
-        let mut parts = [[0u32; 256]; 4];
+        let mut parts = [[0u32; 256]; 8];
         for range in sampled(symbols.len()) {
             count(&symbols[range], &mut parts);
         }
@@ -208,14 +208,14 @@ fn sampled(len: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
     })
 }
 
-/// Adds to counts that are kept in four parts, so that runs of a symbol do not wait for each
+/// Adds to counts that are kept in eight parts, so that runs of a symbol do not wait for each
 /// other.
-fn count(symbols: &[u8], parts: &mut [[u32; 256]; 4]) {
+fn count(symbols: &[u8], parts: &mut [[u32; 256]; 8]) {
     let (groups, rest) = symbols.as_chunks::<8>();
     for group in groups {
         let group = u64::from_le_bytes(*group);
         for i in 0..8 {
-            parts[i % 4][usize::from((group >> (8 * i)) as u8)] += 1;
+            parts[i][usize::from((group >> (8 * i)) as u8)] += 1;
         }
     }
     for &symbol in rest {
@@ -252,7 +252,7 @@ fn log2(v: u32) -> u32 {
     let mut mantissa = u64::from(v) << (31 - whole); // 1.31 fixed-point, in [1, 2)
     let mut fraction = 0;
     for _ in 0..9 {
-        mantissa = mantissa * mantissa >> 31;
+        mantissa = (mantissa * mantissa) >> 31;
         let bit = mantissa >> 32;
         mantissa >>= bit;
         fraction = fraction << 1 | bit as u32;

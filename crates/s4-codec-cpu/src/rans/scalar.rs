@@ -3,7 +3,8 @@
 
 use s4_format::{Error, Result};
 
-use super::stream::{BLOCK, LANES, RUN, START, STATES_LEN, Segment};
+use super::part::Part;
+use super::stream::{BLOCK, LANES, RUN, START, Segment};
 use super::table::Table;
 
 /// What the encoder needs of a symbol.
@@ -19,6 +20,7 @@ struct Code {
 /// Codes of every symbol in every table.
 pub(super) struct Encoder {
     codes: Vec<[Code; 256]>,
+    padding: u8,
 }
 
 impl Encoder {
@@ -32,43 +34,40 @@ impl Encoder {
             }
             codes
         });
-        Self { codes: codes.collect() }
+        Self { codes: codes.collect(), padding: tables.first().map_or(0, Table::padding) }
     }
 
-    /// Codes the blocks of one segment into the tail of `words` and writes its states to `states`;
-    /// returns the number of bytes of words. `words` is as long as `stream::max_words_len` says.
-    /// The symbols of the last block and their contexts (empty if all are 0) may end early; the
-    /// block is filled with `padding` and context 0.
+    /// Codes one segment.
     ///
     /// # Errors
     /// `Unsupported` if a symbol is neither in its table nor can be escaped.
-    pub(super) fn segment<const P: u32>(
-        &self,
-        symbols: &[u8],
-        contexts: &[u8],
-        padding: u8,
-        words: &mut [u8],
-        states: &mut [u8; STATES_LEN],
-    ) -> Result<usize> {
+    pub(super) fn segment<const P: u32>(&self, part: &mut Part<'_>) -> Result<()> {
         let mut x = [START; LANES];
-        let mut words = Words { at: words.len(), bytes: words };
-        for start in (0..symbols.len()).step_by(BLOCK).rev() {
-            let block = block_at(symbols, start, padding);
-            let contexts =
-                if contexts.is_empty() { [0; BLOCK] } else { block_at(contexts, start, 0) };
+        let mut words = Words { at: part.words.len(), bytes: part.words };
+        for start in (0..part.symbols.len()).step_by(BLOCK).rev() {
+            let block = block_at(part.symbols, start, self.padding);
+            let contexts = match part.contexts {
+                [] => [0; BLOCK],
+                contexts => block_at(contexts, start, 0),
+            };
             let codes: [Code; BLOCK] = std::array::from_fn(|i| {
                 self.codes[usize::from(contexts[i])][usize::from(block[i])]
             });
             if codes.iter().any(|code| code.freq == 0) {
                 return Err(Error::unsupported("a symbol that its table lacks, and no escape"));
             }
-            encode_escapes(&mut x, &block, &codes, &mut words);
+            let mut marks = [0; LANES];
+            for (i, code) in codes.iter().enumerate() {
+                marks[i / RUN] |= u8::from(code.escaped) << (i % RUN);
+            }
+            encode_escapes(&mut x, &block, &marks, &mut words);
             encode_steps::<P>(&mut x, &codes, &mut words);
         }
-        for (state, x) in states.as_chunks_mut::<4>().0.iter_mut().zip(x) {
+        part.len = words.bytes.len() - words.at;
+        for (state, x) in part.states.as_chunks_mut::<4>().0.iter_mut().zip(x) {
             *state = x.to_le_bytes();
         }
-        Ok(words.bytes.len() - words.at)
+        Ok(())
     }
 }
 
@@ -99,33 +98,44 @@ impl Words<'_> {
     }
 }
 
-/// The escapes of a block: the last round first.
+/// The escapes of a block: the last round first. `marks` has a bit for each symbol of each lane
+/// that is escaped.
 fn encode_escapes(
     x: &mut [u32; LANES],
     block: &[u8; BLOCK],
-    codes: &[Code; BLOCK],
+    marks: &[u8; LANES],
     words: &mut Words<'_>,
 ) {
-    if !codes.iter().any(|code| code.escaped) {
-        return;
-    }
-    for round in (0..RUN).rev() {
+    let rounds = marks.iter().map(|marks| marks.count_ones()).max().unwrap_or(0);
+    for round in (0..rounds).rev() {
         for lane in (0..LANES).rev() {
-            let own = lane * RUN..(lane + 1) * RUN;
-            if let Some(i) = own.filter(|&i| codes[i].escaped).nth(round) {
+            let mut marks = marks[lane];
+            (0..round).for_each(|_| marks &= marks.saturating_sub(1));
+            if marks != 0 {
+                let symbol = block[lane * RUN + marks.trailing_zeros() as usize];
                 let y = words.renormalise(x[lane], 1 << 24);
-                x[lane] = y << 8 | u32::from(block[i]);
+                x[lane] = y << 8 | u32::from(symbol);
             }
         }
     }
 }
 
-fn encode_steps<const P: u32>(
+/// As [`encode_escapes`], for kernels: the words go before `at` in `words`.
+#[cfg(target_arch = "x86_64")]
+pub(super) fn put_escapes(
     x: &mut [u32; LANES],
-    codes: &[Code; BLOCK],
-    words: &mut Words<'_>,
+    block: &[u8; BLOCK],
+    marks: &[u8; LANES],
+    words: &mut [u8],
+    at: &mut usize,
 ) {
-    let step = |x: u32, code: Code| (x / code.freq << P) + code.start + x % code.freq;
+    let mut words = Words { bytes: words, at: *at };
+    encode_escapes(x, block, marks, &mut words);
+    *at = words.at;
+}
+
+fn encode_steps<const P: u32>(x: &mut [u32; LANES], codes: &[Code; BLOCK], words: &mut Words<'_>) {
+    let step = |x: u32, code: Code| ((x / code.freq) << P) + code.start + x % code.freq;
     if P == 8 {
         for pair in (0..RUN).step_by(2).rev() {
             for (lane, x) in x.iter_mut().enumerate().rev() {
@@ -244,8 +254,9 @@ impl Decoder {
     }
 }
 
-/// Replaces the escapes of a block by the symbols that follow it.
-fn decode_escapes(
+/// Replaces the escapes of a block by the symbols that follow it. Only lanes that are served can
+/// need a word.
+pub(super) fn decode_escapes(
     x: &mut [u32; LANES],
     words: &mut &[[u8; 2]],
     mut escapes: [u8; LANES],
@@ -256,10 +267,18 @@ fn decode_escapes(
             block[lane * RUN + escapes.trailing_zeros() as usize] = x[lane] as u8;
             x[lane] >>= 8;
             *escapes &= *escapes - 1;
+            if x[lane] < START {
+                let (word, rest) = words.split_first().ok_or_else(too_few)?;
+                x[lane] = x[lane] << 16 | u32::from(u16::from_le_bytes(*word));
+                *words = rest;
+            }
         }
-        refill(x, words)?;
     }
     Ok(())
+}
+
+fn too_few() -> Error {
+    Error::corrupt("rans segment with too few words")
 }
 
 /// Gives a word to every lane that is below 2^16. Free of branches, because which lanes these are
@@ -267,7 +286,7 @@ fn decode_escapes(
 fn refill(x: &mut [u32; LANES], words: &mut &[[u8; 2]]) -> Result<()> {
     let taken = x.iter().filter(|&&x| x < START).count();
     let Some((now, later)) = words.split_at_checked(taken) else {
-        return Err(Error::corrupt("rans segment with too few words"));
+        return Err(too_few());
     };
     let mut next = 0;
     for x in x {

@@ -51,8 +51,8 @@ pub(super) fn bound(precision: Precision, len: usize) -> usize {
     let entries = len.min(MAX_TABLES * 256);
     let tables = MAX_TABLES * 4 + entries * (1 + precision.freq_len());
     let segments = len.div_ceil(segment);
-    let words = len / segment * max_words_len(precision, segment)
-        + max_words_len(precision, len % segment);
+    let words =
+        len / segment * max_words_len(precision, segment) + max_words_len(precision, len % segment);
     HEADER_LEN + tables + 3 + 4 * segments + segments * (ALIGN - 1 + STATES_LEN) + words + ALIGN
 }
 

@@ -92,6 +92,24 @@ impl Words {
         Ok(())
     }
 
+    /// Lets `take` take words from what is left of the segment's.
+    ///
+    /// # Safety
+    /// - The segment and the spare given to [`Words::new`] are still there.
+    /// - [`Words::check`] has succeeded.
+    pub(super) unsafe fn as_slice<T>(
+        &mut self,
+        take: impl FnOnce(&mut &[[u8; 2]]) -> Result<T>,
+    ) -> Result<T> {
+        // SAFETY: the words from `next` to `end` lie in the stream or in the spare, which no one
+        // writes to in the meantime.
+        let mut rest =
+            unsafe { std::slice::from_raw_parts(self.next.cast::<[u8; 2]>(), self.left()) };
+        let result = take(&mut rest);
+        self.next = rest.as_ptr().cast();
+        result
+    }
+
     /// Number of words that were not taken.
     pub(super) fn left(&self) -> usize {
         ((self.end as usize) - (self.next as usize)) / 2

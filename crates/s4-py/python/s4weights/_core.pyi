@@ -8,8 +8,14 @@ __version__: str
 TensorSource: TypeAlias = tuple[str, str, tuple[int, ...], int, int]
 """Name, dtype, shape, address, bytes."""
 
+TensorInfo: TypeAlias = tuple[str, str, tuple[int, ...], int]
+"""Name, dtype, shape, bytes."""
+
 Progress: TypeAlias = Callable[[int], object]
 """Called now and then with the bytes that a call has done; what it raises cancels the call."""
+
+def dtypes() -> list[str]:
+    """The names of the dtypes that the format has: PyTorch's, without ``torch.``."""
 
 def is_s4w(head: bytes) -> bool:
     """Whether bytes start like a ``.s4w`` file."""
@@ -54,8 +60,8 @@ class Reader:
         threads: int | None,
         storage_options: Mapping[str, str],
     ) -> Reader: ...
-    def tensors(self) -> list[tuple[str, str, tuple[int, ...], int]]:
-        """Name, dtype, shape and bytes of each tensor, in the order in which they were written."""
+    def tensors(self) -> list[TensorInfo]:
+        """The tensors, in the order in which they were written."""
 
     def form(self) -> str:
         """How the saved object is described: ``tensors``, ``tree`` or ``pickle``."""

@@ -33,7 +33,7 @@ class _Object:
         self.parts += [(start + i, item) for i, item in enumerate(items)]
 
     def update(self, items: list[Any]) -> None:
-        self.parts += [(_label(k), v) for k, v in zip(items[::2], items[1::2])]
+        self.parts += [(_label(k), v) for k, v in zip(items[::2], items[1::2], strict=True)]
         self.parts += [(None, key) for key in items[::2] if isinstance(key, (_Global, _Object))]
 
 

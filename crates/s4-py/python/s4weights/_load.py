@@ -74,8 +74,9 @@ def load(
     pickle_module = _choose_unpickler(pickle_module, weights_only, pickle_load_args)
     pickle_load_args.setdefault("encoding", "utf-8")
     start = time.perf_counter()
-    tracker = Progress(progress, sum(info[3] for info in source.tensors()), "load")
-    storages = StorageReader(source, map_location, tracker)
+    infos = source.tensors()
+    tracker = Progress(progress, sum(info[3] for info in infos), "load")
+    storages = StorageReader(source, infos, map_location, tracker)
     try:
         obj = _build(source, storages, map_location, pickle_module, pickle_load_args)
         tracker.finish()
@@ -143,9 +144,7 @@ def _choose_unpickler(
     if not weights_only:
         return pickle if pickle_module is None else pickle_module
     if pickle_module is not None:
-        raise RuntimeError(
-            "Can not safely load weights when explicit pickle_module is specified"
-        )
+        raise RuntimeError("Can not safely load weights when explicit pickle_module is specified")
     if pickle_load_args:
         warnings.warn("pickle_load_args only works if `weights_only=False`.", stacklevel=3)
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ MAX_NAME = 4096
 #: Objects that are looked at for names before giving up: names are a nicety.
 MAX_VISITS = 1 << 20
 
+_PLAIN_LEAVES = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray))
 _LEAVES = (
     *(type(None), int, float, complex, str, bytes, bytearray, type),
     *(types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType),
@@ -67,7 +69,8 @@ def walk_tensors(root: object) -> Iterator[tuple[str, torch.Tensor]]:
         seen.add(id(obj))
         if isinstance(obj, torch.Tensor):
             yield from ((join(path, p) if p else path, t) for p, t in _parts(obj))
-        todo.extendleft(reversed([(join(path, k), v) for k, v in _children(obj)]))
+        children = [(join(path, k), v) for k, v in _children(obj) if type(v) not in _PLAIN_LEAVES]
+        todo.extendleft(reversed(children))
 
 
 def _children(obj: Any) -> list[tuple[object, Any]]:
@@ -80,7 +83,7 @@ def _children(obj: Any) -> list[tuple[object, Any]]:
         out += obj.items()
     elif isinstance(obj, (list, tuple, deque)):
         names = getattr(type(obj), "_fields", None) or range(len(obj))
-        out += zip(names, obj)
+        out += zip(names, obj, strict=False)
     elif isinstance(obj, (set, frozenset)):
         out += enumerate(obj)
     for key, value in _attributes(obj).items():
@@ -94,19 +97,15 @@ def _children(obj: Any) -> list[tuple[object, Any]]:
 def _attributes(obj: object) -> dict[str, Any]:
     """Instance attributes, read without running any code of the object's class."""
     found: dict[str, Any] = {}
-    try:
+    with suppress(AttributeError, TypeError):
         found.update(object.__getattribute__(obj, "__dict__"))
-    except (AttributeError, TypeError):
-        pass
     for cls in type(obj).__mro__:
         slots = cls.__dict__.get("__slots__", ())
         for slot in (slots,) if isinstance(slots, str) else slots:
             descriptor = cls.__dict__.get(slot)
             if descriptor is not None and type(descriptor).__name__ == "member_descriptor":
-                try:
+                with suppress(AttributeError):
                     found.setdefault(slot, descriptor.__get__(obj, cls))
-                except AttributeError:
-                    pass
     return found
 
 

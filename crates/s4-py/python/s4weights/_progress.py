@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Union
+from typing import Any
 
-ProgressArgument = Union[None, bool, Callable[[int, int], object]]
+ProgressArgument = bool | Callable[[int, int], object] | None
 
 logger = logging.getLogger("s4weights")
 

@@ -1,4 +1,4 @@
-"""What `load`, `verify` and `inspect` may be given: a path, a URL or a stream, of several formats."""
+"""What `load`, `verify` and `inspect` may be given: paths, URLs and streams of several formats."""
 
 from __future__ import annotations
 
@@ -100,7 +100,10 @@ def _is_seekable(f: Any) -> bool:
 def _path_of(f: Any) -> str | None:
     """The path of an open file, if it still leads to that file: it need not be read whole."""
     name = getattr(f, "name", None)
-    if not isinstance(f, (io.BufferedReader, io.BufferedRandom, io.FileIO)) or type(name) is not str:
+    if (
+        not isinstance(f, (io.BufferedReader, io.BufferedRandom, io.FileIO))
+        or type(name) is not str
+    ):
         return None
     try:
         return name if os.path.samestat(os.fstat(f.fileno()), os.stat(name)) else None

@@ -8,7 +8,7 @@ dtype and shape of the first tensor that uses it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 #: Bytes of host memory that storages of other devices may take at a time, in either direction.
 STAGING_BYTES = 256 << 20
 
-#: Dtypes that the format has no name for are stored as the bytes that they are kept in.
-_NO_NAME = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))
+_DTYPES = frozenset(_core.dtypes())
 
 
 class Hint(NamedTuple):
@@ -45,9 +44,9 @@ class Entry(NamedTuple):
 
 @functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """The format's name of a dtype: PyTorch's, without ``torch.``."""
+    """The format's name of a dtype. One that it has no name for is stored as bytes."""
     name = str(dtype).removeprefix("torch.")
-    return "bytes" if name in _NO_NAME else name
+    return name if name in _DTYPES else "bytes"
 
 
 def covering_shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
@@ -112,9 +111,7 @@ class StorageWriter:
         _write_batch(writer, batch, progress)
 
 
-def _write_batch(
-    writer: _core.Writer, batch: list[_core.TensorSource], progress: Progress
-) -> None:
+def _write_batch(writer: _core.Writer, batch: list[_core.TensorSource], progress: Progress) -> None:
     writer.write(batch, progress.native())
     progress.advance(sum(tensor[4] for tensor in batch))
 
@@ -122,7 +119,13 @@ def _write_batch(
 class StorageReader:
     """Fetches storages from a file, many at a time, and brings them to where they belong."""
 
-    def __init__(self, reader: _core.Reader, map_location: Any, progress: Progress) -> None:
+    def __init__(
+        self,
+        reader: _core.Reader,
+        infos: list[_core.TensorInfo],
+        map_location: Any,
+        progress: Progress,
+    ) -> None:
         import torch
 
         self._reader = reader
@@ -133,14 +136,14 @@ class StorageReader:
             isinstance(map_location, (str, torch.device))
             and torch.device(map_location).type == "meta"
         )
-        self._infos = reader.tensors()
+        self._infos = infos
         self._host: dict[int, torch.UntypedStorage] = {}
         self._done: dict[int, torch.UntypedStorage] = {}
 
     def __len__(self) -> int:
         return len(self._infos)
 
-    def info(self, number: int) -> tuple[str, str, tuple[int, ...], int]:
+    def info(self, number: int) -> _core.TensorInfo:
         """Name, dtype, shape and bytes of a storage as the file tells them."""
         if not 0 <= number < len(self._infos):
             raise CorruptDataError(f"object refers to tensor {number} of {len(self._infos)}")
@@ -201,17 +204,10 @@ def _allocate(nbytes: int) -> torch.UntypedStorage:
         raise LimitError(f"no memory for a tensor of {nbytes} bytes: {error}") from error
 
 
-def check_extent(
-    nbytes: int, item: int, offset: int, shape: Iterable[int], stride: Iterable[int]
-) -> None:
-    """Refuses a view that would reach outside of its storage."""
-    last = offset
-    for size, step in zip(shape, stride, strict=True):
-        if size == 0:
-            return
-        last += (size - 1) * step
-    if (last + 1) * item > nbytes:
-        raise CorruptDataError(f"a view reaches to element {last} of a storage of {nbytes} bytes")
+def fits(nbytes: int, item: int, offset: int, shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether a view of so many elements, at such strides, lies within a storage."""
+    last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return 0 in shape or (last + 1) * item <= nbytes
 
 
 def require_device(device: str) -> None:

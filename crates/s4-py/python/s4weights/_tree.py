@@ -44,7 +44,7 @@ from typing import Any
 
 from ._errors import CorruptDataError
 from ._names import join
-from ._storages import Hint, StorageReader, StorageWriter, check_extent, covering_shape, dtype_name
+from ._storages import Hint, StorageReader, StorageWriter, covering_shape, dtype_name, fits
 
 #: Deepest nesting: JSON readers that stop at 128 levels can read it (a dict takes three).
 MAX_DEPTH = 32
@@ -99,11 +99,25 @@ class TreeEncoder:
 
         Raises `NotPlain` if it cannot be one; the storages are then to be thrown away.
         """
+        self._scan(obj)
         root = self._node(obj, "", 0)
         text = json.dumps({"root": root}, ensure_ascii=False, separators=(",", ":"))
         if len(text) > MAX_TEXT or not _is_utf8(text):
             raise NotPlain
         return text
+
+    def _scan(self, root: object) -> None:
+        """Looks for what is not plain before work is spent on what is."""
+        budget, todo = MAX_NODES, [root]
+        while todo:
+            obj = todo.pop()
+            budget -= 1
+            if type(obj) not in self._kinds or budget < 0:
+                raise NotPlain
+            if isinstance(obj, dict):
+                todo.extend(obj.values())
+            elif isinstance(obj, (list, tuple, set, frozenset)):
+                todo.extend(obj)
 
     def _node(self, obj: Any, path: str, depth: int) -> Any:
         self._nodes += 1
@@ -198,6 +212,10 @@ class TreeEncoder:
         torch = self._torch
         storage = obj.untyped_storage()
         shape = covering_shape(obj)
+        if shape is None and not fits(
+            storage.nbytes(), obj.itemsize, obj.storage_offset(), obj.shape, obj.stride()
+        ):
+            raise NotPlain  # Its storage has been taken away, as sharding libraries do.
         number = self._storages.number(storage, lambda: Hint(path, obj.dtype, shape))
         stored = self._storages.entry(number)
         node: dict[str, Any] = {"tensor": number}
@@ -267,7 +285,7 @@ class TreeDecoder:
             "bytearray": lambda value, node: bytearray(base64.b64decode(value, validate=True)),
             "torch.Size": lambda value, node: torch.Size(_naturals(value)),
             "torch.dtype": lambda value, node: self._dtype(value),
-            "torch.device": lambda value, node: torch.device(value),
+            "torch.device": lambda value, node: self._device(value),
             "same": lambda value, node: self._tensors[_natural(value)],
         }
 
@@ -275,7 +293,7 @@ class TreeDecoder:
         """The object. Raises `CorruptDataError` if the text is not a tree."""
         try:
             return self._node(json.loads(text, parse_constant=_no_constant)["root"])
-        except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+        except (LookupError, TypeError, ValueError, RecursionError, struct.error) as error:
             if isinstance(error, CorruptDataError):
                 raise
             raise CorruptDataError(f"corrupt data (tree): {error!r}") from error
@@ -319,6 +337,12 @@ class TreeDecoder:
             raise CorruptDataError(f"this version of PyTorch has no dtype {name!r}")
         return dtype
 
+    def _device(self, name: Any) -> Any:
+        try:
+            return self._torch.device(name)
+        except RuntimeError as error:
+            raise CorruptDataError(f"this version of PyTorch has no device {name!r}") from error
+
     def _tensor(self, value: Any, node: dict[str, Any]) -> Any:
         number = _natural(value)
         _, stored, stored_shape, nbytes = self._storages.info(number)
@@ -326,7 +350,8 @@ class TreeDecoder:
         shape = _naturals(node.get("shape", list(stored_shape)))
         stride = _naturals(node["stride"]) if "stride" in node else row_major(shape)
         offset = _natural(node.get("offset", 0))
-        check_extent(nbytes, dtype.itemsize, offset, shape, stride)
+        if len(shape) != len(stride) or not fits(nbytes, dtype.itemsize, offset, shape, stride):
+            raise CorruptDataError(f"corrupt data (tree): {node} lies outside of {nbytes} bytes")
         storage = self._storages.get(number, str(node.get("device", "cpu")))
         grad = node.get("grad") is True
         try:

@@ -17,7 +17,10 @@ pub(super) struct FileSink {
 }
 
 enum Out {
-    Temporary { file: NamedTempFile, path: PathBuf },
+    Temporary {
+        file: NamedTempFile,
+        path: PathBuf,
+    },
     /// A device or a pipe: nothing to rename.
     Direct(File),
 }

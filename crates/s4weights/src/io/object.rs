@@ -91,7 +91,8 @@ impl ObjectSink {
         while self.in_flight.len() > left {
             let Some(part) = self.in_flight.pop_front() else { break };
             let done = self.runtime.block_on(part);
-            let done = done.map_err(|e| Error::io(&self.name, "upload", std::io::Error::other(e)))?;
+            let done =
+                done.map_err(|e| Error::io(&self.name, "upload", std::io::Error::other(e)))?;
             done.map_err(|e| self.fail(e))?;
         }
         Ok(())
@@ -181,7 +182,8 @@ pub(super) struct ObjectSource {
 impl ObjectSource {
     pub(super) fn open(name: &str, store: Arc<dyn ObjectStore>, path: Path) -> Result<Self> {
         let runtime = runtime(name)?;
-        let head = runtime.block_on(store.head(&path)).map_err(|e| Error::store(name, "open", e))?;
+        let head =
+            runtime.block_on(store.head(&path)).map_err(|e| Error::store(name, "open", e))?;
         Ok(Self { name: name.to_owned(), store, path, len: head.size, runtime })
     }
 }

@@ -10,7 +10,7 @@ use super::super::scalar::check_end;
 use super::super::stream::{BLOCK, LANES, RUN, Segment};
 use super::super::table::Table;
 use super::super::words::{Spare, Words};
-use super::transpose::to_symbols;
+use super::transpose::{load, to_symbols};
 
 /// Odd bytes of a register: the high halves of its words.
 const ODD: u64 = 0xaaaa_aaaa_aaaa_aaaa;
@@ -76,7 +76,7 @@ impl Decoder {
         let freq = u64::from(freq);
         let reciprocal = (1u64 << 24).div_ceil(freq);
         for (bias, carry) in (0..freq).zip(&mut self.carry[slots]) {
-            *carry = ((256 * bias + freq - 1) * reciprocal >> 24) as u8;
+            *carry = (((256 * bias + freq - 1) * reciprocal) >> 24) as u8;
         }
     }
 
@@ -92,10 +92,12 @@ impl Decoder {
         loop {
             let group: [_; 4] = from_fn(|_| segments.next());
             // SAFETY: as for this function.
-            match group.iter().flatten().count() {
-                0 => return Ok(()),
-                1 | 2 => unsafe { self.group::<2>(&group, symbols)? },
-                _ => unsafe { self.group::<4>(&group, symbols)? },
+            unsafe {
+                match group.iter().flatten().count() {
+                    0 => return Ok(()),
+                    1 | 2 => self.group::<2>(&group, symbols)?,
+                    _ => self.group::<4>(&group, symbols)?,
+                }
             }
         }
     }
@@ -153,7 +155,8 @@ impl Decoder {
         let mut spares = [const { Spare::NEW }; N];
         let mut nothing = [0; BLOCK];
         let spare_pointer = spares.as_mut_ptr();
-        while let Some(some) = lanes.iter().filter(|lane| lane.blocks > 0).min_by_key(|l| l.blocks) {
+        while let Some(some) = lanes.iter().filter(|lane| lane.blocks > 0).min_by_key(|l| l.blocks)
+        {
             let some = *some;
             let mut work = from_fn::<_, N, _>(|i| match lanes.get(i) {
                 Some(lane) if lane.blocks > 0 => (*lane, BLOCK),
@@ -292,8 +295,8 @@ impl Pair {
     #[target_feature(enable = "avx512f")]
     fn load([a, b]: [&Lane; 2]) -> Self {
         Self {
-            a: States { low: load16(&a.low), high: load16(&a.high) },
-            b: States { low: load16(&b.low), high: load16(&b.high) },
+            a: States { low: load(&a.low), high: load(&a.high) },
+            b: States { low: load(&b.low), high: load(&b.high) },
         }
     }
 
@@ -335,8 +338,7 @@ impl Pair {
         escape: Option<u8>,
     ) -> Result<()> {
         let marker = _mm512_set1_epi8(escape.unwrap_or(0) as i8);
-        for segment in 0..2 {
-            let (lane, stride) = &mut lanes[segment];
+        for (segment, (lane, stride)) in lanes.iter_mut().enumerate() {
             lane.words.check()?;
             let rows = to_symbols(steps, segment);
             let mut escapes = [0; 4];
@@ -426,13 +428,6 @@ impl States {
             lane.words.check()?;
         }
     }
-}
-
-#[inline]
-#[target_feature(enable = "avx512f")]
-fn load16(words: &[u16; LANES]) -> __m512i {
-    // SAFETY: the reference is to 64 readable bytes; the load needs no alignment.
-    unsafe { _mm512_loadu_si512(words.as_ptr().cast()) }
 }
 
 #[inline]

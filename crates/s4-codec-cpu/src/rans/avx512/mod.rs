@@ -2,6 +2,8 @@
 //! registers, one of the low and one of the high halves of the states.
 
 mod decode;
+mod encode;
 mod transpose;
 
 pub(super) use decode::Decoder;
+pub(super) use encode::Encoder;

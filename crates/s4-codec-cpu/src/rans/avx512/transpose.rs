@@ -31,6 +31,23 @@ static ZIP_WORDS: [[u8; 64]; 2] = [zip(2, 0, 1), zip(2, 16, 1)];
 /// The first and the second half of the double words.
 static ZIP_DWORDS: [[u8; 64]; 2] = [zip(4, 0, 1), zip(4, 8, 1)];
 
+/// An index of elements of `size` bytes for a permutation of two registers: every second element,
+/// from `from` on.
+const fn unzip(size: usize, from: usize) -> [u8; 64] {
+    let mut index = [0; 64];
+    let mut i = 0;
+    while i < 64 / size {
+        index[i * size] = (from + 2 * i) as u8;
+        i += 1;
+    }
+    index
+}
+
+/// Even and odd words.
+static UNZIP_WORDS: [[u8; 64]; 2] = [unzip(2, 0), unzip(2, 1)];
+/// Even and odd double words.
+static UNZIP_DWORDS: [[u8; 64]; 2] = [unzip(4, 0), unzip(4, 1)];
+
 /// A block's symbols of one segment, `a` (0) or `b` (1), as they stand in memory.
 ///
 /// Three rounds of pairing: steps 0 and 1 of each lane, steps 0 to 3, steps 0 to 7.
@@ -56,9 +73,31 @@ pub(super) fn to_symbols(steps: &[__m512i; RUN], segment: usize) -> [__m512i; RO
     ]
 }
 
+/// The rows of a block of one segment as four registers: the words of register `k` are the
+/// symbols of steps `2k` and `2k + 1`, lane by lane. The inverse of [`to_symbols`] but for its
+/// first round.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+pub(super) fn to_steps(rows: &[__m512i; ROWS]) -> [__m512i; RUN / 2] {
+    let [even, odd] = [load(&UNZIP_DWORDS[0]), load(&UNZIP_DWORDS[1])];
+    let low0 = _mm512_permutex2var_epi32(rows[0], even, rows[1]);
+    let low4 = _mm512_permutex2var_epi32(rows[0], odd, rows[1]);
+    let high0 = _mm512_permutex2var_epi32(rows[2], even, rows[3]);
+    let high4 = _mm512_permutex2var_epi32(rows[2], odd, rows[3]);
+    let [even, odd] = [load(&UNZIP_WORDS[0]), load(&UNZIP_WORDS[1])];
+    [
+        _mm512_permutex2var_epi16(low0, even, high0),
+        _mm512_permutex2var_epi16(low0, odd, high0),
+        _mm512_permutex2var_epi16(low4, even, high4),
+        _mm512_permutex2var_epi16(low4, odd, high4),
+    ]
+}
+
+/// 64 bytes as a register.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn load(bytes: &[u8; 64]) -> __m512i {
+pub(super) fn load<T: Copy, const N: usize>(bytes: &[T; N]) -> __m512i {
+    const { assert!(size_of::<[T; N]>() == 64) };
     // SAFETY: the reference is to 64 readable bytes; the load needs no alignment.
     unsafe { _mm512_loadu_si512(bytes.as_ptr().cast()) }
 }

@@ -1,4 +1,4 @@
-"""The annotations hold."""
+"""The package: annotations, public names, what it imports."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import s4weights
 from s4weights import _core
@@ -28,6 +29,8 @@ def test_the_stub_has_what_the_module_has() -> None:
     import ast
 
     stub = ast.parse((ROOT / "python/s4weights/_core.pyi").read_text(encoding="utf-8"))
+    names = {node.name for node in stub.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    assert names == {name for name in vars(_core) if not name.startswith("__")}
     for node in stub.body:
         if isinstance(node, ast.FunctionDef):
             assert callable(getattr(_core, node.name))
@@ -41,6 +44,18 @@ def test_public_names() -> None:
     assert all(hasattr(s4weights, name) for name in s4weights.__all__)
     assert s4weights.__version__ == _core.__version__
     assert (ROOT / "python/s4weights/py.typed").exists()
+
+
+def test_checking_a_file_needs_no_torch(path: Path) -> None:
+    s4weights.save({"w": torch.rand(10_000), "x": range(2)}, path)
+    script = (
+        "import sys; sys.modules['torch'] = sys.modules['numpy'] = None\n"
+        "from s4weights import inspect, verify\n"
+        "print(verify(sys.argv[1])['tensors'], len(inspect(sys.argv[1])['tensors']))"
+    )
+    command = [sys.executable, "-c", script, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.split() == ["1", "1"], done.stderr
 
 
 def test_importing_does_not_import_torch() -> None:

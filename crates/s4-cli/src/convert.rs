@@ -1,0 +1,218 @@
+//! Between .safetensors and .s4w, one tensor in memory at a time.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::Path;
+
+use s4weights::{
+    Contents, DType, ReadOptions, Reader, Report, Source, Target, TensorInfo, TensorSource,
+    WriteOptions, Writer,
+};
+use safetensors::tensor::{Dtype, Metadata, View};
+
+use crate::error::{Failure, Result};
+use crate::progress::Bar;
+
+/// Keeps the safetensors dtype and shape of a tensor that has no dtype of PyTorch's.
+const FOREIGN: &str = "safetensors.";
+
+/// The dtypes that both formats have.
+const DTYPES: [(Dtype, DType); 19] = [
+    (Dtype::BOOL, DType::Bool),
+    (Dtype::U8, DType::UInt8),
+    (Dtype::I8, DType::Int8),
+    (Dtype::F8_E5M2, DType::Float8E5M2),
+    (Dtype::F8_E4M3, DType::Float8E4M3Fn),
+    (Dtype::F8_E8M0, DType::Float8E8M0Fnu),
+    (Dtype::F8_E4M3FNUZ, DType::Float8E4M3FnUz),
+    (Dtype::F8_E5M2FNUZ, DType::Float8E5M2FnUz),
+    (Dtype::I16, DType::Int16),
+    (Dtype::U16, DType::UInt16),
+    (Dtype::F16, DType::Float16),
+    (Dtype::BF16, DType::BFloat16),
+    (Dtype::I32, DType::Int32),
+    (Dtype::U32, DType::UInt32),
+    (Dtype::F32, DType::Float32),
+    (Dtype::C64, DType::Complex64),
+    (Dtype::F64, DType::Float64),
+    (Dtype::I64, DType::Int64),
+    (Dtype::U64, DType::UInt64),
+];
+
+/// A path or URL with another ending.
+pub(crate) fn with_ending(path: &str, ending: &str) -> String {
+    let known = [".safetensors", ".s4w", ".pt", ".pth", ".bin"];
+    let stem = known.iter().find_map(|e| path.strip_suffix(e)).unwrap_or(path);
+    format!("{stem}.{ending}")
+}
+
+fn refuse_pickle(path: &str) -> Result<()> {
+    if [".pt", ".pth", ".bin", ".ckpt"].iter().any(|e| path.ends_with(e)) {
+        return Err(Failure::Unsupported(format!(
+            "{path}: PyTorch's own files are converted by the Python wheel: `pip install s4weights \
+             torch`, then its `s4w`"
+        )));
+    }
+    Ok(())
+}
+
+fn named(path: &str, e: std::io::Error) -> Failure {
+    Failure::Io(std::io::Error::new(e.kind(), format!("{path}: {e}")))
+}
+
+/// Compresses a .safetensors file.
+pub(crate) fn compress(
+    input: &str,
+    output: &str,
+    options: WriteOptions,
+    bar: &Bar,
+) -> Result<Report> {
+    refuse_pickle(input)?;
+    let mut file = File::open(input).map_err(|e| named(input, e))?;
+    let (start, metadata) = read_header(input, &mut file)?;
+    let mut tensors: Vec<_> = metadata.tensors().into_iter().collect();
+    tensors.sort_by_key(|(_, info)| info.data_offsets);
+    bar.expect(tensors.iter().map(|(_, i)| (i.data_offsets.1 - i.data_offsets.0) as u64).sum());
+    let mut writer = Writer::create(Target::from(output), options)?;
+    let mut contents = Contents::default();
+    if let Some(text) = metadata.metadata() {
+        contents.metadata.extend(text.clone());
+    }
+    for (name, info) in tensors {
+        let (from, to) = info.data_offsets;
+        let mut data = vec![0; to - from];
+        file.seek(SeekFrom::Start(start + from as u64)).map_err(|e| named(input, e))?;
+        file.read_exact(&mut data).map_err(|e| named(input, e))?;
+        let known = DTYPES.iter().find(|(theirs, _)| *theirs == info.dtype);
+        let (dtype, shape) = match known {
+            Some((_, ours)) => (*ours, info.shape.iter().map(|&d| d as u64).collect()),
+            None => {
+                let text = serde_json::to_string(&(info.dtype, &info.shape));
+                let text = text.map_err(|e| Failure::Io(e.into()))?;
+                contents.metadata.insert(format!("{FOREIGN}{name}"), text);
+                (DType::Bytes, vec![data.len() as u64])
+            }
+        };
+        writer.write(&[TensorSource { name: &name, dtype, shape: &shape, data: &data }])?;
+    }
+    Ok(writer.finish(contents)?)
+}
+
+/// Reads and checks the header: where the data starts, and what there is.
+fn read_header(path: &str, file: &mut File) -> Result<(u64, Metadata)> {
+    let bad = |source| Failure::Safetensors { file: path.to_owned(), source };
+    let io = |e| named(path, e);
+    let len = file.metadata().map_err(io)?.len();
+    let mut size = [0; 8];
+    file.read_exact(&mut size).map_err(io)?;
+    let header = u64::from_le_bytes(size);
+    // The limit of the safetensors format.
+    if header > 100_000_000 || header.checked_add(8).is_none_or(|end| end > len) {
+        return Err(bad(safetensors::SafeTensorError::HeaderTooLarge));
+    }
+    let mut bytes = vec![];
+    file.take(header).read_to_end(&mut bytes).map_err(io)?;
+    // The crate's own reader of headers wants the whole file in memory. Deserialising checks that
+    // the tensors lie side by side.
+    let metadata: Metadata = serde_json::from_slice(&bytes)
+        .map_err(|e| bad(safetensors::SafeTensorError::InvalidHeaderDeserialization(e)))?;
+    let end = metadata.tensors().values().map(|i| i.data_offsets.1 as u64).max().unwrap_or(0);
+    if header + 8 + end != len {
+        return Err(bad(safetensors::SafeTensorError::MetadataIncompleteBuffer));
+    }
+    Ok((header + 8, metadata))
+}
+
+/// A tensor that is decoded when the writer asks for its bytes.
+struct Lazy<'a> {
+    reader: &'a Reader,
+    name: &'a str,
+    dtype: Dtype,
+    shape: Vec<usize>,
+    bytes: usize,
+    failure: &'a std::sync::Mutex<Option<s4weights::Error>>,
+}
+
+impl View for &Lazy<'_> {
+    fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        // The trait has no way to fail: the error is kept, and the file is not renamed.
+        Cow::Owned(self.reader.read(self.name).unwrap_or_else(|e| {
+            self.failure.lock().unwrap_or_else(|p| p.into_inner()).get_or_insert(e);
+            vec![0; self.bytes]
+        }))
+    }
+
+    fn data_len(&self) -> usize {
+        self.bytes
+    }
+}
+
+/// Writes the tensors of a .s4w file into a .safetensors file; gives their number.
+pub(crate) fn decompress(
+    input: &str,
+    output: &str,
+    options: ReadOptions,
+    bar: &Bar,
+) -> Result<usize> {
+    refuse_pickle(output)?;
+    let reader = Reader::open(Source::from(input), options)?;
+    bar.expect(reader.tensors().map(|t| t.bytes).sum());
+    let mut metadata: HashMap<String, String> =
+        reader.manifest().metadata.clone().into_iter().collect();
+    let failure = std::sync::Mutex::new(None);
+    let mut views = vec![];
+    for t in reader.tensors() {
+        let foreign = metadata.remove(&format!("{FOREIGN}{}", t.name));
+        let (dtype, shape) = their_type(&t, foreign)?;
+        let bytes = usize::try_from(t.bytes).unwrap_or(usize::MAX);
+        let (reader, failure) = (&reader, &failure);
+        views.push((t.name, Lazy { reader, name: t.name, dtype, shape, bytes, failure }));
+    }
+    let metadata = (!metadata.is_empty()).then_some(metadata);
+    let temporary = format!("{output}.{}.tmp", std::process::id());
+    let written = safetensors::serialize_to_file(
+        views.iter().map(|(n, v)| (*n, v)),
+        metadata,
+        Path::new(&temporary),
+    );
+    let bad = |source| Failure::Safetensors { file: output.to_owned(), source };
+    let outcome = written.map_err(bad).and_then(|()| {
+        match failure.lock().unwrap_or_else(|p| p.into_inner()).take() {
+            Some(e) => Err(e.into()),
+            None => std::fs::rename(&temporary, output).map_err(|e| named(output, e)),
+        }
+    });
+    if outcome.is_err() {
+        // Whatever failed, nothing half-written stays.
+        let _ = std::fs::remove_file(&temporary);
+    }
+    outcome.map(|()| views.len())
+}
+
+fn their_type(t: &TensorInfo<'_>, foreign: Option<String>) -> Result<(Dtype, Vec<usize>)> {
+    if let Some(text) = foreign {
+        if let Ok(known) = serde_json::from_str(&text) {
+            return Ok(known);
+        }
+    }
+    let shape = t.shape.iter().map(|&d| usize::try_from(d).unwrap_or(usize::MAX)).collect();
+    match DTYPES.iter().find(|(_, ours)| *ours == t.dtype) {
+        Some((theirs, _)) => Ok((*theirs, shape)),
+        None if t.dtype == DType::Bytes => Ok((Dtype::U8, shape)),
+        None => Err(Failure::Unsupported(format!(
+            "tensor `{}` is {}, which safetensors does not have; write a .pt file with the Python \
+             wheel instead",
+            t.name, t.dtype
+        ))),
+    }
+}

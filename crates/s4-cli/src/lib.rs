@@ -1,0 +1,198 @@
+//! The command line `s4w`, as a library, so that the Python wheel installs the same program.
+//!
+//! What is deliberately absent: logic. Commands parse arguments, call `s4weights`, and print.
+//!
+//! Exit codes: 0 done; 1 the data is damaged, or a test failed; 2 wrong usage; 3 something could not
+//! be found, read or written; 4 the file needs another version or another machine.
+#![forbid(unsafe_code)]
+
+mod convert;
+mod error;
+mod inspect;
+mod progress;
+mod selftest;
+
+use std::ffi::OsString;
+use std::io::Write;
+use std::process::ExitCode;
+
+use clap::{Args, Parser, Subcommand};
+use s4weights::{Preset, ReadOptions, Reader, Simd, Source, WriteOptions};
+
+use error::{Failure, Result};
+
+#[derive(Parser)]
+#[command(
+    name = "s4w",
+    version,
+    about = "Lossless compression of training checkpoints",
+    after_help = "Exit codes: 0 done; 1 damaged data or a failed test; 2 wrong usage; \
+                  3 not found, or not readable or writable; 4 not supported by this version."
+)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Compress a .safetensors file (and, with the Python wheel, a .pt file) into a .s4w file
+    Compress {
+        /// File to read
+        input: String,
+        /// File or URL to write; by default the input with the ending .s4w
+        output: Option<String>,
+        /// How much is tried to make it smaller: fast, balanced or small
+        #[arg(long, default_value = "balanced")]
+        preset: Preset,
+        #[command(flatten)]
+        common: Common,
+    },
+    /// Write the tensors of a .s4w file into a .safetensors file (with the wheel, also .pt)
+    Decompress {
+        /// File or URL to read
+        input: String,
+        /// File to write; by default the input with the ending .safetensors
+        output: Option<String>,
+        #[command(flatten)]
+        common: Common,
+    },
+    /// Tell what is in a file, without decoding values
+    Inspect {
+        /// File or URL
+        input: String,
+        /// Also the planes of each tensor, with bits for each value
+        #[arg(long)]
+        bits: bool,
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Read a whole file and compare every hash and checksum
+    Verify {
+        /// File or URL
+        input: String,
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+        #[command(flatten)]
+        common: Common,
+    },
+    /// Prove on this machine that every dtype comes back bit by bit
+    Selftest {
+        /// Damage one byte on the way, to prove that the test can fail
+        #[arg(long)]
+        inject_fault: bool,
+        #[command(flatten)]
+        common: Common,
+    },
+}
+
+#[derive(Args)]
+struct Common {
+    /// Threads; by default as many as the machine has cores
+    #[arg(long)]
+    threads: Option<usize>,
+    /// Vector instructions: scalar, neon, avx2 or avx512; by default the best there are
+    #[arg(long)]
+    simd: Option<Simd>,
+    /// No progress bar
+    #[arg(long, short)]
+    quiet: bool,
+}
+
+impl Common {
+    fn write(&self, preset: Preset, bar: &progress::Bar) -> WriteOptions {
+        WriteOptions {
+            preset,
+            threads: self.threads,
+            simd: self.simd,
+            progress: bar.callback(),
+            ..WriteOptions::default()
+        }
+    }
+
+    fn read(&self, bar: &progress::Bar) -> ReadOptions {
+        ReadOptions { threads: self.threads, simd: self.simd, progress: bar.callback() }
+    }
+}
+
+/// Runs the program with its arguments, the first of which is its own name.
+pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let cli = match Cli::try_parse_from(args) {
+        Ok(cli) => cli,
+        Err(e) => {
+            // Nothing can be told to someone whose terminal is gone.
+            let _ = e.print();
+            return ExitCode::from(u8::try_from(e.exit_code()).unwrap_or(2));
+        }
+    };
+    match execute(cli.command) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            let _ = writeln!(std::io::stderr(), "s4w: {e}");
+            ExitCode::from(e.exit_code())
+        }
+    }
+}
+
+fn execute(command: Command) -> Result<()> {
+    match command {
+        Command::Compress { input, output, preset, common } => {
+            let output = output.unwrap_or_else(|| convert::with_ending(&input, "s4w"));
+            let bar = progress::Bar::new(common.quiet);
+            let report = convert::compress(&input, &output, common.write(preset, &bar), &bar)?;
+            drop(bar);
+            say(&format!(
+                "{output}: {} tensors, {} -> {} bytes, ratio {:.4}, {:.2} s",
+                report.tensors,
+                report.bytes_in,
+                report.bytes_out,
+                report.bytes_in as f64 / report.bytes_out as f64,
+                report.seconds
+            ))
+        }
+        Command::Decompress { input, output, common } => {
+            let output = output.unwrap_or_else(|| convert::with_ending(&input, "safetensors"));
+            let bar = progress::Bar::new(common.quiet);
+            let tensors = convert::decompress(&input, &output, common.read(&bar), &bar)?;
+            drop(bar);
+            say(&format!("{output}: {tensors} tensors"))
+        }
+        Command::Inspect { input, bits, json } => {
+            let reader = Reader::open(Source::from(input.as_str()), ReadOptions::default())?;
+            let report = reader.inspect(bits)?;
+            say(&if json { to_json(&report)? } else { inspect::table(&report) })
+        }
+        Command::Verify { input, json, common } => {
+            let bar = progress::Bar::new(common.quiet);
+            let reader = Reader::open(Source::from(input.as_str()), common.read(&bar))?;
+            bar.expect(reader.tensors().map(|t| t.bytes).sum());
+            let report = reader.verify()?;
+            drop(bar);
+            say(&if json {
+                to_json(&report)?
+            } else {
+                format!(
+                    "{input}: sound: {} tensors, {} chunks, {} bytes of values, {} hashes",
+                    report.tensors, report.chunks, report.bytes, report.hashes
+                )
+            })
+        }
+        Command::Selftest { inject_fault, common } => {
+            say(&selftest::run(inject_fault, common.threads, common.simd)?)
+        }
+    }
+}
+
+fn to_json(value: &impl serde::Serialize) -> Result<String> {
+    serde_json::to_string_pretty(value).map_err(|e| Failure::Io(e.into()))
+}
+
+/// Prints to standard output; a reader that has closed it has read enough.
+fn say(text: &str) -> Result<()> {
+    match writeln!(std::io::stdout(), "{text}") {
+        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(Failure::Io(e)),
+        _ => Ok(()),
+    }
+}

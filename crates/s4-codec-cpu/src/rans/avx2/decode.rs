@@ -1,0 +1,232 @@
+//! Decoding.
+
+use std::arch::x86_64::*;
+
+use s4_format::Result;
+
+use super::super::scalar::{check_end, decode_escapes};
+use super::super::stream::{BLOCK, RUN, Segment};
+use super::super::table::Table;
+use super::super::words::{Spare, Words};
+use super::{VECTORS, WIDTH};
+
+/// Bytes that the steps of one block may read: 64 for each refill of all lanes.
+const BLOCK_AHEAD: usize = 64 * RUN / 2;
+
+/// For each set of lanes, which word each takes: the number of lanes of the set before it.
+static SPREAD: [[u8; WIDTH]; 256] = {
+    let mut all = [[0; WIDTH]; 256];
+    let mut set = 0;
+    while set < 256 {
+        let mut lane = 0;
+        while lane < WIDTH {
+            all[set][lane] = (set & ((1 << lane) - 1)).count_ones() as u8;
+            lane += 1;
+        }
+        set += 1;
+    }
+    all
+};
+
+/// What each slot stands for.
+pub(crate) struct Decoder {
+    /// Frequency (8 bits), place among the symbol's slots (16 bits), symbol (8 bits).
+    slots: [u32; 256],
+    /// The symbol that stands for the escape, if there is one.
+    escape: Option<u8>,
+}
+
+impl Decoder {
+    /// The decoder for a table of `P = 8`; `None` if it has no symbols (and so a frequency of 256).
+    pub(crate) fn new(table: &Table) -> Option<Self> {
+        let mut this = Self { slots: [0; 256], escape: None };
+        for (entry, start) in table.slots() {
+            this.fill(start.into(), entry.freq, entry.symbol);
+        }
+        if table.escape() > 0 {
+            let is_free = |s: &u8| table.entries().iter().all(|entry| entry.symbol != *s);
+            this.escape = Some((0..=255).find(is_free)?);
+            this.fill(0, table.escape(), this.escape?);
+        }
+        (table.escape() < 256).then_some(this)
+    }
+
+    fn fill(&mut self, start: usize, freq: u16, symbol: u8) {
+        let range = start..start + usize::from(freq);
+        for (bias, slot) in self.slots[range].iter_mut().enumerate() {
+            *slot = u32::from(freq) | (bias as u32) << 8 | u32::from(symbol) << 24;
+        }
+    }
+
+    /// Decodes one segment into `symbols`.
+    ///
+    /// # Errors
+    /// `Corrupt` if a state or the number of words is wrong.
+    ///
+    /// # Safety
+    /// - The machine has AVX2.
+    #[target_feature(enable = "avx2,popcnt,bmi1,bmi2")]
+    pub(crate) unsafe fn segment(&self, segment: Segment<'_>, symbols: &mut [u8]) -> Result<()> {
+        let mut states = segment.states()?;
+        let mut spare = Spare::NEW;
+        let mut words = Words::new(&segment, &mut spare);
+        let (blocks, rest) = symbols.as_chunks_mut::<BLOCK>();
+        // SAFETY: the segment and the spare are there; the machine is as demanded.
+        unsafe {
+            self.blocks(&mut states, &mut words, blocks)?;
+            if !rest.is_empty() {
+                let mut block = [[0; BLOCK]];
+                self.blocks(&mut states, &mut words, &mut block)?;
+                rest.copy_from_slice(&block[0][..rest.len()]);
+            }
+        }
+        check_end(&states, words.left())
+    }
+
+    /// Decodes blocks.
+    ///
+    /// # Safety
+    /// - The machine has AVX2.
+    /// - The segment and the spare of `words` are there.
+    #[target_feature(enable = "avx2,popcnt,bmi1,bmi2")]
+    unsafe fn blocks(
+        &self,
+        states: &mut [u32; WIDTH * VECTORS],
+        words: &mut Words,
+        blocks: &mut [[u8; BLOCK]],
+    ) -> Result<()> {
+        let [mut x0, mut x1, mut x2, mut x3] = load(states);
+        for block in blocks {
+            // SAFETY: as for this function; `check` follows every use of words.
+            unsafe { words.ensure(BLOCK_AHEAD) };
+            let mut next = words.next;
+            let mut halves = [[_mm256_setzero_si256(); VECTORS]; 2];
+            for half in &mut halves {
+                for _ in 0..RUN / 4 {
+                    for _ in 0..2 {
+                        self.step(&mut x0, &mut half[0]);
+                        self.step(&mut x1, &mut half[1]);
+                        self.step(&mut x2, &mut half[2]);
+                        self.step(&mut x3, &mut half[3]);
+                    }
+                    // SAFETY: one of the loads that were ensured.
+                    unsafe {
+                        refill(&mut x0, &mut next);
+                        refill(&mut x1, &mut next);
+                        refill(&mut x2, &mut next);
+                        refill(&mut x3, &mut next);
+                    }
+                }
+            }
+            words.next = next;
+            words.check()?;
+            let escapes = store_symbols(&halves, block, self.escape.unwrap_or(0));
+            if self.escape.is_some() && escapes != [0; 4] {
+                store([x0, x1, x2, x3], states);
+                // SAFETY: as for this function, and `check` has succeeded.
+                unsafe { words.as_slice(|rest| take_escapes(states, rest, escapes, block))? };
+                [x0, x1, x2, x3] = load(states);
+            }
+        }
+        store([x0, x1, x2, x3], states);
+        Ok(())
+    }
+
+    /// One step of 8 lanes. The new symbols enter `symbols` from above.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn step(&self, x: &mut __m256i, symbols: &mut __m256i) {
+        let low = _mm256_set1_epi32(0xff);
+        let index = _mm256_and_si256(*x, low);
+        // SAFETY: every index is below 256, the number of slots.
+        let slots = unsafe { _mm256_i32gather_epi32::<4>(self.slots.as_ptr().cast(), index) };
+        let product = _mm256_mullo_epi32(_mm256_srli_epi32::<8>(*x), _mm256_and_si256(slots, low));
+        let bias = _mm256_and_si256(_mm256_srli_epi32::<8>(slots), low);
+        *x = _mm256_add_epi32(product, bias);
+        let symbol = _mm256_andnot_si256(_mm256_set1_epi32(0x00ff_ffff), slots);
+        *symbols = _mm256_or_si256(_mm256_srli_epi32::<8>(*symbols), symbol);
+    }
+}
+
+/// Gives a word to every lane below 2^16.
+///
+/// # Safety
+/// - The 16 bytes at `next` may be read.
+#[inline]
+#[target_feature(enable = "avx2,popcnt")]
+unsafe fn refill(x: &mut __m256i, next: &mut *const u8) {
+    let needs = _mm256_cmpeq_epi32(_mm256_srli_epi32::<16>(*x), _mm256_setzero_si256());
+    let set = _mm256_movemask_ps(_mm256_castsi256_ps(needs)) as usize;
+    // SAFETY: `SPREAD` has 8 bytes for each set; for the words as for this function, of which at
+    // most 8 are taken.
+    let (spread, words) = unsafe {
+        let spread = _mm_loadl_epi64(SPREAD[set].as_ptr().cast());
+        let words = _mm_loadu_si128(next.cast());
+        *next = next.add(2 * set.count_ones() as usize);
+        (_mm256_cvtepu8_epi32(spread), _mm256_cvtepu16_epi32(words))
+    };
+    let words = _mm256_permutevar8x32_epi32(words, spread);
+    let full = _mm256_or_si256(_mm256_slli_epi32::<16>(*x), words);
+    *x = _mm256_blendv_epi8(*x, full, needs);
+}
+
+/// Writes the symbols of a block; returns a bit for each that is `escape`.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn store_symbols(
+    halves: &[[__m256i; VECTORS]; 2],
+    block: &mut [u8; BLOCK],
+    escape: u8,
+) -> [u64; 4] {
+    let marker = _mm256_set1_epi8(escape as i8);
+    let mut escapes = [0; 4];
+    let (rows, _) = block.as_chunks_mut::<64>();
+    for (i, row) in rows.iter_mut().enumerate() {
+        // The runs of lanes 0, 1, 4, 5 and of lanes 2, 3, 6, 7.
+        let a = _mm256_unpacklo_epi32(halves[0][i], halves[1][i]);
+        let b = _mm256_unpackhi_epi32(halves[0][i], halves[1][i]);
+        let first = _mm256_permute2x128_si256::<0x20>(a, b);
+        let second = _mm256_permute2x128_si256::<0x31>(a, b);
+        // SAFETY: two times 32 of the row's 64 bytes.
+        unsafe {
+            _mm256_storeu_si256(row.as_mut_ptr().cast(), first);
+            _mm256_storeu_si256(row[32..].as_mut_ptr().cast(), second);
+        }
+        let mask = |v| u64::from(_mm256_movemask_epi8(_mm256_cmpeq_epi8(v, marker)) as u32);
+        escapes[i] = mask(first) | mask(second) << 32;
+    }
+    escapes
+}
+
+/// Puts the symbols that follow a block in the places of its escapes.
+#[cold]
+fn take_escapes(
+    states: &mut [u32; WIDTH * VECTORS],
+    words: &mut &[[u8; 2]],
+    escapes: [u64; 4],
+    block: &mut [u8; BLOCK],
+) -> Result<()> {
+    let mut lanes = [0; WIDTH * VECTORS];
+    for (lanes, row) in lanes.as_chunks_mut::<8>().0.iter_mut().zip(escapes) {
+        *lanes = row.to_le_bytes();
+    }
+    decode_escapes(states, words, lanes, block)
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+fn load(states: &[u32; WIDTH * VECTORS]) -> [__m256i; VECTORS] {
+    let (rows, _) = states.as_chunks::<WIDTH>();
+    // SAFETY: each row has 32 readable bytes.
+    let row = |i: usize| unsafe { _mm256_loadu_si256(rows[i].as_ptr().cast()) };
+    [row(0), row(1), row(2), row(3)]
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+fn store(x: [__m256i; VECTORS], states: &mut [u32; WIDTH * VECTORS]) {
+    for (row, x) in states.as_chunks_mut::<WIDTH>().0.iter_mut().zip(x) {
+        // SAFETY: each row has 32 writable bytes.
+        unsafe { _mm256_storeu_si256(row.as_mut_ptr().cast(), x) };
+    }
+}

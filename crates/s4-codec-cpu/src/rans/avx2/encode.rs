@@ -1,0 +1,281 @@
+//! Encoding.
+
+use std::arch::x86_64::*;
+
+use s4_format::{Error, Result};
+
+use super::super::digits::reciprocal32;
+use super::super::part::Part;
+use super::super::scalar::put_escapes;
+use super::super::stream::{BLOCK, LANES, RUN, START};
+use super::super::table::Table;
+use super::{VECTORS, WIDTH};
+
+/// Bytes that a block emits at most, and that may be overwritten before them.
+const MOST_BLOCK: usize = 2 * LANES * RUN;
+
+/// For each set of lanes, which lane each of 8 places takes: those of the set, in order, last.
+static GATHER: [[u8; WIDTH]; 256] = {
+    let mut all = [[0; WIDTH]; 256];
+    let mut set = 0usize;
+    while set < 256 {
+        let mut place = WIDTH - set.count_ones() as usize;
+        let mut lane = 0;
+        while lane < WIDTH {
+            if set >> lane & 1 == 1 {
+                all[set][place] = lane as u8;
+                place += 1;
+            }
+            lane += 1;
+        }
+        set += 1;
+    }
+    all
+};
+
+/// What the encoder needs of a symbol, to be loaded as 8 bytes.
+#[derive(Clone, Copy)]
+#[repr(C, align(8))]
+struct Code {
+    multiplier: u32,
+    /// 256 less the frequency.
+    less: u8,
+    freq: u8,
+    start: u8,
+    shift: u8,
+}
+
+/// The codes of all symbols; those that the table lacks have that of the escape.
+pub(crate) struct Encoder {
+    codes: [Code; 256],
+    /// The symbols of the table.
+    known: Set,
+    /// Whether others can be escaped.
+    escapes: bool,
+    padding: u8,
+}
+
+impl Encoder {
+    /// The encoder for a table of `P = 8`; `None` if it has no symbols.
+    pub(crate) fn new(table: &Table) -> Option<Self> {
+        let code = |freq: u16, start: u16| {
+            let (multiplier, shift) = reciprocal32(freq);
+            Some(Code {
+                multiplier,
+                less: (256 - freq).try_into().ok()?,
+                freq: freq.try_into().ok()?,
+                start: start as u8,
+                shift,
+            })
+        };
+        let escapes = table.escape() > 0;
+        let mut this = Self {
+            codes: [code(table.escape().max(1), 0)?; 256],
+            known: Set::default(),
+            escapes,
+            padding: table.padding(),
+        };
+        for (entry, start) in table.slots() {
+            this.codes[usize::from(entry.symbol)] = code(entry.freq, start)?;
+            this.known.insert(entry.symbol);
+        }
+        Some(this)
+    }
+
+    /// Encodes one segment.
+    ///
+    /// # Errors
+    /// `Unsupported` if a symbol is not in the table and there is no escape.
+    ///
+    /// # Safety
+    /// - The machine has AVX2.
+    #[target_feature(enable = "avx2,popcnt,bmi1,bmi2")]
+    pub(crate) unsafe fn segment(&self, part: &mut Part<'_>) -> Result<()> {
+        let mut states = [START; LANES];
+        let mut at = part.words.len();
+        let last = part.last_block(self.padding);
+        let (blocks, _) = part.symbols.as_chunks::<BLOCK>();
+        // SAFETY: as for this function.
+        unsafe {
+            self.blocks(&mut states, last.as_slice(), part.words, &mut at)?;
+            self.blocks(&mut states, blocks, part.words, &mut at)?;
+        }
+        part.len = part.words.len() - at;
+        for (state, x) in part.states.as_chunks_mut::<4>().0.iter_mut().zip(states) {
+            *state = x.to_le_bytes();
+        }
+        Ok(())
+    }
+
+    /// Encodes blocks, the last one first, into what lies before `at` in `words`.
+    ///
+    /// # Safety
+    /// - The machine has AVX2.
+    #[target_feature(enable = "avx2,popcnt,bmi1,bmi2")]
+    unsafe fn blocks(
+        &self,
+        states: &mut [u32; LANES],
+        blocks: &[[u8; BLOCK]],
+        words: &mut [u8],
+        at: &mut usize,
+    ) -> Result<()> {
+        for block in blocks.iter().rev() {
+            if *at < MOST_BLOCK {
+                return Err(Error::limit("rans: no room for words"));
+            }
+            let missing = self.known.missing(block);
+            if missing != [0; LANES] {
+                if !self.escapes {
+                    return Err(Error::unsupported("a symbol that its table lacks, no escape"));
+                }
+                put_escapes(states, block, &missing, words, at);
+            }
+            let mut next = words[..*at].as_mut_ptr_range().end;
+            // SAFETY: a pair of steps emits at most 16 bytes for each register, and overwrites as
+            // many before: all pairs together at most half of MOST_BLOCK and 16 bytes.
+            unsafe { self.steps(states, block, &mut next) };
+            *at = next as usize - words.as_ptr() as usize;
+        }
+        Ok(())
+    }
+
+    /// The steps of a block.
+    ///
+    /// # Safety
+    /// - The machine has AVX2.
+    /// - MOST_BLOCK bytes before `next` may be written.
+    #[inline]
+    #[target_feature(enable = "avx2,popcnt,bmi1,bmi2")]
+    unsafe fn steps(&self, states: &mut [u32; LANES], block: &[u8; BLOCK], next: &mut *mut u8) {
+        for pair in (0..RUN).step_by(2).rev() {
+            for vector in (0..VECTORS).rev() {
+                let states = &mut states[vector * WIDTH..][..WIDTH];
+                let symbols = &block.as_chunks::<{ WIDTH * RUN }>().0[vector];
+                let second = self.look_up(symbols, pair + 1);
+                let first = self.look_up(symbols, pair);
+                // SAFETY: `states` are 32 bytes, to be read and written; 16 bytes before `next`
+                // may be written, as for this function.
+                unsafe {
+                    let mut x = _mm256_loadu_si256(states.as_ptr().cast());
+                    emit(&mut x, _mm256_mullo_epi16(first.freq(), second.freq()), next);
+                    x = first.step(second.step(x));
+                    _mm256_storeu_si256(states.as_mut_ptr().cast(), x);
+                }
+            }
+        }
+    }
+
+    /// The codes of the symbols `symbols[8 * lane + k]` of 8 lanes.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn look_up(&self, symbols: &[u8; WIDTH * RUN], k: usize) -> Codes {
+        let k = k % RUN; // which the compiler does not know
+        let code =
+            |lane: usize| (&raw const self.codes[usize::from(symbols[RUN * lane + k])]).cast();
+        // SAFETY: each pointer is to a code of 8 bytes.
+        let (a, b, c, d) = unsafe {
+            let two = |i, j| _mm_loadh_pd(_mm_load_sd(code(i)), code(j));
+            (two(0, 1), two(4, 5), two(2, 3), two(6, 7))
+        };
+        let a = _mm256_castpd_ps(_mm256_set_m128d(b, a));
+        let c = _mm256_castpd_ps(_mm256_set_m128d(d, c));
+        Codes {
+            multiplier: _mm256_castps_si256(_mm256_shuffle_ps::<0x88>(a, c)),
+            rest: _mm256_castps_si256(_mm256_shuffle_ps::<0xdd>(a, c)),
+        }
+    }
+}
+
+/// A set of symbols, as bits: bit `h % 8` of byte `l` of half `h / 8` is the symbol `16 * h + l`.
+#[derive(Default)]
+struct Set([[u8; 16]; 2]);
+
+impl Set {
+    fn insert(&mut self, symbol: u8) {
+        let [high, low] = [symbol >> 4, symbol & 15].map(usize::from);
+        self.0[high / 8][low] |= 1 << (high % 8);
+    }
+
+    /// For each lane of a block, a bit for each of its symbols that is not in the set.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn missing(&self, block: &[u8; BLOCK]) -> [u8; LANES] {
+        const BITS: [u8; 16] = [1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128];
+        // SAFETY: each pointer is to 16 readable bytes.
+        let table = |row: &[u8; 16]| unsafe {
+            _mm256_broadcastsi128_si256(_mm_loadu_si128(row.as_ptr().cast()))
+        };
+        let (lower, upper, bits) = (table(&self.0[0]), table(&self.0[1]), table(&BITS));
+        let mut missing = [0; LANES];
+        for (marks, row) in missing.as_chunks_mut().0.iter_mut().zip(block.as_chunks::<32>().0) {
+            // SAFETY: the pointer is to 32 readable bytes.
+            let symbols = unsafe { _mm256_loadu_si256(row.as_ptr().cast()) };
+            // A shuffle gives 0 where the index has its top bit set.
+            let flipped = _mm256_xor_si256(symbols, _mm256_set1_epi8(-128));
+            let sets = _mm256_or_si256(
+                _mm256_shuffle_epi8(lower, symbols),
+                _mm256_shuffle_epi8(upper, flipped),
+            );
+            let high = _mm256_and_si256(_mm256_srli_epi16::<4>(symbols), _mm256_set1_epi8(15));
+            let found = _mm256_and_si256(sets, _mm256_shuffle_epi8(bits, high));
+            let none = _mm256_cmpeq_epi8(found, _mm256_setzero_si256());
+            *marks = _mm256_movemask_epi8(none).to_le_bytes();
+        }
+        missing
+    }
+}
+
+/// The codes of 8 lanes: the multipliers, and the other fields.
+struct Codes {
+    multiplier: __m256i,
+    rest: __m256i,
+}
+
+impl Codes {
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn freq(&self) -> __m256i {
+        _mm256_and_si256(_mm256_srli_epi32::<8>(self.rest), _mm256_set1_epi32(0xff))
+    }
+
+    /// `(x / freq) << 8 | start + x % freq`, which is `x + (x / freq) * (256 - freq) + start`.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn step(&self, x: __m256i) -> __m256i {
+        let low = _mm256_set1_epi32(0xff);
+        let odd = |v| _mm256_srli_epi64::<32>(v);
+        let even_products = _mm256_mul_epu32(x, self.multiplier);
+        let odd_products = _mm256_mul_epu32(odd(x), odd(self.multiplier));
+        let high = _mm256_blend_epi32::<0xaa>(odd(even_products), odd_products);
+        let shift = _mm256_srli_epi32::<24>(self.rest);
+        let quotient = _mm256_srlv_epi32(_mm256_add_epi32(x, high), shift);
+        let less = _mm256_and_si256(self.rest, low);
+        let start = _mm256_and_si256(_mm256_srli_epi32::<16>(self.rest), low);
+        _mm256_add_epi32(_mm256_add_epi32(x, start), _mm256_mullo_epi32(quotient, less))
+    }
+}
+
+/// Emits the low half of every lane whose high half has reached `limit`.
+///
+/// # Safety
+/// - The 16 bytes before `next` may be written.
+#[inline]
+#[target_feature(enable = "avx2,popcnt")]
+unsafe fn emit(x: &mut __m256i, limit: __m256i, next: &mut *mut u8) {
+    let high = _mm256_srli_epi32::<16>(*x);
+    let keeps = _mm256_cmpgt_epi32(limit, high);
+    let set = !_mm256_movemask_ps(_mm256_castsi256_ps(keeps)) as usize & 0xff;
+    // SAFETY: `GATHER` has 8 bytes for each set.
+    let lanes = unsafe { _mm_loadl_epi64(GATHER[set].as_ptr().cast()) };
+    let low = _mm256_and_si256(*x, _mm256_set1_epi32(0xffff));
+    let words = _mm256_permutevar8x32_epi32(low, _mm256_cvtepu8_epi32(lanes));
+    let words =
+        _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256::<1>(words));
+    // SAFETY: as for this function; what is written before the words is overwritten by the next
+    // ones, or is no part of the output.
+    unsafe {
+        _mm_storeu_si128(next.sub(16).cast(), words);
+        *next = next.sub(2 * set.count_ones() as usize);
+    }
+    *x = _mm256_blendv_epi8(high, *x, keeps);
+}

@@ -1,0 +1,398 @@
+//! Encoding.
+
+use std::arch::x86_64::*;
+use std::array::from_fn;
+
+use s4_format::{Error, Result};
+
+use super::super::digits::reciprocal;
+use super::super::part::Part;
+use super::super::stream::{BLOCK, LANES, RUN};
+use super::super::table::Table;
+use super::transpose::{load, to_steps};
+
+/// Symbols that can be looked up, the escape among them.
+const CODES: usize = 64;
+/// The code of the escape.
+const ESCAPE: u8 = CODES as u8 - 1;
+
+/// What the encoder looks up.
+#[repr(align(64))]
+pub(crate) struct Encoder {
+    /// The code of each symbol: its number in the table, or [`ESCAPE`].
+    code: [u8; 256],
+    /// Of each code the frequency (low byte) and the first slot (high byte).
+    slots: [u16; CODES],
+    /// The reciprocal of the frequency and its shift.
+    multiplier: [u16; CODES],
+    shift: [u16; CODES],
+    /// What blocks are padded with.
+    padding: u8,
+    escapes: bool,
+}
+
+/// A segment being encoded, at a block boundary.
+struct Lane<'a, 'b> {
+    part: &'a mut Part<'b>,
+    low: [u16; LANES],
+    high: [u16; LANES],
+    /// Blocks that are not encoded yet: the first ones of the segment.
+    blocks: usize,
+    /// Where the words begin that are written.
+    at: usize,
+}
+
+impl Encoder {
+    /// The encoder for a table of `P = 8`; `None` if it has no symbols or too many for the look-up.
+    pub(crate) fn new(table: &Table) -> Option<Self> {
+        if table.entries().is_empty() || table.entries().len() >= CODES {
+            return None;
+        }
+        let mut this = Self {
+            code: [ESCAPE; 256],
+            slots: [0; CODES],
+            multiplier: [0; CODES],
+            shift: [0; CODES],
+            padding: table.padding(),
+            escapes: table.escape() > 0,
+        };
+        for (i, (entry, start)) in table.slots().enumerate() {
+            this.code[usize::from(entry.symbol)] = i as u8;
+            this.set(i, entry.freq, start);
+        }
+        if this.escapes {
+            this.set(ESCAPE.into(), table.escape(), 0);
+        }
+        Some(this)
+    }
+
+    fn set(&mut self, code: usize, freq: u16, start: u16) {
+        self.slots[code] = freq | start << 8;
+        (self.multiplier[code], self.shift[code]) = reciprocal(freq);
+    }
+
+    /// Encodes up to four segments side by side.
+    ///
+    /// # Errors
+    /// `Unsupported` if a symbol is not in the table and there is no escape.
+    ///
+    /// # Safety
+    /// - The machine has AVX-512 F, BW, VL, VBMI and VBMI2.
+    pub(crate) unsafe fn group(&self, parts: &mut [Part<'_>]) -> Result<()> {
+        let start = |part| Lane { part, low: [0; LANES], high: [1; LANES], blocks: 0, at: 0 };
+        let mut lanes: Vec<_> = parts.iter_mut().map(start).collect();
+        for lane in &mut lanes {
+            lane.at = lane.part.words.len();
+            lane.blocks = lane.part.symbols.len() / BLOCK;
+            if let Some(block) = lane.part.last_block(self.padding) {
+                // SAFETY: as for this function.
+                unsafe { self.blocks(&mut [lane], &[&block], 1)? };
+            }
+        }
+        // SAFETY: as for this function.
+        unsafe {
+            for four in lanes.chunks_exact_mut(4) {
+                self.together::<4>(four)?;
+            }
+            for two in lanes.chunks_mut(2).filter(|two| two.len() == 2) {
+                self.together::<2>(two)?;
+            }
+            for one in lanes.chunks_mut(1) {
+                self.together::<1>(one)?;
+            }
+        }
+        lanes.into_iter().for_each(Lane::finish);
+        Ok(())
+    }
+
+    /// Encodes as many blocks as each of `N` segments has left.
+    ///
+    /// # Safety
+    /// - The machine has AVX-512 F, BW, VL, VBMI and VBMI2.
+    unsafe fn together<const N: usize>(&self, lanes: &mut [Lane<'_, '_>]) -> Result<()> {
+        let blocks = lanes.iter().map(|lane| lane.blocks).min().unwrap_or(0);
+        let Some(lanes) = lanes.first_chunk_mut::<N>() else { return Ok(()) };
+        let mut lanes = lanes.each_mut();
+        let sources: [&[u8]; N] = from_fn(|i| {
+            let end = lanes[i].blocks * BLOCK;
+            &lanes[i].part.symbols[end - blocks * BLOCK..end]
+        });
+        // SAFETY: as for this function.
+        unsafe { self.blocks(&mut lanes, &sources, blocks)? };
+        lanes.iter_mut().for_each(|lane| lane.blocks -= blocks);
+        Ok(())
+    }
+
+    /// Encodes `blocks` blocks of `N` segments, the last one of `sources` first.
+    ///
+    /// # Safety
+    /// - The machine has AVX-512 F, BW, VL, VBMI and VBMI2.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt,bmi1,bmi2")]
+    unsafe fn blocks<const N: usize>(
+        &self,
+        lanes: &mut [&mut Lane<'_, '_>; N],
+        sources: &[&[u8]; N],
+        blocks: usize,
+    ) -> Result<()> {
+        let tables = Tables::load(self);
+        let mut states: [States; 4] = [States::ZERO; 4];
+        for i in 0..N {
+            states[i] = States { low: load(&lanes[i].low), high: load(&lanes[i].high) };
+        }
+        let [mut s0, mut s1, mut s2, mut s3] = states;
+        let mut codes = [[_mm512_setzero_si512(); RUN / 2]; N];
+        for block in (0..blocks).rev() {
+            let mut next = [std::ptr::null_mut(); N];
+            for i in 0..N {
+                let symbols: &[u8; BLOCK] =
+                    sources[i][block * BLOCK..].first_chunk().ok_or_else(no_room)?;
+                let (rows, escapes) = tables.codes(symbols);
+                codes[i] = to_steps(&rows);
+                let words = &mut lanes[i].part.words[..lanes[i].at];
+                if words.len() < MOST_BLOCK {
+                    return Err(no_room());
+                }
+                next[i] = words.as_mut_ptr_range().end;
+                if escapes != [0; 4] {
+                    if !self.escapes {
+                        return Err(Error::unsupported("a symbol that its table lacks, no escape"));
+                    }
+                    let s = [&mut s0, &mut s1, &mut s2, &mut s3];
+                    for (j, s) in s.into_iter().enumerate() {
+                        if i == j {
+                            // SAFETY: the escapes of a block emit at most half of MOST_BLOCK.
+                            unsafe { s.put_escapes(&mut next[i], symbols, escapes) };
+                        }
+                    }
+                }
+            }
+            for pair in (0..RUN / 2).rev() {
+                // SAFETY: each pair of steps emits at most 64 bytes, an eighth of MOST_BLOCK.
+                unsafe {
+                    s0.pair(&tables, codes[0][pair], &mut next[0]);
+                    if N > 1 {
+                        s1.pair(&tables, codes[1 % N][pair], &mut next[1 % N]);
+                    }
+                    if N > 2 {
+                        s2.pair(&tables, codes[2 % N][pair], &mut next[2 % N]);
+                        s3.pair(&tables, codes[3 % N][pair], &mut next[3 % N]);
+                    }
+                }
+            }
+            for i in 0..N {
+                lanes[i].at = next[i] as usize - lanes[i].part.words.as_ptr() as usize;
+            }
+        }
+        for (lane, states) in lanes.iter_mut().zip([s0, s1, s2, s3]) {
+            // SAFETY: the references are to 64 writable bytes.
+            unsafe {
+                _mm512_storeu_si512(lane.low.as_mut_ptr().cast(), states.low);
+                _mm512_storeu_si512(lane.high.as_mut_ptr().cast(), states.high);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Bytes that a block emits at most: a word of each lane for each pair of steps, and as many for
+/// its escapes.
+const MOST_BLOCK: usize = 2 * LANES * RUN;
+
+#[cold]
+fn no_room() -> Error {
+    Error::limit("rans: no room for words")
+}
+
+impl Lane<'_, '_> {
+    /// Leaves states and length in the part.
+    fn finish(self) {
+        for (l, state) in self.part.states.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+            *state = (u32::from(self.high[l]) << 16 | u32::from(self.low[l])).to_le_bytes();
+        }
+        self.part.len = self.part.words.len() - self.at;
+    }
+}
+
+/// The tables of an [`Encoder`] in registers.
+struct Tables {
+    code: [__m512i; 4],
+    slots: [__m512i; 2],
+    multiplier: [__m512i; 2],
+    shift: [__m512i; 2],
+}
+
+impl Tables {
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn load(encoder: &Encoder) -> Self {
+        let both = |words: &[u16; CODES]| {
+            let (halves, _) = words.as_chunks::<LANES>();
+            [load(&halves[0]), load(&halves[1])]
+        };
+        let (rows, _) = encoder.code.as_chunks::<64>();
+        Self {
+            code: [load(&rows[0]), load(&rows[1]), load(&rows[2]), load(&rows[3])],
+            slots: both(&encoder.slots),
+            multiplier: both(&encoder.multiplier),
+            shift: both(&encoder.shift),
+        }
+    }
+
+    /// The codes of a block's symbols, and a bit for each that is escaped.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
+    fn codes(&self, symbols: &[u8; BLOCK]) -> ([__m512i; 4], [u64; 4]) {
+        let (rows, _) = symbols.as_chunks::<64>();
+        let mut codes = [_mm512_setzero_si512(); 4];
+        let mut escapes = [0; 4];
+        for i in 0..4 {
+            let row = load(&rows[i]);
+            let a = _mm512_permutex2var_epi8(self.code[0], row, self.code[1]);
+            let b = _mm512_permutex2var_epi8(self.code[2], row, self.code[3]);
+            codes[i] = _mm512_mask_blend_epi8(_mm512_movepi8_mask(row), a, b);
+            escapes[i] = _mm512_cmpeq_epi8_mask(codes[i], _mm512_set1_epi8(ESCAPE as i8));
+        }
+        (codes, escapes)
+    }
+
+    /// What the low bytes of the words of `codes` stand for.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    fn look_up(&self, codes: __m512i) -> Symbol {
+        let of = |table: &[__m512i; 2]| _mm512_permutex2var_epi16(table[0], codes, table[1]);
+        let slots = of(&self.slots);
+        Symbol {
+            freq: _mm512_and_si512(slots, _mm512_set1_epi16(0xff)),
+            start: _mm512_srli_epi16::<8>(slots),
+            multiplier: of(&self.multiplier),
+            shift: of(&self.shift),
+        }
+    }
+}
+
+/// What the encoder needs of 32 symbols, as words.
+struct Symbol {
+    freq: __m512i,
+    start: __m512i,
+    multiplier: __m512i,
+    shift: __m512i,
+}
+
+impl Symbol {
+    /// `n / freq` for `n < 256 * freq` (see `digits`).
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    fn quotient(&self, n: __m512i) -> __m512i {
+        let n = _mm512_add_epi16(n, _mm512_mulhi_epu16(n, self.multiplier));
+        _mm512_srlv_epi16(n, self.shift)
+    }
+
+    /// `n - q * freq`.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw")]
+    fn rest(&self, n: __m512i, q: __m512i) -> __m512i {
+        _mm512_sub_epi16(n, _mm512_mullo_epi16(q, self.freq))
+    }
+}
+
+/// The states of a segment: low and high halves.
+#[derive(Clone, Copy)]
+struct States {
+    low: __m512i,
+    high: __m512i,
+}
+
+impl States {
+    const ZERO: Self = {
+        // SAFETY: all bits zero is a value of a vector.
+        let zero = unsafe { std::mem::zeroed() };
+        Self { low: zero, high: zero }
+    };
+
+    /// Codes two steps, whose codes are the bytes of the words of `codes`.
+    ///
+    /// # Safety
+    /// - The 64 bytes before `next` may be written.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,popcnt,bmi2")]
+    unsafe fn pair(&mut self, tables: &Tables, codes: __m512i, next: &mut *mut u8) {
+        let first = tables.look_up(codes);
+        let second = tables.look_up(_mm512_srli_epi16::<8>(codes));
+        let limit = _mm512_mullo_epi16(first.freq, second.freq);
+        let full = _mm512_cmpge_epu16_mask(self.high, limit);
+        // SAFETY: as for this function.
+        unsafe { self.emit(full, next) };
+        self.step(&second);
+        self.step(&first);
+    }
+
+    /// Emits the low halves of some lanes and replaces them by the high ones.
+    ///
+    /// # Safety
+    /// - The 64 bytes before `next` may be written.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2,popcnt,bmi2")]
+    unsafe fn emit(&mut self, full: __mmask32, next: &mut *mut u8) {
+        let words = _mm512_maskz_compress_epi16(full, self.low);
+        let count = full.count_ones();
+        // SAFETY: as for this function; `count <= 32` words are written.
+        unsafe {
+            *next = next.sub(2 * count as usize);
+            _mm512_mask_storeu_epi16(next.cast(), _bzhi_u32(!0, count), words);
+        }
+        self.low = _mm512_mask_mov_epi16(self.low, full, self.high);
+        self.high = _mm512_maskz_mov_epi16(!full, self.high);
+    }
+
+    /// `x = (x / freq) << 8 | start + x % freq`, dividing byte by byte as by hand.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi2")]
+    fn step(&mut self, symbol: &Symbol) {
+        let n = self.high;
+        let q2 = symbol.quotient(n);
+        let n = _mm512_shldi_epi16::<8>(symbol.rest(n, q2), self.low);
+        let q1 = symbol.quotient(n);
+        let low = _mm512_slli_epi16::<8>(self.low);
+        let n = _mm512_shldi_epi16::<8>(symbol.rest(n, q1), low);
+        let q0 = symbol.quotient(n);
+        self.high = _mm512_or_si512(_mm512_slli_epi16::<8>(q2), q1);
+        // q0 * 256 + n % freq + start, with n % freq = n - q0 * freq.
+        let less = _mm512_sub_epi16(_mm512_set1_epi16(256), symbol.freq);
+        let n = _mm512_add_epi16(n, symbol.start);
+        self.low = _mm512_add_epi16(n, _mm512_mullo_epi16(q0, less));
+    }
+
+    /// Codes the escapes of a block, marked by a bit for each of its symbols: the last round first.
+    ///
+    /// # Safety
+    /// - The 64 * RUN / 2 bytes before `next` may be written.
+    #[cold]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi2,popcnt,bmi1,bmi2")]
+    unsafe fn put_escapes(&mut self, next: &mut *mut u8, symbols: &[u8; BLOCK], escapes: [u64; 4]) {
+        let mut rounds = [(0u32, [0u16; LANES]); RUN];
+        let mut count = 0;
+        for (row, mut bits) in escapes.into_iter().enumerate() {
+            while bits != 0 {
+                let i = 64 * row + bits.trailing_zeros() as usize;
+                bits &= bits - 1;
+                let lane = i / RUN;
+                // The rounds before are those of the lane's escapes before.
+                let round = rounds.iter().position(|(lanes, _)| lanes >> lane & 1 == 0);
+                let round = round.unwrap_or(RUN - 1);
+                rounds[round].0 |= 1 << lane;
+                rounds[round].1[lane] = symbols[i].into();
+                count = count.max(round + 1);
+            }
+        }
+        for (lanes, values) in rounds[..count].iter().rev() {
+            let full = _mm512_mask_cmpge_epu16_mask(*lanes, self.high, _mm512_set1_epi16(256));
+            // SAFETY: as for this function: of two rounds a lane emits in one at most, as its state
+            // has 8 bits more after each.
+            unsafe { self.emit(full, next) };
+            let [low, high] = [self.low, self.high];
+            self.high = _mm512_mask_shldi_epi16::<8>(high, *lanes, high, low);
+            let appended = _mm512_or_si512(_mm512_slli_epi16::<8>(low), load(values));
+            self.low = _mm512_mask_mov_epi16(low, *lanes, appended);
+        }
+    }
+}

@@ -1,0 +1,25 @@
+//! One segment's worth of an encoder's work.
+
+use super::scalar::block_at;
+use super::stream::{BLOCK, STATES_LEN};
+
+/// A segment to be encoded, and room for it.
+pub(super) struct Part<'a> {
+    pub(super) symbols: &'a [u8],
+    /// The table of each symbol; empty if all use the first.
+    pub(super) contexts: &'a [u8],
+    /// Where the final states go.
+    pub(super) states: &'a mut [u8; STATES_LEN],
+    /// Where the words go: at the end. As long as `stream::max_words_len` says.
+    pub(super) words: &'a mut [u8],
+    /// Bytes of words that were written.
+    pub(super) len: usize,
+}
+
+impl Part<'_> {
+    /// The last block, padded, if the symbols do not fill it.
+    pub(super) fn last_block(&self, padding: u8) -> Option<[u8; BLOCK]> {
+        let start = self.symbols.len() / BLOCK * BLOCK;
+        (start < self.symbols.len()).then(|| block_at(self.symbols, start, padding))
+    }
+}

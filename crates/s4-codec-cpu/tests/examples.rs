@@ -1,0 +1,56 @@
+//! The worked examples of docs/codecs (that of `rans` is in `rans.rs`).
+
+use s4_codec_cpu::{Codec, Context, Simd, open_codecs};
+use s4_format::CodecId;
+
+fn check(id: CodecId, param: u8, plane: &[u8], stream: &[u8]) {
+    let codecs = open_codecs(Simd::detect());
+    let codec = codecs.get(id).expect("registered");
+    let mut dst = vec![0xa5; plane.len()];
+    codec.decode(param, Context::default(), stream, &mut dst).expect("decodes");
+    assert_eq!(dst, plane, "{id}");
+}
+
+fn encode(codec: &dyn Codec, plane: &[u8]) -> Vec<u8> {
+    let mut dst = vec![0; codec.bound(plane.len())];
+    let len = codec.encode(Context::default(), plane, &mut dst).expect("encodes").len;
+    dst.truncate(len);
+    dst
+}
+
+#[test]
+fn raw() {
+    check(CodecId::RAW, 0, &[1, 2, 3], &[1, 2, 3]);
+    check(CodecId::RAW, 0, &[], &[]);
+}
+
+#[test]
+fn constant() {
+    let plane = [0x3f, 0x80, 0x00, 0x3f, 0x80, 0x00, 0x3f, 0x80];
+    check(CodecId::CONST, 0, &plane, &plane[..3]);
+    assert_eq!(encode(&s4_codec_cpu::Const, &plane), plane[..3]);
+    assert_eq!(encode(&s4_codec_cpu::Const, &[0; 65_536]), [0]);
+}
+
+#[test]
+fn bits() {
+    let (plane, stream) = ([1, 2, 3, 4, 5, 6, 7, 0, 1], [0xd1, 0x58, 0x1f, 0x01]);
+    check(CodecId::BITS, 3, &plane, &stream);
+    for simd in Simd::available() {
+        assert_eq!(encode(&s4_codec_cpu::Bits::new(3, simd), &plane), stream);
+    }
+}
+
+#[test]
+fn zstd() {
+    let stream = [0x28, 0xb5, 0x2f, 0xfd, 0x20, 8, 0x41, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+    check(CodecId::ZSTD, 0, &[0; 8], &stream);
+}
+
+#[test]
+fn what_is_not_built_is_refused_by_name() {
+    let codecs = open_codecs(Simd::Scalar);
+    let error = codecs.get(CodecId::NVCOMP_ANS).unwrap_err().to_string();
+    assert!(error.contains("nvcomp-ans"), "{error}");
+    assert_eq!(codecs.ids().count(), 5);
+}

@@ -1,0 +1,293 @@
+//! `rans`: every set of instructions against plain Rust, and what the suite for all codecs does
+//! not reach.
+
+use proptest::prelude::*;
+use s4_codec_cpu::rans::{
+    Counts, Entry, Place, Precision, Table, Tables, cost, parse_tables, write_tables,
+};
+use s4_codec_cpu::{Codec, Context, Rans, Simd};
+
+/// Bytes without a pattern.
+fn noise(len: usize, seed: u64) -> impl Iterator<Item = u64> {
+    let mut x = seed;
+    std::iter::repeat_with(move || {
+        x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        x >> 33
+    })
+    .take(len)
+}
+
+/// Symbols around `middle`, each half as frequent as the one before, one in `rarity` any other.
+fn skewed(len: usize, middle: u8, rarity: u64) -> Vec<u8> {
+    let symbol = |x: u64| match x % rarity {
+        0 => (x >> 20) as u8,
+        _ => middle.wrapping_sub((x >> 16 & 0xfff | 1 << 12).trailing_zeros() as u8),
+    };
+    noise(len, 1 + u64::from(middle)).map(symbol).collect()
+}
+
+fn encode(simd: Simd, tables: Tables<'_>, contexts: &[u8], symbols: &[u8]) -> Vec<u8> {
+    let codec = Rans::new(tables.list[0].precision(), simd);
+    let mut dst = vec![0xa5; codec.bound(symbols.len())];
+    let encoded = codec.encode_with(tables, contexts, symbols, &mut dst).expect("codes");
+    dst.truncate(encoded.len);
+    dst
+}
+
+fn decode(
+    simd: Simd,
+    precision: Precision,
+    ctx: Context<'_>,
+    src: &[u8],
+    len: usize,
+) -> Option<Vec<u8>> {
+    let mut dst = vec![0; len];
+    let codec = Rans::new(Precision::P8, simd);
+    codec.decode(precision.bits() as u8, ctx, src, &mut dst).ok().map(|()| dst)
+}
+
+/// Encodes with every set of instructions, compares with plain Rust, and decodes with every set.
+fn check(tables: Tables<'_>, symbols: &[u8]) -> Vec<u8> {
+    let oracle = encode(Simd::Scalar, tables, &[], symbols);
+    let shared = match tables.place {
+        Place::Shared => write_tables(tables.list),
+        Place::Inline => Vec::new(),
+    };
+    let ctx = Context { tables: &shared, symbols: &[] };
+    let precision = tables.list[0].precision();
+    for simd in Simd::available() {
+        let stream = encode(simd, tables, &[], symbols);
+        assert!(stream == oracle, "{simd} writes {} symbols differently", symbols.len());
+        let decoded = decode(simd, precision, ctx, &stream, symbols.len());
+        assert!(decoded.as_deref() == Some(symbols), "{simd} reads {} symbols", symbols.len());
+    }
+    oracle
+}
+
+/// A table of `count` symbols, most of them rare, and an escape.
+fn table(precision: Precision, count: u8, escape: u16) -> Table {
+    let rest = precision.total() as u16 - escape - u16::from(count - 1);
+    let max = if precision == Precision::P8 { 255 } else { 4096 };
+    let freq = |i| if i + 1 == count { rest.min(max) } else { 1 };
+    let entries: Vec<_> =
+        (0..count).map(|i| Entry { symbol: i.wrapping_mul(7), freq: freq(i) }).collect();
+    Table::new(precision, &entries).expect("a valid table")
+}
+
+#[test]
+fn every_set_of_instructions_writes_and_reads_the_same() {
+    let mut sizes: Vec<usize> = vec![0, 1, 31, 255, 256, 257, 5000];
+    for segments in 1..=6 {
+        sizes.extend([segments * 16_384 - 300, segments * 16_384, segments * 16_384 + 511]);
+    }
+    for precision in [Precision::P8, Precision::P12] {
+        for &len in &sizes {
+            for rarity in [10, 100, 100_000] {
+                let symbols = skewed(len, 125, rarity);
+                let own = Counts::of_stream(&symbols).table(precision);
+                check(Tables { list: &[own], place: Place::Inline }, &symbols);
+            }
+        }
+    }
+}
+
+#[test]
+fn tables_of_every_size_do() {
+    for precision in [Precision::P8, Precision::P12] {
+        for count in [1, 2, 15, 31, 32, 62, 63, 64, 65, 128, 250] {
+            for escape in [1, 3] {
+                let list = [table(precision, count, escape)];
+                let tables = Tables { list: &list, place: Place::Shared };
+                for rarity in [2, 1000] {
+                    check(tables, &skewed(3 * 16_384 + 999, count.wrapping_mul(7), rarity));
+                }
+            }
+        }
+        let only_escapes = [Table::new(precision, &[]).unwrap()];
+        let tables = Tables { list: &only_escapes, place: Place::Inline };
+        check(tables, &skewed(20_000, 3, 2));
+    }
+}
+
+#[test]
+fn every_frequency_divides_exactly() {
+    for freq in 1..=255 {
+        let entries = [Entry { symbol: 200, freq: 256 - freq }, Entry { symbol: 11, freq }];
+        let list = [Table::new(Precision::P8, &entries).unwrap()];
+        let pick = |x| if x % 256 < u64::from(freq) { 11 } else { 200 };
+        let symbols: Vec<u8> = noise(9000, freq.into()).map(pick).collect();
+        check(Tables { list: &list, place: Place::Inline }, &symbols);
+    }
+}
+
+#[test]
+fn contexts_pick_tables() {
+    for precision in [Precision::P8, Precision::P12] {
+        for len in [1, 300, 9000, 50_001] {
+            let contexts: Vec<u8> = noise(len, 9).map(|x| (x % 4) as u8).collect();
+            let streams: Vec<_> = (0..4).map(|c| skewed(len, 30 + 50 * c, 500)).collect();
+            let symbols: Vec<u8> =
+                contexts.iter().enumerate().map(|(i, &c)| streams[usize::from(c)][i]).collect();
+
+            // Tables of its own, one for each context.
+            let codec = Rans::new(precision, Simd::detect());
+            let ctx = Context { tables: &[], symbols: &contexts };
+            let mut dst = vec![0; codec.bound(len)];
+            let encoded = codec.encode(ctx, &symbols, &mut dst).unwrap();
+            let own = &dst[..encoded.len];
+            assert_eq!(decode(Simd::Scalar, precision, ctx, own, len).unwrap(), symbols);
+
+            // Shared ones, which must be better than one for all.
+            let mut counts = vec![Counts::new(); 4];
+            for (&symbol, &c) in symbols.iter().zip(&contexts) {
+                counts[usize::from(c)].add_symbol(symbol, 1);
+            }
+            let list: Vec<_> = counts.iter().map(|c| c.table(precision)).collect();
+            let shared = write_tables(&list);
+            assert_eq!(parse_tables(precision, &shared).unwrap(), list);
+            let tables = Tables { list: &list, place: Place::Shared };
+            let stream = encode(Simd::detect(), tables, &contexts, &symbols);
+            let ctx = Context { tables: &shared, symbols: &contexts };
+            assert_eq!(decode(Simd::detect(), precision, ctx, &stream, len).unwrap(), symbols);
+            if len > 9000 {
+                let one = [Counts::of_stream(&symbols).table(precision)];
+                let one = encode(
+                    Simd::detect(),
+                    Tables { list: &one, place: Place::Inline },
+                    &[],
+                    &symbols,
+                );
+                assert!(stream.len() * 10 < one.len() * 9, "{} {}", stream.len(), one.len());
+                assert!(own.len() * 10 < one.len() * 9);
+            }
+            let wrong = Context { tables: &shared, symbols: &contexts[1..] };
+            assert_eq!(decode(Simd::detect(), precision, wrong, &stream, len), None);
+        }
+    }
+}
+
+#[test]
+fn segments_of_other_sizes_are_read() {
+    let symbols = skewed(4096 * 5 + 77, 120, 300);
+    let list = [Counts::of_stream(&symbols).table(Precision::P8)];
+    let shared = write_tables(&list);
+    // A stream with segments of 4096 symbols, put together from streams of one segment.
+    let mut stream = (symbols.len() as u32).to_le_bytes().to_vec();
+    stream.extend([5, 12, 1, 1]);
+    let tables = Tables { list: &list, place: Place::Shared };
+    let parts: Vec<_> =
+        symbols.chunks(4096).map(|part| encode(Simd::Scalar, tables, &[], part)).collect();
+    parts.iter().for_each(|part| stream.extend(&part[8..12]));
+    for part in &parts {
+        stream.resize(stream.len().next_multiple_of(16), 0);
+        stream.extend(&part[16..]);
+    }
+    let ctx = Context { tables: &shared, symbols: &[] };
+    for simd in Simd::available() {
+        assert_eq!(decode(simd, Precision::P8, ctx, &stream, symbols.len()).unwrap(), symbols);
+    }
+}
+
+#[test]
+fn damaged_streams_are_read_alike() {
+    for rarity in [4, 200] {
+        let symbols = skewed(2 * 16_384 + 700, 90, rarity);
+        let own = Counts::of_stream(&symbols).table(Precision::P8);
+        let tables = Tables { list: &[own], place: Place::Inline };
+        let mut stream = encode(Simd::Scalar, tables, &[], &symbols);
+        for x in noise(150, rarity) {
+            // Half of the damage is done to the head, where it is most varied.
+            let at = if x % 2 == 0 { x as usize % 64 } else { x as usize % stream.len() };
+            let byte = stream[at];
+            stream[at] ^= 1 << (x >> 20 & 7);
+            let ctx = Context::default();
+            let oracle = decode(Simd::Scalar, Precision::P8, ctx, &stream, symbols.len());
+            for simd in Simd::available() {
+                let decoded = decode(simd, Precision::P8, ctx, &stream, symbols.len());
+                assert!(decoded == oracle, "{simd} reads byte {at} otherwise");
+            }
+            stream[at] = byte;
+        }
+    }
+}
+
+#[test]
+fn the_cost_is_near_the_size() {
+    for precision in [Precision::P8, Precision::P12] {
+        let symbols = skewed(60_000, 77, 300);
+        let mut counts = Counts::new();
+        symbols.iter().for_each(|&symbol| counts.add_symbol(symbol, 1));
+        let table = counts.table(precision);
+        let bits = cost(&counts, &table);
+        let tables = Tables { list: &[table], place: Place::Inline };
+        let size = 8 * check(tables, &symbols).len() as u64;
+        let states = 4 * 32 * 16; // the half of each state that is overhead
+        assert!(size > bits && size < bits + bits / 200 + 4 * states, "{size} {bits}");
+    }
+}
+
+#[test]
+fn the_example_of_the_specification() {
+    let symbols = [125, 125, 124, 125, 200, 125, 125, 126];
+    let codec = Rans::new(Precision::P8, Simd::Scalar);
+    let mut dst = vec![0; codec.bound(symbols.len())];
+    let len = codec.encode(Context::default(), &symbols, &mut dst).unwrap().len;
+    let hex: String = dst[..len].iter().map(|b| format!("{b:02x}")).collect();
+    let page = include_str!("../../../docs/codecs/rans.md");
+    let example: String = page
+        .lines()
+        .skip_while(|line| !line.starts_with("    08 00 00 00"))
+        .take_while(|line| line.starts_with("    "))
+        .flat_map(|line| line[..line.find('|').unwrap_or(line.len())].split_whitespace())
+        .collect();
+    assert_eq!(hex, example);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn any_symbols_round_trip(
+        symbols in prop::collection::vec(prop_oneof![8 => 120u8..126, 2 => 100u8..140, 1 => any::<u8>()], 0..3000),
+        repeat in 1usize..40,
+    ) {
+        let symbols = symbols.repeat(repeat);
+        for precision in [Precision::P8, Precision::P12] {
+            let own = Counts::of_stream(&symbols).table(precision);
+            check(Tables { list: &[own], place: Place::Inline }, &symbols);
+        }
+    }
+
+    #[test]
+    fn any_table_codes_what_it_holds(freqs in prop::collection::vec(1u16..60, 1..60), seed: u64) {
+        let mut left = 255;
+        let mut entries = Vec::new();
+        for (i, freq) in freqs.into_iter().enumerate() {
+            let freq = freq.min(left);
+            if freq > 0 {
+                entries.push(Entry { symbol: (seed as u8).wrapping_add(5 * i as u8), freq });
+                left -= freq;
+            }
+        }
+        let list = [Table::new(Precision::P8, &entries).unwrap()];
+        let symbols: Vec<u8> = noise(20_000, seed)
+            .map(|x| match x % 64 {
+                0 => x as u8,
+                i => entries[i as usize % entries.len()].symbol,
+            })
+            .collect();
+        check(Tables { list: &list, place: Place::Shared }, &symbols);
+    }
+
+    #[test]
+    fn any_bytes_are_no_danger(bytes in prop::collection::vec(any::<u8>(), 0..600), len in 0usize..600) {
+        let mut stream = (len as u32).to_le_bytes().to_vec();
+        stream.extend([5, 14, 1, 0, 1, 0, 1, 0, 9, 255]);
+        stream.extend(bytes);
+        let ctx = Context::default();
+        let oracle = decode(Simd::Scalar, Precision::P8, ctx, &stream, len);
+        for simd in Simd::available() {
+            prop_assert_eq!(&decode(simd, Precision::P8, ctx, &stream, len), &oracle);
+        }
+    }
+}
