@@ -81,7 +81,9 @@ fn peers(root: &Path, args: &Args, data: &Path) -> Result<()> {
     main.install_wheel()?;
     let (venv, missing) = Venv::peers(root, &main)?;
     let mut bench = proc::command(root, venv.python());
-    bench.arg("benches/peers.py").arg("--data").arg(data).args(["--out", RESULTS]);
+    // ZipNN still uses a part of torch that warns of its end.
+    bench.args(["-W", "ignore::FutureWarning", "benches/peers.py"]);
+    bench.arg("--data").arg(data).args(["--out", RESULTS]);
     bench.args(["--threads", &args.threads.to_string()]);
     bench.args(["--repeat", &args.repeat.to_string()]);
     for package in &missing {

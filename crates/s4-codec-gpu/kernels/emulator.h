@@ -202,10 +202,5 @@ T atomicAdd(T* p, T v) {
   *p += v;
   return old;
 }
-template <class T>
-T __ldcg(const T* p) {
-  return *p;
-}
-inline void __nanosleep(unsigned) {}
 using std::max;
 using std::min;

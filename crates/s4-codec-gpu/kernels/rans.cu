@@ -69,76 +69,6 @@ __device__ __forceinline__ void encode_kernel(const EncodeChunk* chunks, Slot* s
   if (threadIdx.x == 0) lens[blockIdx.x] = stored_len(slot, chunks[blockIdx.x].n);
 }
 
-// ---- places in the output ----
-
-// A running sum over chunks that are coded by many blocks at once (D. Merrill and M. Garland,
-// "Single-pass Parallel Prefix Scan with Decoupled Look-back", 2016): a block publishes its own size at
-// once and the sum up to and with itself as soon as it knows it; the next ones add up the sizes in front of
-// them back to the nearest sum. One word: 2 bits what it is, 62 bits bytes.
-enum : u64 { kSize = 1ull << 62, kSum = 2ull << 62, kBytes = kSize - 1 };
-
-__device__ __forceinline__ u64 peek(const u64* place) {
-  return *const_cast<const volatile u64*>(place);
-}
-
-// Publishes the size of chunk `i` and returns the bytes of the chunks before it. One warp. The blocks of
-// all earlier chunks run or have run.
-__device__ __forceinline__ u64 find_place(u64* places, u32 i, u64 size) {
-  if (lane_id() == 0) *const_cast<volatile u64*>(places + i) = (i == 0 ? kSum : kSize) | size;
-  u64 before = 0;
-  for (u32 end = i; end > 0; end -= min(end, kLanes)) {
-    // Lane 0 looks at the nearest; in front of the first chunk the sum is 0.
-    u64 seen = kSum;
-    if (lane_id() < end)
-      while ((seen = peek(places + end - 1 - lane_id())) < kSize) __nanosleep(100);
-    const u32 sums = __ballot_sync(kAllLanes, seen >= kSum);
-    const u32 nearest = sums ? __ffs(sums) - 1 : kLanes - 1;
-    u64 part = lane_id() <= nearest ? seen & kBytes : 0;
-    for (int d = 16; d > 0; d /= 2) part += __shfl_xor_sync(kAllLanes, part, d);
-    before += part;
-    if (sums) break;
-  }
-  if (lane_id() == 0 && i > 0) *const_cast<volatile u64*>(places + i) = kSum | (before + size);
-  return before;
-}
-
-// Where the coded planes go.
-struct Packed {
-  u8* to;         // 16-byte aligned; what `n` rounded up to 16 adds up to over the chunks is enough
-  u64* offsets;   // by chunk: first byte within `to`, a multiple of 16
-  u32* lens;      // by chunk: bytes; `n` says that the plane is stored as it is
-  u64* places;    // by chunk, and one more word that hands out chunks; all zero at the start
-  u32 count;      // chunks
-};
-
-template <int kWidth>
-__device__ __forceinline__ void encode_packed_kernel(const EncodeChunk* chunks, Slot* slots, const Packed& out) {
-  __shared__ EncodeShared shared;
-  __shared__ u32 next;
-  __shared__ u64 place;
-  Slot& slot = slots[blockIdx.x];
-  while (true) {
-    if (threadIdx.x == 0) next = static_cast<u32>(atomicAdd(out.places + out.count, u64{1}));
-    __syncthreads();
-    const u32 i = next;
-    if (i >= out.count) return;
-    const EncodeChunk chunk = chunks[i];
-    encode_chunk<kWidth>(chunk, slot, shared);
-    if (warp_id() == 0) {
-      const u32 len = stored_len(slot, chunk.n);
-      const u64 before = find_place(out.places, i, round_up(len, 16));
-      if (lane_id() == 0) {
-        place = before;
-        out.offsets[i] = before;
-        out.lens[i] = len;
-      }
-    }
-    __syncthreads();
-    store_plane<kWidth>(slot, chunk.values, chunk.n, out.to + place);
-    __syncthreads();
-  }
-}
-
 struct __align__(4 * kTotal) DecodeShared {
   u32 entries[kTotal];
   Header header;
@@ -186,13 +116,16 @@ constexpr u32 kScanThreads = 1024;
 
 }  // namespace s4
 
+// The blocks a multiprocessor that the bounds below ask for were the fastest on an H200: fewer registers
+// than they leave mean spills, fewer blocks too little to do while loads are under way.
+
 // Encode: grid = chunks. `lens[i]` becomes the bytes of the stream that `slots[i]` holds in parts.
 extern "C" __global__ void __launch_bounds__(s4::kThreads, 10)
 s4_rans_encode_w2(const s4::EncodeChunk* chunks, s4::Slot* slots, s4::u32* lens) {
   s4::encode_kernel<2>(chunks, slots, lens);
 }
 
-extern "C" __global__ void __launch_bounds__(s4::kThreads, 10)
+extern "C" __global__ void __launch_bounds__(s4::kThreads, 9)
 s4_rans_encode_w4(const s4::EncodeChunk* chunks, s4::Slot* slots, s4::u32* lens) {
   s4::encode_kernel<4>(chunks, slots, lens);
 }
@@ -237,25 +170,13 @@ s4_rans_gather_w4(const s4::EncodeChunk* chunks, const s4::Slot* slots, const s4
   s4::store_plane<4>(slots[blockIdx.x], chunk.values, chunk.n, to + offsets[blockIdx.x]);
 }
 
-// Encode, straight into one run of bytes: any grid, best as many blocks as run at once, with a slot
-// for each block.
-extern "C" __global__ void __launch_bounds__(s4::kThreads, 10)
-s4_rans_encode_packed_w2(const s4::EncodeChunk* chunks, s4::Slot* slots, s4::Packed out) {
-  s4::encode_packed_kernel<2>(chunks, slots, out);
-}
-
-extern "C" __global__ void __launch_bounds__(s4::kThreads, 10)
-s4_rans_encode_packed_w4(const s4::EncodeChunk* chunks, s4::Slot* slots, s4::Packed out) {
-  s4::encode_packed_kernel<4>(chunks, slots, out);
-}
-
 // Decode: grid = chunks. `status[i]` becomes `s4::Status`; unless it is `kOk` the values are unspecified.
 extern "C" __global__ void __launch_bounds__(s4::kThreads, 10)
 s4_rans_decode_w2(const s4::DecodeChunk* chunks, s4::u32* status) {
   s4::decode_kernel<2>(chunks, status);
 }
 
-extern "C" __global__ void __launch_bounds__(s4::kThreads, 9)
+extern "C" __global__ void __launch_bounds__(s4::kThreads, 8)
 s4_rans_decode_w4(const s4::DecodeChunk* chunks, s4::u32* status) {
   s4::decode_kernel<4>(chunks, status);
 }

@@ -219,6 +219,7 @@ __device__ __forceinline__ void choose_frequencies(Model& model) {
     best = warp_min(best) & 255;
     if (best % kLanes == lane_id()) model.listed_freq[best]--;
   }
+  __syncwarp();
   // One symbol that is alone: its frequency must fit into a byte.
   if (lane_id() == 0 && model.listed_freq[0] == kTotal) model.listed_freq[0] = kTotal - 1, model.escape = 1;
 }

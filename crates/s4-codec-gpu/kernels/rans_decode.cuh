@@ -35,7 +35,7 @@ __device__ __forceinline__ Status read_fixed(const u8* stream, u32 len, u32 n, H
   const u32 lanes_log2 = stream[4], tables = stream[6], place = stream[7];
   h.segment_log2 = stream[5];
   if (lanes_log2 != 5 || tables != 1 || place != 0) return kUnsupported;
-  if (h.segment_log2 < 12 || h.segment_log2 > 16) return kCorrupt;
+  if (h.segment_log2 < 12 || h.segment_log2 > 16) return kUnsupported;
   h.kept = load_u16(stream + kHeaderBytes);
   h.escape = load_u16(stream + kHeaderBytes + 2);
   if (h.kept > 256 || h.escape > kTotal) return kCorrupt;

@@ -6,11 +6,12 @@
 
 namespace s4 {
 
-// Most words of a segment, with room for its states. A symbol costs at most 16 bits (an escape of
-// frequency 1 and 8 raw bits) and the floor divisions of a pair at most one bit more; the slot has
-// a 16th to spare and is a whole number of pieces.
 constexpr u32 kPiece = 256;  // words that a warp writes or reads at a time: 16 bytes a lane
-constexpr u32 kSlotWords = (kSegment + kSegment / 16 + 2 * kLanes + kPiece - 1) / kPiece * kPiece;
+
+// Room for a segment's words, of which there are at most as many as symbols (docs/codecs/rans.md, "Why one
+// word is always enough"), and its states: a whole number of pieces.
+constexpr u32 kSlotWords = kSegment + kPiece;
+static_assert(kSegment % kPiece == 0 && 2 * kLanes <= kPiece, "the states fit into the last piece");
 
 // Longest header with table and word counts.
 constexpr u32 kMaxHead = 560;
@@ -25,6 +26,7 @@ struct Slot {
   u8 head[kMaxHead];
   u16 segments[kWarps][kSlotWords];
 };
+static_assert(sizeof(Slot) % 16 == 0 && 2 * kSlotWords % 16 == 0, "pieces are 16-byte aligned");
 
 // ---- table of the encoder ----
 

@@ -13,6 +13,8 @@ mod planner;
 mod residual;
 mod scratch;
 mod tables;
+#[cfg(test)]
+mod tests;
 
 use s4_codec_cpu::rans::{Precision, Rans};
 use s4_codec_cpu::{Codecs, open_codecs};

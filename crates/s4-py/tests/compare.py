@@ -85,9 +85,11 @@ class _Comparison:
             self._compare_storages(a._untyped_storage, b._untyped_storage, path)
         elif isinstance(a, dict):
             assert len(a) == len(b), path
-            for (key_a, value_a), (key_b, value_b) in zip(a.items(), b.items(), strict=True):
-                self.compare(key_a, key_b, f"{path} key {key_a!r}")
-                self.compare(value_a, value_b, f"{path}[{key_a!r}]")
+            pairs = zip(a.items(), b.items(), strict=True)
+            for i, ((key_a, value_a), (key_b, value_b)) in enumerate(pairs):
+                name = key_a if type(key_a) is str else i
+                self.compare(key_a, key_b, f"{path} key {name}")
+                self.compare(value_a, value_b, f"{path}[{name}]")
         elif isinstance(a, (list, tuple, deque)):
             assert len(a) == len(b), path
             for i, (item_a, item_b) in enumerate(zip(a, b, strict=True)):

@@ -175,6 +175,21 @@ def test_persistent_ids_that_lie(path: Path) -> None:
                 s4weights.load(path, weights_only=weights_only)
 
 
+def test_views_outside_of_their_storage(path: Path) -> None:
+    tensor = torch.arange(6.0)
+    s4weights.save({"view": tensor[4:6], "other": range(1)}, path)
+    with torch.serialization.safe_globals([range]):
+        s4weights.load(path)
+        stream = bytearray(_core.Reader(str(path), None, None, None, {}).blob("pickle"))
+        at = stream.index(b"K\x04K\x02")  # offset 4, size 2
+        stream[at + 1] = 5
+        writer = _core.Writer(str(path), None, None, "fast", None, {})
+        writer.write([("t", "float32", (6,), tensor.data_ptr(), 24)], None)
+        writer.finish(None, {"pickle": bytes(stream)}, {})
+        with pytest.raises(s4weights.CorruptDataError, match="outside"):
+            s4weights.load(path)
+
+
 def test_the_native_module_checks_what_it_is_given(path: Path) -> None:
     tensor = torch.arange(6.0)
     address = tensor.data_ptr()

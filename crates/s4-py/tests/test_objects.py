@@ -79,7 +79,16 @@ PLAIN: dict[str, Any] = {
     "bytes": [b"", b"\0\xff" * 300, bytearray(b"abc")],
     "containers": {"list": [1, [2, []]], "tuple": (1, (), ("a",)), "set": {1, 2}, "empty": {}},
     "frozen sets": frozenset({1, "a", (2, 3)}),
-    "keys": {1: "a", "1": "b", 2.5: "c", None: "d", (1, ("x", None)): "e", False: "f", "": "g"},
+    "keys": {
+        10**5000: "h",
+        1: "a",
+        "1": "b",
+        2.5: "c",
+        None: "d",
+        (1, ("x", None)): "e",
+        False: "f",
+        "": "g",
+    },
     "order": {str(i): i for i in (3, 1, 2)},
     "dtypes": [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint4],
     "devices": [torch.device("cpu"), torch.device("cuda:1"), torch.device("meta")],
@@ -224,6 +233,42 @@ def test_names_are_unique_and_fit_the_format(path: Path) -> None:
     names = [tensor["name"] for tensor in s4weights.inspect(path)["tensors"]]
     assert len(set(names)) == 6 and {"a.b", "a.b~2"} <= set(names)
     assert all(0 < len(name.encode()) <= 4096 and "\0" not in name for name in names)
+
+
+class Hidden:
+    """Holds a tensor where only pickling finds it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._get = lambda: tensor
+
+    def __call__(self) -> torch.Tensor:
+        return self._get()
+
+    def __reduce__(self) -> Any:
+        return Hidden, (self._get(),)
+
+
+class Loud:
+    """A key that must not be asked for its name."""
+
+    def __repr__(self) -> str:
+        raise AssertionError
+
+    __str__ = __repr__
+
+
+def test_keys_are_not_asked_for_their_names(path: Path) -> None:
+    s4weights.save({Loud(): torch.ones(1), Color.RED: torch.ones(2), (1, "a"): torch.ones(3)}, path)
+    names = [tensor["name"] for tensor in s4weights.inspect(path)["tensors"]]
+    assert names == ["Loud", "Color", "(1, a)"]
+
+
+def test_ten_thousand_tensors_that_names_do_not_reach(path: Path) -> None:
+    obj = [Hidden(torch.tensor(i)) for i in range(10_000)]
+    loaded = through_s4(obj, path)
+    assert all(item().item() == i for i, item in enumerate(loaded))
+    names = [tensor["name"] for tensor in s4weights.inspect(path)["tensors"]]
+    assert names[:2] == ["storage", "storage~2"] and len(set(names)) == 10_000
 
 
 def test_large_plain_objects(path: Path) -> None:

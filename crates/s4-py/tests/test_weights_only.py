@@ -55,6 +55,8 @@ NUMPY_SCALAR = "numpy._core.multiarray.scalar"
         ({**{i: i for i in range(1500)}, "last": slice(1)}, "last", "builtins.slice"),
         ([*range(2500), slice(1)], "2500", "builtins.slice"),
         ({(1, "a"): slice(1)}, "(1, a)", "builtins.slice"),
+        ({None: [1.5, slice(1)]}, "None.1", "builtins.slice"),
+        ({Trainer: 1}, "", f"{__name__}.Trainer"),
     ],
     ids=str,
 )

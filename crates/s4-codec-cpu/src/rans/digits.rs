@@ -10,6 +10,7 @@
 /// `2^(16 + s) / freq` rounded up. The error `e` of its product with `freq` is below `freq`, so at
 /// most `2^(8 + s) / freq`, which is what makes quotients of 8 bits exact (Granlund and Montgomery,
 /// "Division by invariant integers using multiplication", 1994, theorem 4.2).
+#[cfg(any(test, target_arch = "x86_64"))]
 pub(super) fn reciprocal(freq: u16) -> (u16, u16) {
     debug_assert!((1..=256).contains(&freq));
     let shift = u32::from(freq).next_power_of_two().ilog2();
@@ -17,15 +18,17 @@ pub(super) fn reciprocal(freq: u16) -> (u16, u16) {
     ((scaled - (1 << 16)) as u16, shift as u16)
 }
 
-/// As [`reciprocal`] for a state as a whole: for every `x < 2^24 * freq`
+/// As [`reciprocal`] for a state as a whole and frequencies up to 4096: for every
+/// `x < 2^24 * freq`, or `x < 2^20 * freq` if `freq` is above 256,
 ///
 /// ```text
 /// x / freq == (x + (x * multiplier >> 32)) >> shift
 /// ```
 ///
-/// and the sum stays below 2^32, for the same reason with 16 bits more on each side.
+/// and the sum stays below 2^32, for the same reason: the error is below `freq`, and `freq` at most
+/// `2^(8 + s) / freq`, or `2^(12 + s) / freq`.
 pub(super) fn reciprocal32(freq: u16) -> (u32, u8) {
-    debug_assert!((1..=256).contains(&freq));
+    debug_assert!((1..=4096).contains(&freq));
     let shift = u32::from(freq).next_power_of_two().ilog2();
     let scaled = (1u64 << (32 + shift)).div_ceil(u64::from(freq));
     ((scaled - (1 << 32)) as u32, shift as u8)
@@ -37,7 +40,8 @@ mod tests {
 
     #[test]
     fn quotients_of_states_are_exact_where_they_change() {
-        for freq in 1..=256u64 {
+        for freq in 1..=4096u64 {
+            let bits = if freq <= 256 { 24 } else { 20 };
             let (multiplier, shift) = reciprocal32(freq as u16);
             let check = |x: u64| {
                 let sum = x + ((x * u64::from(multiplier)) >> 32);
@@ -45,9 +49,9 @@ mod tests {
                 assert_eq!(sum >> shift, x / freq, "{x} / {freq}");
             };
             // The error grows with x, so that it is largest, for each remainder, at the end.
-            let top = (freq << 24) - 1;
+            let top = (freq << bits) - 1;
             (0..4 * freq).for_each(|i| check(top - i));
-            for q in (0..1 << 24).step_by(997) {
+            for q in (0..1 << bits).step_by(9973) {
                 check(q * freq);
                 check(q * freq + freq - 1);
             }

@@ -147,15 +147,26 @@ impl Rans {
         symbols: &mut [u8],
     ) -> Result<()> {
         #[cfg(target_arch = "x86_64")]
-        if let (Precision::P8, [table]) = (precision, &stream.tables[..]) {
-            if let (Simd::Avx512, Some(decoder)) = (self.simd, avx512::Decoder::new(table)) {
+        if matches!(self.simd, Simd::Avx2 | Simd::Avx512) {
+            if let (Precision::P8, [table], Simd::Avx512) =
+                (precision, &stream.tables[..], self.simd)
+                && let Some(decoder) = avx512::Decoder::new(table)
+            {
                 // SAFETY: `new` has checked that the machine has the set.
                 return unsafe { decoder.segments(stream.segments(), symbols) };
             }
-            if let (Simd::Avx2, Some(decoder)) = (self.simd, avx2::Decoder::new(table)) {
+            if let Some(decoder) = avx2::Decoder::new(&stream.tables) {
                 return stream.segments().try_for_each(|(range, segment)| {
-                    // SAFETY: `new` has checked that the machine has the set.
-                    unsafe { decoder.segment(segment, &mut symbols[range]) }
+                    let contexts = contexts.get(range.clone()).unwrap_or_default();
+                    let symbols = &mut symbols[range];
+                    // SAFETY: `new` has checked that the machine has the set; the tables are of
+                    // `precision`, and contexts are below their number.
+                    unsafe {
+                        match precision {
+                            Precision::P8 => decoder.segment::<8>(segment, contexts, symbols),
+                            Precision::P12 => decoder.segment::<12>(segment, contexts, symbols),
+                        }
+                    }
                 });
             }
         }
@@ -196,6 +207,7 @@ impl Encoder {
                 return Self::Avx2(encoder);
             }
         }
+        let _ = simd;
         Self::Scalar(precision, scalar::Encoder::new(tables))
     }
 

@@ -101,7 +101,8 @@ impl Counts {
             entries[0].freq = 255;
         }
         entries.sort_unstable_by_key(|entry| (entry.freq, entry.symbol));
-        Table::new(precision, entries).unwrap_or_else(|e| unreachable!("own table: {e}"))
+        debug_assert!(Table::new(precision, entries).is_ok());
+        Table::of_valid(precision, entries)
     }
 
     /// The symbols that get slots, in ascending order, and the frequency of the escape.

@@ -1,7 +1,6 @@
 //! One segment's worth of an encoder's work.
 
-use super::scalar::block_at;
-use super::stream::{BLOCK, STATES_LEN};
+use super::stream::STATES_LEN;
 
 /// A segment to be encoded, and room for it.
 pub(super) struct Part<'a> {
@@ -16,9 +15,13 @@ pub(super) struct Part<'a> {
     pub(super) len: usize,
 }
 
+#[cfg(target_arch = "x86_64")]
 impl Part<'_> {
     /// The last block, padded, if the symbols do not fill it.
-    pub(super) fn last_block(&self, padding: u8) -> Option<[u8; BLOCK]> {
+    pub(super) fn last_block(&self, padding: u8) -> Option<[u8; super::stream::BLOCK]> {
+        use super::scalar::block_at;
+        use super::stream::BLOCK;
+
         let start = self.symbols.len() / BLOCK * BLOCK;
         (start < self.symbols.len()).then(|| block_at(self.symbols, start, padding))
     }

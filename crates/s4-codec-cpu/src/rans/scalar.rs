@@ -3,6 +3,7 @@
 
 use s4_format::{Error, Result};
 
+use super::digits::reciprocal32;
 use super::part::Part;
 use super::stream::{BLOCK, LANES, RUN, START, Segment};
 use super::table::Table;
@@ -11,10 +12,27 @@ use super::table::Table;
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 struct Code {
     /// Frequency of the symbol, or of the escape if it has none.
-    freq: u32,
+    freq: u16,
     /// Its first slot.
-    start: u32,
+    start: u16,
+    /// What divides by the frequency (see `digits`).
+    multiplier: u32,
+    shift: u8,
     escaped: bool,
+}
+
+impl Code {
+    fn new(freq: u16, start: u16, escaped: bool) -> Self {
+        let (multiplier, shift) = reciprocal32(freq.max(1));
+        Self { freq, start, multiplier, shift, escaped }
+    }
+
+    /// `(x / freq) * 2^P + start + x % freq`, for `x < freq * 2^(32 - P)`.
+    fn step<const P: u32>(&self, x: u32) -> u32 {
+        let product = (u64::from(x) * u64::from(self.multiplier)) >> 32;
+        let quotient = (x + product as u32) >> self.shift;
+        x + quotient * ((1 << P) - u32::from(self.freq)) + u32::from(self.start)
+    }
 }
 
 /// Codes of every symbol in every table.
@@ -26,11 +44,9 @@ pub(super) struct Encoder {
 impl Encoder {
     pub(super) fn new(tables: &[Table]) -> Self {
         let codes = tables.iter().map(|table| {
-            let escape = Code { freq: table.escape().into(), start: 0, escaped: true };
-            let mut codes = [escape; 256];
+            let mut codes = [Code::new(table.escape(), 0, true); 256];
             for (entry, start) in table.slots() {
-                codes[usize::from(entry.symbol)] =
-                    Code { freq: entry.freq.into(), start: start.into(), escaped: false };
+                codes[usize::from(entry.symbol)] = Code::new(entry.freq, start, false);
             }
             codes
         });
@@ -56,10 +72,10 @@ impl Encoder {
             if codes.iter().any(|code| code.freq == 0) {
                 return Err(Error::unsupported("a symbol that its table lacks, and no escape"));
             }
-            let mut marks = [0; LANES];
-            for (i, code) in codes.iter().enumerate() {
-                marks[i / RUN] |= u8::from(code.escaped) << (i % RUN);
-            }
+            let mark = |codes: &[Code]| {
+                codes.iter().rev().fold(0, |marks, code| marks << 1 | u8::from(code.escaped))
+            };
+            let marks = std::array::from_fn(|lane| mark(&codes[lane * RUN..][..RUN]));
             encode_escapes(&mut x, &block, &marks, &mut words);
             encode_steps::<P>(&mut x, &codes, &mut words);
         }
@@ -89,12 +105,12 @@ struct Words<'a> {
 impl Words<'_> {
     /// Emits the low half of `x` if `x` has reached `limit`.
     fn renormalise(&mut self, x: u32, limit: u64) -> u32 {
-        if u64::from(x) < limit {
-            return x;
-        }
-        self.at -= 2;
-        self.bytes[self.at..self.at + 2].copy_from_slice(&(x as u16).to_le_bytes());
-        x >> 16
+        // Free of branches, because whether it has cannot be foretold: a word that is not emitted
+        // is overwritten by the next one.
+        let full = u64::from(x) >= limit;
+        self.bytes[self.at - 2..self.at].copy_from_slice(&(x as u16).to_le_bytes());
+        self.at -= 2 * usize::from(full);
+        if full { x >> 16 } else { x }
     }
 }
 
@@ -106,6 +122,9 @@ fn encode_escapes(
     marks: &[u8; LANES],
     words: &mut Words<'_>,
 ) {
+    if *marks == [0; LANES] {
+        return;
+    }
     let rounds = marks.iter().map(|marks| marks.count_ones()).max().unwrap_or(0);
     for round in (0..rounds).rev() {
         for lane in (0..LANES).rev() {
@@ -135,21 +154,21 @@ pub(super) fn put_escapes(
 }
 
 fn encode_steps<const P: u32>(x: &mut [u32; LANES], codes: &[Code; BLOCK], words: &mut Words<'_>) {
-    let step = |x: u32, code: Code| ((x / code.freq) << P) + code.start + x % code.freq;
     if P == 8 {
         for pair in (0..RUN).step_by(2).rev() {
             for (lane, x) in x.iter_mut().enumerate().rev() {
-                let [c0, c1] = [codes[lane * RUN + pair], codes[lane * RUN + pair + 1]];
-                let limit = u64::from(c0.freq * c1.freq) << 16;
-                *x = step(step(words.renormalise(*x, limit), c1), c0);
+                let [c0, c1] = [&codes[lane * RUN + pair], &codes[lane * RUN + pair + 1]];
+                let limit = (u64::from(c0.freq) * u64::from(c1.freq)) << 16;
+                let y = words.renormalise(*x, limit);
+                *x = c0.step::<P>(c1.step::<P>(y));
             }
         }
     } else {
         for k in (0..RUN).rev() {
             for (lane, x) in x.iter_mut().enumerate().rev() {
-                let code = codes[lane * RUN + k];
-                let limit = u64::from(code.freq) << (32 - P);
-                *x = step(words.renormalise(*x, limit), code);
+                let code = &codes[lane * RUN + k];
+                let y = words.renormalise(*x, u64::from(code.freq) << (32 - P));
+                *x = code.step::<P>(y);
             }
         }
     }

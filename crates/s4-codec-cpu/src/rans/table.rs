@@ -91,14 +91,20 @@ impl Table {
         if sum > total {
             return Err(Error::corrupt(format!("frequencies add up to {sum} instead of {total}")));
         }
+        Ok(Self::of_valid(precision, entries))
+    }
+
+    /// A table of entries that are as [`Table::new`] demands.
+    pub(crate) fn of_valid(precision: Precision, entries: &[Entry]) -> Self {
+        let sum: u32 = entries.iter().map(|entry| u32::from(entry.freq)).sum();
         let mut table = Self {
             precision,
-            escape: (total - sum) as u16,
+            escape: (precision.total() - sum) as u16,
             count: entries.len() as u16,
             entries: [Entry::default(); 256],
         };
         table.entries[..entries.len()].copy_from_slice(entries);
-        Ok(table)
+        table
     }
 
     /// Reads the table at the start of `src`; returns it and its length in bytes.

@@ -5,7 +5,7 @@ use s4_format::{Error, Result};
 use super::stream::Segment;
 
 /// Bytes of a [`Spare`].
-const SPARE: usize = 768;
+const SPARE: usize = 1024;
 /// The most bytes that [`Words::ensure`] can be asked for.
 pub(super) const MAX_AHEAD: usize = SPARE / 2;
 

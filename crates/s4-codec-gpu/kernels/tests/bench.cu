@@ -83,18 +83,8 @@ static Bytes read_file(const char* path) {
   return out;
 }
 
-// Blocks of a kernel that run at once.
-template <class Kernel>
-static uint32_t resident(Kernel kernel) {
-  int each, device, processors;
-  CUDA(cudaGetDevice(&device));
-  CUDA(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
-  CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, s4::kThreads, 0));
-  return static_cast<uint32_t>(each * processors);
-}
-
-template <int kWidth, class Encode, class Gather, class Fused, class Decode>
-static void run(const Bytes& tile, size_t bytes, Encode encode, Gather gather, Fused fused, Decode decode) {
+template <int kWidth, class Encode, class Gather, class Decode>
+static void run(const Bytes& tile, size_t bytes, Encode encode, Gather gather, Decode decode) {
   const size_t chunk_bytes = size_t{s4::kMaxChunk} * kWidth;
   const uint32_t count = static_cast<uint32_t>(bytes / chunk_bytes), n = s4::kMaxChunk;
   bytes = count * chunk_bytes;
@@ -108,14 +98,10 @@ static void run(const Bytes& tile, size_t bytes, Encode encode, Gather gather, F
   auto* a = device_array<uint8_t>(plane);
   auto* b = device_array<uint8_t>(kWidth == 4 ? 2 * plane : 0);
   auto* packed = device_array<uint8_t>(plane);
-  auto* packed2 = device_array<uint8_t>(plane);
   auto* slots = device_array<s4::Slot>(count);
   auto* lens = device_array<s4::u32>(count);
-  auto* lens2 = device_array<s4::u32>(count);
   auto* status = device_array<s4::u32>(count);
   auto* offsets = device_array<s4::u64>(count + 1);
-  auto* offsets2 = device_array<s4::u64>(count + 1);
-  auto* places = device_array<s4::u64>(count + 1);
 
   std::vector<s4::EncodeChunk> in;
   for (size_t i = 0; i < count; i++)
@@ -128,17 +114,9 @@ static void run(const Bytes& tile, size_t bytes, Encode encode, Gather gather, F
     s4_rans_offsets<<<1, s4::kScanThreads>>>(lens, offsets, count);
     gather<<<count, s4::kThreads>>>(in_device, slots, offsets, packed);
   });
-  const uint32_t blocks = std::min(count, resident(fused));
-  const s4::Packed target{packed2, offsets2, lens2, places, count};
-  const float fused_ms = time([&] {
-    CUDA(cudaMemsetAsync(places, 0, (count + 1) * sizeof(s4::u64)));
-    fused<<<blocks, s4::kThreads>>>(in_device, slots, target);
-  });
-
   const auto host_lens = to_host(lens, count);
   const auto host_offsets = to_host(offsets, count + 1);
   const size_t total = host_offsets[count];
-  if (to_host(lens2, count) != host_lens || !same(packed, packed2, total)) fail("packed at once differs", __LINE__);
   const Bytes host_packed = to_host(packed, total);
   for (size_t i = 0; i < count; i += std::max<size_t>(1, count / 97)) {
     const Bytes e = reference::plane(Bytes(&host[i * chunk_bytes], &host[i * chunk_bytes] + chunk_bytes), kWidth, 0);
@@ -148,7 +126,8 @@ static void run(const Bytes& tile, size_t bytes, Encode encode, Gather gather, F
 
   std::vector<s4::DecodeChunk> out;
   for (size_t i = 0; i < count; i++)
-    out.push_back({packed + host_offsets[i], {a + i * n, b + 2 * i * n}, back + i * chunk_bytes, host_lens[i], n});
+    out.push_back({packed + host_offsets[i], {a + i * n, b + 2 * i * n}, back + i * chunk_bytes, host_lens[i],
+                   n});
   auto* out_device = to_device(out);
   CUDA(cudaMemset(back, 0xa5, bytes));
   const float decode_ms = time([&] { decode<<<count, s4::kThreads>>>(out_device, status); });
@@ -158,12 +137,10 @@ static void run(const Bytes& tile, size_t bytes, Encode encode, Gather gather, F
 
   const double stored = static_cast<double>(total) + (kWidth - 1) * static_cast<double>(plane);
   auto rate = [&](float ms) { return bytes / ms / 1e6; };
-  int encode_warps = 0, decode_warps = 0;
-  CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&encode_warps, encode, s4::kThreads, 0));
-  CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&decode_warps, decode, s4::kThreads, 0));
-  printf("ratio %.4f (with chunk headers and records %.4f)  copy %.0f  encode %.0f  +gather %.0f  packed %.0f  decode %.0f GB/s  warps %u %u\n",
+  printf("ratio %.4f (with chunk headers and records %.4f)  "
+         "GB/s: copy %.0f  encode %.0f  with gather %.0f  decode %.0f\n",
          bytes / stored, bytes / (stored + 40.0 * count), 2 * rate(copy_ms), rate(encode_ms),
-         rate(encode_ms + gather_ms), rate(fused_ms), rate(decode_ms), encode_warps * s4::kWarps, decode_warps * s4::kWarps);
+         rate(encode_ms + gather_ms), rate(decode_ms));
 }
 
 int main(int argc, char** argv) {
@@ -175,8 +152,8 @@ int main(int argc, char** argv) {
   const size_t bytes = size_t(argc > 3 ? atoi(argv[3]) : 1024) << 20;
   printf("%s: ", argv[1]);
   if (atoi(argv[2]) == 2)
-    run<2>(tile, bytes, s4_rans_encode_w2, s4_rans_gather_w2, s4_rans_encode_packed_w2, s4_rans_decode_w2);
+    run<2>(tile, bytes, s4_rans_encode_w2, s4_rans_gather_w2, s4_rans_decode_w2);
   else
-    run<4>(tile, bytes, s4_rans_encode_w4, s4_rans_gather_w4, s4_rans_encode_packed_w4, s4_rans_decode_w4);
+    run<4>(tile, bytes, s4_rans_encode_w4, s4_rans_gather_w4, s4_rans_decode_w4);
   return 0;
 }

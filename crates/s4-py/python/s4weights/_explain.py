@@ -40,10 +40,10 @@ class _Object:
 _MARK = object()
 
 
-def _label(key: Any) -> object:
+def _label(key: Any) -> str:
     if isinstance(key, _Object):
-        return f"({', '.join(str(part) for _, part in key.parts)})"
-    return "?" if isinstance(key, _Global) else key
+        return f"({', '.join(_label(part) for _, part in key.parts)})"
+    return key.name if isinstance(key, _Global) else str(key)
 
 
 class _Sketch:

@@ -26,22 +26,35 @@ _LEAVES = (
 
 def join(path: str, key: object) -> str:
     """The path of what lies under ``key`` of the object at ``path``: ``model.layers.0.weight``."""
-    return f"{path}.{key}" if path else str(key)
+    text = key if type(key) is str else _label(key)
+    return f"{path}.{text}" if path else text
+
+
+def _label(key: object) -> str:
+    """A key as text, without running code of its class."""
+    if type(key) is int and key.bit_length() > 64:
+        return hex(key)  # Python refuses to write very long ones in decimal.
+    if type(key) in _PLAIN_LEAVES:
+        return str(key)
+    if type(key) is tuple:
+        return f"({', '.join(map(_label, key))})"
+    return type(key).__name__
 
 
 class UniqueNames:
     """Makes names fit for the file: UTF-8 without NUL, of bounded length, each used once."""
 
     def __init__(self) -> None:
-        self._used: set[str] = set()
+        # Each name that is used, with how often it was asked for.
+        self._used: dict[str, int] = {}
 
     def take(self, path: str) -> str:
+        """A name for what is at this path."""
         name = base = _clean(path) or "tensor"
-        count = 1
         while name in self._used:
-            count += 1
-            name = f"{base}~{count}"
-        self._used.add(name)
+            self._used[base] += 1
+            name = f"{base}~{self._used[base]}"
+        self._used[name] = 1
         return name
 
 

@@ -16,7 +16,14 @@ from typing import Any
 from ._errors import CorruptDataError, UnsafeLoadError
 from ._explain import find_refused
 from ._names import walk_tensors
-from ._storages import Hint, StorageReader, StorageWriter, covering_shape
+from ._storages import (
+    Hint,
+    StorageReader,
+    StorageWriter,
+    covering_shape,
+    is_strided,
+    require_storage,
+)
 
 #: Modules that classes have moved from since files of theirs were written.
 _MOVED = {"torch.tensor": "torch._tensor"}
@@ -64,6 +71,8 @@ def _hints(obj: object) -> dict[int, Hint]:
     hints: dict[int, Hint] = {}
     with torch._C.DisableTorchFunctionSubclass():
         for path, tensor in walk_tensors(obj):
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and is_strided(tensor):
+                require_storage(tensor, path)
             try:
                 key = tensor.untyped_storage()._cdata
                 if key not in hints:
@@ -89,6 +98,7 @@ def load(
     tls.map_location = map_location
     try:
         obj = unpickler.load()
+        storages.check_sizes()
         _validate_sparse(weights_only=pickle_module is None)
     except pickle.UnpicklingError as error:
         if pickle_module is not None:

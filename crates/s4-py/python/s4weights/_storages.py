@@ -139,6 +139,7 @@ class StorageReader:
         self._infos = infos
         self._host: dict[int, torch.UntypedStorage] = {}
         self._done: dict[int, torch.UntypedStorage] = {}
+        self._sizes: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._infos)
@@ -154,7 +155,15 @@ class StorageReader:
         storage = self._done.get(number)
         if storage is None:
             storage = self._done[number] = self._place(number, location)
+            self._sizes[number] = storage.nbytes()
         return storage
+
+    def check_sizes(self) -> None:
+        """Refuses views that PyTorch has made room for, with whatever was in memory there."""
+        for number, storage in self._done.items():
+            if storage.nbytes() > self._sizes[number]:
+                name, _, _, nbytes = self.info(number)
+                raise CorruptDataError(f"a view of `{name}` lies outside of its {nbytes} bytes")
 
     def _place(self, number: int, location: str) -> torch.UntypedStorage:
         import torch
@@ -202,6 +211,32 @@ def _allocate(nbytes: int) -> torch.UntypedStorage:
         return torch.UntypedStorage(nbytes)
     except RuntimeError as error:
         raise LimitError(f"no memory for a tensor of {nbytes} bytes: {error}") from error
+
+
+def is_strided(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is elements at strides of a storage, each of its element size."""
+    import torch
+
+    return bool(
+        tensor.layout is torch.strided
+        and tensor.device.type in ("cpu", "cuda")
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor._is_zerotensor()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+def require_storage(tensor: torch.Tensor, path: str) -> None:
+    """Refuses a tensor whose storage was taken away, as sharding libraries do: the file would hold
+    nothing of it, and nobody could load it.
+    """
+    storage, item = tensor.untyped_storage(), tensor.element_size()
+    if not fits(storage.nbytes(), item, tensor.storage_offset(), tensor.shape, tensor.stride()):
+        raise S4Error(
+            f"cannot save `{path}`: a tensor of shape {list(tensor.shape)} whose storage has "
+            f"{storage.nbytes()} bytes; was it freed?"
+        )
 
 
 def fits(nbytes: int, item: int, offset: int, shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -44,7 +44,16 @@ from typing import Any
 
 from ._errors import CorruptDataError
 from ._names import join
-from ._storages import Hint, StorageReader, StorageWriter, covering_shape, dtype_name, fits
+from ._storages import (
+    Hint,
+    StorageReader,
+    StorageWriter,
+    covering_shape,
+    dtype_name,
+    fits,
+    is_strided,
+    require_storage,
+)
 
 #: Deepest nesting: JSON readers that stop at 128 levels can read it (a dict takes three).
 MAX_DEPTH = 32
@@ -212,10 +221,8 @@ class TreeEncoder:
         torch = self._torch
         storage = obj.untyped_storage()
         shape = covering_shape(obj)
-        if shape is None and not fits(
-            storage.nbytes(), obj.itemsize, obj.storage_offset(), obj.shape, obj.stride()
-        ):
-            raise NotPlain  # Its storage has been taken away, as sharding libraries do.
+        if shape is None:
+            require_storage(obj, path)
         number = self._storages.number(storage, lambda: Hint(path, obj.dtype, shape))
         stored = self._storages.entry(number)
         node: dict[str, Any] = {"tensor": number}
@@ -240,17 +247,12 @@ def _is_plain_tensor(tensor: Any) -> bool:
     import torch
 
     return bool(
-        tensor.layout is torch.strided
-        and tensor.device.type in ("cpu", "cuda")
+        is_strided(tensor)
         and not torch._utils._get_obj_state(tensor)
         and not tensor._backward_hooks
-        and not tensor.is_quantized
-        and not tensor.is_nested
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and not tensor._is_zerotensor()
         and not any(getattr(tensor, "names", ()))
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )
 
 

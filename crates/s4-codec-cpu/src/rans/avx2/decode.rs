@@ -4,14 +4,14 @@ use std::arch::x86_64::*;
 
 use s4_format::Result;
 
-use super::super::scalar::{check_end, decode_escapes};
-use super::super::stream::{BLOCK, RUN, Segment};
-use super::super::table::Table;
+use super::super::scalar::{block_at, check_end, decode_escapes};
+use super::super::stream::{BLOCK, LANES, RUN, Segment};
+use super::super::table::{Precision, Table};
 use super::super::words::{Spare, Words};
 use super::{VECTORS, WIDTH};
 
 /// Bytes that the steps of one block may read: 64 for each refill of all lanes.
-const BLOCK_AHEAD: usize = 64 * RUN / 2;
+const BLOCK_AHEAD: usize = 64 * RUN;
 
 /// For each set of lanes, which word each takes: the number of lanes of the set before it.
 static SPREAD: [[u8; WIDTH]; 256] = {
@@ -28,89 +28,109 @@ static SPREAD: [[u8; WIDTH]; 256] = {
     all
 };
 
-/// What each slot stands for.
+/// What each slot of each table stands for.
 pub(crate) struct Decoder {
-    /// Frequency (8 bits), place among the symbol's slots (16 bits), symbol (8 bits).
-    slots: [u32; 256],
+    /// Frequency, with `P = 12` less one (12 bits), place among the symbol's slots (12 bits), symbol (8 bits).
+    slots: Vec<u32>,
     /// The symbol that stands for the escape, if there is one.
     escape: Option<u8>,
 }
 
 impl Decoder {
-    /// The decoder for a table of `P = 8`; `None` if it has no symbols (and so a frequency of 256).
-    pub(crate) fn new(table: &Table) -> Option<Self> {
-        let mut this = Self { slots: [0; 256], escape: None };
-        for (entry, start) in table.slots() {
-            this.fill(start.into(), entry.freq, entry.symbol);
+    /// The decoder for some tables; `None` if there are escapes, but no byte that is not a symbol of
+    /// any table and could stand for them.
+    pub(crate) fn new(tables: &[Table]) -> Option<Self> {
+        let mut seen = [false; 256];
+        for entry in tables.iter().flat_map(Table::entries) {
+            seen[usize::from(entry.symbol)] = true;
         }
-        if table.escape() > 0 {
-            let is_free = |s: &u8| table.entries().iter().all(|entry| entry.symbol != *s);
-            this.escape = Some((0..=255).find(is_free)?);
-            this.fill(0, table.escape(), this.escape?);
+        let mut escape = None;
+        if tables.iter().any(|table| table.escape() > 0) {
+            escape = Some(seen.iter().position(|seen| !seen)? as u8);
         }
-        (table.escape() < 256).then_some(this)
+        let mut slots = Vec::with_capacity(tables.len() << tables.first()?.precision().bits());
+        let less = u32::from(tables.first()?.precision() == Precision::P12);
+        for table in tables {
+            let mut fill = |freq: u16, symbol: u8| {
+                let slot = u32::from(freq).wrapping_sub(less) | u32::from(symbol) << 24;
+                slots.extend((0..u32::from(freq)).map(|bias| slot | bias << 12));
+            };
+            fill(table.escape(), escape.unwrap_or(0));
+            table.entries().iter().for_each(|entry| fill(entry.freq, entry.symbol));
+        }
+        Some(Self { slots, escape })
     }
 
-    fn fill(&mut self, start: usize, freq: u16, symbol: u8) {
-        let range = start..start + usize::from(freq);
-        for (bias, slot) in self.slots[range].iter_mut().enumerate() {
-            *slot = u32::from(freq) | (bias as u32) << 8 | u32::from(symbol) << 24;
-        }
-    }
-
-    /// Decodes one segment into `symbols`.
+    /// Decodes one segment into `symbols`. `contexts` is as long, each below the number of tables,
+    /// or empty if all are 0.
     ///
     /// # Errors
     /// `Corrupt` if a state or the number of words is wrong.
     ///
     /// # Safety
-    /// - The machine has AVX2.
+    /// - The machine has AVX2, and the tables are of this `P`.
     #[target_feature(enable = "avx2,popcnt,bmi1,bmi2")]
-    pub(crate) unsafe fn segment(&self, segment: Segment<'_>, symbols: &mut [u8]) -> Result<()> {
+    pub(crate) unsafe fn segment<const P: i32>(
+        &self,
+        segment: Segment<'_>,
+        contexts: &[u8],
+        symbols: &mut [u8],
+    ) -> Result<()> {
         let mut states = segment.states()?;
         let mut spare = Spare::NEW;
         let mut words = Words::new(&segment, &mut spare);
         let (blocks, rest) = symbols.as_chunks_mut::<BLOCK>();
-        // SAFETY: the segment and the spare are there; the machine is as demanded.
+        let (block_contexts, last_contexts) = contexts.as_chunks::<BLOCK>();
+        // SAFETY: the segment and the spare are there; machine, tables and contexts are as demanded.
         unsafe {
-            self.blocks(&mut states, &mut words, blocks)?;
+            match contexts {
+                [] => self.blocks::<P, false>(&mut states, &mut words, &[], blocks)?,
+                _ => self.blocks::<P, true>(&mut states, &mut words, block_contexts, blocks)?,
+            }
             if !rest.is_empty() {
                 let mut block = [[0; BLOCK]];
-                self.blocks(&mut states, &mut words, &mut block)?;
+                let last = [block_at(last_contexts, 0, 0)];
+                self.blocks::<P, true>(&mut states, &mut words, &last, &mut block)?;
                 rest.copy_from_slice(&block[0][..rest.len()]);
             }
         }
         check_end(&states, words.left())
     }
 
-    /// Decodes blocks.
+    /// Decodes blocks, with the contexts of each if CONTEXTS is set.
     ///
     /// # Safety
-    /// - The machine has AVX2.
-    /// - The segment and the spare of `words` are there.
+    /// - The machine has AVX2, and the tables are of this `P`.
+    /// - The segment and the spare of `words` are there; contexts are below the number of tables.
     #[target_feature(enable = "avx2,popcnt,bmi1,bmi2")]
-    unsafe fn blocks(
+    unsafe fn blocks<const P: i32, const CONTEXTS: bool>(
         &self,
-        states: &mut [u32; WIDTH * VECTORS],
+        states: &mut [u32; LANES],
         words: &mut Words,
+        contexts: &[[u8; BLOCK]],
         blocks: &mut [[u8; BLOCK]],
     ) -> Result<()> {
         let [mut x0, mut x1, mut x2, mut x3] = load(states);
-        for block in blocks {
+        let mut bases = [[0; LANES]; RUN];
+        for (i, block) in blocks.iter_mut().enumerate() {
+            if CONTEXTS {
+                bases = first_slots::<P>(&contexts[i]);
+            }
             // SAFETY: as for this function; `check` follows every use of words.
             unsafe { words.ensure(BLOCK_AHEAD) };
             let mut next = words.next;
             let mut halves = [[_mm256_setzero_si256(); VECTORS]; 2];
-            for half in &mut halves {
-                for _ in 0..RUN / 4 {
-                    for _ in 0..2 {
-                        self.step(&mut x0, &mut half[0]);
-                        self.step(&mut x1, &mut half[1]);
-                        self.step(&mut x2, &mut half[2]);
-                        self.step(&mut x3, &mut half[3]);
-                    }
-                    // SAFETY: one of the loads that were ensured.
-                    unsafe {
+            for (k, bases) in bases.iter().enumerate() {
+                let [b0, b1, b2, b3] = load(bases);
+                let symbols = &mut halves[k / 4];
+                // SAFETY: bases are as for this function; each refill is one of the loads that
+                // were ensured.
+                unsafe {
+                    self.step::<P, CONTEXTS>(&mut x0, b0, &mut symbols[0]);
+                    self.step::<P, CONTEXTS>(&mut x1, b1, &mut symbols[1]);
+                    self.step::<P, CONTEXTS>(&mut x2, b2, &mut symbols[2]);
+                    self.step::<P, CONTEXTS>(&mut x3, b3, &mut symbols[3]);
+                    if P != 8 || k % 2 == 1 {
                         refill(&mut x0, &mut next);
                         refill(&mut x1, &mut next);
                         refill(&mut x2, &mut next);
@@ -132,20 +152,40 @@ impl Decoder {
         Ok(())
     }
 
-    /// One step of 8 lanes. The new symbols enter `symbols` from above.
+    /// One step of 8 lanes, whose tables begin at the slots `bases`. The new symbols enter
+    /// `symbols` from above.
+    ///
+    /// # Safety
+    /// - The machine has AVX2, and the tables are of this `P`.
+    /// - Each base is `2^P` times the number of a table.
     #[inline]
     #[target_feature(enable = "avx2")]
-    fn step(&self, x: &mut __m256i, symbols: &mut __m256i) {
-        let low = _mm256_set1_epi32(0xff);
-        let index = _mm256_and_si256(*x, low);
-        // SAFETY: every index is below 256, the number of slots.
+    unsafe fn step<const P: i32, const CONTEXTS: bool>(
+        &self,
+        x: &mut __m256i,
+        bases: __m256i,
+        symbols: &mut __m256i,
+    ) {
+        let slot = _mm256_and_si256(*x, _mm256_set1_epi32((1 << P) - 1));
+        let index = if CONTEXTS { _mm256_add_epi32(slot, bases) } else { slot };
+        // SAFETY: every index is below the number of slots, as for this function.
         let slots = unsafe { _mm256_i32gather_epi32::<4>(self.slots.as_ptr().cast(), index) };
-        let product = _mm256_mullo_epi32(_mm256_srli_epi32::<8>(*x), _mm256_and_si256(slots, low));
-        let bias = _mm256_and_si256(_mm256_srli_epi32::<8>(slots), low);
-        *x = _mm256_add_epi32(product, bias);
+        let fields = _mm256_set1_epi32(0xfff);
+        let freq = _mm256_and_si256(slots, fields);
+        let bias = _mm256_and_si256(_mm256_srli_epi32::<12>(slots), fields);
+        let whole = _mm256_srli_epi32::<P>(*x);
+        *x = _mm256_add_epi32(_mm256_mullo_epi32(whole, freq), bias);
+        if P == 12 {
+            *x = _mm256_add_epi32(*x, whole);
+        }
         let symbol = _mm256_andnot_si256(_mm256_set1_epi32(0x00ff_ffff), slots);
         *symbols = _mm256_or_si256(_mm256_srli_epi32::<8>(*symbols), symbol);
     }
+}
+
+/// Where the table of each symbol of a block begins, step by step.
+fn first_slots<const P: i32>(contexts: &[u8; BLOCK]) -> [[u32; LANES]; RUN] {
+    std::array::from_fn(|k| std::array::from_fn(|l| u32::from(contexts[l * RUN + k]) << P))
 }
 
 /// Gives a word to every lane below 2^16.
@@ -201,12 +241,12 @@ fn store_symbols(
 /// Puts the symbols that follow a block in the places of its escapes.
 #[cold]
 fn take_escapes(
-    states: &mut [u32; WIDTH * VECTORS],
+    states: &mut [u32; LANES],
     words: &mut &[[u8; 2]],
     escapes: [u64; 4],
     block: &mut [u8; BLOCK],
 ) -> Result<()> {
-    let mut lanes = [0; WIDTH * VECTORS];
+    let mut lanes = [0; LANES];
     for (lanes, row) in lanes.as_chunks_mut::<8>().0.iter_mut().zip(escapes) {
         *lanes = row.to_le_bytes();
     }
@@ -215,7 +255,7 @@ fn take_escapes(
 
 #[inline]
 #[target_feature(enable = "avx2")]
-fn load(states: &[u32; WIDTH * VECTORS]) -> [__m256i; VECTORS] {
+fn load(states: &[u32; LANES]) -> [__m256i; VECTORS] {
     let (rows, _) = states.as_chunks::<WIDTH>();
     // SAFETY: each row has 32 readable bytes.
     let row = |i: usize| unsafe { _mm256_loadu_si256(rows[i].as_ptr().cast()) };
@@ -224,7 +264,7 @@ fn load(states: &[u32; WIDTH * VECTORS]) -> [__m256i; VECTORS] {
 
 #[inline]
 #[target_feature(enable = "avx2")]
-fn store(x: [__m256i; VECTORS], states: &mut [u32; WIDTH * VECTORS]) {
+fn store(x: [__m256i; VECTORS], states: &mut [u32; LANES]) {
     for (row, x) in states.as_chunks_mut::<WIDTH>().0.iter_mut().zip(x) {
         // SAFETY: each row has 32 writable bytes.
         unsafe { _mm256_storeu_si256(row.as_mut_ptr().cast(), x) };

@@ -1,4 +1,5 @@
-//! `P = 8` with one table on AVX2: the 32 lanes of a segment in four registers.
+//! AVX2: the 32 lanes of a segment in four registers. Encoding is for `P = 8` with one table,
+//! decoding for any stream.
 
 mod decode;
 mod encode;

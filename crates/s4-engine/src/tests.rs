@@ -1,0 +1,243 @@
+//! Tests of the engine as a whole: needs the inside of plans.
+
+use s4_codec_cpu::rans::Precision;
+use s4_format::side::{Side, SideKind};
+use s4_format::{ChunkRecord, DType, LayoutId, Plan, PredictorId, ResidualId, crc32c};
+use s4_planes::patterns::{self, Kind};
+use s4_planes::{Simd, Width};
+
+use crate::planner::PlaneCoding;
+use crate::{CpuEngine, EncodedChunk, Preset, Scratch, TensorPlan, TensorSpec, TensorView};
+
+/// A tensor's chunks, encoded.
+struct Encoded {
+    plan: TensorPlan,
+    chunks: Vec<(EncodedChunk, Vec<u8>)>,
+    side: Side,
+}
+
+fn encode(engine: &CpuEngine, view: &TensorView<'_>, plan: Option<TensorPlan>) -> Encoded {
+    let mut scratch = Scratch::default();
+    let plan = plan.unwrap_or_else(|| engine.plan(Preset::Fast, view, &mut scratch).unwrap());
+    let size = view.dtype.value_width() << plan.chunk_log2;
+    let mut chunks = vec![];
+    for chunk in 0..view.data.len().div_ceil(size) as u64 {
+        // Dirty buffers must not show.
+        let mut frame = vec![0xa5; 100];
+        let e = engine.encode_chunk(view, &plan, chunk, &mut scratch, &mut frame).unwrap();
+        frame.truncate(e.len);
+        chunks.push((e, frame));
+    }
+    let shared = chunks.iter().any(|c| c.0.shared);
+    let side = plan.side_data(shared).unwrap();
+    let mut bytes = vec![];
+    side.write(&mut bytes).unwrap();
+    Encoded { plan, chunks, side: Side::parse(&bytes).unwrap() }
+}
+
+fn decode(
+    engine: &CpuEngine,
+    view: &TensorView<'_>,
+    e: &Encoded,
+    fill: u8,
+) -> s4_format::Result<Vec<u8>> {
+    let spec = TensorSpec {
+        dtype: view.dtype,
+        shape: view.shape,
+        plan: &e.plan.plan,
+        side: &e.side,
+        chunk_log2: e.plan.chunk_log2,
+    };
+    let mut out = vec![fill; view.data.len()];
+    let size = view.dtype.value_width() << e.plan.chunk_log2;
+    let mut scratch = Scratch::default();
+    for (i, (dst, (chunk, frame))) in out.chunks_mut(size).zip(&e.chunks).enumerate() {
+        let record = record(chunk, frame);
+        engine.decode_chunk(&spec, i as u64, &record, frame, &mut scratch, dst)?;
+    }
+    Ok(out)
+}
+
+fn record(e: &EncodedChunk, frame: &[u8]) -> ChunkRecord {
+    ChunkRecord {
+        offset: 0,
+        object: 0,
+        len: u32::try_from(frame.len()).unwrap(),
+        plain: e.plain,
+        crc_encoded: e.crc_encoded,
+        crc_raw: e.crc_raw,
+    }
+}
+
+fn kinds() -> Vec<(DType, Kind)> {
+    let int = |w| Kind::int(w);
+    vec![
+        (DType::BFloat16, Kind::BF16),
+        (DType::Float16, Kind::F16),
+        (DType::Float32, Kind::F32),
+        (DType::Float64, Kind::F64),
+        (DType::Float8E4M3Fn, Kind::F8_E4M3),
+        (DType::Float8E5M2, Kind::F8_E5M2),
+        (DType::Int8, int(Width::B1)),
+        (DType::Int16, int(Width::B2)),
+        (DType::Int32, int(Width::B4)),
+        (DType::Int64, int(Width::B8)),
+    ]
+}
+
+#[test]
+fn every_pattern_comes_back_and_every_simd_writes_the_same_bytes() {
+    let engines: Vec<_> = Simd::available().map(CpuEngine::new).collect();
+    for (dtype, kind) in kinds() {
+        for n in [0, 1, 2, 255, 8191, 70_003] {
+            let shape = [n as u64];
+            for (name, data) in patterns::all(kind, n) {
+                let view = TensorView { dtype, shape: &shape, data: &data };
+                let first = encode(&engines[0], &view, None);
+                let stored: usize = first.chunks.iter().map(|c| c.1.len()).sum();
+                assert!(stored <= data.len(), "{dtype} {name} {n} grew to {stored}");
+                for engine in &engines {
+                    let e = encode(engine, &view, None);
+                    for (a, b) in e.chunks.iter().zip(&first.chunks) {
+                        assert!(a.1 == b.1, "{dtype} {name} {n}: {engine:?}");
+                    }
+                    assert!(
+                        decode(engine, &view, &first, 0xff).unwrap() == data,
+                        "{dtype} {name} {n}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// Values with a row and a column factor, as second moments have them.
+fn rank1_values(rows: usize, cols: usize) -> Vec<u8> {
+    let noise =
+        patterns::all(Kind::int(Width::B4), rows * cols).find(|p| p.0 == "random").unwrap().1;
+    let mut out = vec![];
+    for (i, n) in noise.chunks_exact(4).enumerate() {
+        let n = f32::from(u16::from_le_bytes([n[0], n[1]])) / 65536.0;
+        let row = 2f32.powi((i / cols) as i32 % 17 - 30);
+        let col = 1.5f32.powi((i % cols) as i32 % 11);
+        out.extend((row * col * (1.0 + n / 4.0)).to_le_bytes());
+    }
+    out
+}
+
+#[test]
+fn a_rank1_tensor_round_trips_and_is_smaller_than_planes() {
+    let (rows, cols) = (300usize, 512usize);
+    let data = rank1_values(rows, cols);
+    let shape = [rows as u64, cols as u64];
+    let view = TensorView { dtype: DType::Float32, shape: &shape, data: &data };
+    let mut direct = 0;
+    for simd in Simd::available() {
+        let engine = CpuEngine::new(simd);
+        direct = encode(&engine, &view, None).chunks.iter().map(|c| c.1.len()).sum();
+    }
+    for layout in [LayoutId::TOKEN, LayoutId::BYTES] {
+        for simd in Simd::available() {
+            let engine = CpuEngine::new(simd);
+            let offsets = s4_delta::rank1::fit(Width::B4, 300, 512, &data).unwrap();
+            let mut side = Side::default();
+            side.push(SideKind::RANK1, offsets).unwrap();
+            let plan = TensorPlan {
+                plan: Plan {
+                    predictor: PredictorId::RANK1,
+                    residual: ResidualId::SUB,
+                    layout,
+                    inputs: vec![],
+                },
+                planes: vec![
+                    PlaneCoding::Rans(Precision::P12);
+                    if layout == LayoutId::TOKEN { 1 } else { 4 }
+                ],
+                chunk_log2: 16,
+                side,
+                shared: vec![],
+            };
+            plan.plan.require_open().unwrap();
+            let e = encode(&engine, &view, Some(plan));
+            assert_eq!(e.chunks.len(), 3);
+            assert!(decode(&engine, &view, &e, 7).unwrap() == data);
+            let size: usize = e.chunks.iter().map(|c| c.1.len()).sum();
+            if layout == LayoutId::TOKEN {
+                assert!(size < direct, "{size} {direct}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_short_last_chunk_shares_the_tensors_table() {
+    let n = (1 << 17) + 5000;
+    let data = patterns::all(Kind::BF16, n).find(|p| p.0 == "like-weights").unwrap().1;
+    let shape = [n as u64];
+    let view = TensorView { dtype: DType::BFloat16, shape: &shape, data: &data };
+    let engine = CpuEngine::new(Simd::detect());
+    let e = encode(&engine, &view, None);
+    assert!(e.chunks.iter().any(|c| c.0.shared), "no chunk uses the shared table");
+    assert!(!e.side.get(SideKind::TABLES).is_empty());
+    assert!(decode(&engine, &view, &e, 0).unwrap() == data);
+    // Without its side data the tensor is refused, not misread.
+    let bare = Encoded { side: Side::default(), ..e };
+    assert!(decode(&engine, &view, &bare, 0).is_err());
+}
+
+#[test]
+fn damaged_frames_are_found_by_their_checksum() {
+    let data = patterns::all(Kind::F32, 3000).find(|p| p.0 == "like-weights").unwrap().1;
+    let view = TensorView { dtype: DType::Float32, shape: &[3000], data: &data };
+    let engine = CpuEngine::new(Simd::detect());
+    let mut e = encode(&engine, &view, None);
+    for byte in 0..e.chunks[0].1.len() {
+        e.chunks[0].1[byte] ^= 1 << (byte % 8);
+        let error = decode(&engine, &view, &e, 0).unwrap_err();
+        assert_eq!(error.place().chunk, Some(0), "{error}");
+        e.chunks[0].1[byte] ^= 1 << (byte % 8);
+    }
+}
+
+#[test]
+fn frames_damaged_by_someone_who_mends_checksums_do_no_harm() {
+    for (dtype, kind) in [
+        (DType::Float32, Kind::F32),
+        (DType::BFloat16, Kind::BF16),
+        (DType::Int32, Kind::int(Width::B4)),
+    ] {
+        for pattern in ["like-weights", "like-squares", "sparse", "counting"] {
+            let Some((_, data)) = patterns::all(kind, 700).find(|p| p.0 == pattern) else {
+                continue;
+            };
+            let view = TensorView { dtype, shape: &[700], data: &data };
+            for simd in Simd::available() {
+                let engine = CpuEngine::new(simd);
+                let clean = encode(&engine, &view, None);
+                let frame = &clean.chunks[0].1;
+                for at in 0..frame.len() * 8 {
+                    let mut frame = frame.clone();
+                    frame[at / 8] ^= 1 << (at % 8);
+                    mended(&engine, &view, &clean, frame);
+                }
+                for len in 0..frame.len() {
+                    mended(&engine, &view, &clean, frame[..len].to_vec());
+                }
+            }
+        }
+    }
+}
+
+/// Decodes a damaged frame whose own checksum fits: data or an error, and never other data.
+fn mended(engine: &CpuEngine, view: &TensorView<'_>, clean: &Encoded, frame: Vec<u8>) {
+    let mut chunk = clean.chunks[0].0;
+    chunk.crc_encoded = crc32c(&frame);
+    let e = Encoded {
+        plan: clean.plan.clone(),
+        side: clean.side.clone(),
+        chunks: vec![(chunk, frame)],
+    };
+    if let Ok(out) = decode(engine, view, &e, 0) {
+        assert!(out == view.data);
+    }
+}

@@ -1,0 +1,86 @@
+//! Shared by the integration tests.
+#![allow(dead_code, reason = "each test uses its own part")]
+
+use std::io::Write;
+use std::sync::{Arc, Mutex};
+
+use s4weights::{
+    Contents, DType, ReadOptions, Reader, Report, Result, Source, Target, TensorSource,
+    WriteOptions, Writer, adversarial,
+};
+
+/// A tensor that owns its values.
+#[derive(Clone)]
+pub struct Owned {
+    pub name: String,
+    pub dtype: DType,
+    pub shape: Vec<u64>,
+    pub data: Vec<u8>,
+}
+
+impl Owned {
+    pub fn new(name: impl Into<String>, dtype: DType, shape: &[u64], data: Vec<u8>) -> Self {
+        Self { name: name.into(), dtype, shape: shape.to_vec(), data }
+    }
+}
+
+/// A stream into memory.
+#[derive(Clone, Default)]
+pub struct Memory(pub Arc<Mutex<Vec<u8>>>);
+
+impl Write for Memory {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+pub fn save_to(target: Target, tensors: &[Owned], options: WriteOptions) -> Result<Report> {
+    let mut writer = Writer::create(target, options)?;
+    let sources: Vec<_> = tensors
+        .iter()
+        .map(|t| TensorSource { name: &t.name, dtype: t.dtype, shape: &t.shape, data: &t.data })
+        .collect();
+    writer.write(&sources)?;
+    writer.finish(Contents::default())
+}
+
+pub fn save(tensors: &[Owned], options: WriteOptions) -> Vec<u8> {
+    let memory = Memory::default();
+    save_to(Target::Stream(Box::new(memory.clone())), tensors, options).unwrap();
+    let bytes = memory.0.lock().unwrap().clone();
+    bytes
+}
+
+pub fn open(bytes: Vec<u8>) -> Result<Reader> {
+    Reader::open(Source::Bytes(bytes.into()), ReadOptions::default())
+}
+
+/// A few tensors of every size class: packed, one chunk, several chunks, empty.
+pub fn mixed() -> Vec<Owned> {
+    let pattern =
+        |dtype, n, name: &str| adversarial(dtype, n).find(|p| p.0 == name).map(|p| p.1).unwrap();
+    vec![
+        Owned::new(
+            "w",
+            DType::BFloat16,
+            &[300, 500],
+            pattern(DType::BFloat16, 150_000, "like-weights"),
+        ),
+        Owned::new("ln.weight", DType::Float32, &[77], pattern(DType::Float32, 77, "like-weights")),
+        Owned::new(
+            "v",
+            DType::Float32,
+            &[200, 401],
+            pattern(DType::Float32, 80_200, "like-squares"),
+        ),
+        Owned::new("ids", DType::Int64, &[5000], pattern(DType::Int64, 5000, "counting")),
+        Owned::new("step", DType::Float32, &[], vec![0, 0, 128, 63]),
+        Owned::new("none", DType::Float16, &[0, 7], vec![]),
+        Owned::new("noise", DType::UInt8, &[9000], pattern(DType::UInt8, 9000, "random")),
+        Owned::new("ln.bias", DType::Float32, &[77], pattern(DType::Float32, 77, "nans")),
+    ]
+}

@@ -1,0 +1,96 @@
+//! Damaged and malicious files: the data or a typed error, nothing else.
+
+mod common;
+
+use common::{Owned, mixed, open, save};
+use s4weights::format::Error as FormatError;
+use s4weights::{DType, Error, WriteOptions, adversarial};
+
+fn small_file() -> (Vec<Owned>, Vec<u8>) {
+    let weights = adversarial(DType::BFloat16, 5000).find(|p| p.0 == "like-weights").unwrap().1;
+    let squares = adversarial(DType::Float32, 300).find(|p| p.0 == "like-squares").unwrap().1;
+    let tensors = vec![
+        Owned::new("w", DType::BFloat16, &[50, 100], weights),
+        Owned::new("v", DType::Float32, &[300], squares),
+        Owned::new("s", DType::Int64, &[], vec![7; 8]),
+    ];
+    let file = save(&tensors, WriteOptions::default());
+    (tensors, file)
+}
+
+/// Reads every tensor: all the data, or the first error.
+fn read_all(tensors: &[Owned], file: Vec<u8>) -> Result<(), Error> {
+    let reader = open(file)?;
+    for t in tensors {
+        assert!(reader.read(&t.name)? == t.data, "{}: other data", t.name);
+    }
+    Ok(())
+}
+
+#[test]
+fn every_flip_is_an_error_or_the_exact_data() {
+    let (tensors, file) = small_file();
+    read_all(&tensors, file.clone()).unwrap();
+    let mut harmless = 0;
+    for at in 0..file.len() {
+        let mut bad = file.clone();
+        bad[at] ^= 1 << (at % 8);
+        match read_all(&tensors, bad.clone()) {
+            Ok(()) => {
+                harmless += 1;
+                // Whatever reading does not see, verifying does.
+                assert!(open(bad).unwrap().verify().is_err(), "byte {at}");
+            }
+            Err(Error::Format { source, .. }) => {
+                let p = source.place();
+                let named = p.tensor.is_some() && p.chunk.is_some() || p.part.is_some();
+                assert!(named, "byte {at}: {source}");
+            }
+            Err(e) => panic!("byte {at}: {e}"),
+        }
+    }
+    assert!(harmless < file.len() / 50, "{harmless} of {} flips went unseen", file.len());
+}
+
+#[test]
+fn every_truncation_is_an_error() {
+    let (tensors, file) = small_file();
+    for len in 0..file.len() {
+        match read_all(&tensors, file[..len].to_vec()) {
+            Err(Error::Format { source, .. }) => assert!(
+                matches!(source, FormatError::Truncated { .. } | FormatError::Corrupt { .. }),
+                "{len}: {source}"
+            ),
+            other => panic!("{len}: {other:?}"),
+        }
+    }
+    let mut longer = file;
+    longer.push(0);
+    assert!(read_all(&tensors, longer).is_err());
+}
+
+#[test]
+fn damage_is_named_by_tensor_and_chunk() {
+    let tensors = mixed();
+    let file = save(&tensors, WriteOptions::default());
+    // Somewhere in the second chunk of the first tensor.
+    let mut bad = file.clone();
+    bad[190_000] ^= 1;
+    let e = open(bad).unwrap().read("w").err().unwrap().to_string();
+    assert!(e.contains("tensor `w`, chunk 1"), "{e}");
+}
+
+#[test]
+fn another_version_is_refused_by_name() {
+    let (_, mut file) = small_file();
+    file[10] = 9;
+    let e = open(file).err().unwrap().to_string();
+    assert!(e.contains("format 0.9") && e.contains("format 0.1"), "{e}");
+}
+
+#[test]
+fn what_is_no_such_file_is_refused() {
+    for bytes in [vec![], vec![0; 15], vec![0; 100], b"PK\x03\x04 and so on, a zip file".to_vec()] {
+        assert!(matches!(open(bytes), Err(Error::Format { .. })));
+    }
+}
