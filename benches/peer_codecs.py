@@ -176,6 +176,7 @@ class S4Weights(Peer):
     """Our own codec, without the file around it, into memory that is used again."""
 
     package = "s4weights"
+    dtypes = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
     def __init__(self, threads: int, preset: str, simd: str | None = None) -> None:
         from s4weights import _core
@@ -189,8 +190,10 @@ class S4Weights(Peer):
         self.encode(np.zeros(4096, np.uint8), "F32")
 
     def encode(self, values: np.ndarray, dtype: str) -> bytes:
+        name = self.dtypes[dtype]
+        address = values.ctypes.data
         return self.core.compress_tensor(
-            values.ctypes.data, values.nbytes, dtype, self.preset, self.threads, self.simd
+            address, values.nbytes, name, self.preset, self.threads, self.simd
         )
 
     def decode(self, blob: bytes, nbytes: int, dtype: str) -> np.ndarray:

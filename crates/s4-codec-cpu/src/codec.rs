@@ -49,6 +49,29 @@ pub trait Codec: Debug + Send + Sync {
     /// # Errors
     /// `Corrupt`, `Truncated` or `Unsupported` if `src` is not a stream of `dst.len()` bytes.
     fn decode(&self, param: u8, ctx: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<()>;
+
+    /// How many bytes of the stream behind it a stream of `len` symbols can carry along without
+    /// growing. Most codecs carry none.
+    fn carry_len(&self, len: usize) -> usize {
+        let _ = len;
+        0
+    }
+
+    /// As [`Codec::decode`]; also replaces `carry` by the bytes that the stream carries.
+    ///
+    /// # Errors
+    /// As [`Codec::decode`].
+    fn decode_carrying(
+        &self,
+        param: u8,
+        ctx: Context<'_>,
+        src: &[u8],
+        dst: &mut [u8],
+        carry: &mut Vec<u8>,
+    ) -> Result<()> {
+        carry.clear();
+        self.decode(param, ctx, src, dst)
+    }
 }
 
 /// The codecs that an engine may use, by id: a value that is passed in, not a global.

@@ -93,29 +93,53 @@ impl CpuEngine {
         let mut sizes = planes.sizes().to_vec();
         let streams = StreamEntry::parse_chunk(frame, sizes.len())?;
         let tables = SharedTables::parse(spec.side.get(SideKind::TABLES))?;
-        let mut decoded: [Option<&[u8]>; MAX_PLANES] = [None; MAX_PLANES];
+        let mut stored = [Stored::Decoded; MAX_PLANES];
+        scratch.carry.clear();
         for (i, (entry, bytes)) in streams.items().iter().enumerate() {
             // The second plane of `token` is as long as the tokens of the first one say.
             if layout == LayoutId::TOKEN && i == 1 {
-                let tokens = decoded[0].unwrap_or(&scratch.planes[0][..sizes[0]]);
+                let tokens = stored[0].bytes().unwrap_or(&scratch.planes[0][..sizes[0]]);
                 sizes[1] = token_plane_len(width, tokens).map_err(|e| e.in_stream(0))?;
             }
-            if entry.codec == CodecId::RAW && entry.param == 0 && bytes.len() == sizes[i] {
-                decoded[i] = Some(bytes);
-                continue;
+            std::mem::swap(&mut scratch.carry, &mut scratch.tail);
+            scratch.carry.clear();
+            let whole = bytes.len() + scratch.tail.len() == sizes[i];
+            if entry.codec == CodecId::RAW && entry.param == 0 && whole {
+                let split = layout == LayoutId::FIELDS && i == 1;
+                if scratch.tail.is_empty() {
+                    stored[i] = Stored::Frame(bytes);
+                    continue;
+                } else if split {
+                    stored[i] = Stored::FrameAndTail(bytes);
+                    std::mem::swap(&mut scratch.tail, &mut scratch.split);
+                    continue;
+                }
             }
-            let to = if layout == LayoutId::BYTES {
-                &mut sized(&mut scratch.planes[0], dst.len())[i * sizes[i]..(i + 1) * sizes[i]]
-            } else {
-                sized(&mut scratch.planes[i], sizes[i])
-            };
             let ctx = Context { tables: tables.plane(i), symbols: &[] };
+            let Scratch { planes, joined, carry, tail, .. } = &mut *scratch;
+            let to = if layout == LayoutId::BYTES {
+                &mut sized(&mut planes[0], dst.len())[i * sizes[i]..(i + 1) * sizes[i]]
+            } else {
+                sized(&mut planes[i], sizes[i])
+            };
+            let bytes = if tail.is_empty() {
+                bytes
+            } else {
+                joined.clear();
+                joined.extend_from_slice(bytes);
+                joined.extend_from_slice(tail);
+                joined.as_slice()
+            };
             self.codecs
                 .get(entry.codec)
-                .and_then(|c| c.decode(entry.param, ctx, bytes, to))
+                .and_then(|c| c.decode_carrying(entry.param, ctx, bytes, to, carry))
                 .map_err(|e| e.in_stream(i))?;
         }
-        self.merge(layout, width, &sizes, &decoded, scratch, dst)
+        if !scratch.carry.is_empty() {
+            return Err(Error::corrupt("the last stream carries bytes of another")
+                .in_stream(sizes.len() - 1));
+        }
+        self.merge(layout, width, &sizes, &stored, scratch, dst)
     }
 
     /// Merges planes: those that were stored raw are taken from the frame itself.
@@ -124,7 +148,7 @@ impl CpuEngine {
         layout: LayoutId,
         width: usize,
         sizes: &[usize],
-        raw: &[Option<&[u8]>; MAX_PLANES],
+        stored: &[Stored<'_>; MAX_PLANES],
         scratch: &mut Scratch,
         dst: &mut [u8],
     ) -> Result<()> {
@@ -132,21 +156,31 @@ impl CpuEngine {
         let k = &self.kernels;
         if layout == LayoutId::BYTES {
             let all = sized(&mut scratch.planes[0], dst.len());
-            for (i, plane) in raw.iter().enumerate() {
-                if let Some(plane) = plane {
+            for (i, plane) in stored.iter().enumerate() {
+                if let Some(plane) = plane.bytes() {
                     all[i * sizes[i]..(i + 1) * sizes[i]].copy_from_slice(plane);
                 }
             }
             k.merge_bytes(w, all, dst);
             return Ok(());
         }
-        let plane = |i: usize| match (raw[i], sizes.get(i)) {
+        let plane = |i: usize| match (stored[i].bytes(), sizes.get(i)) {
             (Some(bytes), _) => bytes,
             (None, Some(&size)) => &scratch.planes[i][..size],
             (None, None) => &[],
         };
         match layout {
-            LayoutId::FIELDS => k.merge_fields(w, plane(0), plane(1), plane(2), dst),
+            LayoutId::FIELDS => {
+                // The end of plane 1 may have been carried by the stream before it.
+                let head = plane(1).len();
+                let (e, e_tail) = plane(0).split_at(head);
+                let (b, b_tail) = plane(2).split_at(head * (width - 2));
+                let (to, to_tail) = dst.split_at_mut(head * width);
+                k.merge_fields(w, e, plane(1), b, to);
+                if !e_tail.is_empty() {
+                    k.merge_fields(w, e_tail, &scratch.split, b_tail, to_tail);
+                }
+            }
             LayoutId::FIELDS_SIGN => {
                 k.merge_fields_sign(w, plane(0), plane(1), plane(2), plane(3), dst);
             }
@@ -156,6 +190,26 @@ impl CpuEngine {
             _ => dst.copy_from_slice(plane(0)),
         }
         Ok(())
+    }
+}
+
+/// Where a plane is after decoding.
+#[derive(Clone, Copy)]
+enum Stored<'a> {
+    /// In the scratch memory.
+    Decoded,
+    /// In the frame.
+    Frame(&'a [u8]),
+    /// In the frame, and its end in [`Scratch::split`].
+    FrameAndTail(&'a [u8]),
+}
+
+impl<'a> Stored<'a> {
+    fn bytes(self) -> Option<&'a [u8]> {
+        match self {
+            Self::Decoded => None,
+            Self::Frame(bytes) | Self::FrameAndTail(bytes) => Some(bytes),
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! One chunk of a tensor into the bytes that stand on disk.
 
-use s4_codec_cpu::rans::{Counts, Place, Table, Tables, cost};
-use s4_codec_cpu::{Codec, Context};
+use s4_codec_cpu::rans::{Counts, Place, Precision, Table, Tables, cost};
+use s4_codec_cpu::{Codec, Context, Encoded};
 use s4_format::layout::{MAX_PLANES, Planes};
 use s4_format::limits::ALIGN;
 use s4_format::side::{Side, SideKind};
@@ -27,6 +27,28 @@ pub struct EncodedChunk {
     pub shared: bool,
     /// The streams; all `raw` with length 0 beyond the layout's planes, and if `plain`.
     pub streams: [StreamEntry; MAX_PLANES],
+}
+
+/// A plane to be coded.
+struct PlaneJob<'a> {
+    plane: &'a [u8],
+    coding: PlaneCoding,
+    /// The table that the tensor's chunks share.
+    table: Option<&'a Table>,
+    /// The stream behind it, whose end it may carry.
+    behind: &'a [u8],
+}
+
+/// What a plane became.
+struct Coded {
+    codec: CodecId,
+    param: u8,
+    len: usize,
+    /// Whether the stream is in the buffer; else it is the plane itself.
+    in_buffer: bool,
+    shared: bool,
+    /// Bytes of the stream behind it that it carries.
+    carried: usize,
 }
 
 const NO_STREAM: StreamEntry = StreamEntry { codec: CodecId::RAW, param: 0, len: 0 };
@@ -98,74 +120,122 @@ impl CpuEngine {
         if layout == LayoutId::TOKEN {
             sizes[1] = scratch.token_bits;
         }
+        out.shared = self.encode_planes(plan, layout, &sizes, scratch, &mut out.streams)?;
         let mut at = StreamEntry::header_len(sizes.len());
         for i in 0..sizes.len() {
-            at = at.next_multiple_of(ALIGN);
-            let plane = scratch.plane(layout, &sizes, i);
-            let coding = plan.planes.get(i).copied().unwrap_or(PlaneCoding::Raw);
-            let table = plan.shared.get(i).and_then(Option::as_ref);
-            let (entry, shared) = self.encode_plane(plane, coding, table, frame, at)?;
-            out.streams[i] = entry;
-            out.shared |= shared;
-            let end = at + entry.len as usize;
-            // Padding up to the next stream.
-            sized(frame, end.next_multiple_of(ALIGN))[end..].fill(0);
-            at = end;
+            let start = at.next_multiple_of(ALIGN);
+            let bytes = &scratch.stream(layout, &sizes, i)[..out.streams[i].len as usize];
+            let to = sized(frame, start + bytes.len());
+            to[at..start].fill(0);
+            to[start..].copy_from_slice(bytes);
+            at = start + bytes.len();
         }
         StreamEntry::write_header(&out.streams[..sizes.len()], frame);
         out.len = at;
         Ok(())
     }
 
-    /// Codes a plane into `frame[at..]`: as its constant, by the planned codec, or as it is.
-    fn encode_plane(
+    /// Codes every plane, the last one first, because a stream may carry the end of the one behind
+    /// it. Returns whether one uses the tensor's shared tables.
+    fn encode_planes(
         &self,
-        plane: &[u8],
-        coding: PlaneCoding,
-        shared: Option<&Table>,
-        frame: &mut Vec<u8>,
-        at: usize,
-    ) -> Result<(StreamEntry, bool)> {
-        let entry = |codec, param, len| StreamEntry {
-            codec,
-            param,
+        plan: &TensorPlan,
+        layout: LayoutId,
+        sizes: &[usize],
+        scratch: &mut Scratch,
+        entries: &mut [StreamEntry; MAX_PLANES],
+    ) -> Result<bool> {
+        let mut shared = false;
+        scratch.streams.resize_with(sizes.len().max(scratch.streams.len()), Vec::new);
+        for i in (0..sizes.len()).rev() {
+            let mut buffer = std::mem::take(&mut scratch.streams[i]);
+            let plane = scratch.plane(layout, sizes, i);
+            let behind = match i + 1 < sizes.len() {
+                true => scratch.stream(layout, sizes, i + 1),
+                false => &[],
+            };
+            let job = PlaneJob {
+                plane,
+                coding: plan.planes.get(i).copied().unwrap_or(PlaneCoding::Raw),
+                table: plan.shared.get(i).and_then(Option::as_ref),
+                behind,
+            };
+            let coded = self.encode_plane(&job, &mut buffer)?;
+            shared |= coded.shared;
             // A plane has at most 2^18 values of 8 bytes.
-            len: u32::try_from(len).unwrap_or(u32::MAX),
+            let len = |len: usize| u32::try_from(len).unwrap_or(u32::MAX);
+            let Coded { codec, param, .. } = coded;
+            entries[i] = StreamEntry { codec, param, len: len(coded.len) };
+            if let Some(next) = entries.get_mut(i + 1).filter(|_| coded.carried > 0) {
+                next.len -= len(coded.carried);
+            }
+            scratch.streams[i] = buffer;
+            scratch.coded[i] = coded.in_buffer.then_some(coded.len);
+        }
+        Ok(shared)
+    }
+
+    /// Codes a plane into `dst`: as its constant, by the planned codec, or as it is.
+    fn encode_plane(&self, job: &PlaneJob<'_>, dst: &mut Vec<u8>) -> Result<Coded> {
+        let plane = job.plane;
+        let coded = |codec, e: Encoded| Coded {
+            codec,
+            param: e.param,
+            len: e.len,
+            in_buffer: true,
+            shared: false,
+            carried: 0,
+        };
+        let raw = Coded {
+            in_buffer: false,
+            ..coded(CodecId::RAW, Encoded { len: plane.len(), param: 0 })
         };
         if repeats(plane, 16) {
             let constant = self.codecs.get(CodecId::CONST)?;
-            let dst = sized(frame, at + constant.bound(plane.len()));
-            if let Ok(e) = constant.encode(Context::default(), plane, &mut dst[at..]) {
-                return Ok((entry(CodecId::CONST, e.param, e.len), false));
+            let dst = sized(dst, constant.bound(plane.len()));
+            if let Ok(e) = constant.encode(Context::default(), plane, dst) {
+                return Ok(coded(CodecId::CONST, e));
             }
         }
-        let codec: &dyn Codec = match coding {
-            PlaneCoding::Raw => {
-                sized(frame, at + plane.len())[at..].copy_from_slice(plane);
-                return Ok((entry(CodecId::RAW, 0, plane.len()), false));
-            }
-            PlaneCoding::Rans(precision) => self.rans(precision),
+        let codec: &dyn Codec = match job.coding {
+            PlaneCoding::Raw => return Ok(raw),
+            PlaneCoding::Rans(precision) => return self.encode_rans(job, precision, raw, dst),
             PlaneCoding::Bits => self.codecs.get(CodecId::BITS)?,
             PlaneCoding::Zstd => self.codecs.get(CodecId::ZSTD)?,
         };
-        let dst = &mut sized(frame, at + codec.bound(plane.len()))[at..];
-        let mut by_shared = false;
-        let encoded = if let PlaneCoding::Rans(precision) = coding {
-            let counts = Counts::of_stream(plane);
-            let own = counts.table(precision);
-            let cheaper = shared.filter(|t| shared_is_cheaper(&own, t, &counts, plane.len()));
-            by_shared = cheaper.is_some();
-            let place = if by_shared { Place::Shared } else { Place::Inline };
-            let tables = Tables { list: std::slice::from_ref(cheaper.unwrap_or(&own)), place };
-            self.rans(precision).encode_with(tables, &[], plane, dst)?
-        } else {
-            codec.encode(Context::default(), plane, dst)?
-        };
-        if encoded.len >= plane.len() {
-            dst[..plane.len()].copy_from_slice(plane);
-            return Ok((entry(CodecId::RAW, 0, plane.len()), false));
+        let e = codec.encode(Context::default(), plane, sized(dst, codec.bound(plane.len())))?;
+        Ok(if e.len < plane.len() { coded(codec.id(), e) } else { raw })
+    }
+
+    /// Codes a plane by rANS, with its own table or the tensor's, whichever is cheaper.
+    fn encode_rans(
+        &self,
+        job: &PlaneJob<'_>,
+        precision: Precision,
+        raw: Coded,
+        dst: &mut Vec<u8>,
+    ) -> Result<Coded> {
+        let (codec, plane) = (self.rans(precision), job.plane);
+        let counts = Counts::of_stream(plane);
+        let own = counts.table(precision);
+        let cheaper = job.table.filter(|t| shared_is_cheaper(&own, t, &counts, plane.len()));
+        let place = if cheaper.is_some() { Place::Shared } else { Place::Inline };
+        let tables = Tables { list: std::slice::from_ref(cheaper.unwrap_or(&own)), place };
+        let at = job.behind.len().checked_sub(codec.carry_len(plane.len()));
+        let carry = at.map_or(&[][..], |at| &job.behind[at..]);
+        let dst = sized(dst, codec.bound(plane.len()));
+        let e = codec.encode_with(tables, &[], carry, plane, dst)?;
+        if e.len >= plane.len() {
+            return Ok(raw);
         }
-        Ok((entry(codec.id(), encoded.param, encoded.len), by_shared))
+        Ok(Coded {
+            codec: CodecId::RANS,
+            param: e.param,
+            len: e.len,
+            in_buffer: true,
+            shared: cheaper.is_some(),
+            carried: carry.len(),
+        })
     }
 
     /// Splits values into the planes of `scratch`.

@@ -109,7 +109,7 @@ impl CpuEngine {
             c.cost += cost + work;
         }
         if layout == LayoutId::WHOLE {
-            let bits = 8 * self.zstd_len(sample, &mut scratch.stream)? as u64;
+            let bits = 8 * self.zstd_len(sample, &mut scratch.joined)? as u64;
             // Zstandard is the slowest to decode: it must save a twentieth.
             if bits < c.cost - c.cost / 20 {
                 c.planes[0].0 = PlaneCoding::Zstd;

@@ -1,5 +1,6 @@
 //! Memory that one thread reuses from chunk to chunk.
 
+use s4_format::layout::MAX_PLANES;
 use s4_format::{Error, LayoutId, Result};
 use s4_planes::Width;
 
@@ -7,7 +8,16 @@ use s4_planes::Width;
 #[derive(Debug, Default)]
 pub struct Scratch {
     pub(crate) planes: [Vec<u8>; 4],
-    pub(crate) stream: Vec<u8>,
+    /// Encoded streams, and how long each is; `None`: the stream is the plane itself.
+    pub(crate) streams: Vec<Vec<u8>>,
+    pub(crate) coded: [Option<usize>; MAX_PLANES],
+    /// A stream whose end was carried by the one before it, put together again.
+    pub(crate) joined: Vec<u8>,
+    /// What the stream decoded last carried, and what the one before it did.
+    pub(crate) carry: Vec<u8>,
+    pub(crate) tail: Vec<u8>,
+    /// The end of a raw plane whose start lies in the frame.
+    pub(crate) split: Vec<u8>,
     pub(crate) residuals: Vec<u8>,
     /// Bytes of the second plane of layout `token`.
     pub(crate) token_bits: usize,
@@ -20,6 +30,16 @@ impl Scratch {
             &self.planes[0][i * sizes[i]..(i + 1) * sizes[i]]
         } else {
             &self.planes[i][..sizes[i]]
+        }
+    }
+}
+
+impl Scratch {
+    /// Stream `i` of a chunk whose planes are coded.
+    pub(crate) fn stream(&self, layout: LayoutId, sizes: &[usize], i: usize) -> &[u8] {
+        match self.coded[i] {
+            Some(len) => &self.streams[i][..len],
+            None => self.plane(layout, sizes, i),
         }
     }
 }

@@ -23,7 +23,7 @@ pub use stream::Place;
 pub use table::{Entry, MAX_TABLES, Precision, Table, parse_tables, write_tables};
 
 use part::Part;
-use stream::{SEGMENT_LOG2, STATES_LEN, Stream};
+use stream::{CARRY_LEN, COUNT_LEN, Carry, SEGMENT_LOG2, START, STATES_LEN, Stream};
 
 /// Codec `rans` (docs/codecs/rans.md).
 ///
@@ -54,16 +54,18 @@ impl Rans {
     }
 
     /// Encodes `symbols` with given tables, as [`Codec::encode`] does with those of its context or
-    /// its own. `contexts` names the table of each symbol; empty if all use the first.
+    /// its own. `contexts` names the table of each symbol; empty if all use the first. `carry` is
+    /// what the stream carries along: nothing, or [`Codec::carry_len`] bytes.
     ///
     /// # Errors
     /// `Limit` if `dst` is smaller than [`Codec::bound`], there are more than 2^32 - 1 symbols, or
-    /// the number of tables, their precision or the contexts are out of range; `Unsupported` if a
+    /// the number of tables, their precision, the contexts or `carry` are out of range; `Unsupported` if a
     /// symbol is not in its table and the table has no escape.
     pub fn encode_with(
         &self,
         tables: Tables<'_>,
         contexts: &[u8],
+        carry: &[u8],
         symbols: &[u8],
         dst: &mut [u8],
     ) -> Result<Encoded> {
@@ -75,21 +77,25 @@ impl Rans {
             return Err(Error::limit("number or precision of the tables of a rans stream"));
         }
         check_contexts(contexts, symbols.len(), tables.list.len()).map_err(Error::limit)?;
+        if !carry.is_empty() && carry.len() != self.carry_len(symbols.len()) {
+            return Err(Error::limit(format!("rans stream carrying {} bytes", carry.len())));
+        }
         let dst = need(dst, self.bound(symbols.len()))?;
-        let (counts, first) = stream::write_head(count, tables.list, tables.place, dst);
-        let len = self.encode_segments(tables.list, contexts, symbols, dst, counts, first)?;
+        let places = stream::write_head(count, tables.list, tables.place, !carry.is_empty(), dst);
+        let len = self.encode_segments(tables.list, contexts, carry, symbols, dst, places)?;
         Ok(Encoded { len, param: self.precision.bits() as u8 })
     }
 
-    /// Writes the segments from `at` on and their word counts to `counts`; returns the end.
+    /// Writes the segments from the second place on and their word counts to the first; returns the
+    /// end.
     fn encode_segments(
         &self,
         tables: &[Table],
         contexts: &[u8],
+        carry: &[u8],
         symbols: &[u8],
         dst: &mut [u8],
-        mut counts: usize,
-        at: usize,
+        (mut counts, at): (usize, usize),
     ) -> Result<usize> {
         let encoder = Encoder::new(self.precision, self.simd, tables);
         let mut end = at;
@@ -97,7 +103,8 @@ impl Rans {
             let from = (i * GROUP) << SEGMENT_LOG2;
             let contexts = contexts.get(from..from + group.len()).unwrap_or_default();
             let start = stream::pad(end, dst);
-            let mut parts = self.parts(group, contexts, &mut dst[start..])?;
+            let carry = carry.get(i * GROUP * CARRY_LEN..).unwrap_or_default();
+            let mut parts = self.parts(group, contexts, carry, &mut dst[start..])?;
             encoder.group(&mut parts)?;
             let lens: Vec<_> = parts.iter().map(|part| (part.words.len(), part.len)).collect();
             let mut at = start;
@@ -106,8 +113,9 @@ impl Rans {
                 dst.copy_within(at..at + STATES_LEN, to);
                 at += STATES_LEN + room;
                 dst.copy_within(at - len..at, to + STATES_LEN);
-                dst[counts..counts + 4].copy_from_slice(&((len / 2) as u32).to_le_bytes());
-                counts += 4;
+                // At most 24,576 words: 12 for each lane of each of 64 blocks.
+                dst[counts..counts + COUNT_LEN].copy_from_slice(&((len / 2) as u16).to_le_bytes());
+                counts += COUNT_LEN;
                 end = to + STATES_LEN + len;
             }
         }
@@ -119,6 +127,7 @@ impl Rans {
         &self,
         symbols: &'a [u8],
         contexts: &'a [u8],
+        carry: &[u8],
         mut dst: &'a mut [u8],
     ) -> Result<Vec<Part<'a>>> {
         let mut parts = Vec::with_capacity(GROUP);
@@ -131,20 +140,25 @@ impl Rans {
                 Some((states, words, rest))
             });
             let (states, words, rest) = split.ok_or_else(|| Error::limit("rans: no room"))?;
-            parts.push(Part { symbols, contexts, states, words, len: 0 });
+            let mut carried = carry.get(i * CARRY_LEN..).unwrap_or_default().as_chunks().0.iter();
+            let start = std::array::from_fn(|_| {
+                START | u32::from(carried.next().map_or(0, |word| u16::from_le_bytes(*word)))
+            });
+            parts.push(Part { symbols, contexts, start, states, words, len: 0 });
             dst = rest;
         }
         Ok(parts)
     }
 
     /// Decodes the segments of a stream. `contexts` is as long as `symbols`, each below the number
-    /// of tables, or empty if all are 0.
+    /// of tables, or empty if all are 0. What each segment carries is appended to `carries`.
     fn decode_segments(
         &self,
         precision: Precision,
         stream: &Stream<'_>,
         contexts: &[u8],
         symbols: &mut [u8],
+        carries: &mut Vec<Carry>,
     ) -> Result<()> {
         #[cfg(target_arch = "x86_64")]
         if matches!(self.simd, Simd::Avx2 | Simd::Avx512) {
@@ -153,7 +167,7 @@ impl Rans {
                 && let Some(decoder) = avx512::Decoder::new(table)
             {
                 // SAFETY: `new` has checked that the machine has the set.
-                return unsafe { decoder.segments(stream.segments(), symbols) };
+                return unsafe { decoder.segments(stream.segments(), symbols, carries) };
             }
             if let Some(decoder) = avx2::Decoder::new(&stream.tables) {
                 return stream.segments().try_for_each(|(range, segment)| {
@@ -161,22 +175,24 @@ impl Rans {
                     let symbols = &mut symbols[range];
                     // SAFETY: `new` has checked that the machine has the set; the tables are of
                     // `precision`, and contexts are below their number.
-                    unsafe {
+                    let carry = unsafe {
                         match precision {
                             Precision::P8 => decoder.segment::<8>(segment, contexts, symbols),
                             Precision::P12 => decoder.segment::<12>(segment, contexts, symbols),
                         }
-                    }
+                    };
+                    carries.push(carry?);
+                    Ok(())
                 });
             }
         }
         let decoder = scalar::Decoder::new(&stream.tables);
         for (range, segment) in stream.segments() {
             let contexts = if contexts.is_empty() { &[] } else { &contexts[range.clone()] };
-            match precision {
+            carries.push(match precision {
                 Precision::P8 => decoder.segment::<8>(segment, contexts, &mut symbols[range])?,
                 Precision::P12 => decoder.segment::<12>(segment, contexts, &mut symbols[range])?,
-            }
+            });
         }
         Ok(())
     }
@@ -264,10 +280,32 @@ impl Codec for Rans {
             let counts = Counts::of_contexts(src, ctx.symbols, tables);
             (counts.iter().map(|counts| counts.table(self.precision)).collect(), Place::Inline)
         };
-        self.encode_with(Tables { list: &list, place }, ctx.symbols, src, dst)
+        self.encode_with(Tables { list: &list, place }, ctx.symbols, &[], src, dst)
     }
 
     fn decode(&self, param: u8, ctx: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<()> {
+        let mut carry = Vec::new();
+        self.decode_carrying(param, ctx, src, dst, &mut carry)?;
+        if carry.is_empty() {
+            return Ok(());
+        }
+        Err(Error::unsupported(
+            "rans stream that carries bytes of the stream behind it, on its own",
+        ))
+    }
+
+    fn carry_len(&self, len: usize) -> usize {
+        len.div_ceil(1 << SEGMENT_LOG2) * CARRY_LEN
+    }
+
+    fn decode_carrying(
+        &self,
+        param: u8,
+        ctx: Context<'_>,
+        src: &[u8],
+        dst: &mut [u8],
+        carry: &mut Vec<u8>,
+    ) -> Result<()> {
         let precision = Precision::from_param(param)?;
         let stream = Stream::parse(precision, ctx.tables, src, dst.len())?;
         let mut contexts = Cow::Borrowed(ctx.symbols);
@@ -275,6 +313,14 @@ impl Codec for Rans {
             contexts = Cow::Borrowed(&[]);
         }
         check_contexts(&contexts, dst.len(), stream.tables.len()).map_err(Error::corrupt)?;
-        self.decode_segments(precision, &stream, &contexts, dst)
+        let mut carries = Vec::new();
+        self.decode_segments(precision, &stream, &contexts, dst, &mut carries)?;
+        carry.clear();
+        if stream.carries {
+            carry.extend(carries.as_flattened());
+        } else if carries.iter().any(|carry| *carry != [0; CARRY_LEN]) {
+            return Err(Error::corrupt("rans states do not end at 2^16"));
+        }
+        Ok(())
     }
 }

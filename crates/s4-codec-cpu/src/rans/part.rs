@@ -1,12 +1,14 @@
 //! One segment's worth of an encoder's work.
 
-use super::stream::STATES_LEN;
+use super::stream::{LANES, STATES_LEN};
 
 /// A segment to be encoded, and room for it.
 pub(super) struct Part<'a> {
     pub(super) symbols: &'a [u8],
     /// The table of each symbol; empty if all use the first.
     pub(super) contexts: &'a [u8],
+    /// States to start with: 2^16, and the word that the lane carries.
+    pub(super) start: [u32; LANES],
     /// Where the final states go.
     pub(super) states: &'a mut [u8; STATES_LEN],
     /// Where the words go: at the end. As long as `stream::max_words_len` says.

@@ -5,7 +5,7 @@ use s4_format::{Error, Result};
 
 use super::digits::reciprocal32;
 use super::part::Part;
-use super::stream::{BLOCK, LANES, RUN, START, Segment};
+use super::stream::{BLOCK, CARRY_LEN, Carry, LANES, RUN, START, Segment};
 use super::table::Table;
 
 /// What the encoder needs of a symbol.
@@ -58,7 +58,7 @@ impl Encoder {
     /// # Errors
     /// `Unsupported` if a symbol is neither in its table nor can be escaped.
     pub(super) fn segment<const P: u32>(&self, part: &mut Part<'_>) -> Result<()> {
-        let mut x = [START; LANES];
+        let mut x = part.start;
         let mut words = Words { at: part.words.len(), bytes: part.words };
         for start in (0..part.symbols.len()).step_by(BLOCK).rev() {
             let block = block_at(part.symbols, start, self.padding);
@@ -223,7 +223,7 @@ impl Decoder {
         segment: Segment<'_>,
         contexts: &[u8],
         symbols: &mut [u8],
-    ) -> Result<()> {
+    ) -> Result<Carry> {
         let mut x = segment.states()?;
         let mut words = segment.words();
         for start in (0..symbols.len()).step_by(BLOCK) {
@@ -319,13 +319,17 @@ fn refill(x: &mut [u32; LANES], words: &mut &[[u8; 2]]) -> Result<()> {
 }
 
 /// Checks the end of a segment: all states are back where the encoder started, and `left`, the
-/// number of words that were not taken, is 0.
-pub(super) fn check_end(x: &[u32; LANES], left: usize) -> Result<()> {
-    if *x != [START; LANES] {
-        return Err(Error::corrupt("rans states do not end at 2^16"));
+/// number of words that were not taken, is 0. Returns the words that the states carried.
+pub(super) fn check_end(x: &[u32; LANES], left: usize) -> Result<Carry> {
+    if x.iter().any(|x| x >> 16 != 1) {
+        return Err(Error::corrupt("rans states do not end where they started"));
     }
     if left != 0 {
         return Err(Error::corrupt(format!("{left} words left in a rans segment")));
     }
-    Ok(())
+    let mut carry = [0; CARRY_LEN];
+    for (bytes, x) in carry.as_chunks_mut::<2>().0.iter_mut().zip(x) {
+        *bytes = (*x as u16).to_le_bytes();
+    }
+    Ok(carry)
 }

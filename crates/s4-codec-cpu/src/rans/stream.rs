@@ -14,12 +14,19 @@ pub(super) const BLOCK: usize = LANES * RUN;
 pub(super) const SEGMENT_LOG2: u8 = 14;
 /// Bytes that the states of a segment take.
 pub(super) const STATES_LEN: usize = 4 * LANES;
-/// Where states start in the encoder and end in the decoder.
+/// Where states start in the encoder and end in the decoder, but for the word that they carry.
 pub(super) const START: u32 = 1 << 16;
+/// Bytes that the states of a segment carry.
+pub(super) const CARRY_LEN: usize = 2 * LANES;
+/// What the states of a segment carry: a word for each lane.
+pub(super) type Carry = [u8; CARRY_LEN];
 
 const HEADER_LEN: usize = 8;
 const LANES_LOG2: u8 = 5;
-const ALIGN: usize = 16;
+/// Segments start at multiples of this from the start of the stream.
+const ALIGN: usize = 4;
+/// Bytes of a segment's number of words.
+pub(super) const COUNT_LEN: usize = 2;
 
 /// Where the tables of a stream stand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,7 +60,12 @@ pub(super) fn bound(precision: Precision, len: usize) -> usize {
     let segments = len.div_ceil(segment);
     let words =
         len / segment * max_words_len(precision, segment) + max_words_len(precision, len % segment);
-    HEADER_LEN + tables + 3 + 4 * segments + segments * (ALIGN - 1 + STATES_LEN) + words + ALIGN
+    HEADER_LEN
+        + tables
+        + COUNT_LEN * segments
+        + segments * (ALIGN - 1 + STATES_LEN)
+        + words
+        + ALIGN
 }
 
 /// Writes header, tables (unless shared) and zeros for the word counts. Returns where the word
@@ -62,6 +74,7 @@ pub(super) fn write_head(
     symbols: u32,
     tables: &[Table],
     place: Place,
+    carries: bool,
     dst: &mut [u8],
 ) -> (usize, usize) {
     dst[..4].copy_from_slice(&symbols.to_le_bytes());
@@ -69,7 +82,7 @@ pub(super) fn write_head(
         LANES_LOG2,
         SEGMENT_LOG2,
         tables.len() as u8,
-        u8::from(place == Place::Shared),
+        u8::from(place == Place::Shared) | u8::from(carries) << 1,
     ]);
     let mut at = HEADER_LEN;
     if place == Place::Inline {
@@ -80,11 +93,10 @@ pub(super) fn write_head(
     if symbols == 0 {
         return (at, at);
     }
-    let counts = at.next_multiple_of(4);
     let segments = (symbols as usize).div_ceil(1 << SEGMENT_LOG2);
-    let first = (counts + 4 * segments).next_multiple_of(ALIGN);
+    let first = (at + COUNT_LEN * segments).next_multiple_of(ALIGN);
     dst[at..first].fill(0);
-    (counts, first)
+    (at, first)
 }
 
 /// Fills the gap between the end of a segment and the next one; returns where that starts.
@@ -101,12 +113,14 @@ pub(super) struct Stream<'a> {
     src: &'a [u8],
     /// The tables that its symbols are coded with.
     pub(super) tables: Vec<Table>,
+    /// Whether its states carry bytes of the stream behind it.
+    pub(super) carries: bool,
     /// Number of symbols.
     symbols: usize,
     /// Symbols of a segment.
     segment: usize,
     /// Number of words of each segment.
-    counts: &'a [[u8; 4]],
+    counts: &'a [[u8; COUNT_LEN]],
     /// Where the first segment starts.
     first: usize,
 }
@@ -154,19 +168,19 @@ impl<'a> Stream<'a> {
     ) -> Result<Self> {
         let cut = || Error::truncated("the head of a rans stream");
         let (head, mut rest) = src.split_first_chunk::<HEADER_LEN>().ok_or_else(cut)?;
-        let [n0, n1, n2, n3, lanes_log2, segment_log2, count, place] = *head;
+        let [n0, n1, n2, n3, lanes_log2, segment_log2, count, flags] = *head;
         let n = u32::from_le_bytes([n0, n1, n2, n3]);
         if n as usize != symbols {
             return Err(Error::corrupt(format!("rans stream of {n} symbols for {symbols}")));
         }
-        if lanes_log2 != LANES_LOG2 || !(12..=16).contains(&segment_log2) || place > 1 {
+        if lanes_log2 != LANES_LOG2 || !(12..=15).contains(&segment_log2) || flags > 3 {
             return Err(Error::unsupported(format!(
-                "rans stream with lanes_log2 {lanes_log2}, segment_log2 {segment_log2}, place {place}"
+                "rans stream with lanes_log2 {lanes_log2}, segment_log2 {segment_log2}, flags {flags}"
             )));
         }
         check_tables(count.into())?;
         let mut tables;
-        if place == 1 {
+        if flags & 1 == 1 {
             tables = parse_tables(precision, shared)?;
             if tables.len() != usize::from(count) {
                 return Err(Error::corrupt(format!("{} of {count} shared tables", tables.len())));
@@ -181,12 +195,12 @@ impl<'a> Stream<'a> {
         }
         let at = src.len() - rest.len();
         let segment = 1 << segment_log2;
-        let mut stream = Self { src, tables, symbols, segment, counts: &[], first: at };
+        let carries = flags & 2 == 2;
+        let mut stream = Self { src, tables, carries, symbols, segment, counts: &[], first: at };
         if symbols > 0 {
             let segments = symbols.div_ceil(segment);
-            let counts = at.next_multiple_of(4);
-            let end = counts + 4 * segments;
-            stream.counts = src.get(counts..end).ok_or_else(cut)?.as_chunks().0;
+            let end = at + COUNT_LEN * segments;
+            stream.counts = src.get(at..end).ok_or_else(cut)?.as_chunks().0;
             stream.first = end.next_multiple_of(ALIGN);
         }
         stream.check_length()?;
@@ -198,7 +212,7 @@ impl<'a> Stream<'a> {
         let mut end = self.first as u64;
         for count in self.counts {
             end = end.next_multiple_of(ALIGN as u64);
-            end += STATES_LEN as u64 + 2 * u64::from(u32::from_le_bytes(*count));
+            end += STATES_LEN as u64 + 2 * u64::from(u16::from_le_bytes(*count));
         }
         let len = self.src.len() as u64;
         if len < end {
@@ -216,7 +230,7 @@ impl<'a> Stream<'a> {
     ) -> impl Iterator<Item = (std::ops::Range<usize>, Segment<'a>)> + '_ {
         let mut at = self.first;
         self.counts.iter().enumerate().map_while(move |(i, count)| {
-            let words = u32::from_le_bytes(*count) as usize;
+            let words = usize::from(u16::from_le_bytes(*count));
             let (states, tail) = self.src.get(at..)?.split_first_chunk()?;
             at = (at + STATES_LEN + 2 * words).next_multiple_of(ALIGN);
             let start = i * self.segment;

@@ -5,7 +5,7 @@ use std::arch::x86_64::*;
 use s4_format::Result;
 
 use super::super::scalar::{block_at, check_end, decode_escapes};
-use super::super::stream::{BLOCK, LANES, RUN, Segment};
+use super::super::stream::{BLOCK, Carry, LANES, RUN, Segment};
 use super::super::table::{Precision, Table};
 use super::super::words::{Spare, Words};
 use super::{VECTORS, WIDTH};
@@ -75,7 +75,7 @@ impl Decoder {
         segment: Segment<'_>,
         contexts: &[u8],
         symbols: &mut [u8],
-    ) -> Result<()> {
+    ) -> Result<Carry> {
         let mut states = segment.states()?;
         let mut spare = Spare::NEW;
         let mut words = Words::new(&segment, &mut spare);

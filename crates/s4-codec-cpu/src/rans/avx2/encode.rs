@@ -7,7 +7,7 @@ use s4_format::{Error, Result};
 use super::super::digits::reciprocal32;
 use super::super::part::Part;
 use super::super::scalar::put_escapes;
-use super::super::stream::{BLOCK, LANES, RUN, START};
+use super::super::stream::{BLOCK, LANES, RUN};
 use super::super::table::Table;
 use super::{VECTORS, WIDTH};
 
@@ -91,7 +91,7 @@ impl Encoder {
     /// - The machine has AVX2.
     #[target_feature(enable = "avx2,popcnt,bmi1,bmi2")]
     pub(crate) unsafe fn segment(&self, part: &mut Part<'_>) -> Result<()> {
-        let mut states = [START; LANES];
+        let mut states = part.start;
         let mut at = part.words.len();
         let last = part.last_block(self.padding);
         let (blocks, _) = part.symbols.as_chunks::<BLOCK>();

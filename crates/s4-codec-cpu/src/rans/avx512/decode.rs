@@ -7,7 +7,7 @@ use std::ops::Range;
 use s4_format::Result;
 
 use super::super::scalar::check_end;
-use super::super::stream::{BLOCK, LANES, RUN, Segment};
+use super::super::stream::{BLOCK, Carry, LANES, RUN, Segment};
 use super::super::table::Table;
 use super::super::words::{Spare, Words};
 use super::transpose::{load, to_symbols};
@@ -88,6 +88,7 @@ impl Decoder {
         &self,
         mut segments: impl Iterator<Item = (Range<usize>, Segment<'a>)>,
         symbols: &mut [u8],
+        carries: &mut Vec<Carry>,
     ) -> Result<()> {
         loop {
             let group: [_; 4] = from_fn(|_| segments.next());
@@ -95,8 +96,8 @@ impl Decoder {
             unsafe {
                 match group.iter().flatten().count() {
                     0 => return Ok(()),
-                    1 | 2 => self.group::<2>(&group, symbols)?,
-                    _ => self.group::<4>(&group, symbols)?,
+                    1 | 2 => self.group::<2>(&group, symbols, carries)?,
+                    _ => self.group::<4>(&group, symbols, carries)?,
                 }
             }
         }
@@ -110,6 +111,7 @@ impl Decoder {
         &self,
         group: &[Option<(Range<usize>, Segment<'_>)>],
         symbols: &mut [u8],
+        carries: &mut Vec<Carry>,
     ) -> Result<()> {
         let mut spares = [const { Spare::NEW }; N];
         let mut last_blocks = [[0; BLOCK]; N];
@@ -139,7 +141,7 @@ impl Decoder {
             let rest = range.len() % BLOCK;
             symbols[range.end - rest..range.end].copy_from_slice(&block[..rest]);
             let state = |l: usize| u32::from(lane.high[l]) << 16 | u32::from(lane.low[l]);
-            check_end(&from_fn(state), lane.words.left())?;
+            carries.push(check_end(&from_fn(state), lane.words.left())?);
         }
         Ok(())
     }

@@ -79,9 +79,11 @@ impl Encoder {
     /// # Safety
     /// - The machine has AVX-512 F, BW, VL, VBMI and VBMI2.
     pub(crate) unsafe fn group(&self, parts: &mut [Part<'_>]) -> Result<()> {
-        let start = |part| Lane { part, low: [0; LANES], high: [1; LANES], blocks: 0, at: 0 };
-        let mut lanes: Vec<_> = parts.iter_mut().map(start).collect();
+        let lane = |part| Lane { part, low: [0; LANES], high: [0; LANES], blocks: 0, at: 0 };
+        let mut lanes: Vec<_> = parts.iter_mut().map(lane).collect();
         for lane in &mut lanes {
+            lane.low = lane.part.start.map(|x| x as u16);
+            lane.high = lane.part.start.map(|x| (x >> 16) as u16);
             lane.at = lane.part.words.len();
             lane.blocks = lane.part.symbols.len() / BLOCK;
             if let Some(block) = lane.part.last_block(self.padding) {
