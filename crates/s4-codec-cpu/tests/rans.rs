@@ -6,33 +6,10 @@ use s4_codec_cpu::rans::{
     Counts, Entry, Place, Precision, Table, Tables, cost, parse_tables, write_tables,
 };
 use s4_codec_cpu::{Codec, Context, Rans, Simd};
+use s4_format::Error;
 
-/// Bytes without a pattern.
-fn noise(len: usize, seed: u64) -> impl Iterator<Item = u64> {
-    let mut x = seed;
-    std::iter::repeat_with(move || {
-        x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        x >> 33
-    })
-    .take(len)
-}
-
-/// Symbols around `middle`, each half as frequent as the one before, one in `rarity` any other.
-fn skewed(len: usize, middle: u8, rarity: u64) -> Vec<u8> {
-    let symbol = |x: u64| match x % rarity {
-        0 => (x >> 20) as u8,
-        _ => middle.wrapping_sub((x >> 16 & 0xfff | 1 << 12).trailing_zeros() as u8),
-    };
-    noise(len, 1 + u64::from(middle)).map(symbol).collect()
-}
-
-fn encode(simd: Simd, tables: Tables<'_>, contexts: &[u8], symbols: &[u8]) -> Vec<u8> {
-    let codec = Rans::new(tables.list[0].precision(), simd);
-    let mut dst = vec![0xa5; codec.bound(symbols.len())];
-    let encoded = codec.encode_with(tables, contexts, symbols, &mut dst).expect("codes");
-    dst.truncate(encoded.len);
-    dst
-}
+mod common;
+use common::{decode_carrying, encode, noise, skewed};
 
 fn decode(
     simd: Simd,
@@ -48,7 +25,7 @@ fn decode(
 
 /// Encodes with every set of instructions, compares with plain Rust, and decodes with every set.
 fn check(tables: Tables<'_>, symbols: &[u8]) -> Vec<u8> {
-    let oracle = encode(Simd::Scalar, tables, &[], symbols);
+    let oracle = encode(Simd::Scalar, tables, &[], &[], symbols);
     let shared = match tables.place {
         Place::Shared => write_tables(tables.list),
         Place::Inline => Vec::new(),
@@ -56,7 +33,7 @@ fn check(tables: Tables<'_>, symbols: &[u8]) -> Vec<u8> {
     let ctx = Context { tables: &shared, symbols: &[] };
     let precision = tables.list[0].precision();
     for simd in Simd::available() {
-        let stream = encode(simd, tables, &[], symbols);
+        let stream = encode(simd, tables, &[], &[], symbols);
         assert!(stream == oracle, "{simd} writes {} symbols differently", symbols.len());
         let decoded = decode(simd, precision, ctx, &stream, symbols.len());
         assert!(decoded.as_deref() == Some(symbols), "{simd} reads {} symbols", symbols.len());
@@ -146,7 +123,7 @@ fn contexts_pick_tables() {
             let shared = write_tables(&list);
             assert_eq!(parse_tables(precision, &shared).unwrap(), list);
             let tables = Tables { list: &list, place: Place::Shared };
-            let stream = encode(Simd::detect(), tables, &contexts, &symbols);
+            let stream = encode(Simd::detect(), tables, &contexts, &[], &symbols);
             let ctx = Context { tables: &shared, symbols: &contexts };
             assert_eq!(decode(Simd::detect(), precision, ctx, &stream, len).unwrap(), symbols);
             if len > 9000 {
@@ -154,6 +131,7 @@ fn contexts_pick_tables() {
                 let one = encode(
                     Simd::detect(),
                     Tables { list: &one, place: Place::Inline },
+                    &[],
                     &[],
                     &symbols,
                 );
@@ -166,25 +144,76 @@ fn contexts_pick_tables() {
     }
 }
 
+/// A stream with segments of another size, put together from streams of one segment.
+fn with_segments(log2: u8, tables: Tables<'_>, carry: &[u8], symbols: &[u8]) -> Vec<u8> {
+    let mut carries = carry.chunks(64);
+    let part = |part| {
+        encode(Simd::Scalar, tables, &[], carries.next().unwrap_or_default(), part)
+    };
+    let parts: Vec<_> = symbols.chunks(1 << log2).map(part).collect();
+    let mut stream = (symbols.len() as u32).to_le_bytes().to_vec();
+    stream.extend([5, log2, 1, parts[0][7]]);
+    // Of a part with shared tables: 8 bytes of header, 2 of the count, 2 of padding.
+    parts.iter().for_each(|part| stream.extend(&part[8..10]));
+    for part in &parts {
+        stream.resize(stream.len().next_multiple_of(4), 0);
+        stream.extend(&part[12..]);
+    }
+    stream
+}
+
 #[test]
 fn segments_of_other_sizes_are_read() {
-    let symbols = skewed(4096 * 5 + 77, 120, 300);
-    let list = [Counts::of_stream(&symbols).table(Precision::P8)];
-    let shared = write_tables(&list);
-    // A stream with segments of 4096 symbols, put together from streams of one segment.
-    let mut stream = (symbols.len() as u32).to_le_bytes().to_vec();
-    stream.extend([5, 12, 1, 1]);
-    let tables = Tables { list: &list, place: Place::Shared };
-    let parts: Vec<_> =
-        symbols.chunks(4096).map(|part| encode(Simd::Scalar, tables, &[], part)).collect();
-    parts.iter().for_each(|part| stream.extend(&part[8..12]));
-    for part in &parts {
-        stream.resize(stream.len().next_multiple_of(16), 0);
-        stream.extend(&part[16..]);
+    let symbols = skewed(4096 * 9 + 77, 120, 300);
+    for precision in [Precision::P8, Precision::P12] {
+        let list = [Counts::of_stream(&symbols).table(precision)];
+        let shared = write_tables(&list);
+        let tables = Tables { list: &list, place: Place::Shared };
+        let ctx = Context { tables: &shared, symbols: &[] };
+        for log2 in 12..=14 {
+            let carry: Vec<u8> =
+                noise(64 * symbols.len().div_ceil(1 << log2), 5).map(|x| x as u8).collect();
+            let stream = with_segments(log2, tables, &[], &symbols);
+            let carrying = with_segments(log2, tables, &carry, &symbols);
+            for simd in Simd::available() {
+                let len = symbols.len();
+                assert_eq!(decode(simd, precision, ctx, &stream, len).unwrap(), symbols);
+                let (decoded, carried) =
+                    decode_carrying(simd, precision, ctx, &carrying, len).unwrap();
+                assert!(decoded == symbols && carried == carry, "{simd}, 2^{log2} symbols");
+            }
+        }
+        assert_eq!(
+            with_segments(14, tables, &[], &symbols),
+            encode(Simd::Scalar, tables, &[], &[], &symbols)
+        );
     }
-    let ctx = Context { tables: &shared, symbols: &[] };
-    for simd in Simd::available() {
-        assert_eq!(decode(simd, Precision::P8, ctx, &stream, symbols.len()).unwrap(), symbols);
+}
+
+#[test]
+fn headers_that_the_specification_does_not_have_are_unsupported() {
+    let symbols = skewed(3000, 120, 300);
+    let own = [Counts::of_stream(&symbols).table(Precision::P8)];
+    let tables = Tables { list: &own, place: Place::Inline };
+    let stream = encode(Simd::Scalar, tables, &[], &[], &symbols);
+    for at in [4, 5, 7] {
+        for value in 0..=255 {
+            let mut changed = stream.clone();
+            changed[at] = value;
+            // One segment is the same whatever the size of a whole one.
+            let valid = [value == 5, (12..=15).contains(&value), value < 4][at.min(6) - 4];
+            let mut dst = vec![0; symbols.len()];
+            let mut carry = Vec::new();
+            let outcome = Rans::new(Precision::P8, Simd::detect()).decode_carrying(
+                8,
+                Context::default(),
+                &changed,
+                &mut dst,
+                &mut carry,
+            );
+            let refused = matches!(outcome, Err(Error::Unsupported { .. }));
+            assert_eq!(refused, !valid, "byte {at} = {value}: {outcome:?}");
+        }
     }
 }
 
@@ -194,7 +223,7 @@ fn damaged_streams_are_read_alike() {
         let symbols = skewed(2 * 16_384 + 700, 90, rarity);
         let own = Counts::of_stream(&symbols).table(Precision::P8);
         let tables = Tables { list: &[own], place: Place::Inline };
-        let mut stream = encode(Simd::Scalar, tables, &[], &symbols);
+        let mut stream = encode(Simd::Scalar, tables, &[], &[], &symbols);
         for x in noise(150, rarity) {
             // Half of the damage is done to the head, where it is most varied.
             let at = if x % 2 == 0 { x as usize % 64 } else { x as usize % stream.len() };
@@ -226,21 +255,28 @@ fn the_cost_is_near_the_size() {
     }
 }
 
-#[test]
-fn the_example_of_the_specification() {
+/// Checks that the page shows the stream of the example's plane, behind `head`.
+fn check_example(head: &str, carry: &[u8]) {
     let symbols = [125, 125, 124, 125, 200, 125, 125, 126];
-    let codec = Rans::new(Precision::P8, Simd::Scalar);
-    let mut dst = vec![0; codec.bound(symbols.len())];
-    let len = codec.encode(Context::default(), &symbols, &mut dst).unwrap().len;
-    let hex: String = dst[..len].iter().map(|b| format!("{b:02x}")).collect();
+    let own = [Counts::of_stream(&symbols).table(Precision::P8)];
+    let tables = Tables { list: &own, place: Place::Inline };
+    let stream = encode(Simd::Scalar, tables, &[], carry, &symbols);
+    let hex: String = stream.iter().map(|b| format!("{b:02x}")).collect();
     let page = include_str!("../../../docs/codecs/rans.md");
     let example: String = page
         .lines()
-        .skip_while(|line| !line.starts_with("    08 00 00 00"))
+        .skip_while(|line| !line.trim_start().starts_with(head))
         .take_while(|line| line.starts_with("    "))
         .flat_map(|line| line[..line.find('|').unwrap_or(line.len())].split_whitespace())
         .collect();
     assert_eq!(hex, example);
+}
+
+#[test]
+fn the_examples_of_the_specification() {
+    check_example("08 00 00 00 05 0e 01 00", &[]);
+    let carry: Vec<u8> = (0..64).collect();
+    check_example("08 00 00 00 05 0e 01 02", &carry);
 }
 
 proptest! {
@@ -280,14 +316,19 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes_are_no_danger(bytes in prop::collection::vec(any::<u8>(), 0..600), len in 0usize..600) {
+    fn any_bytes_are_no_danger(
+        bytes in prop::collection::vec(any::<u8>(), 0..600),
+        flags in prop_oneof![Just(0), Just(2)],
+        len in 0usize..600,
+    ) {
         let mut stream = (len as u32).to_le_bytes().to_vec();
-        stream.extend([5, 14, 1, 0, 1, 0, 1, 0, 9, 255]);
+        stream.extend([5, 14, 1, flags, 1, 0, 1, 0, 9, 255]);
         stream.extend(bytes);
         let ctx = Context::default();
-        let oracle = decode(Simd::Scalar, Precision::P8, ctx, &stream, len);
+        let oracle = decode_carrying(Simd::Scalar, Precision::P8, ctx, &stream, len);
         for simd in Simd::available() {
-            prop_assert_eq!(&decode(simd, Precision::P8, ctx, &stream, len), &oracle);
+            let decoded = decode_carrying(simd, Precision::P8, ctx, &stream, len);
+            prop_assert_eq!(&decoded, &oracle);
         }
     }
 }

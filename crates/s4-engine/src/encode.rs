@@ -54,7 +54,7 @@ struct Coded {
 const NO_STREAM: StreamEntry = StreamEntry { codec: CodecId::RAW, param: 0, len: 0 };
 
 impl CpuEngine {
-    /// Encodes chunk number `chunk` of a tensor into the start of `frame`, which grows as needed.
+    /// Encodes chunk number `chunk` of a tensor and appends it to `frame`.
     ///
     /// # Errors
     /// `Limit` if the tensor has no such chunk; errors of a codec.
@@ -68,6 +68,7 @@ impl CpuEngine {
     ) -> Result<EncodedChunk> {
         let width = view.dtype.value_width();
         let (first, src) = chunk_bytes(view.data, width, plan.chunk_log2, chunk)?;
+        let start = frame.len();
         let crc_raw = crc32c(src);
         let mut out = EncodedChunk {
             len: 0,
@@ -81,12 +82,13 @@ impl CpuEngine {
             self.encode_streams(view, plan, first, src, scratch, frame, &mut out)?;
         }
         if out.len == 0 || out.len >= src.len() {
+            frame.truncate(start);
+            frame.extend_from_slice(src);
             out.len = src.len();
             out.plain = true;
             out.streams = [NO_STREAM; MAX_PLANES];
-            sized(frame, src.len()).copy_from_slice(src);
         } else {
-            out.crc_encoded = crc32c(&frame[..out.len]);
+            out.crc_encoded = crc32c(&frame[start..]);
         }
         Ok(out)
     }
@@ -121,17 +123,16 @@ impl CpuEngine {
             sizes[1] = scratch.token_bits;
         }
         out.shared = self.encode_planes(plan, layout, &sizes, scratch, &mut out.streams)?;
-        let mut at = StreamEntry::header_len(sizes.len());
+        let start = frame.len();
+        frame.resize(start + StreamEntry::header_len(sizes.len()), 0);
+        StreamEntry::write_header(&out.streams[..sizes.len()], &mut frame[start..]);
         for i in 0..sizes.len() {
-            let start = at.next_multiple_of(ALIGN);
-            let bytes = &scratch.stream(layout, &sizes, i)[..out.streams[i].len as usize];
-            let to = sized(frame, start + bytes.len());
-            to[at..start].fill(0);
-            to[start..].copy_from_slice(bytes);
-            at = start + bytes.len();
+            let gap = (frame.len() - start).next_multiple_of(ALIGN) - (frame.len() - start);
+            frame.extend_from_slice(&[0; ALIGN][..gap]);
+            let stream = scratch.stream(layout, &sizes, i);
+            frame.extend_from_slice(&stream[..out.streams[i].len as usize]);
         }
-        StreamEntry::write_header(&out.streams[..sizes.len()], frame);
-        out.len = at;
+        out.len = frame.len() - start;
         Ok(())
     }
 

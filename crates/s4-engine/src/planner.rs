@@ -1,7 +1,7 @@
 //! Chooses, for a tensor, a layout and a codec for each plane.
 
 use s4_codec_cpu::Context;
-use s4_codec_cpu::rans::{Counts, Precision, Table, cost};
+use s4_codec_cpu::rans::{Counts, Precision, Table, cost, entropy};
 use s4_format::dtype::Form;
 use s4_format::layout::Planes;
 use s4_format::{CodecId, DType, LayoutId, Plan, Result};
@@ -44,7 +44,8 @@ pub struct TensorPlan {
 
 struct Candidate {
     layout: LayoutId,
-    planes: Vec<(PlaneCoding, Counts)>,
+    /// For each plane its coding, its counts, and whether it is noise.
+    planes: Vec<(PlaneCoding, Counts, bool)>,
     /// Estimated bits of the sample.
     cost: u64,
 }
@@ -68,13 +69,18 @@ impl CpuEngine {
             let c = self.candidate(layout, width, &sample, scratch)?;
             // Layouts stand in ascending order of work: a slower one must be worth it.
             if best.as_ref().is_none_or(|b| c.cost < b.cost - b.cost / 256) {
+                // Where all but the exponents are noise, sign and all, no other layout is smaller.
+                let noise = c.planes.iter().skip(1).all(|p| p.2);
                 best = Some(c);
+                if layout == LayoutId::FIELDS && noise {
+                    break;
+                }
             }
         }
         let (layout, planes) = best.map_or((LayoutId::WHOLE, vec![]), |b| (b.layout, b.planes));
         let chunk_log2 = chunk_log2(view.dtype);
         let several = view.data.len() > width << chunk_log2;
-        let shared = planes.iter().map(|(coding, counts)| match coding {
+        let shared = planes.iter().map(|(coding, counts, _)| match coding {
             // The sample need not have seen every symbol of the tensor.
             PlaneCoding::Rans(p) if several => Some(counts.clone().partial().table(*p)),
             _ => None,
@@ -105,7 +111,7 @@ impl CpuEngine {
             let (coding, counts, cost) = choose(plane, dense);
             // Entropy coding a plane is most of the work: it must save an eighth of a bit more.
             let work = if matches!(coding, PlaneCoding::Rans(_)) { values as u64 / 8 } else { 0 };
-            c.planes.push((coding, counts));
+            c.planes.push((coding, counts, cost == 8 * plane.len() as u64));
             c.cost += cost + work;
         }
         if layout == LayoutId::WHOLE {
@@ -154,14 +160,19 @@ fn sample(data: &[u8], width: usize) -> Vec<u8> {
 /// The coding of a plane: its counts and its estimated cost in bits.
 fn choose(plane: &[u8], dense: bool) -> (PlaneCoding, Counts, u64) {
     let mut counts = Counts::new();
-    // Runs this short are counted as a whole.
-    plane.chunks(PROBE).for_each(|part| counts.add_stream(part));
+    // Parts this short are counted as a whole.
+    plane.chunks(8 * PROBE).for_each(|part| counts.add_stream(part));
     if plane.iter().all(|b| *b == plane[0]) {
         // Stored as a constant wherever it is one.
         return (PlaneCoding::Raw, counts, 0);
     }
     let raw = plane.len() as u64 * if dense { 7 } else { 8 };
     let noise = if dense { PlaneCoding::Bits } else { PlaneCoding::Raw };
+    // A plane that loses less than a fiftieth is noise; coding it is not worth the time.
+    let worth = |bits: u64| bits < raw - raw / 50;
+    if !worth(entropy(&counts)) {
+        return (noise, counts, raw);
+    }
     let pairs = cost(&counts, &counts.table(Precision::P8));
     let singles = cost(&counts, &counts.table(Precision::P12));
     // One renormalisation for two symbols is much the faster: the other must save a fiftieth.
@@ -170,10 +181,5 @@ fn choose(plane: &[u8], dense: bool) -> (PlaneCoding, Counts, u64) {
     } else {
         (Precision::P8, pairs)
     };
-    // A plane that loses less than a fiftieth is noise; coding it is not worth the time.
-    if cost < raw - raw / 50 {
-        (PlaneCoding::Rans(precision), counts, cost)
-    } else {
-        (noise, counts, raw)
-    }
+    if worth(cost) { (PlaneCoding::Rans(precision), counts, cost) } else { (noise, counts, raw) }
 }

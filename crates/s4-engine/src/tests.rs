@@ -22,11 +22,11 @@ fn encode(engine: &CpuEngine, view: &TensorView<'_>, plan: Option<TensorPlan>) -
     let size = view.dtype.value_width() << plan.chunk_log2;
     let mut chunks = vec![];
     for chunk in 0..view.data.len().div_ceil(size) as u64 {
-        // Dirty buffers must not show.
-        let mut frame = vec![0xa5; 100];
+        // A frame is appended, whatever stands before it.
+        let mut frame = vec![0xa5; 5];
         let e = engine.encode_chunk(view, &plan, chunk, &mut scratch, &mut frame).unwrap();
-        frame.truncate(e.len);
-        chunks.push((e, frame));
+        assert_eq!(frame.len(), 5 + e.len);
+        chunks.push((e, frame.split_off(5)));
     }
     let shared = chunks.iter().any(|c| c.0.shared);
     let side = plan.side_data(shared).unwrap();

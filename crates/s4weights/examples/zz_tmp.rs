@@ -3,6 +3,8 @@ use std::time::Instant;
 fn main() {
     let simd: Option<Simd> = std::env::args().nth(2).map(|s| s.parse().unwrap());
     let threads = std::env::args().nth(3).map_or(1, |s| s.parse().unwrap());
+    let o = MemoryOptions { preset: Preset::Fast, threads: Some(threads), simd };
+    let codec = TensorCodec::new(o).unwrap();
     for f in std::fs::read_dir(std::env::args().nth(1).unwrap()).unwrap() {
         let p = f.unwrap().path();
         if p.extension().is_none_or(|e| e != "safetensors") {
@@ -38,13 +40,13 @@ fn main() {
             let mut bd = f64::MAX;
             let mut out = vec![0u8; t.data().len()];
             let mut sz = 0;
-            for _ in 0..9 {
+            for _ in 0..25 {
                 let t0 = Instant::now();
-                let c = Compressed::new(&view, o).unwrap();
+                let c = codec.compress(&view).unwrap();
                 be = be.min(t0.elapsed().as_secs_f64());
                 sz = c.bytes();
                 let t0 = Instant::now();
-                c.decompress(o, &mut out).unwrap();
+                codec.decompress(&c, &mut out).unwrap();
                 bd = bd.min(t0.elapsed().as_secs_f64());
                 assert!(out == t.data());
             }

@@ -42,7 +42,7 @@ mod writer;
 pub use adversarial::adversarial;
 pub use error::{Error, Result};
 pub use io::{Source, StorageOptions, Target, is_url};
-pub use memory::{Compressed, MemoryOptions};
+pub use memory::{Compressed, MemoryOptions, TensorCodec};
 pub use options::{Progress, ProgressFn, ReadOptions, WriteOptions};
 pub use reader::{Reader, TensorInfo};
 pub use report::{Inspection, PlaneReport, Report, StreamTotal, TensorReport, Verification};

@@ -2,6 +2,7 @@
 
 use std::sync::Mutex;
 
+use rayon::ThreadPool;
 use rayon::prelude::*;
 use s4_engine::{CpuEngine, EncodedChunk, Preset, Scratch, TensorSpec, TensorView};
 use s4_format::index::chunk_count;
@@ -13,6 +14,21 @@ use s4_planes::Simd;
 use crate::error::{At, Error, Result};
 use crate::options::{simd, thread_count};
 use crate::parallel::pool;
+
+/// Compresses and decompresses tensors in memory, one after the other, in memory that it keeps.
+#[derive(Debug)]
+pub struct TensorCodec {
+    engine: CpuEngine,
+    preset: Preset,
+    pool: Option<ThreadPool>,
+    idle: Mutex<Vec<Buffers>>,
+}
+
+#[derive(Debug, Default)]
+struct Buffers {
+    scratch: Scratch,
+    frame: Vec<u8>,
+}
 
 /// A compressed tensor in memory.
 #[derive(Debug, Clone)]
@@ -39,18 +55,38 @@ pub struct MemoryOptions {
 
 const TARGET: &str = "memory";
 
-impl Compressed {
+impl TensorCodec {
+    /// A codec with its threads.
+    ///
+    /// # Errors
+    /// `Argument` if an option does not fit, `Io` if threads cannot be started.
+    pub fn new(options: MemoryOptions) -> Result<Self> {
+        Ok(Self {
+            engine: CpuEngine::new(simd(options.simd)?),
+            preset: options.preset,
+            pool: pool(thread_count(options.threads))?,
+            idle: Mutex::default(),
+        })
+    }
+
+    /// Runs `work` with buffers that were used before, if there are any.
+    fn with<T>(&self, work: impl FnOnce(&mut Buffers) -> T) -> T {
+        let idle = || self.idle.lock().unwrap_or_else(|e| e.into_inner());
+        let mut buffers = idle().pop().unwrap_or_default();
+        let out = work(&mut buffers);
+        idle().push(buffers);
+        out
+    }
+
     /// Compresses a tensor: chunks, checksums and all, but no file.
     ///
     /// # Errors
-    /// `Argument` if an option does not fit; `Format` if the tensor is too large.
-    pub fn new(view: &TensorView<'_>, options: MemoryOptions) -> Result<Self> {
-        let engine = CpuEngine::new(simd(options.simd)?);
+    /// `Format` if the tensor is too large.
+    pub fn compress(&self, view: &TensorView<'_>) -> Result<Compressed> {
         let width = view.dtype.value_width();
-        let mut scratch = Scratch::default();
-        let plan = engine.plan(options.preset, view, &mut scratch).at(TARGET)?;
+        let plan = self.with(|b| self.engine.plan(self.preset, view, &mut b.scratch)).at(TARGET)?;
         let chunks = chunk_count((view.data.len() / width) as u64, plan.chunk_log2);
-        let mut out = Self {
+        let mut out = Compressed {
             dtype: view.dtype,
             shape: view.shape.to_vec(),
             plan: plan.plan.clone(),
@@ -61,43 +97,73 @@ impl Compressed {
             frames: Vec::with_capacity(view.data.len() / 10 * 9),
         };
         let mut shared = false;
-        let threads = thread_count(options.threads).min(chunks as usize);
-        if let Some(pool) = pool(threads)? {
-            let scratch = Mutex::new(vec![scratch]);
-            let encode = |chunk: u64| {
-                let idle = || scratch.lock().unwrap_or_else(|e| e.into_inner());
-                let mut own = idle().pop().unwrap_or_default();
-                let mut frame = vec![];
-                let done = engine.encode_chunk(view, &plan, chunk, &mut own, &mut frame);
-                idle().push(own);
-                done.map(|e| (e, frame))
-            };
-            let encoded: Vec<_> =
-                pool.install(|| (0..chunks).into_par_iter().map(encode).collect());
-            for chunk in encoded {
-                let (e, frame) = chunk.at(TARGET)?;
-                shared |= e.shared;
-                out.push(&e, &frame[..e.len]);
+        let encode = |scratch: &mut Scratch, chunk, frame: &mut Vec<u8>| {
+            self.engine.encode_chunk(view, &plan, chunk, scratch, frame)
+        };
+        match &self.pool {
+            Some(pool) if chunks > 1 => {
+                let one = |chunk: u64| {
+                    self.with(|b| {
+                        let mut frame = std::mem::take(&mut b.frame);
+                        frame.clear();
+                        Ok((encode(&mut b.scratch, chunk, &mut frame)?, frame))
+                    })
+                };
+                let all: Vec<_> = pool.install(|| (0..chunks).into_par_iter().map(one).collect());
+                for chunk in all {
+                    let (e, frame) = chunk.at(TARGET)?;
+                    shared |= e.shared;
+                    out.align();
+                    out.frames.extend_from_slice(&frame);
+                    out.record(&e);
+                    self.with(|b| b.frame = frame);
+                }
             }
-        } else {
-            let mut frame = vec![];
-            for chunk in 0..chunks {
-                let e = engine.encode_chunk(view, &plan, chunk, &mut scratch, &mut frame);
-                let e = e.at(TARGET)?;
-                shared |= e.shared;
-                out.push(&e, &frame[..e.len]);
-            }
+            _ => self.with(|b| {
+                (0..chunks).try_for_each(|chunk| {
+                    out.align();
+                    let e = encode(&mut b.scratch, chunk, &mut out.frames).at(TARGET)?;
+                    shared |= e.shared;
+                    out.record(&e);
+                    Ok(())
+                })
+            })?,
         }
         out.side = plan.side_data(shared).at(TARGET)?;
         Ok(out)
     }
 
-    fn push(&mut self, e: &EncodedChunk, frame: &[u8]) {
-        let at = self.frames.len().next_multiple_of(ALIGN);
-        self.frames.resize(at, 0);
-        self.frames.extend_from_slice(frame);
+    /// Decompresses into a buffer of the tensor's size.
+    ///
+    /// # Errors
+    /// `Argument` if the buffer has another size.
+    pub fn decompress(&self, tensor: &Compressed, dst: &mut [u8]) -> Result<()> {
+        let size = tensor.dtype.value_width() << tensor.chunk_log2;
+        let elements: u64 = tensor.shape.iter().product();
+        if elements * tensor.dtype.size() as u64 != dst.len() as u64 {
+            return Err(Error::Argument(format!("buffer of {} bytes", dst.len())));
+        }
+        let decode = |(chunk, to): (usize, &mut [u8])| {
+            self.with(|b| tensor.decode_chunk(&self.engine, chunk, &mut b.scratch, to))
+        };
+        match &self.pool {
+            Some(pool) if tensor.records.len() > 1 => {
+                pool.install(|| dst.par_chunks_mut(size).enumerate().try_for_each(decode))
+            }
+            _ => dst.chunks_mut(size).enumerate().try_for_each(decode),
+        }
+    }
+}
+
+impl Compressed {
+    fn align(&mut self) {
+        self.frames.resize(self.frames.len().next_multiple_of(ALIGN), 0);
+    }
+
+    /// Adds the record of the chunk that was appended last.
+    fn record(&mut self, e: &EncodedChunk) {
         self.records.push(ChunkRecord {
-            offset: at as u64,
+            offset: (self.frames.len() - e.len) as u64,
             object: 0,
             // A frame is at most a chunk of 2^18 values.
             len: u32::try_from(e.len).unwrap_or(u32::MAX),
@@ -107,21 +173,13 @@ impl Compressed {
         });
     }
 
-    /// Bytes of chunks, chunk table and side data.
-    pub fn bytes(&self) -> usize {
-        self.frames.len() + self.records.len() * ChunkRecord::SIZE + self.side.encoded_len()
-    }
-
-    /// Decompresses into a buffer of the tensor's size.
-    ///
-    /// # Errors
-    /// `Argument` if the buffer has another size.
-    pub fn decompress(&self, options: MemoryOptions, dst: &mut [u8]) -> Result<()> {
-        let engine = CpuEngine::new(simd(options.simd)?);
-        let size = self.dtype.value_width() << self.chunk_log2;
-        if dst.len().div_ceil(size) != self.records.len() {
-            return Err(Error::Argument(format!("buffer of {} bytes", dst.len())));
-        }
+    fn decode_chunk(
+        &self,
+        engine: &CpuEngine,
+        chunk: usize,
+        scratch: &mut Scratch,
+        to: &mut [u8],
+    ) -> Result<()> {
         let spec = TensorSpec {
             dtype: self.dtype,
             shape: &self.shape,
@@ -129,26 +187,13 @@ impl Compressed {
             side: &self.side,
             chunk_log2: self.chunk_log2,
         };
-        let decode = |scratch: &mut Scratch, chunk: usize, to: &mut [u8]| {
-            let record = &self.records[chunk];
-            let frame = &self.frames[record.offset as usize..][..record.len as usize];
-            engine.decode_chunk(&spec, chunk as u64, record, frame, scratch, to).at(TARGET)
-        };
-        let threads = thread_count(options.threads).min(self.records.len());
-        let Some(pool) = pool(threads)? else {
-            let mut scratch = Scratch::default();
-            let mut chunks = dst.chunks_mut(size).enumerate();
-            return chunks.try_for_each(|(i, to)| decode(&mut scratch, i, to));
-        };
-        let scratch = Mutex::new(Vec::<Scratch>::new());
-        pool.install(|| {
-            dst.par_chunks_mut(size).enumerate().try_for_each(|(i, to)| {
-                let idle = || scratch.lock().unwrap_or_else(|e| e.into_inner());
-                let mut own = idle().pop().unwrap_or_default();
-                let done = decode(&mut own, i, to);
-                idle().push(own);
-                done
-            })
-        })
+        let record = &self.records[chunk];
+        let frame = &self.frames[record.offset as usize..][..record.len as usize];
+        engine.decode_chunk(&spec, chunk as u64, record, frame, scratch, to).at(TARGET)
+    }
+
+    /// Bytes of chunks, chunk table and side data.
+    pub fn bytes(&self) -> usize {
+        self.frames.len() + self.records.len() * ChunkRecord::SIZE + self.side.encoded_len()
     }
 }

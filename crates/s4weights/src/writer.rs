@@ -367,7 +367,7 @@ impl Writer {
             crc_encoded: chunk.crc_encoded,
             crc_raw: chunk.crc_raw,
         };
-        self.put(&frame.bytes[..chunk.len])?;
+        self.put(&frame.bytes)?;
         let width = item.view.dtype.value_width();
         let bytes = item.view.data.len() - ((job.chunk as usize) << item.plan.chunk_log2) * width;
         let bytes = bytes.min(width << item.plan.chunk_log2);
@@ -531,6 +531,7 @@ fn encode_job(
     frame: &mut Frame,
 ) {
     let item = &items[job.item];
+    frame.bytes.clear();
     let chunk = engine.encode_chunk(&item.view, &item.plan, job.chunk, scratch, &mut frame.bytes);
     frame.chunk = Some(chunk);
 }

@@ -18,7 +18,7 @@ mod table;
 #[cfg(target_arch = "x86_64")]
 mod words;
 
-pub use model::{Counts, cost};
+pub use model::{Counts, cost, entropy};
 pub use stream::Place;
 pub use table::{Entry, MAX_TABLES, Precision, Table, parse_tables, write_tables};
 

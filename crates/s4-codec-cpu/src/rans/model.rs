@@ -224,13 +224,25 @@ fn count(symbols: &[u8], parts: &mut [[u32; 256]; 8]) {
     }
 }
 
+/// The entropy of what was counted, in bits, within a few parts in ten thousand: no order-0 code is
+/// shorter.
+pub fn entropy(counts: &Counts) -> u64 {
+    // Counts are scaled down to what `log2` takes, exactly as far as they have to be.
+    let total = counts.total();
+    let scale = 64u32.saturating_sub(total.leading_zeros()).saturating_sub(16);
+    let log = |n: u64| u64::from(log2(((n >> scale) as u32).max(1)));
+    let sum = counts.of.iter().filter(|&&n| n > 0).map(|&n| n.saturating_mul(log(total).saturating_sub(log(n))));
+    sum.fold(0, u64::saturating_add).div_ceil(256)
+}
+
 /// Bits, rounded up, that coding data with these counts takes with a table, without the table,
 /// states and padding; `u64::MAX` if a symbol that was counted cannot be coded.
 ///
 /// A symbol in the table costs `P - log2(freq)` bits, another one 8 more than the escape. The
 /// logarithms are fixed-point with 8 fractional bits, rounded to the nearest.
 pub fn cost(counts: &Counts, table: &Table) -> u64 {
-    let bits = |freq: u16| u64::from((table.precision().bits() << 8) - log2(u32::from(freq)));
+    let log2 = |freq: u16| LOG2.get(usize::from(freq)).map_or(0, |&log2| u32::from(log2));
+    let bits = |freq: u16| u64::from((table.precision().bits() << 8) - log2(freq));
     let escape = (table.escape() > 0).then(|| bits(table.escape()) + (8 << 8));
     let mut each = [escape; 256];
     for entry in table.entries() {
@@ -247,16 +259,30 @@ pub fn cost(counts: &Counts, table: &Table) -> u64 {
     sum.div_ceil(256)
 }
 
+/// `256 * log2(v)`, to the nearest integer, of every frequency; that of 0 is unused.
+static LOG2: [u16; FREQS] = {
+    let mut table = [0; FREQS];
+    let mut v = 1;
+    while v < FREQS {
+        table[v] = log2(v as u32) as u16;
+        v += 1;
+    }
+    table
+};
+const FREQS: usize = (1 << 12) + 1;
+
 /// `256 * log2(v)`, to the nearest integer, of `1 <= v < 2^16`; by repeated squaring.
-fn log2(v: u32) -> u32 {
+const fn log2(v: u32) -> u32 {
     let whole = v.ilog2();
-    let mut mantissa = u64::from(v) << (31 - whole); // 1.31 fixed-point, in [1, 2)
+    let mut mantissa = (v as u64) << (31 - whole); // 1.31 fixed-point, in [1, 2)
     let mut fraction = 0;
-    for _ in 0..9 {
+    let mut bits = 0;
+    while bits < 9 {
         mantissa = (mantissa * mantissa) >> 31;
         let bit = mantissa >> 32;
         mantissa >>= bit;
         fraction = fraction << 1 | bit as u32;
+        bits += 1;
     }
     ((whole << 9 | fraction) + 1) >> 1
 }
