@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -182,25 +183,20 @@ class S4Weights(Peer):
         from s4weights import _core
 
         super().__init__(threads)
-        self.core, self.preset, self.simd = _core, preset, simd
+        self.codec = _core.TensorCodec(preset, threads, simd)
         self.memory = np.empty(0, np.uint8)
         note = {None: "", "avx2": ", AVX2 only"}[simd]
         self.name = f"s4weights {preset}{note}" + (f", {threads} threads" if threads > 1 else "")
-        # An old module, or a machine without these instructions, is found here.
-        self.encode(np.zeros(4096, np.uint8), "F32")
 
-    def encode(self, values: np.ndarray, dtype: str) -> bytes:
+    def encode(self, values: np.ndarray, dtype: str) -> Any:
         name = self.dtypes[dtype]
-        address = values.ctypes.data
-        return self.core.compress_tensor(
-            address, values.nbytes, name, self.preset, self.threads, self.simd
-        )
+        elements = values.nbytes // int(dtype[-2:]) * 8
+        return self.codec.compress(values.ctypes.data, values.nbytes, name, (elements,))
 
-    def decode(self, blob: bytes, nbytes: int, dtype: str) -> np.ndarray:
+    def decode(self, blob: Any, nbytes: int, dtype: str) -> np.ndarray:
         if self.memory.nbytes != nbytes:
             self.memory = np.zeros(nbytes, np.uint8)
-        address = self.memory.ctypes.data
-        self.core.decompress_tensor(blob, address, nbytes, self.threads, self.simd)
+        self.codec.decompress(blob, self.memory.ctypes.data, nbytes)
         return self.memory
 
 

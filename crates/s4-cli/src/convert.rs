@@ -200,10 +200,8 @@ pub(crate) fn decompress(
 }
 
 fn their_type(t: &TensorInfo<'_>, foreign: Option<String>) -> Result<(Dtype, Vec<usize>)> {
-    if let Some(text) = foreign {
-        if let Ok(known) = serde_json::from_str(&text) {
-            return Ok(known);
-        }
+    if let Some(Ok(known)) = foreign.map(|text| serde_json::from_str(&text)) {
+        return Ok(known);
     }
     let shape = t.shape.iter().map(|&d| usize::try_from(d).unwrap_or(usize::MAX)).collect();
     match DTYPES.iter().find(|(_, ours)| *ours == t.dtype) {

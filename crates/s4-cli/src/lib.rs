@@ -14,7 +14,6 @@ mod selftest;
 
 use std::ffi::OsString;
 use std::io::Write;
-use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
 use s4weights::{Preset, ReadOptions, Reader, Simd, Source, WriteOptions};
@@ -117,21 +116,21 @@ impl Common {
     }
 }
 
-/// Runs the program with its arguments, the first of which is its own name.
-pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+/// Runs the program with its arguments, the first of which is its own name; gives its exit code.
+pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     let cli = match Cli::try_parse_from(args) {
         Ok(cli) => cli,
         Err(e) => {
             // Nothing can be told to someone whose terminal is gone.
             let _ = e.print();
-            return ExitCode::from(u8::try_from(e.exit_code()).unwrap_or(2));
+            return u8::try_from(e.exit_code()).unwrap_or(2);
         }
     };
     match execute(cli.command) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(()) => 0,
         Err(e) => {
             let _ = writeln!(std::io::stderr(), "s4w: {e}");
-            ExitCode::from(e.exit_code())
+            e.exit_code()
         }
     }
 }

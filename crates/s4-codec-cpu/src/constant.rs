@@ -49,8 +49,13 @@ impl Codec for Const {
             }
             _ => {}
         }
-        for part in dst.chunks_mut(src.len()) {
-            part.copy_from_slice(&src[..part.len()]);
+        dst[..src.len()].copy_from_slice(src);
+        // What stands is copied behind itself: twice as much each time.
+        let mut done = src.len();
+        while done < dst.len() {
+            let more = done.min(dst.len() - done);
+            dst.copy_within(..more, done);
+            done += more;
         }
         Ok(())
     }

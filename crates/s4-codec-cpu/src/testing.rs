@@ -29,7 +29,11 @@ impl Side<'static> {
 /// - it refuses, as `Unsupported`, exactly the inputs for which `accepts` is false;
 /// - no output is longer than [`Codec::bound`], and a smaller `dst` is refused as `Limit`;
 /// - a stream with any one bit flipped, cut anywhere, with bytes after it, with another parameter
-///   or for another length gives an error or data, never a panic, and the same whatever `dst` held.
+///   or for another length gives an error or data, never a panic, and the same whatever `dst` held;
+/// - [`Codec::decode_carrying`] agrees with [`Codec::decode`]: the same data and nothing carried,
+///   or an error where that gives one, unless something is carried.
+///
+/// A codec that carries is to be run through [`carrying`] as well.
 ///
 /// # Panics
 /// If the codec breaks the contract.
@@ -50,7 +54,65 @@ pub fn conformance(codec: &dyn Codec, side: Side<'_>, accepts: impl Fn(&[u8]) ->
             Ok(encoded) => encoded,
             Err(error) => panic!("{name}: {error}"),
         };
-        damage(codec, ctx, &stream, param, data.len());
+        damage(&stream, param, data.len(), |param, stream, len| {
+            let _ = decode(codec, param, ctx, stream, len);
+        });
+    }
+}
+
+/// Runs a codec that carries through a suite of its own. `encode` encodes the symbols, its third
+/// argument, with the carried bytes, its second, into the last.
+///
+/// - Data and what was carried come back, for all inputs of [`conformance`] that are long enough
+///   to carry anything, and whatever `dst` held before;
+/// - [`Codec::decode`] alone refuses such a stream as `Unsupported`;
+/// - no output is longer than [`Codec::bound`];
+/// - carrying anything but nothing or [`Codec::carry_len`] bytes is refused as `Limit`;
+/// - damaged streams, as in [`conformance`], give an error or data.
+///
+/// # Panics
+/// If the codec breaks the contract.
+pub fn carrying(
+    codec: &dyn Codec,
+    side: Side<'_>,
+    encode: impl Fn(Context<'_>, &[u8], &[u8], &mut [u8]) -> Result<Encoded>,
+) {
+    let encoded = |ctx: Context<'_>, data: &[u8]| {
+        let carry = noise(codec.carry_len(data.len()), data.len() as u64);
+        let mut dst = vec![0xa5; codec.bound(data.len())];
+        match encode(ctx, &carry, data, &mut dst) {
+            Ok(Encoded { len, param }) => {
+                dst.truncate(len);
+                (carry, dst, param)
+            }
+            Err(error) => panic!("{} bytes: {error}", data.len()),
+        }
+    };
+    let carries = |data: &[u8]| codec.carry_len(data.len()) > 0;
+    for (name, data) in inputs().into_iter().filter(|(_, data)| carries(data)) {
+        let contexts = contexts(side, data.len());
+        let ctx = Context { tables: side.tables, symbols: &contexts };
+        let (carry, stream, param) = encoded(ctx, &data);
+        let decoded = decode_carrying(codec, param, ctx, &stream, data.len());
+        assert!(decoded == Ok((data.clone(), carry)), "{name} of {} bytes", data.len());
+        let alone = codec.decode(param, ctx, &stream, &mut vec![0; data.len()]);
+        assert!(matches!(alone, Err(Error::Unsupported { .. })), "{name}: {alone:?}");
+    }
+    for (_, data) in damage_inputs() {
+        let contexts = contexts(side, data.len());
+        let ctx = Context { tables: side.tables, symbols: &contexts };
+        let right = codec.carry_len(data.len());
+        for wrong in [1, right.saturating_sub(1), right + 1, 2 * right] {
+            if wrong != right && wrong != 0 {
+                let mut dst = vec![0; codec.bound(data.len())];
+                let refused = encode(ctx, &vec![7; wrong], &data, &mut dst);
+                assert!(matches!(refused, Err(Error::Limit { .. })), "{wrong}: {refused:?}");
+            }
+        }
+        let (_, stream, param) = encoded(ctx, &data);
+        damage(&stream, param, data.len(), |param, stream, len| {
+            let _ = decode_carrying(codec, param, ctx, stream, len);
+        });
     }
 }
 
@@ -89,7 +151,7 @@ pub fn round_trip(codec: &dyn Codec, ctx: Context<'_>, data: &[u8]) -> Result<(V
 }
 
 /// Decodes into two buffers that hold different bytes before and checks that the outcome is the
-/// same.
+/// same, and that [`Codec::decode_carrying`] agrees.
 ///
 /// # Errors
 /// What the decoder says.
@@ -108,17 +170,47 @@ pub fn decode(
     let first = codec.decode(param, ctx, stream, &mut zeros);
     let second = codec.decode(param, ctx, stream, &mut ones);
     assert_eq!(first, second, "the outcome depends on what the buffer held");
+    match decode_carrying(codec, param, ctx, stream, len) {
+        Ok((data, carry)) if carry.is_empty() => {
+            assert_eq!(first, Ok(()), "refused what carries nothing");
+            assert!(data == zeros, "decoded differently as a stream that may carry");
+        }
+        Ok(_) => assert!(first.is_err(), "decoded what carries something"),
+        Err(error) => assert_eq!(first, Err(error), "refused differently"),
+    }
     first?;
     assert!(zeros == ones, "decoded data depends on what the buffer held");
     Ok(zeros)
 }
 
-/// Decodes every way in which the stream could be damaged that the suite knows. Whether it is
-/// noticed is not asked: that is what checksums are for.
-fn damage(codec: &dyn Codec, ctx: Context<'_>, stream: &[u8], param: u8, len: usize) {
-    let attempt = |param, stream: &[u8], len| {
-        let _ = decode(codec, param, ctx, stream, len);
+/// Decodes data and what the stream carries, twice into memory that holds different bytes before,
+/// and checks that the outcome is the same.
+///
+/// # Errors
+/// What the decoder says.
+///
+/// # Panics
+/// If the outcome depends on what the memory held.
+pub fn decode_carrying(
+    codec: &dyn Codec,
+    param: u8,
+    ctx: Context<'_>,
+    stream: &[u8],
+    len: usize,
+) -> Result<(Vec<u8>, Vec<u8>)> {
+    let attempt = |fill, carry| {
+        let mut state = (vec![fill; len], carry);
+        codec.decode_carrying(param, ctx, stream, &mut state.0, &mut state.1).map(|()| state)
     };
+    let first = attempt(0x00, Vec::new());
+    let second = attempt(0xff, vec![0x5a; 1000]);
+    assert!(first == second, "the outcome depends on what the memory held");
+    first
+}
+
+/// Attempts to decode, given parameter, stream and length, every way in which the stream could be
+/// damaged that the suite knows. Whether it is noticed is not asked: that is what checksums are for.
+fn damage(stream: &[u8], param: u8, len: usize, attempt: impl Fn(u8, &[u8], usize)) {
     let mut copy = stream.to_vec();
     for bit in 0..8 * stream.len() {
         copy[bit / 8] ^= 1 << (bit % 8);

@@ -1,8 +1,8 @@
 //! Every codec of the crate, on every set of instructions, through the conformance suite.
 
-use s4_codec_cpu::rans::{Counts, Precision, Table, write_tables};
-use s4_codec_cpu::testing::{Side, conformance};
-use s4_codec_cpu::{Bits, Const, Rans, Raw, Simd, Zstd};
+use s4_codec_cpu::rans::{Counts, Place, Precision, Table, Tables, parse_tables, write_tables};
+use s4_codec_cpu::testing::{Side, carrying, conformance};
+use s4_codec_cpu::{Bits, Const, Context, Rans, Raw, Simd, Zstd};
 
 #[test]
 fn raw() {
@@ -74,6 +74,46 @@ fn rans_with_shared_tables() {
             conformance(&codec, Side { tables: &tables, contexts: 4 }, |_| true);
         }
     }
+}
+
+/// Tables that fit the data, one for each context.
+fn own_tables(precision: Precision, contexts: &[u8], data: &[u8]) -> Vec<Table> {
+    if contexts.is_empty() {
+        return vec![Counts::of_stream(data).table(precision)];
+    }
+    let mut counts = vec![Counts::new(); 4];
+    for (&context, &symbol) in contexts.iter().zip(data) {
+        counts[usize::from(context)].add_symbol(symbol, 1);
+    }
+    counts.iter().map(|counts| counts.table(precision)).collect()
+}
+
+fn carrying_rans(precision: Precision) {
+    for simd in Simd::available() {
+        let codec = Rans::new(precision, simd);
+        let encode = |ctx: Context<'_>, carry: &[u8], data: &[u8], dst: &mut [u8]| {
+            let (list, place) = if ctx.tables.is_empty() {
+                (own_tables(precision, ctx.symbols, data), Place::Inline)
+            } else {
+                (parse_tables(precision, ctx.tables)?, Place::Shared)
+            };
+            codec.encode_with(Tables { list: &list, place }, ctx.symbols, carry, data, dst)
+        };
+        carrying(&codec, Side::NONE, encode);
+        carrying(&codec, Side { tables: &[], contexts: 4 }, encode);
+        let tables = misfits(precision, 4);
+        carrying(&codec, Side { tables: &tables, contexts: 4 }, encode);
+    }
+}
+
+#[test]
+fn rans_of_8_bits_carries() {
+    carrying_rans(Precision::P8);
+}
+
+#[test]
+fn rans_of_12_bits_carries() {
+    carrying_rans(Precision::P12);
 }
 
 #[test]

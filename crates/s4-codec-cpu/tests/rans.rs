@@ -147,9 +147,7 @@ fn contexts_pick_tables() {
 /// A stream with segments of another size, put together from streams of one segment.
 fn with_segments(log2: u8, tables: Tables<'_>, carry: &[u8], symbols: &[u8]) -> Vec<u8> {
     let mut carries = carry.chunks(64);
-    let part = |part| {
-        encode(Simd::Scalar, tables, &[], carries.next().unwrap_or_default(), part)
-    };
+    let part = |part| encode(Simd::Scalar, tables, &[], carries.next().unwrap_or_default(), part);
     let parts: Vec<_> = symbols.chunks(1 << log2).map(part).collect();
     let mut stream = (symbols.len() as u32).to_le_bytes().to_vec();
     stream.extend([5, log2, 1, parts[0][7]]);

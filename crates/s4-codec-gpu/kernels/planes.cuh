@@ -186,6 +186,18 @@ __device__ __forceinline__ void store_values_slow(u8* values, u32 at, const Valu
   store_bytes<8 * kWidth>(values + static_cast<u64>(at) * kWidth, w, count * kWidth);
 }
 
+// Byte A of the value at `p`, and a new one in its place.
+template <int kWidth>
+__device__ __forceinline__ u32 a_of(const u8* p) {
+  return (p[kWidth - 2] << 1 | p[1] >> 7) & 0xff;
+}
+
+template <int kWidth>
+__device__ __forceinline__ void replace_a(u8* p, u32 a) {
+  p[kWidth - 2] = static_cast<u8>((p[kWidth - 2] & 0x80) | a >> 1);
+  p[1] = static_cast<u8>((p[1] & 0x7f) | a << 7);
+}
+
 // The planes of a chunk that are kept as they are.
 struct RawPlanes {
   u8* a;
@@ -219,26 +231,26 @@ __device__ __forceinline__ void prefetch_raw(const RawPlanes& from, u32 at) {
   if (kWidth == 4) prefetch(from.b + 2 * static_cast<u64>(at));
 }
 
-__device__ __forceinline__ void load_raw(const RawPlanes& from, u32 at, Octet<2>& o) {
-  const uint2 a = __ldcs(reinterpret_cast<const uint2*>(from.a + at));
-  o.a[0] = a.x, o.a[1] = a.y;
+__device__ __forceinline__ void load_a(const RawPlanes& from, u32 at, u32* a) {
+  const uint2 v = __ldcs(reinterpret_cast<const uint2*>(from.a + at));
+  a[0] = v.x, a[1] = v.y;
 }
 
-__device__ __forceinline__ void load_raw(const RawPlanes& from, u32 at, Octet<4>& o) {
-  const uint2 a = __ldcs(reinterpret_cast<const uint2*>(from.a + at));
+__device__ __forceinline__ void load_b(const RawPlanes&, u32, Octet<2>&) {}
+
+__device__ __forceinline__ void load_b(const RawPlanes& from, u32 at, Octet<4>& o) {
   const uint4 b = __ldcs(reinterpret_cast<const uint4*>(from.b + 2 * static_cast<u64>(at)));
-  o.a[0] = a.x, o.a[1] = a.y;
   o.b[0] = b.x, o.b[1] = b.y, o.b[2] = b.z, o.b[3] = b.w;
 }
 
-__device__ __forceinline__ void load_raw_slow(const RawPlanes& from, u32 at, Octet<2>& o,
-                                              u32 count) {
-  load_bytes<8>(from.a + at, o.a, count);
+// As these two, for `count_a` and `count` of eight values.
+__device__ __forceinline__ void load_raw_slow(const RawPlanes& from, u32 at, Octet<2>& o, u32 count_a, u32) {
+  load_bytes<8>(from.a + at, o.a, count_a);
 }
 
-__device__ __forceinline__ void load_raw_slow(const RawPlanes& from, u32 at, Octet<4>& o,
+__device__ __forceinline__ void load_raw_slow(const RawPlanes& from, u32 at, Octet<4>& o, u32 count_a,
                                               u32 count) {
-  load_bytes<8>(from.a + at, o.a, count);
+  load_bytes<8>(from.a + at, o.a, count_a);
   load_bytes<16>(from.b + 2 * static_cast<u64>(at), o.b, 2 * count);
 }
 

@@ -2,8 +2,8 @@
 // counting and the choice of frequencies. The encoder is in rans_encode.cuh, the decoder in
 // rans_decode.cuh, the kernels in rans.cu.
 //
-// One thread block of four warps codes one chunk; a warp codes one segment, a lane one state. No
-// function needs more than sm_75.
+// One thread block codes one chunk; a warp codes one segment, a lane one state. No function needs more
+// than sm_75.
 #pragma once
 
 #include "shared.cuh"
@@ -11,18 +11,29 @@
 namespace s4 {
 
 constexpr u32 kLanes = 32;
-constexpr u32 kWarps = 4;
-constexpr u32 kThreads = kWarps * kLanes;
 
 constexpr u32 kBlock = kLanes * kOctet;          // symbols that a warp codes at a time
 constexpr u32 kSegmentLog2 = 14;                 // what the encoder writes
 constexpr u32 kSegment = 1u << kSegmentLog2;
-constexpr u32 kMaxChunk = kWarps * kSegment;     // most values of a chunk that is encoded here
 constexpr u32 kTotal = 256;                      // sum of a table's frequencies: 2^P
 constexpr u32 kLow = 1u << 16;                   // states lie in [kLow, 2^32) between steps
 
 constexpr u32 kHeaderBytes = 8;
 constexpr u32 kStatesBytes = 4 * kLanes;
+constexpr u32 kCarryBytes = 2 * kLanes;          // what the states of a segment carry
+constexpr u32 kAlign = 4;                        // of segments, from the start of the stream
+
+// Header byte 7.
+constexpr u32 kFlagShared = 1, kFlagCarries = 2;
+
+// Values are `kWidth` bytes. A chunk that is encoded here has at most 256 KiB of them, and a block a warp
+// for each of its segments.
+template <int kWidth>
+constexpr u32 kWarps = 16 / kWidth;
+template <int kWidth>
+constexpr u32 kThreads = kWarps<kWidth> * kLanes;
+template <int kWidth>
+constexpr u32 kMaxChunk = kWarps<kWidth> * kSegment;
 
 // Counting (docs/codecs/rans.md, "Counts").
 constexpr u32 kCountAll = 8192;
@@ -39,6 +50,14 @@ __device__ __forceinline__ u32 uniform_warp_id() { return __shfl_sync(kAllLanes,
 __device__ __forceinline__ u32 lanes_below() { return (1u << lane_id()) - 1; }
 
 __device__ __forceinline__ u32 round_up(u32 v, u32 to) { return (v + to - 1) / to * to; }
+
+__device__ __forceinline__ u32 segments_of(u32 n) { return (n + kSegment - 1) / kSegment; }
+
+// Bytes of plane A that the stream of a chunk of `n` values carries.
+__device__ __forceinline__ u32 carried_bytes(u32 n) {
+  const u32 bytes = kCarryBytes * segments_of(n);
+  return bytes <= n ? bytes : 0;
+}
 
 __device__ __forceinline__ u32 warp_sum(u32 v) {
   for (int d = 16; d > 0; d /= 2) v += __shfl_xor_sync(kAllLanes, v, d);
@@ -88,7 +107,8 @@ __device__ __forceinline__ u32 counted_octet(u32 i, bool all) {
 // Counts the symbols of plane E of a chunk into `counts[256]`. All threads take part.
 template <int kWidth>
 __device__ void count_symbols(const u8* values, u32 n, Histogram& hist, u32* counts) {
-  for (u32 i = threadIdx.x; i < 256 * kCopies; i += kThreads) hist.copies[i] = 0;
+  constexpr u32 kStep = kThreads<kWidth>;
+  for (u32 i = threadIdx.x; i < 256 * kCopies; i += kStep) hist.copies[i] = 0;
   __syncthreads();
   const bool all = n <= kCountAll, aligned = is_aligned(values);
   const u32 octets = all ? (n + kOctet - 1) / kOctet : (n + kWindow - 1) / kWindow * (kSample / kOctet);
@@ -103,22 +123,22 @@ __device__ void count_symbols(const u8* values, u32 n, Histogram& hist, u32* cou
   // Several loads at once: nothing else hides their latency here.
   constexpr u32 kAtOnce = 8 / kWidth;
   if (aligned && n % kWindow == 0) {
-    for (; i + (kAtOnce - 1) * kThreads < octets; i += kAtOnce * kThreads) {
+    for (; i + (kAtOnce - 1) * kStep < octets; i += kAtOnce * kStep) {
       Values<kWidth> v[kAtOnce];
 #pragma unroll
       for (u32 k = 0; k < kAtOnce; k++)
-        v[k] = load_values<kWidth>(values, counted_octet(i + k * kThreads, all));
+        v[k] = load_values<kWidth>(values, counted_octet(i + k * kStep, all));
 #pragma unroll
       for (u32 k = 0; k < kAtOnce; k++) count(v[k], kOctet);
     }
   }
 #pragma unroll 1
-  for (; i < octets; i += kThreads) {
+  for (; i < octets; i += kStep) {
     const u32 at = counted_octet(i, all), left = values_left(at, n);
     count(load_values_slow<kWidth>(values, at, left), left);
   }
   __syncthreads();
-  for (u32 s = threadIdx.x; s < 256; s += kThreads) {
+  for (u32 s = threadIdx.x; s < 256; s += kStep) {
     u32 sum = 0;
     for (u32 k = 0; k < kCopies; k++) {
       const u32 pair = hist.copies[s * kCopies + (k + s) % kCopies];
@@ -190,6 +210,10 @@ __device__ __forceinline__ void choose_symbols(const u32* counts, bool all, Mode
   __syncwarp();
 }
 
+// What decides where a frequency is changed: a count in relation to it, in 24 bits. Counts are at most
+// 2^14 and the divisors at least 3, so that at most one symbol is cut short.
+__device__ __forceinline__ u32 weight(u32 count, u32 divisor) { return min(count * 4096 / divisor, 0xffffffu); }
+
 // Gives the listed symbols frequencies that add up. One warp; mostly a symbol or none for each lane.
 __device__ __forceinline__ void choose_frequencies(Model& model) {
   const u32 kept = model.kept, total = kTotal - model.escape;
@@ -203,11 +227,10 @@ __device__ __forceinline__ void choose_frequencies(Model& model) {
     sum += freq;
   }
   sum = warp_sum(sum);
-  // The keys are below 2^24: counts are at most 2^13 and the divisors at least 3.
   for (; sum < total; sum++) {
     u32 best = 0;
     for (u32 i = lane_id(); i < kept; i += kLanes)
-      best = max(best, (model.listed_count[i] * 4096u / (2 * model.listed_freq[i] + 1)) << 8 | (255 - i));
+      best = max(best, weight(model.listed_count[i], 2 * model.listed_freq[i] + 1) << 8 | (255 - i));
     best = 255 - (warp_max(best) & 255);
     if (best % kLanes == lane_id()) model.listed_freq[best]++;
   }
@@ -215,7 +238,7 @@ __device__ __forceinline__ void choose_frequencies(Model& model) {
     u32 best = ~0u;
     for (u32 i = lane_id(); i < kept; i += kLanes)
       if (model.listed_freq[i] > 1)
-        best = min(best, (model.listed_count[i] * 4096u / (2 * model.listed_freq[i] - 1)) << 8 | i);
+        best = min(best, weight(model.listed_count[i], 2 * model.listed_freq[i] - 1) << 8 | i);
     best = warp_min(best) & 255;
     if (best % kLanes == lane_id()) model.listed_freq[best]--;
   }
@@ -226,7 +249,7 @@ __device__ __forceinline__ void choose_frequencies(Model& model) {
 
 // Sorts the chosen symbols by frequency, then symbol, and gives each its slots. All threads.
 __device__ __forceinline__ void rank_symbols(Model& model) {
-  for (u32 i = threadIdx.x; i < model.kept; i += kThreads) {
+  for (u32 i = threadIdx.x; i < model.kept; i += blockDim.x) {
     const u32 freq = model.listed_freq[i];
     u32 rank = 0, start = model.escape;
     for (u32 k = 0; k < model.kept; k++) {

@@ -9,16 +9,21 @@ namespace s4 {
 
 enum Status : u32 { kOk = 0, kCorrupt = 1, kUnsupported = 2 };
 
+// Most segments of a chunk: 2^18 values in the smallest ones.
+constexpr u32 kMaxSegments = 2 * kLanes;
+
 // Slots of a table that is being read, and where the parts of a stream are.
 struct Header {
   u32 escape;
   u32 kept;
   u32 segment_log2;
   u32 segments;
-  u32 counts_at;     // offset of the word counts
-  u32 segments_at;   // offset of the first segment
-  u32 status;        // of reading it: a `Status`
-  u16 start[256];    // first slot of the i-th symbol
+  u32 carried;                    // bytes that the states carry
+  u32 counts_at;                  // offset of the word counts
+  u32 status;                     // of reading it: a `Status`
+  u32 segment_at[kMaxSegments];   // offset of each segment
+  u16 words[kMaxSegments];        // of each segment
+  u16 start[256];                 // first slot of the i-th symbol
 };
 
 // How to take one symbol off the state, by slot: bits 0..7 slot - start, 8..15 symbol, 16 escape,
@@ -32,19 +37,38 @@ __device__ __forceinline__ u32 load_u32(const u8* p) { return load_u16(p) | load
 __device__ __forceinline__ Status read_fixed(const u8* stream, u32 len, u32 n, Header& h) {
   if (len < kHeaderBytes + 4) return kCorrupt;
   if (load_u32(stream) != n) return kCorrupt;
-  const u32 lanes_log2 = stream[4], tables = stream[6], place = stream[7];
+  const u32 lanes_log2 = stream[4], tables = stream[6], flags = stream[7];
   h.segment_log2 = stream[5];
-  if (lanes_log2 != 5 || tables != 1 || place != 0) return kUnsupported;
-  if (h.segment_log2 < 12 || h.segment_log2 > 16) return kUnsupported;
+  if (lanes_log2 != 5 || tables != 1 || (flags & ~kFlagCarries) != 0) return kUnsupported;
+  if (h.segment_log2 < 12 || h.segment_log2 > 15) return kUnsupported;
   h.kept = load_u16(stream + kHeaderBytes);
   h.escape = load_u16(stream + kHeaderBytes + 2);
   if (h.kept > 256 || h.escape > kTotal) return kCorrupt;
   h.segments = n == 0 ? 0 : ((n - 1) >> h.segment_log2) + 1;
-  h.counts_at = round_up(kHeaderBytes + 4 + 2 * h.kept, 4);
-  const u64 end = h.counts_at + 4ull * h.segments;
-  if (end > len) return kCorrupt;
-  h.segments_at = round_up(static_cast<u32>(end), 16);
-  return kOk;
+  if (h.segments > kMaxSegments) return kUnsupported;
+  h.carried = flags & kFlagCarries ? kCarryBytes * h.segments : 0;
+  if (h.carried > n) return kCorrupt;
+  h.counts_at = kHeaderBytes + 4 + 2 * h.kept;
+  return h.counts_at + 2 * h.segments > len ? kCorrupt : kOk;
+}
+
+// Finds the segments; false if they do not fill the stream. One warp, two segments a lane.
+__device__ __forceinline__ bool find_segments(const u8* stream, u32 len, Header& h) {
+  const u32 counts_end = h.counts_at + 2 * h.segments;
+  u32 size[2];
+  for (u32 k = 0; k < 2; k++) {
+    const u32 i = 2 * lane_id() + k, words = i < h.segments ? load_u16(stream + h.counts_at + 2 * i) : 0;
+    h.words[i] = static_cast<u16>(words);
+    size[k] = i < h.segments ? kStatesBytes + 2 * words : 0;
+  }
+  u32 at = round_up(counts_end, kAlign) + warp_sum_below(round_up(size[0], kAlign) + round_up(size[1], kAlign));
+  u32 end = counts_end;
+  for (u32 k = 0; k < 2; k++) {
+    h.segment_at[2 * lane_id() + k] = at;
+    if (size[k] > 0) end = at + size[k];
+    at += round_up(size[k], kAlign);
+  }
+  return warp_max(end) == len;
 }
 
 // Reads header and table and fills `entries[256]`. All threads; all return the same; barriers.
@@ -55,10 +79,10 @@ __device__ __forceinline__ Status read_header(const u8* stream, u32 len, u32 n, 
 
   const u8* symbols = stream + kHeaderBytes + 4;
   const u8* freqs = symbols + h.kept;
-  for (u32 s = threadIdx.x; s < 256; s += kThreads) entries[s] = 0;
+  for (u32 s = threadIdx.x; s < 256; s += blockDim.x) entries[s] = 0;
   __syncthreads();
   bool bad = false;
-  for (u32 i = threadIdx.x; i < h.kept; i += kThreads) {
+  for (u32 i = threadIdx.x; i < h.kept; i += blockDim.x) {
     bad |= freqs[i] == 0;
     bad |= atomicAdd(&entries[symbols[i]], 1u) != 0;
   }
@@ -74,10 +98,12 @@ __device__ __forceinline__ Status read_header(const u8* stream, u32 len, u32 n, 
       at += freq[k];
     }
     bad |= lane_id() == kLanes - 1 && at != kTotal;
+  } else if (warp_id() == 1) {
+    bad |= !find_segments(stream, len, h);
   }
   if (__syncthreads_or(bad)) return kCorrupt;
 
-  for (u32 slot = threadIdx.x; slot < kTotal; slot += kThreads) {
+  for (u32 slot = threadIdx.x; slot < kTotal; slot += blockDim.x) {
     if (slot < h.escape) {
       entries[slot] = h.escape << 17 | kEscapeEntry | slot;
       continue;
@@ -97,26 +123,28 @@ __device__ __forceinline__ Status read_header(const u8* stream, u32 len, u32 n, 
 
 // A segment's words, brought from global into shared memory a piece at a time, one piece ahead.
 // The buffer is a ring of three pieces with a copy of it behind, so that the words of a block always
-// lie in a row.
+// lie in a row. Pieces lie at multiples of 16 in memory; what the first one has in front of the words
+// belongs to the stream, too.
 struct WordSource {
   static constexpr u32 kPiece = 256;            // words: 16 bytes a lane
   static constexpr u32 kPieceBytes = 2 * kPiece;
   static constexpr u32 kRing = 3 * kPieceBytes;
   static constexpr u32 kBytes = 2 * kRing;
-  static constexpr u32 kMost = 2 * (4 * kLanes + 8 * kLanes);  // bytes that pairs and escapes of a block take
+  static constexpr int kMost = 2 * (4 * kLanes + 8 * kLanes);  // bytes that pairs and escapes of a block take
 
   Shared ring;       // kBytes, of this warp, 16-byte aligned
   Shared cursor;     // the next word
   Shared filled;     // end of the words in the ring, not wrapped
-  const u8* words;   // 16-byte aligned
-  u32 count;         // words of the segment
+  const u8* words;   // where the first piece is: 16-byte aligned
+  u32 count;         // words of the segment, and those in front of them
   u32 brought;       // words that were put into the ring; a multiple of kPiece
   u32 below;         // mask of the lower lanes
   uint4 ahead;       // the lane's part of the next piece
 
-  __device__ __forceinline__ WordSource(u16* ring_, const u8* words_, u32 count_)
-      : ring(shared_address(ring_)), cursor(ring), filled(ring), words(words_), count(count_),
-        brought(0), below(lanes_below()), ahead(load(0)) {}
+  // The `count_` words from offset `at` of a 16-byte aligned stream on.
+  __device__ __forceinline__ WordSource(u16* ring_, const u8* stream, u32 at, u32 count_)
+      : ring(shared_address(ring_)), cursor(ring + at % 16), filled(ring), words(stream + at / 16 * 16),
+        count(count_ + at % 16 / 2), brought(0), below(lanes_below()), ahead(load(0)) {}
 
   // The lane's 8 words of the piece that starts at `piece`; zeros behind the last word.
   __device__ __forceinline__ uint4 load(u32 piece) const {
@@ -132,7 +160,7 @@ struct WordSource {
   // Makes sure that a block's words are in the buffer. (Behind the last word of the segment there are
   // zeros, and no more loads.)
   __device__ __forceinline__ void prepare() {
-    if (filled - cursor >= kMost) return;
+    if (left() >= kMost) return;
     __syncwarp();
     if (cursor - ring >= kRing) {
       cursor -= kRing;
@@ -146,15 +174,18 @@ struct WordSource {
       filled += kPieceBytes;
       brought += kPiece;
       ahead = load(brought);
-    } while (filled - cursor < kMost);
+    } while (left() < kMost);
     __syncwarp();
   }
+
+  // Bytes in the buffer that are not taken. (Negative before the first `prepare`.)
+  __device__ __forceinline__ int left() const { return static_cast<int>(filled - cursor); }
 
   __device__ __forceinline__ void refill(u32& x) { take_words(x, cursor, below); }
 
   // Whether the words taken are just those of the segment.
   __device__ __forceinline__ bool all_taken() const {
-    return brought - static_cast<u32>(filled - cursor) / 2 == count;
+    return brought - static_cast<u32>(left()) / 2 == count;
   }
 };
 
@@ -209,28 +240,33 @@ __device__ __forceinline__ void pop_block(u32& x, WordSource& words, Shared entr
 struct SegmentTarget {
   u8* values;  // of the chunk
   RawPlanes raw;
-  u32 n;
+  u32 a_len;  // of plane A, which may end before the values do
   bool aligned;
 };
 
-// Decodes values `first .. end-1`; false if the segment is not sound. One warp.
+// Decodes values `first .. end-1` from state `x` on; false if the segment is not sound. Bytes A behind the
+// end of their plane become anything. One warp.
 template <int kWidth>
-__device__ __forceinline__ bool decode_segment(const SegmentTarget& to, u32 first, u32 end, u32 x, Shared entries,
+__device__ __forceinline__ bool decode_segment(const SegmentTarget& to, u32 first, u32 end, u32& x, Shared entries,
                                                WordSource& words) {
   const bool started = x >= kLow;
   const u32 mine = lane_id() * kOctet;
   u32 at = first;
-  Octet<kWidth> o, next;
-  if (to.aligned && end - at >= kBlock) {
-    const u32 whole = (end - first) / kBlock * kBlock + first;
-    load_raw(to.raw, at + mine, next);
+  Octet<kWidth> o, next = {};
+  // Vectors will do if each block has all of its bytes A or none.
+  const u32 fast = to.a_len % kBlock == 0 ? end : min(end, to.a_len);
+  if (to.aligned && fast >= first + kBlock) {
+    const u32 whole = (fast - first) / kBlock * kBlock + first, a_end = min(whole, to.a_len);
+    if (at < a_end) load_a(to.raw, at + mine, next.a);
+    load_b(to.raw, at + mine, next);
     do {
       o = next;
       words.prepare();
       const u32 here = at + mine;
       at += kBlock;
-      if (at < whole) load_raw(to.raw, here + kBlock, next);
-      if (at + 2 * kBlock < whole) prefetch_raw<kWidth>(to.raw, here + 3 * kBlock);
+      if (at < a_end) load_a(to.raw, here + kBlock, next.a);
+      if (at < whole) load_b(to.raw, here + kBlock, next);
+      if (at + 2 * kBlock < a_end) prefetch_raw<kWidth>(to.raw, here + 3 * kBlock);
       pop_block(x, words, entries, o.e);
       store_values<kWidth>(to.values, here, merge(o));
     } while (at < whole);
@@ -238,12 +274,12 @@ __device__ __forceinline__ bool decode_segment(const SegmentTarget& to, u32 firs
 #pragma unroll 1
   for (; at < end; at += kBlock) {
     const u32 left = values_left(at + mine, end);
-    load_raw_slow(to.raw, at + mine, o, left);
+    load_raw_slow(to.raw, at + mine, o, min(left, values_left(at + mine, to.a_len)), left);
     words.prepare();
     pop_block(x, words, entries, o.e);
     store_values_slow<kWidth>(to.values, at + mine, merge(o), left);
   }
-  return __all_sync(kAllLanes, started && x == kLow && words.all_taken());
+  return __all_sync(kAllLanes, started && words.all_taken());
 }
 
 }  // namespace s4

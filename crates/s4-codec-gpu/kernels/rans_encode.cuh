@@ -14,19 +14,21 @@ constexpr u32 kSlotWords = kSegment + kPiece;
 static_assert(kSegment % kPiece == 0 && 2 * kLanes <= kPiece, "the states fit into the last piece");
 
 // Longest header with table and word counts.
-constexpr u32 kMaxHead = 560;
+constexpr u32 kMaxHead = 544;
 
 // What the encoder leaves of a chunk: the head of its stream, then each segment at the end of its
 // part. The stream itself is made by `copy_stream`.
+template <int kWidth>
 struct Slot {
-  u32 stream_len;     // bytes of the whole stream
-  u32 head_len;       // bytes of `head` in use: a multiple of 16
-  u32 words[kWarps];  // of each segment
+  u32 stream_len;  // bytes of the whole stream
+  u32 head_len;    // bytes of `head` in use: a multiple of `kAlign`
   u32 reserved[2];
+  u32 words[kWarps<kWidth>];  // of each segment
   u8 head[kMaxHead];
-  u16 segments[kWarps][kSlotWords];
+  u16 segments[kWarps<kWidth>][kSlotWords];
 };
-static_assert(sizeof(Slot) % 16 == 0 && 2 * kSlotWords % 16 == 0, "pieces are 16-byte aligned");
+static_assert(sizeof(Slot<2>) % 16 == 0 && sizeof(Slot<4>) % 16 == 0 && 2 * kSlotWords % 16 == 0,
+              "pieces are 16-byte aligned");
 
 // ---- table of the encoder ----
 
@@ -78,10 +80,10 @@ __device__ __forceinline__ Coder load_coder(Shared coders, u32 symbols, int k) {
 // Fills the coders of all 256 symbols; says whether one of them rounds. All threads; barriers.
 __device__ __forceinline__ bool make_coders(const Model& model, Coder* coders) {
   const Coder escape = make_coder(max(1u, model.escape), 0, true);
-  for (u32 s = threadIdx.x; s < 256; s += kThreads) coders[s] = escape;
+  for (u32 s = threadIdx.x; s < 256; s += blockDim.x) coders[s] = escape;
   __syncthreads();
   u32 round = escape.packed;
-  for (u32 i = threadIdx.x; i < model.kept; i += kThreads) {
+  for (u32 i = threadIdx.x; i < model.kept; i += blockDim.x) {
     const Coder c = make_coder(model.freq[i], model.start[i], false);
     coders[model.symbol[i]] = c;
     round |= c.packed;
@@ -230,13 +232,22 @@ __device__ __forceinline__ Octet<kWidth> take_block_slow(const SegmentSource<kWi
   return o;
 }
 
-// Codes the segment that starts at value `first`; returns where its states are. One warp.
+// Where the lane starts in the segment of this warp: with its part of the end of plane A.
+template <int kWidth>
+__device__ __forceinline__ u32 start_state(const u8* values, u32 n) {
+  const u32 carried = carried_bytes(n), at = warp_id() * kCarryBytes + 2 * lane_id();
+  if (at >= carried) return kLow;
+  const u8* p = values + static_cast<u64>(n - carried + at) * kWidth;
+  return kLow | a_of<kWidth>(p + kWidth) << 8 | a_of<kWidth>(p);
+}
+
+// Codes the segment that starts at value `first` from state `x` on; returns where its states are. One
+// warp.
 template <int kWidth, bool kRound>
-__device__ __forceinline__ const u8* encode_segment(const SegmentSource<kWidth>& src, u32 first, Shared coders,
-                                                    WordSink& sink) {
+__device__ __forceinline__ const u8* encode_segment(const SegmentSource<kWidth>& src, u32 first, u32 x,
+                                                    Shared coders, WordSink& sink) {
   const u32 end = min(src.n, first + kSegment);
   const u32 mine = lane_id() * kOctet;
-  u32 x = kLow;
   u32 at = first + (end - first - 1) / kBlock * kBlock;  // the block in hand
   // Block by block while the fast loop cannot run: the last, partial one, or all.
   if (!src.aligned || at + kBlock > src.n) {
@@ -265,59 +276,69 @@ __device__ __forceinline__ const u8* encode_segment(const SegmentSource<kWidth>&
 
 // Writes header, table and word counts into `slot.head` and the sizes beside it. All threads; the
 // caller has put `words` into shared memory.
-__device__ __forceinline__ void write_head(Slot& slot, const Model& model, u32 n, const u32* words) {
-  const u32 segments = (n + kSegment - 1) / kSegment;
-  const u32 table_end = kHeaderBytes + 4 + 2 * model.kept;
-  const u32 counts_at = round_up(table_end, 4), head_len = round_up(counts_at + 4 * segments, 16);
-  for (u32 i = threadIdx.x; i < head_len; i += kThreads) {
+template <int kWidth>
+__device__ __forceinline__ void write_head(Slot<kWidth>& slot, const Model& model, u32 n, const u32* words) {
+  const u32 segments = segments_of(n);
+  const u32 counts_at = kHeaderBytes + 4 + 2 * model.kept, counts_end = counts_at + 2 * segments;
+  const u32 head_len = round_up(counts_end, kAlign);
+  for (u32 i = threadIdx.x; i < head_len; i += kThreads<kWidth>) {
     u32 v = 0;
     if (i < 4) v = n >> (8 * i);
     else if (i == 4) v = 5;
     else if (i == 5) v = kSegmentLog2;
     else if (i == 6) v = 1;
-    else if (i < kHeaderBytes) v = 0;
+    else if (i < kHeaderBytes) v = carried_bytes(n) > 0 ? kFlagCarries : 0;
     else if (i < kHeaderBytes + 2) v = model.kept >> (8 * (i - kHeaderBytes));
     else if (i < kHeaderBytes + 4) v = model.escape >> (8 * (i - kHeaderBytes - 2));
     else if (i < kHeaderBytes + 4 + model.kept) v = model.symbol[i - kHeaderBytes - 4];
-    else if (i < table_end) v = model.freq[i - kHeaderBytes - 4 - model.kept];
-    else if (i >= counts_at && i < counts_at + 4 * segments)
-      v = words[(i - counts_at) / 4] >> (8 * ((i - counts_at) % 4));
+    else if (i < counts_at) v = model.freq[i - kHeaderBytes - 4 - model.kept];
+    else if (i < counts_end) v = words[(i - counts_at) / 2] >> (8 * ((i - counts_at) % 2));
     slot.head[i] = static_cast<u8>(v);
   }
   if (threadIdx.x < segments) slot.words[threadIdx.x] = words[threadIdx.x];
   if (threadIdx.x == 0) {
     u32 len = head_len;
-    for (u32 i = 0; i < segments; i++) len = round_up(len, 16) + kStatesBytes + 2 * words[i];
+    for (u32 i = 0; i < segments; i++) len = round_up(len, kAlign) + kStatesBytes + 2 * words[i];
     slot.stream_len = len;
     slot.head_len = head_len;
   }
 }
 
-// Copies `len` bytes (even) from a 2-byte aligned `from` to a 16-byte aligned `to` and fills the
-// last 16 bytes with zeros. One warp. (Two bytes in front of `from` may be read: a slot has them.)
+// Copies `len` bytes (even) from a 2-byte aligned `from` to a 4-byte aligned `to`, and zeros up to a
+// multiple of 4. One warp. (Two bytes in front of `from` may be read: a slot has them.)
 __device__ __forceinline__ void copy_shifted(const u8* from, u8* to, u32 len) {
   const u32 skew = static_cast<u32>(reinterpret_cast<u64>(from) & 2);
   const u32* src = reinterpret_cast<const u32*>(from - skew);
-  for (u32 i = 16 * lane_id(); i < len; i += 16 * kLanes) {
+  const u32 loads = (len + skew + 3) / 4, stores = (len + 3) / 4;
+  auto load = [&](u32 i) { return i < loads ? src[i] : 0; };
+  auto word = [&](u32 i, u32 low, u32 high) {
+    const u32 v = __funnelshift_r(low, high, 8 * skew);
+    return 4 * i + 2 == len ? v & 0xffff : v;
+  };
+  // Words up to the first 16-byte boundary, pieces of 16 bytes, words behind the last boundary.
+  const u32 lead = min(stores, static_cast<u32>(-reinterpret_cast<u64>(to) / 4 % 4));
+  const u32 whole = lead + (stores - lead) / 4 * 4, edges = lead + stores - whole;
+  if (lane_id() < edges) {
+    const u32 i = lane_id() < lead ? lane_id() : whole + lane_id() - lead;
+    reinterpret_cast<u32*>(to)[i] = word(i, load(i), load(i + 1));
+  }
+  for (u32 i = lead + 4 * lane_id(); i < whole; i += 4 * kLanes) {
     u32 w[5], out[4];
 #pragma unroll
-    for (u32 k = 0; k < 5; k++) w[k] = i + 4 * k < len + skew ? src[i / 4 + k] : 0;
+    for (u32 k = 0; k < 5; k++) w[k] = load(i + k);
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-      const u32 v = __funnelshift_r(w[k], w[k + 1], 8 * skew);
-      const u32 left = len - i;
-      out[k] = left >= 4u * k + 4 ? v : (left == 4u * k + 2 ? v & 0xffff : 0);
-    }
-    __stcs(reinterpret_cast<uint4*>(to + i), make_uint4(out[0], out[1], out[2], out[3]));
+    for (u32 k = 0; k < 4; k++) out[k] = word(i + k, w[k], w[k + 1]);
+    __stcs(reinterpret_cast<uint4*>(to + 4 * i), make_uint4(out[0], out[1], out[2], out[3]));
   }
 }
 
 // Puts a chunk's stream together at `to` (16-byte aligned; its size rounded up to 16 is written).
 // All threads.
-__device__ __forceinline__ void copy_stream(const Slot& slot, u32 n, u8* to) {
-  const u32 segments = (n + kSegment - 1) / kSegment;
-  for (u32 i = 16 * threadIdx.x; i < slot.head_len; i += 16 * kThreads)
-    *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(slot.head + i);
+template <int kWidth>
+__device__ __forceinline__ void copy_stream(const Slot<kWidth>& slot, u32 n, u8* to) {
+  const u32 segments = segments_of(n);
+  for (u32 i = 4 * threadIdx.x; i < slot.head_len; i += 4 * kThreads<kWidth>)
+    *reinterpret_cast<u32*>(to + i) = *reinterpret_cast<const u32*>(slot.head + i);
   u32 at = slot.head_len;
   for (u32 i = 0; i < segments; i++) {
     const u32 len = kStatesBytes + 2 * slot.words[i];
@@ -325,25 +346,28 @@ __device__ __forceinline__ void copy_stream(const Slot& slot, u32 n, u8* to) {
       const u8* end = reinterpret_cast<const u8*>(slot.segments[i] + kSlotWords);
       copy_shifted(end - len, to + at, len);
     }
-    at += round_up(len, 16);
+    at += round_up(len, kAlign);
   }
+  const u32 gap = at + 4 * threadIdx.x;
+  if (gap < round_up(at, 16)) *reinterpret_cast<u32*>(to + gap) = 0;
 }
 
 // Writes plane E as it is, zeros up to a multiple of 16 behind it. All threads.
 template <int kWidth>
 __device__ void copy_plane(const u8* values, u32 n, u8* to) {
-  for (u32 at = kOctet * threadIdx.x; at < round_up(n, 16); at += kOctet * kThreads) {
+  for (u32 at = kOctet * threadIdx.x; at < round_up(n, 16); at += kOctet * kThreads<kWidth>) {
     const Octet<kWidth> o = split(load_values_slow<kWidth>(values, at, values_left(at, n)));
     *reinterpret_cast<uint2*>(to + at) = make_uint2(o.e[0], o.e[1]);
   }
 }
 
 // What a chunk's plane E takes: its stream, or itself if the stream is not shorter.
-__device__ __forceinline__ u32 stored_len(const Slot& slot, u32 n) { return min(slot.stream_len, n); }
+template <int kWidth>
+__device__ __forceinline__ u32 stored_len(const Slot<kWidth>& slot, u32 n) { return min(slot.stream_len, n); }
 
 // Writes that, 16-byte aligned and filled with zeros up to a multiple of 16. All threads.
 template <int kWidth>
-__device__ __forceinline__ void store_plane(const Slot& slot, const u8* values, u32 n, u8* to) {
+__device__ __forceinline__ void store_plane(const Slot<kWidth>& slot, const u8* values, u32 n, u8* to) {
   if (slot.stream_len < n) copy_stream(slot, n, to);
   else copy_plane<kWidth>(values, n, to);
 }

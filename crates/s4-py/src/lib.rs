@@ -1,11 +1,12 @@
-//! The native module of the Python package `s4weights`: a [`Writer`] and a [`Reader`] over host
-//! memory whose addresses Python passes.
+//! The native module of the Python package `s4weights`: a [`Writer`], a [`Reader`] and a
+//! [`TensorCodec`] over host memory whose addresses Python passes, and the command line.
 //!
 //! All native work runs detached from the interpreter, on threads that end with the call, so that
 //! other Python threads go on and a process may fork between calls.
 //!
 //! What is deliberately absent: Python objects and PyTorch, which the package's Python part knows.
 
+mod codec;
 mod errors;
 mod reader;
 mod sink;
@@ -14,6 +15,7 @@ mod writer;
 
 use pyo3::prelude::*;
 
+use codec::{Compressed, TensorCodec};
 use reader::Reader;
 use writer::Writer;
 
@@ -35,6 +37,13 @@ fn is_url(text: &str) -> bool {
     s4weights::is_url(text)
 }
 
+/// Runs the command line with its arguments, without the program's name; gives its exit code.
+#[pyfunction]
+fn command_line(py: Python<'_>, arguments: Vec<String>) -> u8 {
+    let arguments = std::iter::once("s4w".to_owned()).chain(arguments);
+    py.detach(|| s4_cli::run(arguments.map(Into::into)))
+}
+
 /// The module.
 #[pymodule]
 fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -42,6 +51,9 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(dtypes, m)?)?;
     m.add_function(wrap_pyfunction!(is_s4w, m)?)?;
     m.add_function(wrap_pyfunction!(is_url, m)?)?;
+    m.add_function(wrap_pyfunction!(command_line, m)?)?;
+    m.add_class::<TensorCodec>()?;
+    m.add_class::<Compressed>()?;
     m.add_class::<Writer>()?;
     m.add_class::<Reader>()
 }

@@ -98,7 +98,7 @@ impl Reader {
 /// For all of `'a`, each request's address and size are
 /// - those of one allocation, initialised or of a type without invalid values,
 /// - and accessed by no one else.
-unsafe fn buffers<'a>(requests: &[Request]) -> PyResult<Vec<(usize, &'a mut [u8])>> {
+pub(crate) unsafe fn buffers<'a>(requests: &[Request]) -> PyResult<Vec<(usize, &'a mut [u8])>> {
     let mut spans: Vec<_> = requests.iter().filter(|r| r.2 > 0).map(|r| (r.1, r.2)).collect();
     spans.sort_unstable();
     let overlap = spans.windows(2).any(|w| w[1].0 - w[0].0 < w[0].1);

@@ -97,7 +97,7 @@ impl Writer {
     }
 }
 
-fn source(tensor: &Tensor) -> PyResult<TensorSource<'_>> {
+pub(crate) fn source(tensor: &Tensor) -> PyResult<TensorSource<'_>> {
     let (name, dtype, shape, address, nbytes) = tensor;
     let dtype: DType = dtype.parse().map_err(to_value_error)?;
     let data = match (*nbytes, *address) {
@@ -117,6 +117,6 @@ fn source(tensor: &Tensor) -> PyResult<TensorSource<'_>> {
     Ok(TensorSource { name, dtype, shape, data })
 }
 
-fn to_value_error(error: impl std::fmt::Display) -> PyErr {
+pub(crate) fn to_value_error(error: impl std::fmt::Display) -> PyErr {
     PyValueError::new_err(error.to_string())
 }

@@ -227,10 +227,10 @@ impl Reader {
                 .map_err(|e| e.in_tensor(self.label(job.tensor)))
                 .at(&self.name)
         };
-        if let [piece] = pieces.as_mut_slice() {
-            if piece.to.len() == job.bytes {
-                return decode(piece.to);
-            }
+        if let [piece] = pieces.as_mut_slice()
+            && piece.to.len() == job.bytes
+        {
+            return decode(piece.to);
         }
         if chunk.len() < job.bytes {
             chunk.resize(job.bytes, 0);

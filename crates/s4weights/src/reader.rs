@@ -201,7 +201,7 @@ impl Reader {
                     tensor.shape
                 )));
             }
-            wants.push(Want { tensor: *number, first: 0, to: &mut **to });
+            wants.push(Want { tensor: *number, first: 0, to });
         }
         self.fetch(wants)
     }

@@ -30,10 +30,11 @@ impl Slice {
         let whole = (self.0.iter().zip(shape)).rev().take_while(|(r, d)| r.end - r.start == **d);
         let inner = shape.len() - whole.count();
         let block: u64 = shape[inner..].iter().product();
-        let Some(last) = inner.checked_sub(1) else {
-            return vec![0..block];
-        };
         let mut runs = vec![];
+        let Some(last) = inner.checked_sub(1) else {
+            runs.push(0..block);
+            return runs;
+        };
         let mut index: Vec<u64> = self.0[..inner].iter().map(|r| r.start).collect();
         loop {
             let first = index.iter().zip(shape).fold(0, |at, (i, d)| at * d + i) * block;
@@ -43,8 +44,8 @@ impl Slice {
                 return runs;
             };
             index[d] += 1;
-            for reset in d + 1..last {
-                index[reset] = self.0[reset].start;
+            for (i, range) in index[d + 1..last].iter_mut().zip(&self.0[d + 1..]) {
+                *i = range.start;
             }
         }
     }

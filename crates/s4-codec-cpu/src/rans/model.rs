@@ -231,7 +231,11 @@ pub fn entropy(counts: &Counts) -> u64 {
     let total = counts.total();
     let scale = 64u32.saturating_sub(total.leading_zeros()).saturating_sub(16);
     let log = |n: u64| u64::from(log2(((n >> scale) as u32).max(1)));
-    let sum = counts.of.iter().filter(|&&n| n > 0).map(|&n| n.saturating_mul(log(total).saturating_sub(log(n))));
+    let sum = counts
+        .of
+        .iter()
+        .filter(|&&n| n > 0)
+        .map(|&n| n.saturating_mul(log(total).saturating_sub(log(n))));
     sum.fold(0, u64::saturating_add).div_ceil(256)
 }
 

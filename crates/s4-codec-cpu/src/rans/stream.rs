@@ -60,12 +60,7 @@ pub(super) fn bound(precision: Precision, len: usize) -> usize {
     let segments = len.div_ceil(segment);
     let words =
         len / segment * max_words_len(precision, segment) + max_words_len(precision, len % segment);
-    HEADER_LEN
-        + tables
-        + COUNT_LEN * segments
-        + segments * (ALIGN - 1 + STATES_LEN)
-        + words
-        + ALIGN
+    HEADER_LEN + tables + COUNT_LEN * segments + segments * (ALIGN - 1 + STATES_LEN) + words + ALIGN
 }
 
 /// Writes header, tables (unless shared) and zeros for the word counts. Returns where the word

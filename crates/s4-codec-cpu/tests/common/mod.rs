@@ -4,7 +4,7 @@ use s4_codec_cpu::rans::{Precision, Tables};
 use s4_codec_cpu::{Codec, Context, Rans, Simd};
 
 /// Numbers of 31 bits without a pattern.
-pub fn noise(len: usize, seed: u64) -> impl Iterator<Item = u64> {
+pub(crate) fn noise(len: usize, seed: u64) -> impl Iterator<Item = u64> {
     let mut x = seed;
     std::iter::repeat_with(move || {
         x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -14,7 +14,7 @@ pub fn noise(len: usize, seed: u64) -> impl Iterator<Item = u64> {
 }
 
 /// Symbols around `middle`, each half as frequent as the one before, one in `rarity` any other.
-pub fn skewed(len: usize, middle: u8, rarity: u64) -> Vec<u8> {
+pub(crate) fn skewed(len: usize, middle: u8, rarity: u64) -> Vec<u8> {
     let symbol = |x: u64| match x % rarity {
         0 => (x >> 20) as u8,
         _ => middle.wrapping_sub((x >> 16 & 0xfff | 1 << 12).trailing_zeros() as u8),
@@ -23,7 +23,7 @@ pub fn skewed(len: usize, middle: u8, rarity: u64) -> Vec<u8> {
 }
 
 /// Encodes with given tables, contexts and carried bytes.
-pub fn encode(
+pub(crate) fn encode(
     simd: Simd,
     tables: Tables<'_>,
     contexts: &[u8],
@@ -38,7 +38,7 @@ pub fn encode(
 }
 
 /// Decodes symbols and what the stream carries.
-pub fn decode_carrying(
+pub(crate) fn decode_carrying(
     simd: Simd,
     precision: Precision,
     ctx: Context<'_>,

@@ -71,12 +71,13 @@ inline Table choose(std::vector<uint32_t> counts, bool all) {
   return t;
 }
 
-// One segment: its states and words.
-inline Bytes encode_segment(const uint8_t* s, size_t n, const Table& t) {
+// One segment: its states and words. `carry`: 64 bytes or null.
+inline Bytes encode_segment(const uint8_t* s, size_t n, const Table& t, const uint8_t* carry) {
   const size_t blocks = (n + 255) / 256;
   std::vector<uint8_t> padded(s, s + n);
   padded.resize(blocks * 256, t.symbols.empty() ? 0 : uint8_t(t.symbols.back()));
   std::vector<uint32_t> x(32, 1 << 16);
+  for (int l = 0; carry && l < 32; l++) x[l] += carry[2 * l] + carry[2 * l + 1] * 256;
   std::vector<uint16_t> words;  // in the order of emission
   auto emit = [&](uint32_t& state, uint64_t limit) {
     if (state >= limit) words.push_back(uint16_t(state)), state >>= 16;
@@ -116,33 +117,45 @@ inline void put(Bytes& out, uint64_t v, int bytes) {
 
 inline void pad(Bytes& out, size_t to) { out.resize((out.size() + to - 1) / to * to); }
 
-inline Bytes encode(const uint8_t* s, size_t n, const Table& t, int segment_log2 = 14) {
+// How many bytes a stream of `n` symbols can carry.
+inline size_t carry_len(size_t n, int segment_log2 = 14) { return 64 * ((n + (1 << segment_log2) - 1) >> segment_log2); }
+
+// `carry`: nothing, or `carry_len` bytes.
+inline Bytes encode(const Bytes& s, const Table& t, const Bytes& carry, int segment_log2 = 14) {
+  const size_t n = s.size();
   Bytes out;
   put(out, n, 4);
-  for (int v : {5, segment_log2, 1, 0}) put(out, v, 1);
+  for (int v : {5, segment_log2, 1, carry.empty() ? 0 : 2}) put(out, v, 1);
   put(out, t.symbols.size(), 2);
   put(out, t.escape, 2);
   for (int v : t.symbols) put(out, v, 1);
   for (int v : t.symbols) put(out, t.freq[v], 1);
-  pad(out, 4);
   const size_t size = size_t(1) << segment_log2;
   std::vector<Bytes> segments;
-  for (size_t at = 0; at < n; at += size)
-    segments.push_back(encode_segment(s + at, std::min(size, n - at), t));
-  for (auto& seg : segments) put(out, (seg.size() - 128) / 2, 4);
+  for (size_t at = 0; at < n; at += size) {
+    const uint8_t* carried = carry.empty() ? nullptr : &carry[64 * (at / size)];
+    segments.push_back(encode_segment(&s[at], std::min(size, n - at), t, carried));
+  }
+  for (auto& seg : segments) put(out, (seg.size() - 128) / 2, 2);
   for (auto& seg : segments) {
-    pad(out, 16);
+    pad(out, 4);
     out.insert(out.end(), seg.begin(), seg.end());
   }
   return out;
 }
 
-inline Bytes encode(const Bytes& s) {
-  return encode(s.data(), s.size(), choose(count(s.data(), s.size()), s.size() <= 8192));
+// The end of plane A that plane E carries; nothing if plane A is too short.
+inline Bytes tail(const Bytes& a, int segment_log2 = 14) {
+  const size_t len = carry_len(a.size(), segment_log2);
+  return len <= a.size() ? Bytes(a.end() - len, a.end()) : Bytes();
 }
 
-// Decodes a stream that is known to be sound.
-inline Bytes decode(const Bytes& in) {
+inline Bytes encode(const Bytes& e, const Bytes& a) {
+  return encode(e, choose(count(e.data(), e.size()), e.size() <= 8192), tail(a));
+}
+
+// Decodes a stream that is known to be sound; `carry` gets what it carries.
+inline Bytes decode(const Bytes& in, Bytes* carry) {
   auto get = [&](size_t at, int bytes) {
     uint32_t v = 0;
     memcpy(&v, &in[at], bytes);
@@ -159,11 +172,11 @@ inline Bytes decode(const Bytes& in) {
     const uint32_t start = uint32_t(at), f = in[12 + kept + i];
     for (; at < start + f; at++) slots[at] = {f, start, in[12 + i], false};
   }
-  const size_t segments = (n + size - 1) / size, counts = (12 + 2 * kept + 3) / 4 * 4;
+  const size_t segments = (n + size - 1) / size, counts = 12 + 2 * kept;
   Bytes out;
-  at = counts + 4 * segments;
+  at = counts + 2 * segments;
   for (size_t i = 0; i < segments; i++) {
-    at = (at + 15) / 16 * 16;
+    at = (at + 3) / 4 * 4;
     uint32_t x[32];
     memcpy(x, &in[at], 128);
     size_t word = at + 128;
@@ -191,7 +204,9 @@ inline Bytes decode(const Bytes& in) {
       }
       out.insert(out.end(), block, block + std::min<size_t>(256, here - 256 * b));
     }
-    at += 128 + 2 * get(counts + 4 * i, 4);
+    for (uint32_t state : x)
+      if (in[7] & 2) put(*carry, state & 0xffff, 2);
+    at += 128 + 2 * get(counts + 2 * i, 2);
   }
   return out;
 }

@@ -23,6 +23,26 @@ def is_s4w(head: bytes) -> bool:
 def is_url(text: str) -> bool:
     """Whether a text names an object store or a ``file:`` URL rather than a path."""
 
+def command_line(arguments: Sequence[str]) -> int:
+    """Runs ``s4w`` with arguments; gives its exit code."""
+
+class Compressed:
+    """A compressed tensor in memory; ``len`` is its size in bytes."""
+
+    def __len__(self) -> int: ...
+
+class TensorCodec:
+    """Compresses and decompresses tensors in memory: the codec without a file around it."""
+
+    def __new__(cls, preset: str, threads: int | None, simd: str | None) -> TensorCodec: ...
+    def compress(
+        self, address: int, nbytes: int, dtype: str, shape: tuple[int, ...]
+    ) -> Compressed:
+        """Compresses a tensor, whose memory is read during the call."""
+
+    def decompress(self, tensor: Compressed, address: int, nbytes: int) -> None:
+        """Decompresses into memory of the tensor's size."""
+
 class Writer:
     """Writes one file, to one of a path, a URL and a stream with a ``write`` method.
 

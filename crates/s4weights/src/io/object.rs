@@ -147,11 +147,11 @@ impl Sink for ObjectSink {
             self.send_part()?;
         }
         self.wait_for(0)?;
-        if let Some(mut upload) = self.upload.take() {
-            if let Err(e) = self.runtime.block_on(upload.complete()) {
-                self.upload = Some(upload);
-                return Err(self.fail(e));
-            }
+        if let Some(mut upload) = self.upload.take()
+            && let Err(e) = self.runtime.block_on(upload.complete())
+        {
+            self.upload = Some(upload);
+            return Err(self.fail(e));
         }
         Ok(())
     }
@@ -162,10 +162,10 @@ impl Drop for ObjectSink {
         for part in self.in_flight.drain(..) {
             part.abort();
         }
-        if let Some(mut upload) = self.upload.take() {
-            if let Err(e) = self.runtime.block_on(upload.abort()) {
-                tracing::warn!(target = %self.name, error = %e, "multipart upload could not be aborted");
-            }
+        if let Some(mut upload) = self.upload.take()
+            && let Err(e) = self.runtime.block_on(upload.abort())
+        {
+            tracing::warn!(target = %self.name, error = %e, "multipart upload not aborted");
         }
     }
 }

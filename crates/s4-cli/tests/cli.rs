@@ -1,0 +1,118 @@
+//! The program `s4w`, run as its users run it.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+fn s4w(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_s4w")).args(arguments).output().unwrap()
+}
+
+fn text(out: &Output) -> String {
+    String::from_utf8_lossy(&out.stdout).into_owned() + &String::from_utf8_lossy(&out.stderr)
+}
+
+/// Real checkpoints: fp32 and bf16 weights and moments.
+fn samples() -> Vec<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testdata");
+    let mut files: Vec<_> = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|e| e.unwrap().path())
+        .filter(|p| p.extension().is_some_and(|e| e == "safetensors"))
+        .collect();
+    files.sort();
+    assert!(files.len() >= 4, "{files:?}");
+    files
+}
+
+#[test]
+fn real_checkpoints_come_back_bit_by_bit() {
+    let dir = tempfile::tempdir().unwrap();
+    for sample in samples() {
+        let sample = sample.to_str().unwrap();
+        let packed = dir.path().join("a.s4w");
+        let packed = packed.to_str().unwrap();
+        let back = dir.path().join("b.safetensors");
+        let back = back.to_str().unwrap();
+        for simd in ["scalar", ""] {
+            let mut arguments = vec!["compress", sample, packed, "--quiet", "--threads", "2"];
+            if !simd.is_empty() {
+                arguments.extend(["--simd", simd]);
+            }
+            let out = s4w(&arguments);
+            assert!(out.status.success() && text(&out).contains("ratio 1."), "{}", text(&out));
+            assert!(s4w(&["verify", packed]).status.success());
+            let out = s4w(&["decompress", packed, back]);
+            assert!(out.status.success(), "{}", text(&out));
+            let (a, b) = (std::fs::read(sample).unwrap(), std::fs::read(back).unwrap());
+            let a = safetensors::SafeTensors::deserialize(&a).unwrap();
+            let b = safetensors::SafeTensors::deserialize(&b).unwrap();
+            assert_eq!(a.len(), b.len());
+            for (name, tensor) in a.tensors() {
+                let other = b.tensor(&name).unwrap();
+                assert_eq!((tensor.dtype(), tensor.shape()), (other.dtype(), other.shape()));
+                assert!(tensor.data() == other.data(), "{name}");
+            }
+        }
+    }
+}
+
+#[test]
+fn inspect_tells_planes_as_text_and_as_json() {
+    let dir = tempfile::tempdir().unwrap();
+    let packed = dir.path().join("a.s4w");
+    let packed = packed.to_str().unwrap();
+    assert!(s4w(&["compress", samples()[0].to_str().unwrap(), packed]).status.success());
+    let out = text(&s4w(&["inspect", "--bits", packed]));
+    assert!(
+        out.contains("exponent") && out.contains("rans") && out.contains("format    0.1"),
+        "{out}"
+    );
+    let json = text(&s4w(&["inspect", "--bits", "--json", packed]));
+    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(json["form"], "tensors");
+    assert!(json["tensors"].as_array().unwrap().iter().any(|t| t["planes"].is_array()));
+}
+
+#[test]
+fn the_selftest_passes_and_can_fail() {
+    let out = s4w(&["selftest", "--threads", "2"]);
+    assert!(out.status.success(), "{}", text(&out));
+    let out = s4w(&["selftest", "--inject-fault"]);
+    assert_eq!(out.status.code(), Some(1), "{}", text(&out));
+}
+
+#[test]
+fn exit_codes_are_those_of_the_help() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    let code = |arguments: &[&str]| s4w(arguments).status.code();
+    assert_eq!(code(&[]), Some(2));
+    assert_eq!(code(&["compress", "x", "--preset", "huge"]), Some(2));
+    assert_eq!(code(&["compress", "x.safetensors", "--simd", "neon"]).map(|c| c >= 2), Some(true));
+    assert_eq!(code(&["verify", &path("missing.s4w")]), Some(3));
+    assert_eq!(code(&["compress", &path("missing.safetensors")]), Some(3));
+    assert_eq!(code(&["compress", &path("x.pt")]), Some(4));
+    std::fs::write(path("junk.safetensors"), [255; 100]).unwrap();
+    assert_eq!(code(&["compress", &path("junk.safetensors")]), Some(1));
+    let sample = samples()[0].clone();
+    let sample = sample.to_str().unwrap();
+    assert_eq!(code(&["compress", sample, &path("no/folder/a.s4w")]), Some(3));
+    assert_eq!(code(&["compress", sample, &path("a.s4w")]), Some(0));
+    let mut bytes = std::fs::read(path("a.s4w")).unwrap();
+    bytes[10] = 77;
+    std::fs::write(path("a.s4w"), &bytes).unwrap();
+    let out = s4w(&["inspect", &path("a.s4w")]);
+    assert_eq!(out.status.code(), Some(4));
+    assert!(text(&out).contains("format 0.77"), "{}", text(&out));
+    bytes[10] = 1;
+    bytes[5000] ^= 1;
+    std::fs::write(path("a.s4w"), &bytes).unwrap();
+    assert_eq!(code(&["verify", &path("a.s4w")]), Some(1));
+    assert_eq!(code(&["decompress", &path("a.s4w"), &path("b.safetensors")]), Some(1));
+    assert!(!dir.path().join("b.safetensors").exists());
+    let left: Vec<_> = std::fs::read_dir(dir.path()).unwrap().collect();
+    assert_eq!(left.len(), 2, "{left:?}");
+    // What is not built is refused by name.
+    let out = s4w(&["compress", sample, &path("c.s4w"), "--preset", "nvcomp"]);
+    assert!(out.status.code() == Some(2) && text(&out).contains("CUDA"), "{}", text(&out));
+}

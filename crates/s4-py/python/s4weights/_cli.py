@@ -1,0 +1,74 @@
+"""The command ``s4w``: the native program, and PyTorch's own files, which need PyTorch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import _core
+from ._errors import S4Error
+
+PICKLES = (".pt", ".pth", ".bin", ".ckpt")
+
+EXIT_DAMAGED, EXIT_IO, EXIT_UNSUPPORTED = 1, 3, 4
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; gives its exit code."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    paths = [a for a in arguments[1:] if not a.startswith("-")]
+    command = arguments[0] if arguments else ""
+    if command == "compress" and paths and paths[0].endswith(PICKLES):
+        return _convert(arguments[1:], paths, _compress)
+    if command == "decompress" and len(paths) > 1 and paths[1].endswith(PICKLES):
+        return _convert(arguments[1:], paths, _decompress)
+    return _core.command_line(arguments)
+
+
+def _convert(arguments: list[str], paths: list[str], convert: object) -> int:
+    options = [a for a in arguments if a.startswith("-")]
+    if options and not set(options) <= {"-q", "--quiet"} or len(paths) > 2:
+        print("s4w: a PyTorch file is converted with the default options only", file=sys.stderr)
+        return 2
+    try:
+        print(convert(*paths))  # type: ignore[operator]
+    except ImportError as e:
+        print(f"s4w: {e}: PyTorch files need PyTorch: pip install torch", file=sys.stderr)
+        return EXIT_UNSUPPORTED
+    except S4Error as e:
+        print(f"s4w: {e}", file=sys.stderr)
+        return EXIT_IO if isinstance(e, OSError) else EXIT_DAMAGED
+    except Exception as e:  # whatever PyTorch's readers raise
+        print(f"s4w: {paths[0]}: {e}", file=sys.stderr)
+        return EXIT_IO if isinstance(e, OSError) else EXIT_DAMAGED
+    return 0
+
+
+def _compress(source: str, target: str | None = None) -> str:
+    import torch
+
+    from . import save
+
+    target = target or str(Path(source).with_suffix(".s4w"))
+    # The file's own pickle runs restricted: nothing but tensors and plain values.
+    report = save(torch.load(source, map_location="cpu", weights_only=True), target)
+    ratio = report["bytes_in"] / max(report["bytes_out"], 1)
+    return (
+        f"{target}: {report['tensors']} tensors, {report['bytes_in']} -> "
+        f"{report['bytes_out']} bytes, ratio {ratio:.4f}"
+    )
+
+
+def _decompress(source: str, target: str) -> str:
+    import torch
+
+    from . import load
+
+    temporary = Path(f"{target}.tmp")
+    try:
+        torch.save(load(source, map_location="cpu"), temporary)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return f"{target}: written"

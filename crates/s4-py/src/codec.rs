@@ -1,0 +1,74 @@
+//! `_core.TensorCodec`: the codec without a file around it.
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use s4weights::{MemoryOptions, TensorView};
+
+use crate::reader::buffers;
+use crate::watch::watched;
+use crate::writer::{source, to_value_error};
+
+/// Compresses and decompresses tensors in memory, one after the other.
+#[pyclass(frozen, module = "s4weights._core")]
+pub(crate) struct TensorCodec(s4weights::TensorCodec);
+
+/// A compressed tensor in memory.
+#[pyclass(frozen, module = "s4weights._core")]
+pub(crate) struct Compressed(s4weights::Compressed);
+
+#[pymethods]
+impl Compressed {
+    fn __len__(&self) -> usize {
+        self.0.bytes()
+    }
+}
+
+#[pymethods]
+impl TensorCodec {
+    #[new]
+    fn new(
+        py: Python<'_>,
+        preset: &str,
+        threads: Option<usize>,
+        simd: Option<&str>,
+    ) -> PyResult<Self> {
+        let options = MemoryOptions {
+            preset: preset.parse().map_err(PyValueError::new_err)?,
+            threads,
+            simd: simd.map(str::parse).transpose().map_err(PyValueError::new_err)?,
+        };
+        watched(py, None, || s4weights::TensorCodec::new(options)).map(Self)
+    }
+
+    fn compress(
+        &self,
+        py: Python<'_>,
+        address: usize,
+        nbytes: usize,
+        dtype: String,
+        shape: Vec<u64>,
+    ) -> PyResult<Compressed> {
+        let tensor = ("tensor".to_owned(), dtype, shape, address, nbytes);
+        let tensor = source(&tensor)?;
+        let view = TensorView { dtype: tensor.dtype, shape: tensor.shape, data: tensor.data };
+        if view.shape.iter().product::<u64>() * view.dtype.size() as u64 != nbytes as u64 {
+            return Err(to_value_error(format!("{nbytes} bytes for shape {:?}", view.shape)));
+        }
+        watched(py, None, || self.0.compress(&view)).map(Compressed)
+    }
+
+    fn decompress(
+        &self,
+        py: Python<'_>,
+        tensor: &Compressed,
+        address: usize,
+        nbytes: usize,
+    ) -> PyResult<()> {
+        // SAFETY: the caller passes memory that it owns and does not use during the call.
+        let mut requests = unsafe { buffers(&[(0, address, nbytes)])? };
+        watched(py, None, move || match requests.as_mut_slice() {
+            [(_, to)] => self.0.decompress(&tensor.0, to),
+            _ => Ok(()),
+        })
+    }
+}

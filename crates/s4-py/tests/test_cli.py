@@ -1,0 +1,86 @@
+"""The command ``s4w`` as the wheel installs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from s4weights import _cli, _core  # noqa: E402
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from s4weights._cli import main; sys.exit(main())"
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def state() -> dict[str, object]:
+    torch.manual_seed(0)
+    weight = torch.randn(300, 400).bfloat16()
+    return {"model": {"w": weight, "tied": weight}, "step": 7, "v": torch.randn(5000) ** 2}
+
+
+def test_a_pt_file_goes_there_and_back(tmp_path: Path) -> None:
+    torch.save(state(), tmp_path / "a.pt")
+    out = run("compress", str(tmp_path / "a.pt"))
+    assert out.returncode == 0, out.stderr
+    assert "ratio 1." in out.stdout
+    out = run("decompress", str(tmp_path / "a.s4w"), str(tmp_path / "b.pt"))
+    assert out.returncode == 0, out.stderr
+    back = torch.load(tmp_path / "b.pt")
+    assert back["step"] == 7
+    assert torch.equal(back["model"]["w"].view(torch.int16), state()["model"]["w"].view(torch.int16))
+    assert back["model"]["w"].data_ptr() == back["model"]["tied"].data_ptr()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.pt", "a.s4w", "b.pt"]
+
+
+def test_inspect_and_verify_are_the_native_program(tmp_path: Path) -> None:
+    torch.save(state(), tmp_path / "a.pt")
+    assert run("compress", str(tmp_path / "a.pt")).returncode == 0
+    file = tmp_path / "a.s4w"
+    report = json.loads(run("inspect", "--bits", "--json", str(file)).stdout)
+    assert {t["name"] for t in report["tensors"]} == {"model.w", "v"}
+    assert run("verify", str(file)).returncode == 0
+    data = bytearray(file.read_bytes())
+    data[2000] ^= 1
+    file.write_bytes(data)
+    out = run("verify", str(file))
+    assert out.returncode == 1
+    assert "model.w" in out.stderr
+    assert run("verify", str(tmp_path / "none.s4w")).returncode == 3
+    assert run("nonsense").returncode == 2
+
+
+def test_an_unsafe_pickle_is_refused(tmp_path: Path) -> None:
+    torch.save({"run": subprocess.run}, tmp_path / "a.pt")
+    out = run("compress", str(tmp_path / "a.pt"))
+    assert out.returncode == 1
+    assert "subprocess" in out.stderr
+    assert not (tmp_path / "a.s4w").exists()
+
+
+def test_tensors_are_compressed_in_memory() -> None:
+    weight = torch.randn(100_000).bfloat16()
+    for simd in (None, "scalar"):
+        codec = _core.TensorCodec("fast", 1, simd)
+        packed = codec.compress(weight.data_ptr(), 200_000, "bfloat16", (100_000,))
+        assert 100_000 < len(packed) < 150_000
+        back = torch.zeros_like(weight)
+        codec.decompress(packed, back.data_ptr(), 200_000)
+        assert torch.equal(back.view(torch.int16), weight.view(torch.int16))
+        with pytest.raises(ValueError, match="buffer"):
+            codec.decompress(packed, back.data_ptr(), 100)
+    with pytest.raises(ValueError, match="instruction set"):
+        _core.TensorCodec("fast", 1, "mmx")
+
+
+def test_options_do_not_reach_pickles(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _cli.main(["compress", "--simd", "avx2", "x.pt"]) == 2
+    assert "default options" in capsys.readouterr().err
