@@ -50,8 +50,8 @@ pub trait Codec: Debug + Send + Sync {
     /// `Corrupt`, `Truncated` or `Unsupported` if `src` is not a stream of `dst.len()` bytes.
     fn decode(&self, param: u8, ctx: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<()>;
 
-    /// How many bytes of the stream behind it a stream of `len` symbols can carry along without
-    /// growing. Most codecs carry none.
+    /// How many bytes of the stream behind it a stream of `len` symbols can carry along and hardly
+    /// grow. Most codecs carry none.
     fn carry_len(&self, len: usize) -> usize {
         let _ = len;
         0

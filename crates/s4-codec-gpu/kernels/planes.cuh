@@ -225,12 +225,6 @@ __device__ __forceinline__ void store_raw_slow(const RawPlanes& to, u32 at, cons
   store_bytes<16>(to.b + 2 * static_cast<u64>(at), o.b, 2 * count);
 }
 
-template <int kWidth>
-__device__ __forceinline__ void prefetch_raw(const RawPlanes& from, u32 at) {
-  prefetch(from.a + at);
-  if (kWidth == 4) prefetch(from.b + 2 * static_cast<u64>(at));
-}
-
 __device__ __forceinline__ void load_a(const RawPlanes& from, u32 at, u32* a) {
   const uint2 v = __ldcs(reinterpret_cast<const uint2*>(from.a + at));
   a[0] = v.x, a[1] = v.y;

@@ -20,18 +20,6 @@ struct EncodeChunk {
   u32 reserved;
 };
 
-// A chunk to decode: any number of values in at most `kMaxSegments` segments. `stream` and the raw
-// planes are 16-byte aligned; plane A has `a_len` bytes, which must be `n` less those that are carried.
-struct DecodeChunk {
-  const u8* stream;
-  RawPlanes raw;
-  u8* values;
-  u32 stream_len;
-  u32 n;
-  u32 a_len;
-  u32 reserved;
-};
-
 template <int kWidth>
 struct __align__(kCodersBytes) EncodeShared {
   Coder coders[256];
@@ -82,6 +70,7 @@ __device__ __forceinline__ void encode_kernel(const EncodeChunk* chunks, Slot<kW
 template <int kWidth>
 struct __align__(4 * kTotal) DecodeShared {
   u32 entries[kTotal];
+  DecodeChunk chunk;
   Header header;
   u16 carry[kMaxSegments * kLanes];
   __align__(16) u16 rings[kWarps<kWidth>][WordSource::kBytes / 2];
@@ -89,9 +78,9 @@ struct __align__(4 * kTotal) DecodeShared {
 
 // Decodes every `kWarps`-th segment of a chunk; false if one is not sound. One warp.
 template <int kWidth>
-__device__ __forceinline__ bool decode_segments(const DecodeChunk& chunk, DecodeShared<kWidth>& shared) {
+__device__ __forceinline__ bool decode_segments(DecodeShared<kWidth>& shared) {
+  const DecodeChunk& chunk = shared.chunk;
   const Header& h = shared.header;
-  const SegmentTarget to{chunk.values, chunk.raw, chunk.a_len, is_aligned(chunk.values)};
   const Shared entries = shared_address(shared.entries);
   const u32 warp = uniform_warp_id();
   for (u32 i = warp; i < h.segments; i += kWarps<kWidth>) {
@@ -99,7 +88,7 @@ __device__ __forceinline__ bool decode_segments(const DecodeChunk& chunk, Decode
     u32 x = *reinterpret_cast<const u32*>(chunk.stream + at + 4 * lane_id());
     WordSource words(shared.rings[warp], chunk.stream, at + kStatesBytes, h.words[i]);
     const u32 end = min(chunk.n - first, 1u << h.segment_log2) + first;
-    const bool sound = decode_segment<kWidth>(to, first, end, x, entries, words);
+    const bool sound = decode_segment<kWidth>(chunk, first, end, x, entries, words);
     if (!__all_sync(kAllLanes, sound && x - kLow < (h.carried > 0 ? kLow : 1))) return false;
     shared.carry[i * kLanes + lane_id()] = static_cast<u16>(x);
   }
@@ -108,7 +97,8 @@ __device__ __forceinline__ bool decode_segments(const DecodeChunk& chunk, Decode
 
 // Gives the last values their bytes A, once they have all other bits. All threads.
 template <int kWidth>
-__device__ __forceinline__ void restore_carried(const DecodeChunk& chunk, const DecodeShared<kWidth>& shared) {
+__device__ __forceinline__ void restore_carried(const DecodeShared<kWidth>& shared) {
+  const DecodeChunk& chunk = shared.chunk;
   const u32 carried = shared.header.carried;
   for (u32 i = threadIdx.x; 2 * i < carried; i += kThreads<kWidth>) {
     const u32 pair = shared.carry[i];
@@ -121,13 +111,14 @@ __device__ __forceinline__ void restore_carried(const DecodeChunk& chunk, const 
 template <int kWidth>
 __device__ __forceinline__ void decode_kernel(const DecodeChunk* chunks, u32* status) {
   __shared__ DecodeShared<kWidth> shared;
-  const DecodeChunk& chunk = chunks[blockIdx.x];
+  const DecodeChunk chunk = chunks[blockIdx.x];
+  if (threadIdx.x == 0) shared.chunk = chunk;
   u32 result = read_header(chunk.stream, chunk.stream_len, chunk.n, shared.header, shared.entries);
   if (result == kOk && chunk.a_len + shared.header.carried != chunk.n) result = kCorrupt;
   if (result == kOk) {
-    const bool sound = decode_segments<kWidth>(chunk, shared);
+    const bool sound = decode_segments<kWidth>(shared);
     result = __syncthreads_or(!sound) ? kCorrupt : kOk;
-    if (result == kOk) restore_carried<kWidth>(chunk, shared);
+    if (result == kOk) restore_carried<kWidth>(shared);
   }
   if (threadIdx.x == 0) status[blockIdx.x] = result;
 }

@@ -23,8 +23,7 @@ constexpr u32 kStatesBytes = 4 * kLanes;
 constexpr u32 kCarryBytes = 2 * kLanes;          // what the states of a segment carry
 constexpr u32 kAlign = 4;                        // of segments, from the start of the stream
 
-// Header byte 7.
-constexpr u32 kFlagShared = 1, kFlagCarries = 2;
+constexpr u32 kFlagCarries = 2;                  // in header byte 7
 
 // Values are `kWidth` bytes. A chunk that is encoded here has at most 256 KiB of them, and a block a warp
 // for each of its segments.

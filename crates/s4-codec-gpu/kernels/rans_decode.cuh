@@ -9,6 +9,18 @@ namespace s4 {
 
 enum Status : u32 { kOk = 0, kCorrupt = 1, kUnsupported = 2 };
 
+// A chunk to decode: any number of values in at most `kMaxSegments` segments. `stream` and the raw
+// planes are 16-byte aligned; plane A has `a_len` bytes, which must be `n` less those that are carried.
+struct DecodeChunk {
+  const u8* stream;
+  RawPlanes raw;
+  u8* values;
+  u32 stream_len;
+  u32 n;
+  u32 a_len;
+  u32 reserved;
+};
+
 // Most segments of a chunk: 2^18 values in the smallest ones.
 constexpr u32 kMaxSegments = 2 * kLanes;
 
@@ -135,26 +147,33 @@ struct WordSource {
   Shared ring;       // kBytes, of this warp, 16-byte aligned
   Shared cursor;     // the next word
   Shared filled;     // end of the words in the ring, not wrapped
-  const u8* words;   // where the first piece is: 16-byte aligned
-  u32 count;         // words of the segment, and those in front of them
-  u32 brought;       // words that were put into the ring; a multiple of kPiece
+  const u8* words;   // the piece behind the next: 16-byte aligned
+  int rest;          // words from there to the end of the segment; may be negative
   u32 below;         // mask of the lower lanes
   uint4 ahead;       // the lane's part of the next piece
 
-  // The `count_` words from offset `at` of a 16-byte aligned stream on.
-  __device__ __forceinline__ WordSource(u16* ring_, const u8* stream, u32 at, u32 count_)
+  // The `count` words from offset `at` of a 16-byte aligned stream on.
+  __device__ __forceinline__ WordSource(u16* ring_, const u8* stream, u32 at, u32 count)
       : ring(shared_address(ring_)), cursor(ring + at % 16), filled(ring), words(stream + at / 16 * 16),
-        count(count_ + at % 16 / 2), brought(0), below(lanes_below()), ahead(load(0)) {}
+        rest(static_cast<int>(count + at % 16 / 2)), below(lanes_below()) {
+    advance();
+  }
 
-  // The lane's 8 words of the piece that starts at `piece`; zeros behind the last word.
-  __device__ __forceinline__ uint4 load(u32 piece) const {
-    const u32 first = piece + 8 * lane_id();
-    if (first + 8 <= count) return __ldcs(reinterpret_cast<const uint4*>(words + 2 * static_cast<u64>(first)));
+  // Loads the lane's 8 words of the next piece; zeros behind the last word.
+  __device__ __forceinline__ void advance() {
+    const u8* from = words + 16 * lane_id();
+    const int here = rest - static_cast<int>(8 * lane_id());
+    words += kPieceBytes;
+    rest -= kPiece;
+    if (here >= 8) {
+      ahead = __ldcs(reinterpret_cast<const uint4*>(from));
+      return;
+    }
     u32 w[4] = {};
 #pragma unroll
-    for (u32 k = 0; k < 8; k++)
-      if (first + k < count) w[k / 2] |= load_u16(words + 2 * static_cast<u64>(first + k)) << (16 * (k % 2));
-    return make_uint4(w[0], w[1], w[2], w[3]);
+    for (int k = 0; k < 8; k++)
+      if (k < here) w[k / 2] |= load_u16(from + 2 * k) << (16 * (k % 2));
+    ahead = make_uint4(w[0], w[1], w[2], w[3]);
   }
 
   // Makes sure that a block's words are in the buffer. (Behind the last word of the segment there are
@@ -172,8 +191,7 @@ struct WordSource {
       store_shared4(to, ahead);
       store_shared4(to + kRing, ahead);
       filled += kPieceBytes;
-      brought += kPiece;
-      ahead = load(brought);
+      advance();
     } while (left() < kMost);
     __syncwarp();
   }
@@ -183,10 +201,8 @@ struct WordSource {
 
   __device__ __forceinline__ void refill(u32& x) { take_words(x, cursor, below); }
 
-  // Whether the words taken are just those of the segment.
-  __device__ __forceinline__ bool all_taken() const {
-    return brought - static_cast<u32>(left()) / 2 == count;
-  }
+  // Whether the words taken are just those of the segment: no more, no less.
+  __device__ __forceinline__ bool all_taken() const { return rest + static_cast<int>(kPiece) + left() / 2 == 0; }
 };
 
 // ---- segment ----
@@ -237,49 +253,46 @@ __device__ __forceinline__ void pop_block(u32& x, WordSource& words, Shared entr
   }
 }
 
-struct SegmentTarget {
-  u8* values;  // of the chunk
-  RawPlanes raw;
-  u32 a_len;  // of plane A, which may end before the values do
-  bool aligned;
-};
-
 // Decodes values `first .. end-1` from state `x` on; false if the segment is not sound. Bytes A behind the
-// end of their plane become anything. One warp.
+// end of their plane become anything. One warp. (`chunk` is in shared memory, so that it takes no
+// registers.)
 template <int kWidth>
-__device__ __forceinline__ bool decode_segment(const SegmentTarget& to, u32 first, u32 end, u32& x, Shared entries,
+__device__ __forceinline__ bool decode_segment(const DecodeChunk& chunk, u32 first, u32 end, u32& x, Shared entries,
                                                WordSource& words) {
-  const bool started = x >= kLow;
+  if (!__all_sync(kAllLanes, x >= kLow)) return false;
   const u32 mine = lane_id() * kOctet;
   u32 at = first;
   Octet<kWidth> o, next = {};
   // Vectors will do if each block has all of its bytes A or none.
-  const u32 fast = to.a_len % kBlock == 0 ? end : min(end, to.a_len);
-  if (to.aligned && fast >= first + kBlock) {
-    const u32 whole = (fast - first) / kBlock * kBlock + first, a_end = min(whole, to.a_len);
-    if (at < a_end) load_a(to.raw, at + mine, next.a);
-    load_b(to.raw, at + mine, next);
+  const u32 fast = chunk.a_len % kBlock == 0 ? end : min(end, chunk.a_len);
+  if (is_aligned(chunk.values) && fast >= first + kBlock) {
+    const u32 whole = (fast - first) / kBlock * kBlock + first, a_end = min(whole, chunk.a_len);
+    const RawPlanes raw = chunk.raw;
+    u8* values = chunk.values;
+    if (at < a_end) load_a(raw, at + mine, next.a);
+    load_b(raw, at + mine, next);
     do {
       o = next;
       words.prepare();
       const u32 here = at + mine;
       at += kBlock;
-      if (at < a_end) load_a(to.raw, here + kBlock, next.a);
-      if (at < whole) load_b(to.raw, here + kBlock, next);
-      if (at + 2 * kBlock < a_end) prefetch_raw<kWidth>(to.raw, here + 3 * kBlock);
+      if (at < a_end) load_a(raw, here + kBlock, next.a);
+      if (at < whole) load_b(raw, here + kBlock, next);
+      // The larger loads of 4-byte values are slowed down by it.
+      if (kWidth == 2 && at + 2 * kBlock < a_end) prefetch(raw.a + here + 3 * kBlock);
       pop_block(x, words, entries, o.e);
-      store_values<kWidth>(to.values, here, merge(o));
+      store_values<kWidth>(values, here, merge(o));
     } while (at < whole);
   }
 #pragma unroll 1
   for (; at < end; at += kBlock) {
     const u32 left = values_left(at + mine, end);
-    load_raw_slow(to.raw, at + mine, o, min(left, values_left(at + mine, to.a_len)), left);
+    load_raw_slow(chunk.raw, at + mine, o, min(left, values_left(at + mine, chunk.a_len)), left);
     words.prepare();
     pop_block(x, words, entries, o.e);
-    store_values_slow<kWidth>(to.values, at + mine, merge(o), left);
+    store_values_slow<kWidth>(chunk.values, at + mine, merge(o), left);
   }
-  return __all_sync(kAllLanes, started && words.all_taken());
+  return words.all_taken();
 }
 
 }  // namespace s4

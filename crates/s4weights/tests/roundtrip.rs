@@ -228,7 +228,8 @@ fn tensors_in_memory_need_no_file() {
     let view = TensorView { dtype: t.dtype, shape: &t.shape, data: &t.data };
     for threads in [1, 2] {
         let options = MemoryOptions { preset: Preset::Fast, threads: Some(threads), simd: None };
-        let c = Compressed::new(&view, options).unwrap();
+        let codec = TensorCodec::new(options).unwrap();
+        let c = codec.compress(&view).unwrap();
         assert!(c.bytes() < t.data.len());
         let mut out = vec![0; t.data.len()];
         codec.decompress(&c, &mut out).unwrap();

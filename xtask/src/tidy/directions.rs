@@ -22,7 +22,7 @@ const BELOW: &[(&str, &[&str])] = &[
     ("s4-store", &["s4-format"]),
     ("s4weights", &["s4-store", "s4-engine"]),
     ("s4-cli", &["s4weights"]),
-    ("s4-py", &["s4weights"]),
+    ("s4-py", &["s4weights", "s4-cli"]),
     ("s4-runner", &["s4weights"]),
     ("s4-benches", &["s4weights"]),
     ("xtask", &[]),

@@ -59,8 +59,8 @@ impl Rans {
     ///
     /// # Errors
     /// `Limit` if `dst` is smaller than [`Codec::bound`], there are more than 2^32 - 1 symbols, or
-    /// the number of tables, their precision, the contexts or `carry` are out of range; `Unsupported` if a
-    /// symbol is not in its table and the table has no escape.
+    /// the number of tables, their precision, the contexts or `carry` are out of range;
+    /// `Unsupported` if a symbol is not in its table and the table has no escape.
     pub fn encode_with(
         &self,
         tables: Tables<'_>,

@@ -118,7 +118,9 @@ inline void put(Bytes& out, uint64_t v, int bytes) {
 inline void pad(Bytes& out, size_t to) { out.resize((out.size() + to - 1) / to * to); }
 
 // How many bytes a stream of `n` symbols can carry.
-inline size_t carry_len(size_t n, int segment_log2 = 14) { return 64 * ((n + (1 << segment_log2) - 1) >> segment_log2); }
+inline size_t carry_len(size_t n, int segment_log2 = 14) {
+  return 64 * ((n + (1 << segment_log2) - 1) >> segment_log2);
+}
 
 // `carry`: nothing, or `carry_len` bytes.
 inline Bytes encode(const Bytes& s, const Table& t, const Bytes& carry, int segment_log2 = 14) {
