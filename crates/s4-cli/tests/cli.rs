@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 fn s4w(arguments: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_s4w")).args(arguments).output().unwrap()
+    Command::new(env!("CARGO_BIN_EXE_s4w")).args(arguments).output().expect("the program starts")
 }
 
 fn text(out: &Output) -> String {
@@ -15,8 +15,8 @@ fn text(out: &Output) -> String {
 fn samples() -> Vec<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testdata");
     let mut files: Vec<_> = std::fs::read_dir(folder)
-        .unwrap()
-        .map(|e| e.unwrap().path())
+        .expect("testdata is there")
+        .filter_map(|e| Some(e.ok()?.path()))
         .filter(|p| p.extension().is_some_and(|e| e == "safetensors"))
         .collect();
     files.sort();

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import _core
@@ -19,20 +19,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     paths = [a for a in arguments[1:] if not a.startswith("-")]
     command = arguments[0] if arguments else ""
-    if command == "compress" and paths and paths[0].endswith(PICKLES):
+    pickles = any(path.endswith(PICKLES) for path in paths)
+    if pickles and command == "compress":
         return _convert(arguments[1:], paths, _compress)
-    if command == "decompress" and len(paths) > 1 and paths[1].endswith(PICKLES):
+    if pickles and command == "decompress":
         return _convert(arguments[1:], paths, _decompress)
     return _core.command_line(arguments)
 
 
-def _convert(arguments: list[str], paths: list[str], convert: object) -> int:
+def _convert(arguments: list[str], paths: list[str], convert: Callable[..., str]) -> int:
     options = [a for a in arguments if a.startswith("-")]
     if options and not set(options) <= {"-q", "--quiet"} or len(paths) > 2:
         print("s4w: a PyTorch file is converted with the default options only", file=sys.stderr)
         return 2
     try:
-        print(convert(*paths))  # type: ignore[operator]
+        print(convert(*paths))
     except ImportError as e:
         print(f"s4w: {e}: PyTorch files need PyTorch: pip install torch", file=sys.stderr)
         return EXIT_UNSUPPORTED
