@@ -30,7 +30,7 @@ pub struct Memory(pub Arc<Mutex<Vec<u8>>>);
 
 impl Write for Memory {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap().extend_from_slice(bytes);
+        self.0.lock().expect("nobody panicked").extend_from_slice(bytes);
         Ok(bytes.len())
     }
     fn flush(&mut self) -> std::io::Result<()> {
@@ -50,9 +50,9 @@ pub fn save_to(target: Target, tensors: &[Owned], options: WriteOptions) -> Resu
 
 pub fn save(tensors: &[Owned], options: WriteOptions) -> Vec<u8> {
     let memory = Memory::default();
-    save_to(Target::Stream(Box::new(memory.clone())), tensors, options).unwrap();
-    let bytes = memory.0.lock().unwrap().clone();
-    bytes
+    let target = Target::Stream(Box::new(memory.clone()));
+    save_to(target, tensors, options).expect("saving into memory");
+    std::mem::take(&mut *memory.0.lock().expect("nobody panicked"))
 }
 
 pub fn open(bytes: Vec<u8>) -> Result<Reader> {
@@ -61,8 +61,9 @@ pub fn open(bytes: Vec<u8>) -> Result<Reader> {
 
 /// A few tensors of every size class: packed, one chunk, several chunks, empty.
 pub fn mixed() -> Vec<Owned> {
-    let pattern =
-        |dtype, n, name: &str| adversarial(dtype, n).find(|p| p.0 == name).map(|p| p.1).unwrap();
+    let pattern = |dtype, n, name: &str| {
+        adversarial(dtype, n).find(|p| p.0 == name).expect("such a pattern").1
+    };
     vec![
         Owned::new(
             "w",
