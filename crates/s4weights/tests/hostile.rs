@@ -7,8 +7,10 @@ use s4weights::format::Error as FormatError;
 use s4weights::{DType, Error, WriteOptions, adversarial};
 
 fn small_file() -> (Vec<Owned>, Vec<u8>) {
-    let weights = adversarial(DType::BFloat16, 5000).find(|p| p.0 == "like-weights").unwrap().1;
-    let squares = adversarial(DType::Float32, 300).find(|p| p.0 == "like-squares").unwrap().1;
+    let weights =
+        adversarial(DType::BFloat16, 5000).find(|p| p.0 == "like-weights").expect("in a test").1;
+    let squares =
+        adversarial(DType::Float32, 300).find(|p| p.0 == "like-squares").expect("in a test").1;
     let tensors = vec![
         Owned::new("w", DType::BFloat16, &[50, 100], weights),
         Owned::new("v", DType::Float32, &[300], squares),

@@ -14,17 +14,17 @@ use s4weights::{
 
 fn names(dir: &Path) -> Vec<String> {
     let mut names: Vec<_> = std::fs::read_dir(dir)
-        .unwrap()
-        .map(|e| e.unwrap().file_name().into_string().unwrap())
+        .expect("in a test")
+        .map(|e| e.expect("in a test").file_name().into_string().expect("in a test"))
         .collect();
     names.sort();
     names
 }
 
 fn check(source: Source, tensors: &[Owned]) {
-    let reader = Reader::open(source, ReadOptions::default()).unwrap();
+    let reader = Reader::open(source, ReadOptions::default()).expect("in a test");
     for t in tensors {
-        assert!(reader.read(&t.name).unwrap() == t.data, "{}", t.name);
+        assert!(reader.read(&t.name).expect("in a test") == t.data, "{}", t.name);
     }
 }
 

@@ -1,5 +1,10 @@
 //! Shared by the integration tests.
-#![allow(dead_code, reason = "each test uses its own part")]
+#![allow(
+    clippy::allow_attributes,
+    dead_code,
+    unreachable_pub,
+    reason = "each test uses its own part"
+)]
 
 use std::io::Write;
 use std::sync::{Arc, Mutex};
