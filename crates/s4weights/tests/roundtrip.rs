@@ -74,6 +74,7 @@ fn many_tensors_are_read_into_buffers_at_once() {
 }
 
 #[test]
+#[expect(clippy::single_range_in_vec_init, reason = "a slice of one dimension is one range")]
 fn slices_are_the_same_as_of_the_whole() {
     let tensors = mixed();
     let reader = open(save(&tensors, WriteOptions::default())).unwrap();
