@@ -170,16 +170,20 @@ fn choose(plane: &[u8], dense: bool) -> (PlaneCoding, Counts, u64) {
     let noise = if dense { PlaneCoding::Bits } else { PlaneCoding::Raw };
     // A plane that loses less than a fiftieth is noise; coding it is not worth the time.
     let worth = |bits: u64| bits < raw - raw / 50;
-    if !worth(entropy(&counts)) {
+    let least = entropy(&counts);
+    if !worth(least) {
         return (noise, counts, raw);
     }
     let pairs = cost(&counts, &counts.table(Precision::P8));
-    let singles = cost(&counts, &counts.table(Precision::P12));
     // One renormalisation for two symbols is much the faster: the other must save a fiftieth.
-    let (precision, cost) = if singles < pairs - pairs / 50 {
-        (Precision::P12, singles)
-    } else {
-        (Precision::P8, pairs)
+    let much_less = pairs - pairs / 50;
+    let singles = match least < much_less {
+        true => cost(&counts, &counts.table(Precision::P12)),
+        false => pairs,
+    };
+    let (precision, cost) = match singles < much_less {
+        true => (Precision::P12, singles),
+        false => (Precision::P8, pairs),
     };
     if worth(cost) { (PlaneCoding::Rans(precision), counts, cost) } else { (noise, counts, raw) }
 }
