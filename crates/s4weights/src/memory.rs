@@ -21,13 +21,7 @@ pub struct TensorCodec {
     engine: CpuEngine,
     preset: Preset,
     pool: Option<ThreadPool>,
-    idle: Mutex<Vec<Buffers>>,
-}
-
-#[derive(Debug, Default)]
-struct Buffers {
-    scratch: Scratch,
-    frame: Vec<u8>,
+    idle: Mutex<Vec<Scratch>>,
 }
 
 /// A compressed tensor in memory.
@@ -38,8 +32,8 @@ pub struct Compressed {
     plan: Plan,
     chunk_log2: u8,
     side: Side,
-    records: Vec<ChunkRecord>,
-    frames: Vec<u8>,
+    /// The record of each chunk, and its bytes.
+    chunks: Vec<(ChunkRecord, Vec<u8>)>,
 }
 
 /// How to work on a tensor in memory.
@@ -69,12 +63,12 @@ impl TensorCodec {
         })
     }
 
-    /// Runs `work` with buffers that were used before, if there are any.
-    fn with<T>(&self, work: impl FnOnce(&mut Buffers) -> T) -> T {
+    /// Runs `work` with scratch memory that was used before, if there is any.
+    fn with<T>(&self, work: impl FnOnce(&mut Scratch) -> T) -> T {
         let idle = || self.idle.lock().unwrap_or_else(|e| e.into_inner());
-        let mut buffers = idle().pop().unwrap_or_default();
-        let out = work(&mut buffers);
-        idle().push(buffers);
+        let mut scratch = idle().pop().unwrap_or_default();
+        let out = work(&mut scratch);
+        idle().push(scratch);
         out
     }
 
@@ -84,53 +78,31 @@ impl TensorCodec {
     /// `Format` if the tensor is too large.
     pub fn compress(&self, view: &TensorView<'_>) -> Result<Compressed> {
         let width = view.dtype.value_width();
-        let plan = self.with(|b| self.engine.plan(self.preset, view, &mut b.scratch)).at(TARGET)?;
+        let plan = self.with(|scratch| self.engine.plan(self.preset, view, scratch)).at(TARGET)?;
         let chunks = chunk_count((view.data.len() / width) as u64, plan.chunk_log2);
-        let mut out = Compressed {
+        let encode = |chunk: u64| {
+            self.with(|scratch| {
+                // Room for a chunk that does not get smaller; what is not used is never touched.
+                let mut frame = Vec::with_capacity((width << plan.chunk_log2).min(view.data.len()));
+                let e = self.engine.encode_chunk(view, &plan, chunk, scratch, &mut frame);
+                e.at(TARGET).map(|e| (e, frame))
+            })
+        };
+        let chunks: Vec<_> = match &self.pool {
+            Some(pool) if chunks > 1 => {
+                pool.install(|| (0..chunks).into_par_iter().map(encode).collect::<Result<_>>())?
+            }
+            _ => (0..chunks).map(encode).collect::<Result<_>>()?,
+        };
+        let shared = chunks.iter().any(|(e, _)| e.shared);
+        Ok(Compressed {
             dtype: view.dtype,
             shape: view.shape.to_vec(),
             plan: plan.plan.clone(),
             chunk_log2: plan.chunk_log2,
-            side: Side::default(),
-            records: vec![],
-            // What comes out of ordinary tensors; it grows if need be.
-            frames: Vec::with_capacity(view.data.len() / 10 * 9),
-        };
-        let mut shared = false;
-        let encode = |scratch: &mut Scratch, chunk, frame: &mut Vec<u8>| {
-            self.engine.encode_chunk(view, &plan, chunk, scratch, frame)
-        };
-        match &self.pool {
-            Some(pool) if chunks > 1 => {
-                let one = |chunk: u64| {
-                    self.with(|b| {
-                        let mut frame = std::mem::take(&mut b.frame);
-                        frame.clear();
-                        Ok((encode(&mut b.scratch, chunk, &mut frame)?, frame))
-                    })
-                };
-                let all: Vec<_> = pool.install(|| (0..chunks).into_par_iter().map(one).collect());
-                for chunk in all {
-                    let (e, frame) = chunk.at(TARGET)?;
-                    shared |= e.shared;
-                    out.align();
-                    out.frames.extend_from_slice(&frame);
-                    out.record(&e);
-                    self.with(|b| b.frame = frame);
-                }
-            }
-            _ => self.with(|b| {
-                (0..chunks).try_for_each(|chunk| {
-                    out.align();
-                    let e = encode(&mut b.scratch, chunk, &mut out.frames).at(TARGET)?;
-                    shared |= e.shared;
-                    out.record(&e);
-                    Ok(())
-                })
-            })?,
-        }
-        out.side = plan.side_data(shared).at(TARGET)?;
-        Ok(out)
+            side: plan.side_data(shared).at(TARGET)?,
+            chunks: chunks.into_iter().map(|(e, frame)| (record(&e), frame)).collect(),
+        })
     }
 
     /// Decompresses into a buffer of the tensor's size.
@@ -144,10 +116,10 @@ impl TensorCodec {
             return Err(Error::Argument(format!("buffer of {} bytes", dst.len())));
         }
         let decode = |(chunk, to): (usize, &mut [u8])| {
-            self.with(|b| tensor.decode_chunk(&self.engine, chunk, &mut b.scratch, to))
+            self.with(|scratch| tensor.decode_chunk(&self.engine, chunk, scratch, to))
         };
         match &self.pool {
-            Some(pool) if tensor.records.len() > 1 => {
+            Some(pool) if tensor.chunks.len() > 1 => {
                 pool.install(|| dst.par_chunks_mut(size).enumerate().try_for_each(decode))
             }
             _ => dst.chunks_mut(size).enumerate().try_for_each(decode),
@@ -156,23 +128,6 @@ impl TensorCodec {
 }
 
 impl Compressed {
-    fn align(&mut self) {
-        self.frames.resize(self.frames.len().next_multiple_of(ALIGN), 0);
-    }
-
-    /// Adds the record of the chunk that was appended last.
-    fn record(&mut self, e: &EncodedChunk) {
-        self.records.push(ChunkRecord {
-            offset: (self.frames.len() - e.len) as u64,
-            object: 0,
-            // A frame is at most a chunk of 2^18 values.
-            len: u32::try_from(e.len).unwrap_or(u32::MAX),
-            plain: e.plain,
-            crc_encoded: e.crc_encoded,
-            crc_raw: e.crc_raw,
-        });
-    }
-
     fn decode_chunk(
         &self,
         engine: &CpuEngine,
@@ -187,13 +142,27 @@ impl Compressed {
             side: &self.side,
             chunk_log2: self.chunk_log2,
         };
-        let record = &self.records[chunk];
-        let frame = &self.frames[record.offset as usize..][..record.len as usize];
+        let (record, frame) = &self.chunks[chunk];
         engine.decode_chunk(&spec, chunk as u64, record, frame, scratch, to).at(TARGET)
     }
 
     /// Bytes of chunks, chunk table and side data.
     pub fn bytes(&self) -> usize {
-        self.frames.len() + self.records.len() * ChunkRecord::SIZE + self.side.encoded_len()
+        let chunk = |(_, frame): &(_, Vec<u8>)| frame.len().next_multiple_of(ALIGN);
+        let chunks: usize = self.chunks.iter().map(chunk).sum();
+        chunks + self.chunks.len() * ChunkRecord::SIZE + self.side.encoded_len()
+    }
+}
+
+/// The record of a chunk that lies in memory of its own.
+fn record(e: &EncodedChunk) -> ChunkRecord {
+    ChunkRecord {
+        offset: 0,
+        object: 0,
+        // A frame is at most a chunk of 2^18 values.
+        len: u32::try_from(e.len).unwrap_or(u32::MAX),
+        plain: e.plain,
+        crc_encoded: e.crc_encoded,
+        crc_raw: e.crc_raw,
     }
 }
