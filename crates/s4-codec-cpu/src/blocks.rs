@@ -117,7 +117,8 @@ pub fn write(
         let start = at.next_multiple_of(ALIGN);
         dst[at..start].fill(0);
         let size = encode(part, &mut dst[start..])?;
-        let field = u32::try_from(size).map_err(|_| Error::limit(format!("block of {size} bytes")))?;
+        let field =
+            u32::try_from(size).map_err(|_| Error::limit(format!("block of {size} bytes")))?;
         dst[4 * number..][..4].copy_from_slice(&field.to_le_bytes());
         at = start + size;
     }

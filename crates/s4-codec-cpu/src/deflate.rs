@@ -64,7 +64,10 @@ impl Codec for Deflate {
                 return Err(Error::corrupt(format!("deflate block without {} bytes", dst.len())));
             }
             if used != block.len() {
-                return Err(Error::corrupt(format!("{} bytes after the block", block.len() - used)));
+                return Err(Error::corrupt(format!(
+                    "{} bytes after the block",
+                    block.len() - used
+                )));
             }
             Ok(())
         })

@@ -34,7 +34,10 @@ impl Codec for Snappy {
         blocks::read(src, dst, |block, dst| {
             let says = decompress_len(block).map_err(bad)?;
             if says != dst.len() {
-                return Err(Error::corrupt(format!("snappy block of {says} bytes for {}", dst.len())));
+                return Err(Error::corrupt(format!(
+                    "snappy block of {says} bytes for {}",
+                    dst.len()
+                )));
             }
             let len = state.decompress(block, dst).map_err(bad)?;
             if len != dst.len() {

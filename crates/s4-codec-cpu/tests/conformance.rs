@@ -2,9 +2,7 @@
 
 use s4_codec_cpu::rans::{Counts, Place, Precision, Table, Tables, parse_tables, write_tables};
 use s4_codec_cpu::testing::{Side, carrying, conformance};
-use s4_codec_cpu::{
-    Bits, Const, Context, Deflate, Gdeflate, Lz4, Rans, Raw, Simd, Snappy, Zstd,
-};
+use s4_codec_cpu::{Bits, Const, Context, Deflate, Gdeflate, Lz4, Rans, Raw, Simd, Snappy, Zstd};
 
 #[test]
 fn raw() {

@@ -65,7 +65,7 @@ fn framed(block: &[u8]) -> Vec<u8> {
 
 #[test]
 fn codecs_in_blocks() {
-    check(CodecId::DEFLATE, 0, &[0; 8], &framed(&[0x63, 0x80, 0x03, 0x00]));
+    check(CodecId::DEFLATE, 0, &[0; 8], &framed(&[0x63, 0x60, 0x80, 0x00, 0x00]));
     check(CodecId::LZ4, 0, &[1, 2, 3], &framed(&[0x30, 1, 2, 3]));
     check(CodecId::SNAPPY, 0, &[1, 2, 3], &framed(&[3, 8, 1, 2, 3]));
     for id in [CodecId::GDEFLATE, CodecId::DEFLATE, CodecId::LZ4, CodecId::SNAPPY] {

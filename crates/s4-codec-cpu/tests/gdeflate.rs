@@ -94,7 +94,9 @@ fn our_pages_are_read_elsewhere() {
         for codec in [Gdeflate::entropy_only(), Gdeflate::with_matches()] {
             let stream = encode(codec, &plane);
             let mut read = Vec::new();
-            for Block { stored, plane } in Blocks::parse(&stream, plane.len(), BLOCK).expect("parses").iter() {
+            for Block { stored, plane } in
+                Blocks::parse(&stream, plane.len(), BLOCK).expect("parses").iter()
+            {
                 read.extend(decode_elsewhere(&stream[stored], plane.len()));
             }
             assert!(read == plane, "{name}, {codec:?}");

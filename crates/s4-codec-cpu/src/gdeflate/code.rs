@@ -18,9 +18,35 @@ pub(super) const PRE_ORDER: [u8; 19] =
 
 /// First value and number of extra bits of the symbols from 257 on.
 pub(super) const LENGTHS: [(u16, u8); 29] = [
-    (3, 0), (4, 0), (5, 0), (6, 0), (7, 0), (8, 0), (9, 0), (10, 0), (11, 1), (13, 1), (15, 1),
-    (17, 1), (19, 2), (23, 2), (27, 2), (31, 2), (35, 3), (43, 3), (51, 3), (59, 3), (67, 4),
-    (83, 4), (99, 4), (115, 4), (131, 5), (163, 5), (195, 5), (227, 5), (3, 16),
+    (3, 0),
+    (4, 0),
+    (5, 0),
+    (6, 0),
+    (7, 0),
+    (8, 0),
+    (9, 0),
+    (10, 0),
+    (11, 1),
+    (13, 1),
+    (15, 1),
+    (17, 1),
+    (19, 2),
+    (23, 2),
+    (27, 2),
+    (31, 2),
+    (35, 3),
+    (43, 3),
+    (51, 3),
+    (59, 3),
+    (67, 4),
+    (83, 4),
+    (99, 4),
+    (115, 4),
+    (131, 5),
+    (163, 5),
+    (195, 5),
+    (227, 5),
+    (3, 16),
 ]; // rustfmt would give each a line
 
 /// First value and number of extra bits of an offset symbol.
@@ -148,8 +174,7 @@ impl<const SIZE: usize> Decoder<SIZE> {
         if used != 1 << MAX_BITS && used != 0 && !single {
             return Err(Error::corrupt("code is neither complete nor a single codeword"));
         }
-        let mut code =
-            Self { table: [Entry::LONG; SIZE], counts, sorted: [0; LITLEN], meaning };
+        let mut code = Self { table: [Entry::LONG; SIZE], counts, sorted: [0; LITLEN], meaning };
         let mut next = first_codes(&counts);
         let mut place = [0u16; MAX_BITS + 2];
         for bits in 1..=MAX_BITS {

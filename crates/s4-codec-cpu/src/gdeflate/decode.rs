@@ -168,12 +168,7 @@ struct Deferred {
 }
 
 /// A block of literals and matches.
-fn coded(
-    lanes: &mut Lanes<'_>,
-    out: &mut Output<'_>,
-    litlen: &[u8],
-    offsets: &[u8],
-) -> Result<()> {
+fn coded(lanes: &mut Lanes<'_>, out: &mut Output<'_>, litlen: &[u8], offsets: &[u8]) -> Result<()> {
     if litlen[END] == 0 {
         return Err(Error::corrupt("block that cannot end"));
     }

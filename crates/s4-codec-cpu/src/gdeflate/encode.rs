@@ -1,7 +1,9 @@
 //! The encoder of a page: one block, in the cheapest way of writing it.
 
 use super::LANES;
-use super::code::{END, LENGTHS, LITLEN, MAX_BITS, MAX_PRE_BITS, OFFSETS, PRE_ORDER, fixed, offset_base};
+use super::code::{
+    END, LENGTHS, LITLEN, MAX_BITS, MAX_PRE_BITS, OFFSETS, PRE_ORDER, fixed, offset_base,
+};
 use super::huffman::{codewords, lengths};
 use super::lanes::LaneWriter;
 use super::matches::Item;

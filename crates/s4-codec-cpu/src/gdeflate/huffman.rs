@@ -94,15 +94,16 @@ mod tests {
 
     #[test]
     fn codes_are_complete_and_within_their_limit() {
-        let fibonacci: Vec<u32> =
-            std::iter::successors(Some((1, 1)), |(a, b)| Some((*b, a + b))).map(|p| p.0).take(40).collect();
+        let fibonacci: Vec<u32> = std::iter::successors(Some((1, 1)), |(a, b)| Some((*b, a + b)))
+            .map(|p| p.0)
+            .take(40)
+            .collect();
         let flat = vec![1; 288];
         let steep: Vec<u32> = (0..30).map(|i| 1 << i).collect();
         for counts in [&fibonacci, &flat, &steep, &vec![0, 5, 0], &vec![0; 4], &vec![7, 0, 0, 1]] {
             for max in [9, 15] {
                 let made = made(counts, max);
-                let used: u32 =
-                    made.iter().filter(|b| **b > 0).map(|b| 1 << (15 - b)).sum();
+                let used: u32 = made.iter().filter(|b| **b > 0).map(|b| 1 << (15 - b)).sum();
                 assert_eq!(used, 1 << 15, "{counts:?}");
                 assert!(made.iter().all(|b| usize::from(*b) <= max));
                 let coded = |(c, b): (&u32, &u8)| *c == 0 || *b > 0;
