@@ -8,8 +8,6 @@ use crate::codec::{Codec, Context, Encoded, need};
 
 /// The parameter of a stream that is one frame.
 const ONE_FRAME: u8 = 0;
-/// The parameter of a stream of blocks, each one frame.
-const IN_BLOCKS: u8 = 1;
 
 /// Codec `zstd`: the stream is one Zstandard frame (RFC 8878) with its content size, or blocks of
 /// 64 KiB, each one frame. Decoders read both.
@@ -20,6 +18,9 @@ pub struct Zstd {
 }
 
 impl Zstd {
+    /// The parameter of a stream of blocks, each one frame. (0 is that of a single frame.)
+    pub const IN_BLOCKS: u8 = 1;
+
     /// An encoder at a level of the zstd library (its range of levels limits it).
     pub fn new(level: i32) -> Self {
         let level = level.clamp(zstd_safe::min_c_level(), zstd_safe::max_c_level());
@@ -29,7 +30,7 @@ impl Zstd {
     /// The same encoder, writing blocks: what a GPU reads and writes side by side.
     #[must_use]
     pub fn in_blocks(self) -> Self {
-        Self { param: IN_BLOCKS, ..self }
+        Self { param: Self::IN_BLOCKS, ..self }
     }
 }
 
@@ -67,7 +68,7 @@ impl Codec for Zstd {
     fn decode(&self, param: u8, _: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<()> {
         match param {
             ONE_FRAME => decode_frame(src, dst),
-            IN_BLOCKS => blocks::read(src, dst, decode_frame),
+            Self::IN_BLOCKS => blocks::read(src, dst, decode_frame),
             _ => Err(Error::unsupported(format!("codec `zstd` with parameter {param}"))),
         }
     }

@@ -13,3 +13,5 @@
 //!
 //! Absent: `P` = 12 (not in the stream, so the caller must not bring one), contexts and shared tables
 //! (the decoder says `kUnsupported`; the CPU's reads them), and carrying the end of a coded plane A.
+
+pub mod nvcomp;

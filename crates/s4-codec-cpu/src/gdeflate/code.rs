@@ -221,10 +221,9 @@ impl<const SIZE: usize> Decoder<SIZE> {
     fn find_long(&self, bits: u64) -> Result<Entry> {
         let first = first_codes(&self.counts);
         let (mut code, mut place) = (0u16, 0u16);
-        for len in 1..=MAX_BITS {
+        for (len, (first, &count)) in first.iter().zip(&self.counts).enumerate().skip(1) {
             code = code << 1 | (bits >> (len - 1) & 1) as u16;
-            let count = self.counts[len];
-            if let Some(nth) = code.checked_sub(first[len]).filter(|nth| *nth < count) {
+            if let Some(nth) = code.checked_sub(*first).filter(|nth| *nth < count) {
                 let symbol = usize::from(self.sorted[usize::from(place + nth)]);
                 return Ok((self.meaning)(symbol).with_bits(len));
             }
