@@ -243,12 +243,18 @@ where
     }
 
     unsafe fn encode(&self, shape: Shape, batch: Compress, stream: u64) -> Result<()> {
+        if shape.blocks == 0 {
+            return Ok(()); // the library would launch a grid of nothing, which CUDA refuses
+        }
         self.check_scratch(batch.scratch_bytes, self.encode_needs(shape, stream)?.scratch)?;
         // SAFETY: the caller's; the scratch memory was checked.
         Ok(unsafe { self.api.compress(shape, batch, self.encode, stream) }?)
     }
 
     unsafe fn decode(&self, shape: Shape, batch: Decompress, stream: u64) -> Result<()> {
+        if shape.blocks == 0 {
+            return Ok(());
+        }
         self.check_scratch(batch.scratch_bytes, self.decode_needs(shape, stream)?.scratch)?;
         // SAFETY: the caller's; the scratch memory was checked.
         Ok(unsafe { self.api.decompress(shape.blocks, batch, self.decode, stream) }?)

@@ -70,8 +70,9 @@ pub trait GpuCodec: Debug + Send + Sync {
     /// - all of it stays valid, and what is written is not touched, until the stream is done.
     unsafe fn encode(&self, shape: Shape, batch: Compress, stream: u64) -> Result<()>;
 
-    /// Enqueues the decoding of a batch, as [`Self::encode`]. A block is decoded if its status is
-    /// success **and** its size is the one expected. (Bitcomp waits for the stream within this call.)
+    /// Enqueues the decoding of a batch, as [`Self::encode`]. Success as a status, and the size that was
+    /// expected, are needed but no proof: seen with nvCOMP 6.0, ANS calls half a block a success, and LZ4
+    /// a damaged one. The checksum of the values decides. (Bitcomp waits for the stream in this call.)
     ///
     /// # Errors
     /// As [`Self::encode`].

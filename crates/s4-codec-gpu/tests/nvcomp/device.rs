@@ -1,10 +1,13 @@
 //! A device, its memory, and batches of blocks on it, as plainly as can be: every copy waits.
 
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, CudaStream, result, sys};
-use s4_codec_gpu::nvcomp::{Compress, Decompress, GpuCodec, Nvcomp, Search, Shape, Status};
+use s4_codec_gpu::nvcomp::{
+    Alignments, Compress, Decompress, GpuCodec, Needs, Nvcomp, Search, Shape, Status,
+};
 
 /// A GPU and the library.
 pub(crate) struct Device {
@@ -13,14 +16,14 @@ pub(crate) struct Device {
 }
 
 /// Memory of the device, freed at the end.
-pub(crate) struct Memory {
-    pub(crate) address: u64,
+struct Memory {
+    address: u64,
     len: usize,
 }
 
 impl Memory {
     /// Memory that holds no zeros.
-    pub(crate) fn new(len: usize) -> Self {
+    fn new(len: usize) -> Self {
         // SAFETY: a context is current: `Device::find` bound one to this thread.
         let address = unsafe { result::malloc_sync(len.max(16)) }.expect("device memory");
         // SAFETY: the memory was just allocated.
@@ -28,7 +31,7 @@ impl Memory {
         Self { address, len }
     }
 
-    pub(crate) fn of<T: Copy>(data: &[T]) -> Self {
+    fn of<T: Copy>(data: &[T]) -> Self {
         let memory = Self::new(size_of_val(data));
         if !data.is_empty() {
             // SAFETY: the memory is as large as the data.
@@ -37,7 +40,7 @@ impl Memory {
         memory
     }
 
-    pub(crate) fn read<T: Copy + Default>(&self, count: usize) -> Vec<T> {
+    fn read<T: Copy + Default>(&self, count: usize) -> Vec<T> {
         let mut data = vec![T::default(); count];
         assert!(size_of_val(&data[..]) <= self.len);
         if count > 0 {
@@ -94,109 +97,131 @@ impl Device {
         Ok(Self { stream, library: Arc::new(library) })
     }
 
-    pub(crate) fn stream(&self) -> u64 {
+    fn stream(&self) -> u64 {
         self.stream.cu_stream() as u64
     }
 
-    pub(crate) fn wait(&self) {
-        self.stream.synchronize().expect("the stream is done");
-    }
-
-    /// Encodes the blocks of a plane.
-    pub(crate) fn encode(&self, codec: &dyn GpuCodec, plane: &[u8]) -> Outcome {
-        let sizes: Vec<u64> = plane.chunks(codec.block()).map(|b| b.len() as u64).collect();
+    /// Encodes blocks.
+    pub(crate) fn encode(&self, codec: &dyn GpuCodec, blocks: &[&[u8]]) -> Outcome {
+        let sizes: Vec<u64> = blocks.iter().map(|b| b.len() as u64).collect();
         let shape = shape(&sizes);
-        let room = codec.bound(shape.max_block).expect("a bound").next_multiple_of(16);
+        let room = codec.bound(shape.max_block).expect("a bound");
         let needs = codec.encode_needs(shape, self.stream()).expect("known needs");
-        let [a, b, c] = [needs.alignments.input, needs.alignments.output, needs.alignments.scratch];
-        assert!([a, b, c].iter().all(|a| 16 % a == 0), "{needs:?}");
-        let (input, output) = (Memory::of(plane), Memory::new(room * sizes.len()));
+        check(&needs);
+        let inputs = Places::of(blocks);
+        let outputs = Places::new(&vec![room; sizes.len()]);
         let scratch = Memory::new(needs.scratch);
-        let inputs = Memory::of(&addresses(&input, codec.block(), sizes.len()));
-        let outputs = Memory::of(&addresses(&output, room, sizes.len()));
-        let input_sizes = Memory::of(&sizes);
-        let output_sizes = Memory::new(8 * sizes.len());
-        let statuses = Memory::new(4 * sizes.len());
+        let (sizes, answers) = (Memory::of(&sizes), Memory::new(8 * sizes.len()));
+        let statuses = Memory::new(4 * blocks.len());
         let batch = Compress {
-            inputs: inputs.address,
-            input_sizes: input_sizes.address,
-            outputs: outputs.address,
-            output_sizes: output_sizes.address,
+            inputs: inputs.addresses.address,
+            input_sizes: sizes.address,
+            outputs: outputs.addresses.address,
+            output_sizes: answers.address,
             scratch: scratch.address,
             scratch_bytes: needs.scratch,
             statuses: statuses.address,
         };
         // SAFETY: everything is as large as the batch says, and stays until the stream is done.
         unsafe { codec.encode(shape, batch, self.stream()) }.expect("enqueues");
-        self.wait();
-        let coded = output_sizes.read::<u64>(sizes.len());
-        let statuses: Vec<_> = statuses.read(sizes.len()).into_iter().map(Status).collect();
-        let all = output.read::<u8>(room * sizes.len());
-        let blocks = all
-            .chunks(room)
-            .zip(&coded)
-            .zip(&statuses)
-            .map(|((place, size), status)| match *status {
-                Status::SUCCESS => place[..*size as usize].to_vec(),
-                _ => Vec::new(),
-            })
-            .collect();
-        Outcome { blocks, statuses }
+        self.outcome(&outputs, &answers, &statuses)
     }
 
-    /// Decodes blocks that are the coded parts of a plane of `len` bytes.
-    pub(crate) fn decode(&self, codec: &dyn GpuCodec, blocks: &[Vec<u8>], len: usize) -> Outcome {
-        let starts = (0..len).step_by(codec.block());
-        let sizes: Vec<u64> = starts.map(|at| codec.block().min(len - at) as u64).collect();
-        assert_eq!(sizes.len(), blocks.len());
+    /// Decodes blocks into `lens` bytes each.
+    pub(crate) fn decode(
+        &self,
+        codec: &dyn GpuCodec,
+        coded: &[Vec<u8>],
+        lens: &[usize],
+    ) -> Outcome {
+        assert_eq!(coded.len(), lens.len());
+        let sizes: Vec<u64> = lens.iter().map(|len| *len as u64).collect();
         let shape = shape(&sizes);
         let needs = codec.decode_needs(shape, self.stream()).expect("known needs");
-        let [a, b, c] = [needs.alignments.input, needs.alignments.output, needs.alignments.scratch];
-        assert!([a, b, c].iter().all(|a| 16 % a == 0), "{needs:?}");
-        // Blocks one after the other, aligned to 16 bytes, as in a stream.
-        let (mut stored, mut offsets) = (Vec::new(), Vec::new());
-        for block in blocks {
-            stored.resize(usize::next_multiple_of(stored.len(), 16), 0);
-            offsets.push(stored.len() as u64);
-            stored.extend(block);
-        }
-        let (input, output) = (Memory::of(&stored), Memory::new(len));
+        check(&needs);
+        let coded_sizes: Vec<u64> = coded.iter().map(|b| b.len() as u64).collect();
+        let coded: Vec<&[u8]> = coded.iter().map(|b| &b[..]).collect();
+        let inputs = Places::of(&coded);
+        let outputs = Places::new(lens);
         let scratch = Memory::new(needs.scratch);
-        let places: Vec<u64> = offsets.iter().map(|offset| input.address + offset).collect();
-        let inputs = Memory::of(&places);
-        let outputs = Memory::of(&addresses(&output, codec.block(), sizes.len()));
-        let coded: Vec<u64> = blocks.iter().map(|b| b.len() as u64).collect();
-        let input_sizes = Memory::of(&coded);
-        let capacities = Memory::of(&sizes);
-        let output_sizes = Memory::new(8 * sizes.len());
-        let statuses = Memory::new(4 * sizes.len());
+        let (coded_sizes, capacities) = (Memory::of(&coded_sizes), Memory::of(&sizes));
+        let (answers, statuses) = (Memory::new(8 * sizes.len()), Memory::new(4 * sizes.len()));
         let batch = Decompress {
-            inputs: inputs.address,
-            input_sizes: input_sizes.address,
-            outputs: outputs.address,
+            inputs: inputs.addresses.address,
+            input_sizes: coded_sizes.address,
+            outputs: outputs.addresses.address,
             output_capacities: capacities.address,
-            output_sizes: output_sizes.address,
+            output_sizes: answers.address,
             scratch: scratch.address,
             scratch_bytes: needs.scratch,
             statuses: statuses.address,
         };
         // SAFETY: everything is as large as the batch says, and stays until the stream is done.
         unsafe { codec.decode(shape, batch, self.stream()) }.expect("enqueues");
-        self.wait();
-        let written = output_sizes.read::<u64>(sizes.len());
-        let statuses: Vec<_> = statuses.read(sizes.len()).into_iter().map(Status).collect();
-        let all = output.read::<u8>(len);
-        let blocks = all
-            .chunks(codec.block())
-            .zip(&written)
-            .zip(&statuses)
-            .map(|((place, size), status)| match *status {
-                Status::SUCCESS => place[..place.len().min(*size as usize)].to_vec(),
-                _ => Vec::new(),
-            })
-            .collect();
+        self.outcome(&outputs, &answers, &statuses)
+    }
+
+    fn outcome(&self, outputs: &Places, sizes: &Memory, statuses: &Memory) -> Outcome {
+        self.stream.synchronize().expect("the stream is done");
+        let count = outputs.places.len();
+        let statuses: Vec<_> = statuses.read(count).into_iter().map(Status).collect();
+        let bytes = outputs.memory.read::<u8>(outputs.memory.len);
+        let sizes = sizes.read::<u64>(count);
+        let blocks = outputs.places.iter().zip(&sizes).zip(&statuses);
+        let blocks = blocks.map(|((place, size), status)| match *status {
+            Status::SUCCESS => {
+                assert!(*size <= place.len() as u64, "{size} bytes written into {place:?}");
+                bytes[place.clone()][..*size as usize].to_vec()
+            }
+            _ => Vec::new(),
+        });
+        let blocks = blocks.collect();
+        // What lies between the places is as it was: nothing was written past a block's end.
+        let mut at = 0;
+        for place in &outputs.places {
+            assert!(bytes[at..place.start].iter().all(|b| *b == 0xa5), "wrote before {place:?}");
+            at = place.end;
+        }
+        assert!(bytes[at..].iter().all(|b| *b == 0xa5), "wrote behind the last block");
         Outcome { blocks, statuses }
     }
+}
+
+/// Places for blocks, each at a multiple of 16 bytes with at least 16 bytes behind it.
+struct Places {
+    memory: Memory,
+    places: Vec<Range<usize>>,
+    addresses: Memory,
+}
+
+impl Places {
+    fn new(lens: &[usize]) -> Self {
+        let mut places: Vec<Range<usize>> = Vec::new();
+        for len in lens {
+            let start = places.last().map_or(0, |last| last.end + 16).next_multiple_of(16);
+            places.push(start..start + len);
+        }
+        let memory = Memory::new(places.last().map_or(0, |last| last.end) + 16);
+        let addresses = places.iter().map(|place| memory.address + place.start as u64);
+        let addresses = Memory::of(&addresses.collect::<Vec<_>>());
+        Self { memory, places, addresses }
+    }
+
+    fn of(blocks: &[&[u8]]) -> Self {
+        let places = Self::new(&blocks.iter().map(|b| b.len()).collect::<Vec<_>>());
+        let mut bytes = vec![0xa5; places.memory.len];
+        for (block, place) in blocks.iter().zip(&places.places) {
+            bytes[place.clone()].copy_from_slice(block);
+        }
+        // SAFETY: the memory is as large as the bytes.
+        unsafe { result::memcpy_htod_sync(places.memory.address, &bytes) }.expect("copies");
+        places
+    }
+}
+
+fn check(needs: &Needs) {
+    let Alignments { input, output, scratch } = needs.alignments;
+    assert!([input, output, scratch].iter().all(|a| 16 % a == 0), "{needs:?}");
 }
 
 fn shape(sizes: &[u64]) -> Shape {
@@ -205,9 +230,4 @@ fn shape(sizes: &[u64]) -> Shape {
         max_block: sizes.iter().max().map_or(0, |size| *size as usize),
         total: sizes.iter().sum::<u64>() as usize,
     }
-}
-
-/// Addresses of `count` blocks, `step` bytes apart.
-fn addresses(memory: &Memory, step: usize, count: usize) -> Vec<u64> {
-    (0..count).map(|i| memory.address + (i * step) as u64).collect()
 }
