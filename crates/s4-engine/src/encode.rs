@@ -29,6 +29,15 @@ pub struct EncodedChunk {
     pub streams: [StreamEntry; MAX_PLANES],
 }
 
+/// The values of a chunk.
+struct Values<'a> {
+    /// Number of the first one.
+    first: u64,
+    src: &'a [u8],
+    /// The parent's at the same places.
+    parent: Option<&'a [u8]>,
+}
+
 /// A plane to be coded.
 struct PlaneJob<'a> {
     plane: &'a [u8],
@@ -66,6 +75,24 @@ impl CpuEngine {
         scratch: &mut Scratch,
         frame: &mut Vec<u8>,
     ) -> Result<EncodedChunk> {
+        self.encode_chunk_from(view, plan, chunk, None, scratch, frame)
+    }
+
+    /// As [`CpuEngine::encode_chunk`], for a plan that may predict from a parent. `parent` are the
+    /// parent's values of this chunk.
+    ///
+    /// # Errors
+    /// As [`CpuEngine::encode_chunk`]; `Unsupported` if the plan predicts from a parent and its
+    /// values are `None`, `Corrupt` if they are not as many as the chunk's.
+    pub fn encode_chunk_from(
+        &self,
+        view: &TensorView<'_>,
+        plan: &TensorPlan,
+        chunk: u64,
+        parent: Option<&[u8]>,
+        scratch: &mut Scratch,
+        frame: &mut Vec<u8>,
+    ) -> Result<EncodedChunk> {
         let width = view.dtype.value_width();
         let (first, src) = chunk_bytes(view.data, width, plan.chunk_log2, chunk)?;
         let start = frame.len();
@@ -79,7 +106,8 @@ impl CpuEngine {
             streams: [NO_STREAM; MAX_PLANES],
         };
         if plan.planes.iter().any(|p| !matches!(p, PlaneCoding::Raw)) || repeats(src, 16) {
-            self.encode_streams(view, plan, first, src, scratch, frame, &mut out)?;
+            let values = Values { first, src, parent };
+            self.encode_streams(view, plan, &values, scratch, frame, &mut out)?;
         }
         if out.len == 0 || out.len >= src.len() {
             frame.truncate(start);
@@ -94,29 +122,29 @@ impl CpuEngine {
         Ok(out)
     }
 
-    #[expect(clippy::too_many_arguments, reason = "one step of encode_chunk")]
     fn encode_streams(
         &self,
         view: &TensorView<'_>,
         plan: &TensorPlan,
-        first: u64,
-        src: &[u8],
+        values: &Values<'_>,
         scratch: &mut Scratch,
         frame: &mut Vec<u8>,
         out: &mut EncodedChunk,
     ) -> Result<()> {
         let width = view.dtype.value_width();
         let layout = plan.plan.layout;
+        let Values { first, src, parent } = *values;
         let sizes = Planes::new(layout, width, src.len() / width)?;
         if plan.plan.predictor == PredictorId::NONE {
             self.split(layout, width, src, scratch)?;
         } else {
-            let mut values = std::mem::take(&mut scratch.residuals);
-            let to = sized(&mut values, src.len());
+            let mut residuals = std::mem::take(&mut scratch.residuals);
+            let to = sized(&mut residuals, src.len());
             to.copy_from_slice(src);
-            let done = residual::forward(self.kernels, &plan.plan, &plan.side, view, first, to)
+            let (k, side) = (self.kernels, &plan.side);
+            let done = residual::forward(k, &plan.plan, side, view, first, parent, to)
                 .and_then(|()| self.split(layout, width, to, scratch));
-            scratch.residuals = values;
+            scratch.residuals = residuals;
             done?;
         }
         let mut sizes = sizes.sizes().to_vec();

@@ -23,7 +23,7 @@ use s4_planes::{Kernels, Simd};
 
 pub use decode::TensorSpec;
 pub use encode::EncodedChunk;
-pub use planner::{PlaneCoding, TensorPlan};
+pub use planner::{ParentSample, PlaneCoding, TensorPlan, parent_probes};
 pub use scratch::Scratch;
 
 /// How much is tried to make a tensor smaller: the one knob.

@@ -1,10 +1,12 @@
 //! Chooses, for a tensor, a layout and a codec for each plane.
 
+use std::ops::Range;
+
 use s4_codec_cpu::Context;
 use s4_codec_cpu::rans::{Counts, Precision, Table, cost, entropy};
 use s4_format::dtype::Form;
 use s4_format::layout::Planes;
-use s4_format::{CodecId, DType, LayoutId, Plan, Result};
+use s4_format::{CodecId, DType, Digest, Error, LayoutId, Plan, Result};
 
 use crate::scratch::sized;
 use crate::{CpuEngine, Preset, Scratch, TensorView, chunk_log2};
@@ -12,6 +14,10 @@ use crate::{CpuEngine, Preset, Scratch, TensorView, chunk_log2};
 /// Runs of values that the planner looks at, and values in each.
 const PROBES: usize = 16;
 const PROBE: usize = 1024;
+/// Chunks of the parent that the planner looks into: each may have to be read and decoded whole.
+const PARENT_CHUNKS: u64 = 4;
+/// What one more plan costs in the manifest, in bits: a delta has to save more.
+const PLAN_BITS: u64 = 8 * 160;
 
 /// How one plane is coded. In each chunk a constant plane is stored as its constant, and one that
 /// does not get smaller as it is.
@@ -42,6 +48,46 @@ pub struct TensorPlan {
     pub(crate) shared: Vec<Option<Table>>,
 }
 
+/// The tensor of a parent checkpoint that a tensor may be stored as its difference from.
+#[derive(Debug, Clone, Copy)]
+pub struct ParentSample<'a> {
+    /// Hash of the parent's manifest.
+    pub manifest: Digest,
+    /// Number of the tensor in the parent, where it has the same dtype and shape.
+    pub tensor: u32,
+    /// Its values at [`parent_probes`], one run after the other.
+    pub values: &'a [u8],
+}
+
+/// The values of a tensor's parent that the planner looks at, as ranges of value numbers in
+/// ascending order. Fixed for a dtype and a number of values; they lie in a few chunks.
+pub fn parent_probes(dtype: DType, values: u64) -> Vec<Range<u64>> {
+    let (probes, probe) = (PROBES as u64, PROBE as u64);
+    if values <= probes * probe {
+        // The one range of all values.
+        return std::iter::once(0..values).filter(|r| !r.is_empty()).collect();
+    }
+    let chunk = 1 << chunk_log2(dtype);
+    let whole = values / chunk;
+    if whole <= PARENT_CHUNKS {
+        return spread(0..values, probes).collect();
+    }
+    // Whole chunks, from the first to the last of them, and some probes in each.
+    let at = |i| (whole - 1) * i / (PARENT_CHUNKS - 1) * chunk;
+    (0..PARENT_CHUNKS)
+        .flat_map(|i| spread(at(i)..at(i) + chunk, probes / PARENT_CHUNKS))
+        .collect()
+}
+
+/// Runs of [`PROBE`] values, evenly spaced from the start of a range to its end.
+fn spread(within: Range<u64>, runs: u64) -> impl Iterator<Item = Range<u64>> {
+    let step = (within.end - within.start - PROBE as u64) / (runs - 1);
+    (0..runs).map(move |i| {
+        let first = within.start + step * i;
+        first..first + PROBE as u64
+    })
+}
+
 struct Candidate {
     layout: LayoutId,
     /// For each plane its coding, its counts, and whether it is noise.
@@ -61,37 +107,75 @@ impl CpuEngine {
         view: &TensorView<'_>,
         scratch: &mut Scratch,
     ) -> Result<TensorPlan> {
+        let sample = sample(view.data, view.dtype.value_width());
+        let best = self.best(view.dtype, &sample, false, scratch)?;
+        Ok(finish(view, best, Plan::direct))
+    }
+
+    /// As [`CpuEngine::plan`], with a parent: the tensor is stored as its exclusive or with the
+    /// parent's values if that is clearly smaller, and otherwise as if there were no parent.
+    ///
+    /// # Errors
+    /// As [`CpuEngine::plan`]; `Corrupt` if the parent's sample has another size.
+    pub fn plan_from(
+        &self,
+        preset: Preset,
+        view: &TensorView<'_>,
+        parent: &ParentSample<'_>,
+        scratch: &mut Scratch,
+    ) -> Result<TensorPlan> {
         let width = view.dtype.value_width();
-        let sample = sample(view.data, width);
-        let tried = if sample.is_empty() { &[] } else { layouts(view.dtype) };
+        let values = (view.data.len() / width) as u64;
+        let mut sample = vec![];
+        for r in parent_probes(view.dtype, values) {
+            sample.extend_from_slice(&view.data[r.start as usize * width..r.end as usize * width]);
+        }
+        if sample.len() != parent.values.len() {
+            return Err(Error::corrupt(format!(
+                "a sample of {} bytes and {} of its parent",
+                sample.len(),
+                parent.values.len()
+            )));
+        }
+        let direct = self.best(view.dtype, &sample, false, scratch)?.map_or(0, |b| b.cost);
+        self.kernels.xor(&mut sample, parent.values);
+        let delta = self.best(view.dtype, &sample, true, scratch)?;
+        let saved = direct.saturating_sub(delta.as_ref().map_or(u64::MAX, |d| d.cost));
+        // A delta is read together with its parents: it must be worth it, here and as a whole.
+        let whole = saved.saturating_mul(values) / ((sample.len() / width) as u64).max(1);
+        if saved == 0 || saved < direct / 128 || whole <= PLAN_BITS {
+            return self.plan(preset, view, scratch);
+        }
+        Ok(finish(view, delta, |layout| Plan::delta(layout, parent.manifest, parent.tensor)))
+    }
+
+    /// The cheapest layout of a sample. `delta`: of differences, which may be anything where the
+    /// sample saw none.
+    fn best(
+        &self,
+        dtype: DType,
+        sample: &[u8],
+        delta: bool,
+        scratch: &mut Scratch,
+    ) -> Result<Option<Candidate>> {
+        let tried = if sample.is_empty() { &[] } else { layouts(dtype) };
         let mut best: Option<Candidate> = None;
         for &layout in tried {
-            let c = self.candidate(layout, width, &sample, scratch)?;
+            let mut c = self.candidate(layout, dtype.value_width(), sample, scratch)?;
             // Layouts stand in ascending order of work: a slower one must be worth it.
             if best.as_ref().is_none_or(|b| c.cost < b.cost - b.cost / 256) {
                 // Where all but the exponents are noise, sign and all, no other layout is smaller.
                 let noise = c.planes.iter().skip(1).all(|p| p.2);
+                if delta {
+                    c.planes.iter_mut().for_each(expect_changes);
+                }
                 best = Some(c);
                 if layout == LayoutId::FIELDS && noise {
                     break;
                 }
             }
         }
-        let (layout, planes) = best.map_or((LayoutId::WHOLE, vec![]), |b| (b.layout, b.planes));
-        let chunk_log2 = chunk_log2(view.dtype);
-        let several = view.data.len() > width << chunk_log2;
-        let shared = planes.iter().map(|(coding, counts, _)| match coding {
-            // The sample need not have seen every symbol of the tensor.
-            PlaneCoding::Rans(p) if several => Some(counts.clone().partial().table(*p)),
-            _ => None,
-        });
-        Ok(TensorPlan {
-            shared: shared.collect(),
-            planes: planes.iter().map(|p| p.0).collect(),
-            plan: Plan::direct(layout),
-            chunk_log2,
-            side: s4_format::side::Side::default(),
-        })
+        Ok(best)
     }
 
     fn candidate(
@@ -129,6 +213,37 @@ impl CpuEngine {
         let zstd = self.codecs.get(CodecId::ZSTD)?;
         let out = sized(buffer, zstd.bound(sample.len()));
         Ok(zstd.encode(Context::default(), sample, out)?.len)
+    }
+}
+
+/// The plan of a tensor whose layout is chosen.
+fn finish(
+    view: &TensorView<'_>,
+    best: Option<Candidate>,
+    plan: impl FnOnce(LayoutId) -> Plan,
+) -> TensorPlan {
+    let (layout, planes) = best.map_or((LayoutId::WHOLE, vec![]), |b| (b.layout, b.planes));
+    let chunk_log2 = chunk_log2(view.dtype);
+    let several = view.data.len() > view.dtype.value_width() << chunk_log2;
+    let shared = planes.iter().map(|(coding, counts, _)| match coding {
+        // The sample need not have seen every symbol of the tensor.
+        PlaneCoding::Rans(p) if several => Some(counts.clone().partial().table(*p)),
+        _ => None,
+    });
+    TensorPlan {
+        shared: shared.collect(),
+        planes: planes.iter().map(|p| p.0).collect(),
+        plan: plan(layout),
+        chunk_log2,
+        side: s4_format::side::Side::default(),
+    }
+}
+
+/// A plane of differences that is constant in the sample may have some elsewhere: few, as a rule.
+fn expect_changes((coding, counts, noise): &mut (PlaneCoding, Counts, bool)) {
+    let constant = (0..=255).any(|s| counts.get(s) == counts.total());
+    if *coding == PlaneCoding::Raw && !*noise && constant {
+        *coding = PlaneCoding::Rans(Precision::P8);
     }
 }
 
