@@ -38,6 +38,10 @@ struct Values<'a> {
     parent: Option<&'a [u8]>,
 }
 
+/// Planes of differences with more symbols are coded in long segments: enough of them are left to
+/// run side by side, and differences take few bits, so that the price of a segment tells.
+const LONG_PLANE: usize = 1 << 16;
+
 /// A plane to be coded.
 struct PlaneJob<'a> {
     plane: &'a [u8],
@@ -46,6 +50,8 @@ struct PlaneJob<'a> {
     table: Option<&'a Table>,
     /// The stream behind it, whose end it may carry.
     behind: &'a [u8],
+    /// Whether it is of differences from a parent.
+    delta: bool,
 }
 
 /// What a plane became.
@@ -189,6 +195,7 @@ impl CpuEngine {
                 coding: plan.planes.get(i).copied().unwrap_or(PlaneCoding::Raw),
                 table: plan.shared.get(i).and_then(Option::as_ref),
                 behind,
+                delta: plan.plan.predictor == PredictorId::PARENT,
             };
             let coded = self.encode_plane(&job, &mut buffer)?;
             shared |= coded.shared;
@@ -245,7 +252,10 @@ impl CpuEngine {
         raw: Coded,
         dst: &mut Vec<u8>,
     ) -> Result<Coded> {
-        let (codec, plane) = (self.rans(precision), job.plane);
+        let (mut codec, plane) = (self.rans(precision), job.plane);
+        if job.delta && plane.len() > LONG_PLANE {
+            codec = codec.with_long_segments();
+        }
         let counts = Counts::of_stream(plane);
         let own = counts.table(precision);
         let cheaper = job.table.filter(|t| shared_is_cheaper(&own, t, &counts, plane.len()));

@@ -110,10 +110,10 @@ impl CpuEngine {
         }
     }
 
-    fn rans(&self, precision: Precision) -> &Rans {
+    fn rans(&self, precision: Precision) -> Rans {
         match precision {
-            Precision::P8 => &self.pairs,
-            Precision::P12 => &self.singles,
+            Precision::P8 => self.pairs,
+            Precision::P12 => self.singles,
         }
     }
 }

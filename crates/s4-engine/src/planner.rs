@@ -92,8 +92,10 @@ struct Candidate {
     layout: LayoutId,
     /// For each plane its coding, its counts, and whether it is noise.
     planes: Vec<(PlaneCoding, Counts, bool)>,
-    /// Estimated bits of the sample.
+    /// Estimated bits of the sample, and a price for the work.
     cost: u64,
+    /// Without the price.
+    bits: u64,
 }
 
 impl CpuEngine {
@@ -137,10 +139,10 @@ impl CpuEngine {
                 parent.values.len()
             )));
         }
-        let direct = self.best(view.dtype, &sample, false, scratch)?.map_or(0, |b| b.cost);
+        let direct = self.best(view.dtype, &sample, false, scratch)?.map_or(0, |b| b.bits);
         self.kernels.xor(&mut sample, parent.values);
         let delta = self.best(view.dtype, &sample, true, scratch)?;
-        let saved = direct.saturating_sub(delta.as_ref().map_or(u64::MAX, |d| d.cost));
+        let saved = direct.saturating_sub(delta.as_ref().map_or(u64::MAX, |d| d.bits));
         // A delta is read together with its parents: it must be worth it, here and as a whole.
         let whole = saved.saturating_mul(values) / ((sample.len() / width) as u64).max(1);
         if saved == 0 || saved < direct / 128 || whole <= PLAN_BITS {
@@ -188,7 +190,7 @@ impl CpuEngine {
         let values = sample.len() / width;
         let sizes = Planes::new(layout, width, values)?;
         self.split(layout, width, sample, scratch)?;
-        let mut c = Candidate { layout, planes: vec![], cost: 0 };
+        let mut c = Candidate { layout, planes: vec![], cost: 0, bits: 0 };
         for i in 0..sizes.sizes().len() {
             let plane = scratch.plane(layout, sizes.sizes(), i);
             let dense = layout == LayoutId::FIELDS_SIGN && i == 2;
@@ -197,13 +199,14 @@ impl CpuEngine {
             let work = if matches!(coding, PlaneCoding::Rans(_)) { values as u64 / 8 } else { 0 };
             c.planes.push((coding, counts, cost == 8 * plane.len() as u64));
             c.cost += cost + work;
+            c.bits += cost;
         }
         if layout == LayoutId::WHOLE {
             let bits = 8 * self.zstd_len(sample, &mut scratch.joined)? as u64;
             // Zstandard is the slowest to decode: it must save a twentieth.
             if bits < c.cost - c.cost / 20 {
                 c.planes[0].0 = PlaneCoding::Zstd;
-                c.cost = bits;
+                (c.cost, c.bits) = (bits, bits);
             }
         }
         Ok(c)

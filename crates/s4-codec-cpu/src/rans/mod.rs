@@ -23,7 +23,9 @@ pub use stream::Place;
 pub use table::{Entry, MAX_TABLES, Precision, Table, parse_tables, write_tables};
 
 use part::Part;
-use stream::{CARRY_LEN, COUNT_LEN, Carry, SEGMENT_LOG2, START, STATES_LEN, Stream};
+use stream::{
+    CARRY_LEN, COUNT_LEN, Carry, LONG_SEGMENT_LOG2, SEGMENT_LOG2, START, STATES_LEN, Stream,
+};
 
 /// Codec `rans` (docs/codecs/rans.md).
 ///
@@ -34,6 +36,8 @@ use stream::{CARRY_LEN, COUNT_LEN, Carry, SEGMENT_LOG2, START, STATES_LEN, Strea
 pub struct Rans {
     precision: Precision,
     simd: Simd,
+    /// Symbols of a segment that is written, as a power of two.
+    segment_log2: u8,
 }
 
 /// The tables that a stream is coded with, and where they stand.
@@ -50,7 +54,14 @@ impl Rans {
     /// plain Rust.
     pub fn new(precision: Precision, simd: Simd) -> Self {
         let simd = if simd.is_available() { simd } else { Simd::Scalar };
-        Self { precision, simd }
+        Self { precision, simd, segment_log2: SEGMENT_LOG2 }
+    }
+
+    /// Encodes into segments of twice the length. A segment costs 36 or 98 bytes, whatever its
+    /// symbols take, so this pays where they take little; fewer segments run side by side.
+    #[must_use]
+    pub fn with_long_segments(self) -> Self {
+        Self { segment_log2: LONG_SEGMENT_LOG2, ..self }
     }
 
     /// Encodes `symbols` with given tables, as [`Codec::encode`] does with those of its context or
@@ -81,7 +92,9 @@ impl Rans {
             return Err(Error::limit(format!("rans stream carrying {} bytes", carry.len())));
         }
         let dst = need(dst, self.bound(symbols.len()))?;
-        let places = stream::write_head(count, tables.list, tables.place, !carry.is_empty(), dst);
+        let (place, carries) = (tables.place, !carry.is_empty());
+        let places =
+            stream::write_head(count, self.segment_log2, tables.list, place, carries, dst);
         let len = self.encode_segments(tables.list, contexts, carry, symbols, dst, places)?;
         Ok(Encoded { len, param: self.precision.bits() as u8 })
     }
@@ -99,8 +112,8 @@ impl Rans {
     ) -> Result<usize> {
         let encoder = Encoder::new(self.precision, self.simd, tables);
         let mut end = at;
-        for (i, group) in symbols.chunks(GROUP << SEGMENT_LOG2).enumerate() {
-            let from = (i * GROUP) << SEGMENT_LOG2;
+        for (i, group) in symbols.chunks(GROUP << self.segment_log2).enumerate() {
+            let from = (i * GROUP) << self.segment_log2;
             let contexts = contexts.get(from..from + group.len()).unwrap_or_default();
             let start = stream::pad(end, dst);
             let carry = carry.get(i * GROUP * CARRY_LEN..).unwrap_or_default();
@@ -113,7 +126,7 @@ impl Rans {
                 dst.copy_within(at..at + STATES_LEN, to);
                 at += STATES_LEN + room;
                 dst.copy_within(at - len..at, to + STATES_LEN);
-                // At most 24,576 words: 12 for each lane of each of 64 blocks.
+                // At most 49,152 words: 12 for each lane of each of 128 blocks.
                 dst[counts..counts + COUNT_LEN].copy_from_slice(&((len / 2) as u16).to_le_bytes());
                 counts += COUNT_LEN;
                 end = to + STATES_LEN + len;
@@ -131,8 +144,8 @@ impl Rans {
         mut dst: &'a mut [u8],
     ) -> Result<Vec<Part<'a>>> {
         let mut parts = Vec::with_capacity(GROUP);
-        for (i, symbols) in symbols.chunks(1 << SEGMENT_LOG2).enumerate() {
-            let from = i << SEGMENT_LOG2;
+        for (i, symbols) in symbols.chunks(1 << self.segment_log2).enumerate() {
+            let from = i << self.segment_log2;
             let contexts = contexts.get(from..from + symbols.len()).unwrap_or_default();
             let room = stream::max_words_len(self.precision, symbols.len());
             let split = dst.split_first_chunk_mut().and_then(|(states, rest)| {
@@ -267,7 +280,7 @@ impl Codec for Rans {
     }
 
     fn bound(&self, len: usize) -> usize {
-        stream::bound(self.precision, len)
+        stream::bound(self.precision, self.segment_log2, len)
     }
 
     fn encode(&self, ctx: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<Encoded> {
@@ -296,7 +309,7 @@ impl Codec for Rans {
     }
 
     fn carry_len(&self, len: usize) -> usize {
-        len.div_ceil(1 << SEGMENT_LOG2) * CARRY_LEN
+        len.div_ceil(1 << self.segment_log2) * CARRY_LEN
     }
 
     fn decode_carrying(
