@@ -64,7 +64,7 @@ fn inspect_tells_planes_as_text_and_as_json() {
     assert!(s4w(&["compress", samples()[0].to_str().unwrap(), packed]).status.success());
     let out = text(&s4w(&["inspect", "--bits", packed]));
     assert!(
-        out.contains("exponent") && out.contains("rans") && out.contains("format    0.1"),
+        out.contains("exponent") && out.contains("rans") && out.contains("format    0.2"),
         "{out}"
     );
     let json = text(&s4w(&["inspect", "--bits", "--json", packed]));

@@ -195,8 +195,7 @@ fn long_segments_are_written_and_read_by_every_set_of_instructions() {
             let symbols = skewed(len, 5, 300);
             let list = [Counts::of_stream(&symbols).table(precision)];
             let tables = Tables { list: &list, place: Place::Inline };
-            let carry: Vec<u8> =
-                noise(64 * len.div_ceil(32_768), 3).map(|x| x as u8).collect();
+            let carry: Vec<u8> = noise(64 * len.div_ceil(32_768), 3).map(|x| x as u8).collect();
             let mut oracle = None;
             for simd in Simd::available() {
                 let codec = Rans::new(precision, simd).with_long_segments();

@@ -110,15 +110,7 @@ impl CpuEngine {
                 crc = None;
                 let view = TensorView { dtype: spec.dtype, shape: spec.shape, data: &[] };
                 let first = chunk << spec.chunk_log2;
-                residual::inverse(
-                    self.kernels,
-                    spec.plan,
-                    spec.side,
-                    &view,
-                    first,
-                    parent,
-                    dst,
-                )?;
+                residual::inverse(self.kernels, spec.plan, spec.side, &view, first, parent, dst)?;
             }
         }
         if crc.unwrap_or_else(|| crc32c(dst)) != record.crc_raw {

@@ -111,7 +111,7 @@ impl CpuEngine {
             shared: false,
             streams: [NO_STREAM; MAX_PLANES],
         };
-        if plan.planes.iter().any(|p| !matches!(p, PlaneCoding::Raw)) || repeats(src, 16) {
+        if plan.planes.iter().any(|p| !matches!(p, PlaneCoding::Raw)) || repeats(src, QUICK) {
             let values = Values { first, src, parent };
             self.encode_streams(view, plan, &values, scratch, frame, &mut out)?;
         }
@@ -227,7 +227,7 @@ impl CpuEngine {
             in_buffer: false,
             ..coded(CodecId::RAW, Encoded { len: plane.len(), param: 0 })
         };
-        if repeats(plane, 16) {
+        if repeats(plane, QUICK) {
             let constant = self.codecs.get(CodecId::CONST)?;
             let dst = sized(dst, constant.bound(plane.len()));
             if let Ok(e) = constant.encode(Context::default(), plane, dst) {
@@ -319,10 +319,16 @@ fn shared_is_cheaper(own: &Table, shared: &Table, counts: &Counts, symbols: usiz
     scale(cost(counts, shared)) < scale(cost(counts, own)) + 8 * own.encoded_len() as u64
 }
 
-/// Whether bytes may be a short unit, repeated: a quick look that refuses nearly everything else.
-fn repeats(bytes: &[u8], unit: usize) -> bool {
-    (1..=unit).any(|u| {
-        let head = &bytes[..bytes.len().min(64 + unit)];
+/// Longest unit of the codec `const`.
+const UNIT: usize = 16;
+/// Bytes that show whether it is worth a try.
+const QUICK: usize = 64 + UNIT;
+
+/// Whether the first `look` bytes are a unit that `const` can code, repeated. A short look refuses
+/// nearly everything else.
+pub(crate) fn repeats(bytes: &[u8], look: usize) -> bool {
+    (1..=UNIT).any(|u| {
+        let head = &bytes[..bytes.len().min(look)];
         head.len() <= u || head[u..] == head[..head.len() - u]
     })
 }

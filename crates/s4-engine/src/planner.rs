@@ -8,6 +8,7 @@ use s4_format::dtype::Form;
 use s4_format::layout::Planes;
 use s4_format::{CodecId, DType, Digest, Error, LayoutId, Plan, Result};
 
+use crate::encode::repeats;
 use crate::scratch::sized;
 use crate::{CpuEngine, Preset, Scratch, TensorView, chunk_log2};
 
@@ -74,9 +75,7 @@ pub fn parent_probes(dtype: DType, values: u64) -> Vec<Range<u64>> {
     }
     // Whole chunks, from the first to the last of them, and some probes in each.
     let at = |i| (whole - 1) * i / (PARENT_CHUNKS - 1) * chunk;
-    (0..PARENT_CHUNKS)
-        .flat_map(|i| spread(at(i)..at(i) + chunk, probes / PARENT_CHUNKS))
-        .collect()
+    (0..PARENT_CHUNKS).flat_map(|i| spread(at(i)..at(i) + chunk, probes / PARENT_CHUNKS)).collect()
 }
 
 /// Runs of [`PROBE`] values, evenly spaced from the start of a range to its end.
@@ -199,14 +198,15 @@ impl CpuEngine {
             let work = if matches!(coding, PlaneCoding::Rans(_)) { values as u64 / 8 } else { 0 };
             c.planes.push((coding, counts, cost == 8 * plane.len() as u64));
             c.cost += cost + work;
-            c.bits += cost;
+            // A plane that repeats a short unit is stored as that, whatever is planned.
+            c.bits += if repeats(plane, plane.len()) { 0 } else { cost };
         }
         if layout == LayoutId::WHOLE {
             let bits = 8 * self.zstd_len(sample, &mut scratch.joined)? as u64;
             // Zstandard is the slowest to decode: it must save a twentieth.
             if bits < c.cost - c.cost / 20 {
                 c.planes[0].0 = PlaneCoding::Zstd;
-                (c.cost, c.bits) = (bits, bits);
+                (c.cost, c.bits) = (bits, bits.min(c.bits));
             }
         }
         Ok(c)

@@ -264,9 +264,9 @@ impl Manifest {
         }
         let mut others = self.plans.iter().flat_map(|p| &p.inputs).filter_map(|i| i.manifest);
         match others.find(|o| self.parent.is_none_or(|p| p.manifest != *o)) {
-            Some(other) => {
-                Err(Error::corrupt(format!("a plan predicts from {other}, which is not the parent")))
-            }
+            Some(other) => Err(Error::corrupt(format!(
+                "a plan predicts from {other}, which is not the parent"
+            ))),
             None => Ok(()),
         }
     }

@@ -90,8 +90,7 @@ impl Reader {
         }
         let digest = self.parent_digest();
         let missing = || self.problem(Some(tensor), ParentProblem::Missing);
-        let (resolve, digest) =
-            self.options.parents.as_ref().zip(digest).ok_or_else(missing)?;
+        let (resolve, digest) = self.options.parents.as_ref().zip(digest).ok_or_else(missing)?;
         let found = resolve(&digest).map_err(|e| match e {
             Error::Parent { .. } => e,
             other => self.problem(Some(tensor), ParentProblem::Unreadable(Box::new(other))),

@@ -151,8 +151,12 @@ impl Objects {
         }
         self.done.push(None);
         let number = number as u32;
-        let mut open =
-            Open { group, number, bytes: Vec::with_capacity(self.options.bytes), hasher: blake3::Hasher::new() };
+        let mut open = Open {
+            group,
+            number,
+            bytes: Vec::with_capacity(self.options.bytes),
+            hasher: blake3::Hasher::new(),
+        };
         open.bytes.extend_from_slice(bytes);
         open.hasher.update(bytes);
         self.open.push(open);

@@ -262,7 +262,8 @@ impl Parent for MemoryParent {
 
     fn find(&self, name: &str) -> Option<ParentTensor<'_>> {
         let held = self.snapshot.tensors.get(name).filter(|t| self.held.contains_key(&t.number));
-        let known = held.map(|t| ParentTensor { number: t.number, dtype: t.dtype, shape: &t.shape });
+        let known =
+            held.map(|t| ParentTensor { number: t.number, dtype: t.dtype, shape: &t.shape });
         known.or_else(|| self.rest.as_ref()?.find(name))
     }
 

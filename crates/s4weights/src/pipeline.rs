@@ -230,9 +230,8 @@ impl Encoder<'_> {
         let mut tensors = tensors.into_iter().peekable();
         while tensors.peek().is_some() {
             let batch = tensors.by_ref().take(PLANNED);
-            let mut batch: Vec<_> = batch
-                .map(|large| Planning { large, sample: vec![], plan: Ok(None) })
-                .collect();
+            let mut batch: Vec<_> =
+                batch.map(|large| Planning { large, sample: vec![], plan: Ok(None) }).collect();
             if let Some(parent) = self.parent.filter(|p| p.is_remote()) {
                 let mut ranges = vec![];
                 for p in &mut batch {

@@ -93,8 +93,7 @@ impl Rans {
         }
         let dst = need(dst, self.bound(symbols.len()))?;
         let (place, carries) = (tables.place, !carry.is_empty());
-        let places =
-            stream::write_head(count, self.segment_log2, tables.list, place, carries, dst);
+        let places = stream::write_head(count, self.segment_log2, tables.list, place, carries, dst);
         let len = self.encode_segments(tables.list, contexts, carry, symbols, dst, places)?;
         Ok(Encoded { len, param: self.precision.bits() as u8 })
     }

@@ -171,7 +171,10 @@ impl<'a> Stream<'a> {
         if n as usize != symbols {
             return Err(Error::corrupt(format!("rans stream of {n} symbols for {symbols}")));
         }
-        if lanes_log2 != LANES_LOG2 || !(12..=LONG_SEGMENT_LOG2).contains(&segment_log2) || flags > 3 {
+        if lanes_log2 != LANES_LOG2
+            || !(12..=LONG_SEGMENT_LOG2).contains(&segment_log2)
+            || flags > 3
+        {
             return Err(Error::unsupported(format!(
                 "rans stream with lanes_log2 {lanes_log2}, segment_log2 {segment_log2}, flags {flags}"
             )));
