@@ -10,7 +10,6 @@ use crate::scratch::width_of;
 
 /// Replaces values by what is left of them after prediction. `first` is the number of the first one;
 /// `parent` are the parent's values at their places, if the plan predicts from it.
-#[expect(clippy::too_many_arguments, reason = "what a prediction is made from")]
 pub(crate) fn forward(
     kernels: Kernels,
     plan: &Plan,
@@ -31,7 +30,6 @@ pub(crate) fn forward(
 }
 
 /// The inverse of [`forward`].
-#[expect(clippy::too_many_arguments, reason = "what a prediction is made from")]
 pub(crate) fn inverse(
     kernels: Kernels,
     plan: &Plan,

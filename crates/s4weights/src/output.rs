@@ -21,7 +21,7 @@ pub(crate) struct Output {
 }
 
 enum To {
-    File { sink: Box<dyn Sink>, hasher: blake3::Hasher, offset: u64 },
+    File { sink: Box<dyn Sink>, hasher: Box<blake3::Hasher>, offset: u64 },
     Objects(Objects),
 }
 
@@ -45,7 +45,7 @@ struct Open {
 impl Output {
     /// One file.
     pub(crate) fn file(sink: Box<dyn Sink>) -> Result<Self> {
-        let to = To::File { sink, hasher: blake3::Hasher::new(), offset: 0 };
+        let to = To::File { sink, hasher: Box::default(), offset: 0 };
         let mut out = Self { to, chunk_bytes: 0 };
         out.put(&file::header())?;
         Ok(out)
