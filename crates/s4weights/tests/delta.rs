@@ -19,7 +19,7 @@ type Files = Arc<Mutex<HashMap<Digest, Vec<u8>>>>;
 fn resolver(files: &Files) -> ParentResolver {
     let files = Arc::clone(files);
     Arc::new(move |digest| {
-        let found = files.lock().unwrap().get(digest).cloned();
+        let found = files.lock().expect("in a test").get(digest).cloned();
         let found = found.ok_or(Error::NotFound { target: digest.to_string() })?;
         open(&files, found, None).map(Arc::new)
     })
@@ -31,7 +31,7 @@ fn open(files: &Files, file: Vec<u8>, threads: Option<usize>) -> Result<Reader> 
 }
 
 fn alone(file: &[u8]) -> Reader {
-    Reader::open(Source::Bytes(file.to_vec().into()), ReadOptions::default()).unwrap()
+    Reader::open(Source::Bytes(file.to_vec().into()), ReadOptions::default()).expect("in a test")
 }
 
 fn write(tensors: &[Owned], options: WriteOptions) -> Result<(Vec<u8>, Written)> {
@@ -39,7 +39,7 @@ fn write(tensors: &[Owned], options: WriteOptions) -> Result<(Vec<u8>, Written)>
     let mut writer = Writer::create(Target::Stream(Box::new(memory.clone())), options)?;
     writer.write(&tensors.iter().map(Owned::source).collect::<Vec<_>>())?;
     let written = writer.complete(Contents::default())?;
-    let file = std::mem::take(&mut *memory.0.lock().unwrap());
+    let file = std::mem::take(&mut *memory.0.lock().expect("in a test"));
     Ok((file, written))
 }
 
@@ -49,7 +49,7 @@ fn against(parent: &Arc<Reader>) -> WriteOptions {
 
 fn check(reader: &Reader, tensors: &[Owned]) {
     for t in tensors {
-        assert!(reader.read(&t.name).unwrap() == t.data, "{}", t.name);
+        assert!(reader.read(&t.name).expect("in a test") == t.data, "{}", t.name);
     }
 }
 
@@ -67,12 +67,12 @@ fn step(tensors: &mut [Owned], seed: u64) {
 }
 
 fn pattern(dtype: DType, elements: usize, name: &str) -> Vec<u8> {
-    adversarial(dtype, elements).find(|p| p.0 == name).unwrap().1
+    adversarial(dtype, elements).find(|p| p.0 == name).expect("in a test").1
 }
 
 fn plan_of(reader: &Reader, name: &str) -> String {
-    let inspection = reader.inspect(false).unwrap();
-    inspection.tensors.into_iter().find(|t| t.name == name).unwrap().plan
+    let inspection = reader.inspect(false).expect("in a test");
+    inspection.tensors.into_iter().find(|t| t.name == name).expect("in a test").plan
 }
 
 #[test]
@@ -319,9 +319,9 @@ fn a_parent_that_is_missing_or_wrong_is_named_and_the_rest_can_be_read() {
 /// The file with a changed manifest, all hashes mended.
 fn forge(file: &[u8], from: &str, to: &str) -> Vec<u8> {
     use s4weights::format::file::{FOOTER_LEN, Footer};
-    let footer = Footer::parse(file, file.len() as u64).unwrap();
+    let footer = Footer::parse(file, file.len() as u64).expect("in a test");
     let json = &file[footer.offset as usize..file.len() - FOOTER_LEN];
-    let text = std::str::from_utf8(json).unwrap();
+    let text = std::str::from_utf8(json).expect("in a test");
     assert!(text.contains(from), "{text}");
     let text = text.replacen(from, to, 1);
     let mut out = file[..footer.offset as usize].to_vec();
@@ -441,7 +441,7 @@ impl Parent for Watched {
     }
     fn read(&self, ranges: &mut [ParentRange<'_>]) -> Result<()> {
         let bytes: usize = ranges.iter().map(|r| r.to.len()).sum();
-        let mut most = self.1.lock().unwrap();
+        let mut most = self.1.lock().expect("in a test");
         *most = bytes.max(*most);
         drop(most);
         Parent::read(&*self.0, ranges)
