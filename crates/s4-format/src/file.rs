@@ -10,12 +10,12 @@ use crate::limits::MAX_MANIFEST;
 use crate::wire::Cursor;
 
 /// Version of the format. Written as a pair in JSON.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "(u16, u16)", into = "(u16, u16)")]
 pub struct Version {
     /// Changes when readers of the older one cannot read it.
     pub major: u16,
-    /// While the major version is 0, readers refuse newer minor versions.
+    /// While the major version is 0, readers refuse any other minor version.
     pub minor: u16,
 }
 
@@ -38,22 +38,19 @@ impl fmt::Display for Version {
 }
 
 impl Version {
-    /// The version that this crate writes.
+    /// The version that this crate writes and reads.
     pub const CURRENT: Self = Self { major: 0, minor: 2 };
-    /// The oldest version that this crate reads: what it wrote means the same today.
-    pub const OLDEST: Self = Self { major: 0, minor: 1 };
 
     /// Checks that this crate reads the version.
     ///
     /// # Errors
-    /// `Unsupported`, naming the versions.
+    /// `Unsupported`, naming both versions.
     pub fn require_readable(self) -> Result<()> {
-        if (Self::OLDEST..=Self::CURRENT).contains(&self) {
+        if self == Self::CURRENT {
             return Ok(());
         }
         Err(Error::unsupported(format!(
-            "file of format {self}; this version reads format {} to {}",
-            Self::OLDEST,
+            "file of format {self}; this version reads format {}",
             Self::CURRENT
         )))
     }
@@ -200,7 +197,7 @@ mod tests {
         let e = check_header(&h).unwrap_err();
         assert!(matches!(e, Error::Unsupported { .. }));
         assert!(
-            e.to_string().contains("format 0.7") && e.to_string().contains("format 0.1 to 0.2"),
+            e.to_string().contains("format 0.7") && e.to_string().contains("format 0.2"),
             "{e}"
         );
     }
