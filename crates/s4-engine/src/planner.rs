@@ -162,7 +162,7 @@ impl CpuEngine {
         let tried = if sample.is_empty() { &[] } else { layouts(dtype) };
         let mut best: Option<Candidate> = None;
         for &layout in tried {
-            let mut c = self.candidate(layout, dtype.value_width(), sample, scratch)?;
+            let mut c = self.candidate(layout, dtype.value_width(), sample, delta, scratch)?;
             // Layouts stand in ascending order of work: a slower one must be worth it.
             if best.as_ref().is_none_or(|b| c.cost < b.cost - b.cost / 256) {
                 // Where all but the exponents are noise, sign and all, no other layout is smaller.
@@ -184,16 +184,19 @@ impl CpuEngine {
         layout: LayoutId,
         width: usize,
         sample: &[u8],
+        delta: bool,
         scratch: &mut Scratch,
     ) -> Result<Candidate> {
         let values = sample.len() / width;
         let sizes = Planes::new(layout, width, values)?;
         self.split(layout, width, sample, scratch)?;
+        // Differences take few bits, of which the coarse frequencies of pairs waste a larger part.
+        let pairs_may_lose = if delta { 128 } else { 50 };
         let mut c = Candidate { layout, planes: vec![], cost: 0, bits: 0 };
         for i in 0..sizes.sizes().len() {
             let plane = scratch.plane(layout, sizes.sizes(), i);
             let dense = layout == LayoutId::FIELDS_SIGN && i == 2;
-            let (coding, counts, cost) = choose(plane, dense);
+            let (coding, counts, cost) = choose(plane, dense, pairs_may_lose);
             // Entropy coding a plane is most of the work: it must save an eighth of a bit more.
             let work = if matches!(coding, PlaneCoding::Rans(_)) { values as u64 / 8 } else { 0 };
             c.planes.push((coding, counts, cost == 8 * plane.len() as u64));
@@ -275,8 +278,9 @@ fn sample(data: &[u8], width: usize) -> Vec<u8> {
     out
 }
 
-/// The coding of a plane: its counts and its estimated cost in bits.
-fn choose(plane: &[u8], dense: bool) -> (PlaneCoding, Counts, u64) {
+/// The coding of a plane, its counts and its estimated cost in bits. `pairs_may_lose`: one part in so
+/// many, for being faster.
+fn choose(plane: &[u8], dense: bool, pairs_may_lose: u64) -> (PlaneCoding, Counts, u64) {
     let mut counts = Counts::new();
     // Parts this short are counted as a whole.
     plane.chunks(8 * PROBE).for_each(|part| counts.add_stream(part));
@@ -293,8 +297,8 @@ fn choose(plane: &[u8], dense: bool) -> (PlaneCoding, Counts, u64) {
         return (noise, counts, raw);
     }
     let pairs = cost(&counts, &counts.table(Precision::P8));
-    // One renormalisation for two symbols is much the faster: the other must save a fiftieth.
-    let much_less = pairs - pairs / 50;
+    // One renormalisation for two symbols is much the faster.
+    let much_less = pairs - pairs / pairs_may_lose;
     let singles = match least < much_less {
         true => cost(&counts, &counts.table(Precision::P12)),
         false => pairs,

@@ -3,9 +3,7 @@
 use s4_codec_cpu::rans::Precision;
 use s4_format::layout::Planes;
 use s4_format::side::{Side, SideKind};
-use s4_format::{
-    ChunkRecord, DType, Digest, LayoutId, Plan, PredictorId, ResidualId, StreamEntry,
-};
+use s4_format::{ChunkRecord, DType, Digest, LayoutId, Plan, PredictorId, ResidualId, StreamEntry};
 use s4_planes::patterns::{self, Kind};
 use s4_planes::{Simd, Width};
 

@@ -5,8 +5,9 @@
 //! threads (1 unless told).
 
 use std::error::Error;
+use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use bytes::Bytes;
@@ -15,6 +16,8 @@ use s4weights::{
     WriteOptions, Writer, Written,
 };
 use safetensors::SafeTensors;
+
+const CALLS: usize = 9;
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
 
@@ -66,9 +69,8 @@ fn measure(name: &str, base: &Path, file: &Path, threads: usize) -> Outcome<()> 
         memory.hold(&name, Bytes::copy_from_slice(view.data()))?;
     }
     let options = WriteOptions { parent: Some(Arc::new(memory)), ..options };
-    let started = Instant::now();
-    let (delta_file, delta) = write(&file, options)?;
-    let wrote = started.elapsed().as_secs_f64();
+    let (delta_file, delta) = write(&file, options.clone())?;
+    let wrote = fastest(|| write(&file, options.clone()).map(drop))?;
     let read = ReadOptions { threads: Some(threads), ..ReadOptions::default() };
     let parent = Arc::new(Reader::open(Source::Bytes(parent_file), read.clone())?);
     let reader = Reader::open(Source::Bytes(delta_file), read)?;
@@ -78,9 +80,7 @@ fn measure(name: &str, base: &Path, file: &Path, threads: usize) -> Outcome<()> 
     let sizes: Vec<_> = reader.tensors().map(|t| t.bytes as usize).collect();
     let mut values: Vec<_> = sizes.into_iter().map(|n| vec![0; n]).collect();
     let mut wanted: Vec<_> = values.iter_mut().map(Vec::as_mut_slice).enumerate().collect();
-    let started = Instant::now();
-    reader.read_into(&mut wanted)?;
-    let took = started.elapsed().as_secs_f64();
+    let took = fastest(|| Ok(reader.read_into(&mut wanted)?))?;
     let tensors = SafeTensors::deserialize(&file)?;
     for (info, values) in reader.tensors().zip(&values) {
         if tensors.tensor(info.name)?.data() != values {
@@ -96,6 +96,31 @@ fn measure(name: &str, base: &Path, file: &Path, threads: usize) -> Outcome<()> 
         bytes / took / 1e9,
     );
     Ok(())
+}
+
+/// Seconds of the fastest of a few calls.
+fn fastest(mut call: impl FnMut() -> Outcome<()>) -> Outcome<f64> {
+    let mut best = f64::INFINITY;
+    for _ in 0..CALLS {
+        let started = Instant::now();
+        call()?;
+        best = best.min(started.elapsed().as_secs_f64());
+    }
+    Ok(best)
+}
+
+/// A stream into memory.
+#[derive(Clone, Default)]
+struct Memory(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Memory {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap_or_else(|e| e.into_inner()).extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
 }
 
 /// Writes a safetensors file's tensors; gives the file.
@@ -122,10 +147,10 @@ fn write(file: &[u8], options: WriteOptions) -> Outcome<(Bytes, Written)> {
             data: view.data(),
         })
         .collect();
-    let folder = tempfile::tempdir()?;
-    let path = folder.path().join("a.s4w");
-    let mut writer = Writer::create(Target::Path(path.clone()), options)?;
+    let memory = Memory::default();
+    let mut writer = Writer::create(Target::Stream(Box::new(memory.clone())), options)?;
     writer.write(&sources)?;
     let written = writer.complete(Contents::default())?;
-    Ok((std::fs::read(path)?.into(), written))
+    let bytes = std::mem::take(&mut *memory.0.lock().unwrap_or_else(|e| e.into_inner()));
+    Ok((bytes.into(), written))
 }

@@ -9,7 +9,7 @@ use common::{Memory, Owned, mixed, save};
 use s4weights::format::Digest;
 use s4weights::{
     Contents, DType, Error, MemoryOptions, MemoryParent, Parent, ParentProblem, ParentRange,
-    ParentResolver, ParentTensor, ReadOptions, Reader, Result, Simd, Slice, Source, Target,
+    ParentResolver, ParentTensor, Preset, ReadOptions, Reader, Result, Simd, Slice, Source, Target,
     TensorCodec, WriteOptions, Writer, Written, adversarial,
 };
 
@@ -469,6 +469,49 @@ fn a_parent_is_asked_for_a_chunk_at_a_time() {
     let reader = alone(&file);
     reader.set_parent(Arc::clone(&watched.0)).unwrap();
     check(&reader, &now);
+}
+
+/// The tensors of one of the files that come with the project.
+fn trained(name: &str) -> Vec<Owned> {
+    let path = format!("{}/../../testdata/{name}.safetensors", env!("CARGO_MANIFEST_DIR"));
+    let file = std::fs::read(path).expect("in a test");
+    let tensors = safetensors::SafeTensors::deserialize(&file).expect("in a test");
+    let mut out: Vec<_> = (tensors.tensors().into_iter())
+        .map(|(name, t)| {
+            let dtype = match t.dtype() {
+                safetensors::Dtype::BF16 => DType::BFloat16,
+                _ => DType::Float32,
+            };
+            let shape: Vec<u64> = t.shape().iter().map(|&d| d as u64).collect();
+            Owned::new(name, dtype, &shape, t.data().to_vec())
+        })
+        .collect();
+    out.sort_by(|a, b| a.name.cmp(&b.name));
+    out
+}
+
+#[test]
+fn a_step_of_training_stays_as_small_as_it_was() {
+    // What was measured when this was written.
+    for (name, known) in [("gpt34m_bf16", 2.363), ("gpt98m_fp32", 9.0)] {
+        let before = trained(&format!("{name}_s0"));
+        let now = trained(&format!("{name}_s1"));
+        let fast = WriteOptions { preset: Preset::Fast, ..WriteOptions::default() };
+        let (base, _) = write(&before, fast.clone()).unwrap();
+        let parent = Arc::new(alone(&base));
+        let options = WriteOptions { parent: Some(Arc::clone(&parent) as _), ..fast.clone() };
+        let (file, written) = write(&now, options).unwrap();
+        let ratio = written.report.bytes_in as f64 / file.len() as f64;
+        assert!(ratio * 1.002 >= known, "{name}: {ratio:.4}");
+        let reader = alone(&file);
+        reader.set_parent(parent).unwrap();
+        check(&reader, &now);
+        let direct = alone(&write(&now, fast).unwrap().0);
+        let sizes = |r: &Reader| r.inspect(false).unwrap().tensors;
+        for (a, b) in sizes(&reader).iter().zip(&sizes(&direct)) {
+            assert!(a.stored <= b.stored, "{name} {}", a.name);
+        }
+    }
 }
 
 #[test]
