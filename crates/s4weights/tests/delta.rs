@@ -493,7 +493,7 @@ fn trained(name: &str) -> Vec<Owned> {
 #[test]
 fn a_step_of_training_stays_as_small_as_it_was() {
     // What was measured when this was written.
-    for (name, known) in [("gpt34m_bf16", 2.363), ("gpt98m_fp32", 9.0)] {
+    for (name, known) in [("gpt34m_bf16", 2.363), ("gpt98m_fp32", 1.384)] {
         let before = trained(&format!("{name}_s0"));
         let now = trained(&format!("{name}_s1"));
         let fast = WriteOptions { preset: Preset::Fast, ..WriteOptions::default() };
