@@ -104,7 +104,7 @@ fn exit_codes_are_those_of_the_help() {
     let out = s4w(&["inspect", &path("a.s4w")]);
     assert_eq!(out.status.code(), Some(4));
     assert!(text(&out).contains("format 0.77"), "{}", text(&out));
-    bytes[10] = 1;
+    bytes[10] = 2;
     bytes[5000] ^= 1;
     std::fs::write(path("a.s4w"), &bytes).unwrap();
     assert_eq!(code(&["verify", &path("a.s4w")]), Some(1));
