@@ -1,5 +1,6 @@
 //! Requests to the object store: retried where that is safe, bounded in memory, time and rate.
 
+use std::fmt;
 use std::future::Future;
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,13 +20,19 @@ use crate::options::Retry;
 const UNIT: usize = 1024;
 
 /// The object store with retries and budgets.
-#[derive(Debug)]
 pub(crate) struct Io {
     store: Arc<dyn ObjectStore>,
     retry: Retry,
     gate: Arc<Semaphore>,
     units: u32,
     pace: Option<Pace>,
+}
+
+impl fmt::Debug for Io {
+    /// The object store's own `Debug` may hold credentials.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Io").field("retry", &self.retry).field("pace", &self.pace).finish()
+    }
 }
 
 impl Io {
@@ -91,6 +98,20 @@ impl Io {
         };
         let bytes = self.retrying("read", key, get).await?;
         bytes.map_err(|size| Error::corrupt(key, format!("{size} bytes, {max} are expected")))
+    }
+
+    /// Reads a whole object and checks it, twice if need be: bytes may be damaged on their way, and a
+    /// second copy tells whether they are damaged where they lie.
+    pub(crate) async fn get_checked<T>(
+        &self,
+        key: &Path,
+        max: u64,
+        check: impl Fn(&Bytes) -> Result<T>,
+    ) -> Result<T> {
+        match check(&self.get(key, max).await?) {
+            Err(Error::Corrupt { .. }) => check(&self.get(key, max).await?),
+            other => other,
+        }
     }
 
     /// Reads a range of an object. The caller has checked it against the object's length.
@@ -304,6 +325,6 @@ mod tests {
         tokio::pin!(next);
         assert!(futures::poll!(&mut next).is_pending());
         drop(all);
-        next.await.unwrap();
+        drop(next.await.unwrap());
     }
 }

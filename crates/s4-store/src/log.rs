@@ -78,12 +78,10 @@ impl Inner {
         let listed = self.io.list(&self.layout.log(), offset.as_ref()).await?;
         let last = listed.iter().filter_map(|m| self.layout.parse_entry(&m.location)).max();
         let wanted = from + 1..last.map_or(from, |last| last.max(from)) + 1;
-        let read = |n| async move { self.read_entry(n).await.map(|bytes| (n, bytes)) };
-        let mut entries =
-            futures::stream::iter(wanted).map(read).buffered(self.concurrency());
-        let state = Arc::make_mut(&mut known.state);
-        while let Some((n, bytes)) = entries.try_next().await.map_err(gap)? {
-            self.apply(state, n, &bytes)?;
+        let read = |n| self.read_entry(n);
+        let mut entries = futures::stream::iter(wanted).map(read).buffered(self.concurrency());
+        while let Some((entry, hash)) = entries.try_next().await.map_err(gap)? {
+            self.apply(known, &entry, hash)?;
         }
         drop(entries);
         self.follow(known, u64::MAX).await.map(drop)
@@ -100,40 +98,29 @@ impl Inner {
             let n = known.state.head() + 1;
             match self.read_slot(n).await? {
                 Seen::Empty => return Ok(true),
-                Seen::Entry(entry, hash) => self.apply_parsed(known, &entry, hash)?,
+                Seen::Entry(entry, hash) => self.apply(known, &entry, hash)?,
             }
         }
         Ok(false)
     }
 
-    async fn read_entry(&self, n: u64) -> Result<Bytes> {
-        self.io.get(&self.layout.entry(n), MAX_ENTRY).await
+    async fn read_entry(&self, n: u64) -> Result<(Entry, Hash)> {
+        let key = self.layout.entry(n);
+        let parse = |bytes: &Bytes| {
+            Ok((Entry::parse(key.as_ref(), n, bytes)?, Hash::of(bytes)))
+        };
+        self.io.get_checked(&key, MAX_ENTRY, parse).await
     }
 
-    /// Reads entry `n`. A bad copy is read once more: bytes may be damaged on their way.
     async fn read_slot(&self, n: u64) -> Result<Seen> {
-        let key = self.layout.entry(n).to_string();
-        let mut again = true;
-        loop {
-            let bytes = match self.read_entry(n).await {
-                Err(e) if e.is_missing() => return Ok(Seen::Empty),
-                other => other?,
-            };
-            match Entry::parse(&key, n, &bytes) {
-                Ok(entry) => return Ok(Seen::Entry(Box::new(entry), Hash::of(&bytes))),
-                Err(Error::Corrupt { .. }) if again => again = false,
-                Err(e) => return Err(e),
-            }
+        match self.read_entry(n).await {
+            Ok((entry, hash)) => Ok(Seen::Entry(Box::new(entry), hash)),
+            Err(e) if e.is_missing() => Ok(Seen::Empty),
+            Err(e) => Err(e),
         }
     }
 
-    fn apply(&self, state: &mut State, n: u64, bytes: &Bytes) -> Result<()> {
-        let key = self.layout.entry(n).to_string();
-        let entry = Entry::parse(&key, n, bytes)?;
-        state.apply(&key, &entry, Hash::of(bytes)).map(drop)
-    }
-
-    fn apply_parsed(&self, known: &mut Known, entry: &Entry, hash: Hash) -> Result<()> {
+    fn apply(&self, known: &mut Known, entry: &Entry, hash: Hash) -> Result<()> {
         let key = self.layout.entry(entry.n).to_string();
         Arc::make_mut(&mut known.state).apply(&key, entry, hash).map(drop)
     }
@@ -167,12 +154,12 @@ impl Inner {
             match self.create_slot(&entry, bytes.clone()).await? {
                 Slot::Ours => {
                     self.reached("log.after").await;
-                    self.apply_parsed(&mut known, &entry, Hash::of(&bytes))?;
+                    self.apply(&mut known, &entry, Hash::of(&bytes))?;
                     self.write_view(&mut known).await;
                     self.reached("log.viewed").await;
                     return Ok(Some(entry));
                 }
-                Slot::Other(other, hash) => self.apply_parsed(&mut known, &other, hash)?,
+                Slot::Other(other, hash) => self.apply(&mut known, &other, hash)?,
             }
         }
     }
@@ -242,10 +229,7 @@ impl Inner {
             self.refresh(&mut known).await?;
             known.state.head()
         };
-        let read = |n| async move {
-            let bytes = self.read_entry(n).await?;
-            Entry::parse(self.layout.entry(n).as_ref(), n, &bytes)
-        };
+        let read = |n| async move { self.read_entry(n).await.map(|(entry, _)| entry) };
         let entries = futures::stream::iter(from..=last).map(read);
         entries.buffered(self.concurrency()).try_collect().await
     }

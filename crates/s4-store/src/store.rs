@@ -193,18 +193,14 @@ impl Store {
         let about = &checkpoint.about;
         let key = self.inner.layout.part(about.id, Part::Manifest);
         let max = about.manifest_len.min(MAX_MANIFEST);
-        let mut again = true;
-        let bytes = loop {
-            let bytes = self.inner.io.get(&key, max).await?;
-            if Hash::of(&bytes) == about.manifest_blake3 {
-                break bytes;
-            }
-            // Bytes may be damaged on their way: a second copy tells.
-            if !std::mem::take(&mut again) {
-                return Err(Error::corrupt(key, "its hash is not the one in the log"));
+        let check = |bytes: &bytes::Bytes| {
+            if Hash::of(bytes) == about.manifest_blake3 {
+                Manifest::parse(key.as_ref(), about.id, bytes)
+            } else {
+                Err(Error::corrupt(&key, "its hash is not the one in the log"))
             }
         };
-        let manifest = Manifest::parse(key.as_ref(), about.id, &bytes)?;
+        let manifest = self.inner.io.get_checked(&key, max, check).await?;
         if manifest.objects.len() as u64 != u64::from(about.objects)
             || manifest.data_len() != about.data_len
         {
@@ -354,7 +350,7 @@ fn make_io(there: &Connected, options: &StoreOptions) -> Io {
 
 async fn read_repo(io: &Io, layout: &Layout) -> Result<Repo> {
     let key = layout.repo();
-    Repo::parse(key.as_ref(), &io.get(&key, MAX_REPO).await?)
+    io.get_checked(&key, MAX_REPO, |bytes| Repo::parse(key.as_ref(), bytes)).await
 }
 
 fn check_file_system(there: &Connected, options: &StoreOptions) -> Result<()> {

@@ -30,19 +30,14 @@ struct View {
 /// The state of the view, if there is a good one.
 pub(crate) async fn read(inner: &Inner) -> Option<State> {
     let key = inner.layout.view();
-    let bytes = match inner.io.get(&key, MAX_VIEW).await {
-        Ok(bytes) => bytes,
-        Err(e) if e.is_missing() => return None,
-        Err(e) => {
-            tracing::warn!(error = %e, "the stored view is not readable: replaying the log");
-            return None;
-        }
-    };
-    match seal::open::<View>(key.as_ref(), &bytes) {
+    let parse = |bytes: &bytes::Bytes| seal::open::<View>(key.as_ref(), bytes);
+    match inner.io.get_checked(&key, MAX_VIEW, parse).await {
         Ok(view) if view.v == VERSION && view.repo == inner.repo.id => Some(view.into_state()),
         Ok(_) => None,
         Err(e) => {
-            tracing::warn!(error = %e, "the stored view is damaged: replaying the log");
+            if !e.is_missing() {
+                tracing::warn!(error = %e, "the stored view is unusable: replaying the log");
+            }
             None
         }
     }
