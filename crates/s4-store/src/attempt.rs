@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt};
+use object_store::ObjectMeta;
 use tokio::task::JoinSet;
 
 use crate::entry::{Op, Publish, Reference};
@@ -260,7 +261,8 @@ impl Inner {
         let manifest = self.layout.part(id, Part::Manifest);
         let last = found.iter().position(|m| m.location == manifest).map(|i| found.swap_remove(i));
         let bytes = found.iter().chain(&last).map(|m| m.size).sum();
-        let deletes = futures::stream::iter(&found).map(|meta| self.io.delete(&meta.location));
+        let delete = |meta: ObjectMeta| async move { self.io.delete(&meta.location).await };
+        let deletes = futures::stream::iter(found).map(delete);
         deletes.buffer_unordered(self.concurrency()).try_collect::<()>().await?;
         self.reached("delete.data").await;
         if let Some(meta) = last {

@@ -219,14 +219,15 @@ fn jitter(key: &Path, attempt: u32) -> u64 {
     mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
-/// Whether trying again is pointless.
+/// Whether trying again is pointless. That something is there already, or not as expected, is no
+/// final answer: `object_store` makes this of any 409, which also means "somebody else is at it".
 pub(crate) fn is_permanent(error: &object_store::Error) -> bool {
     use object_store::Error as E;
     match error {
         E::Generic { source, .. } => {
             is_final_io(source.as_ref()) || is_final_status(&source.to_string())
         }
-        E::JoinError { .. } => false,
+        E::JoinError { .. } | E::AlreadyExists { .. } | E::Precondition { .. } => false,
         _ => true,
     }
 }

@@ -187,7 +187,7 @@ impl Inner {
                 Ok(Ok(())) if self.repo.mode == Mode::Many => return Ok(Slot::Ours),
                 Ok(Ok(())) | Err(_) => ambiguous = true,
                 Ok(Err(error)) => {
-                    hopeless = is_permanent(&error) && !is_taken(&error);
+                    hopeless = is_permanent(&error);
                     let empty = hopeless
                         && !ambiguous
                         && matches!(self.read_slot(entry.n).await, Ok(Seen::Empty));
@@ -266,13 +266,6 @@ impl Inner {
 
 fn whose(ours: &Entry, other: Box<Entry>, hash: Hash) -> Slot {
     if other.write_id == ours.write_id { Slot::Ours } else { Slot::Other(other, hash) }
-}
-
-fn is_taken(error: &object_store::Error) -> bool {
-    matches!(
-        error,
-        object_store::Error::AlreadyExists { .. } | object_store::Error::Precondition { .. }
-    )
 }
 
 /// An entry that was listed, or that has one after it, must be there.

@@ -77,6 +77,15 @@ impl Place {
         }
     }
 
+    /// The object store and the prefix in it, unless it is a local folder.
+    #[must_use]
+    pub fn as_objects(&self) -> Option<(&Arc<dyn ObjectStore>, &Path)> {
+        match &self.kind {
+            Kind::Objects(store, prefix) => Some((store, prefix)),
+            Kind::Folder(_) => None,
+        }
+    }
+
     /// The object store and the prefix in it; a folder is created if `create` says so.
     pub(crate) fn connect(&self, create: bool) -> Result<Connected> {
         let path = match &self.kind {

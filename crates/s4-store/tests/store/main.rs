@@ -5,6 +5,7 @@ mod faults;
 mod flips;
 mod life;
 mod local;
+mod servers;
 mod simulation;
 
 use std::sync::Arc;
