@@ -168,9 +168,8 @@ fn install_azurite(root: &Path, venv: &Venv) -> Result<Azurite> {
 
 /// The programs `node` and `npm`.
 fn find_node(root: &Path, venv: &Venv) -> Result<(PathBuf, PathBuf)> {
-    let works = |program: &Path| {
-        proc::output(proc::command(root, program).arg("--version")).is_ok()
-    };
+    let works =
+        |program: &Path| proc::output(proc::command(root, program).arg("--version")).is_ok();
     let here = (PathBuf::from("node"), PathBuf::from("npm"));
     if works(&here.0) && works(&here.1) {
         return Ok(here);

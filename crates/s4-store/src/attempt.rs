@@ -124,7 +124,9 @@ impl Attempt {
     /// The failure of an upload; [`Error::Argument`] if a metric is not finite.
     pub async fn stage(mut self, blob: Bytes, about: About) -> Result<Staged> {
         if let Some((name, value)) = about.metrics.iter().find(|(_, v)| !v.is_finite()) {
-            return Err(Error::Argument(format!("metric `{name}` is {value}: not a finite number")));
+            return Err(Error::Argument(format!(
+                "metric `{name}` is {value}: not a finite number"
+            )));
         }
         while let Some(done) = self.uploads.join_next().await {
             self.note(done)?;
@@ -206,9 +208,9 @@ impl Staged {
         let known = self.inner.known.lock().await;
         let listed = id.and_then(|id| known.state.get(id)).cloned();
         // Another writer may have retired it in the meantime, and this process have read that.
-        listed.or_else(|| entry.and_then(just_published)).ok_or_else(|| Error::NoCheckpoint {
-            what: "was published".to_owned(),
-        })
+        listed
+            .or_else(|| entry.and_then(just_published))
+            .ok_or_else(|| Error::NoCheckpoint { what: "was published".to_owned() })
     }
 }
 

@@ -97,8 +97,9 @@ impl Store {
         for checkpoint in state.list().into_iter().filter(wanted) {
             report.checkpoints += 1;
             let id = checkpoint.id();
-            if let Err(error) =
-                self.check_one(checkpoint, &state, options, &sizes, &mut report, &mut inspector).await
+            if let Err(error) = self
+                .check_one(checkpoint, &state, options, &sizes, &mut report, &mut inspector)
+                .await
             {
                 report.found(Some(id), error);
             }

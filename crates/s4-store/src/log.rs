@@ -106,9 +106,7 @@ impl Inner {
 
     async fn read_entry(&self, n: u64) -> Result<(Entry, Hash)> {
         let key = self.layout.entry(n);
-        let parse = |bytes: &Bytes| {
-            Ok((Entry::parse(key.as_ref(), n, bytes)?, Hash::of(bytes)))
-        };
+        let parse = |bytes: &Bytes| Ok((Entry::parse(key.as_ref(), n, bytes)?, Hash::of(bytes)));
         self.io.get_checked(&key, MAX_ENTRY, parse).await
     }
 

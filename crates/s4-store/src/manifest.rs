@@ -61,7 +61,9 @@ impl Manifest {
         let table = serde_json::to_vec(&table).map_err(|e| Error::Argument(e.to_string()))?;
         let total = (MAGIC.len() + 4 + table.len()) as u64 + self.blob.len() as u64;
         if total > MAX_MANIFEST {
-            return Err(Error::Limit(format!("a manifest of {total} bytes, {MAX_MANIFEST} at most")));
+            return Err(Error::Limit(format!(
+                "a manifest of {total} bytes, {MAX_MANIFEST} at most"
+            )));
         }
         let len = u32::try_from(table.len()).map_err(|e| Error::Limit(e.to_string()))?;
         let mut out = BytesMut::with_capacity(usize::try_from(total).unwrap_or(0));
@@ -78,8 +80,7 @@ impl Manifest {
         let (len, after) = after.split_first_chunk().ok_or_else(|| bad("it ends too early"))?;
         let len = usize::try_from(u32::from_le_bytes(*len)).map_err(|e| bad(&e.to_string()))?;
         let (table, blob) = after.split_at_checked(len).ok_or_else(|| bad("it ends too early"))?;
-        let table: Table<'_> =
-            serde_json::from_slice(table).map_err(|e| Error::corrupt(key, e))?;
+        let table: Table<'_> = serde_json::from_slice(table).map_err(|e| Error::corrupt(key, e))?;
         if table.id != id {
             return Err(bad(&format!("it belongs to checkpoint {}", table.id)));
         }

@@ -55,7 +55,8 @@ pub async fn probe(
     unique: Uuid,
 ) -> Result<ProbeReport> {
     // Side by side in one folder, so that a local one is not littered with empty folders.
-    let key = |what: String| folder.clone().join(format!("probe-{}-{what}", unique.as_hyphenated()));
+    let key =
+        |what: String| folder.clone().join(format!("probe-{}-{what}", unique.as_hyphenated()));
     let mut report = ProbeReport::default();
     let mut made = vec![key("twice".into())];
     sequential(store, &made[0], &mut report).await?;
@@ -86,7 +87,8 @@ async fn sequential(
 ) -> Result<()> {
     // The object may be there after an ambiguous answer; then the second try is refused for it.
     let first = store.put_opts(key, "first".into(), PutMode::Create.into()).await;
-    if let Err(error @ (StoreError::NotImplemented { .. } | StoreError::NotSupported { .. })) = first
+    if let Err(error @ (StoreError::NotImplemented { .. } | StoreError::NotSupported { .. })) =
+        first
     {
         report.detail = error.to_string();
         return Ok(());

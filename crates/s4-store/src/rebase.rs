@@ -43,11 +43,7 @@ impl Store {
     /// # Errors
     /// [`Error::Callback`] with the rebaser's own; [`Error::Conflict`] if the checkpoint was retired
     /// or rebased meanwhile. In both cases nothing has changed.
-    pub async fn rebase(
-        &self,
-        id: CheckpointId,
-        rebaser: &mut dyn Rebaser,
-    ) -> Result<Checkpoint> {
+    pub async fn rebase(&self, id: CheckpointId, rebaser: &mut dyn Rebaser) -> Result<Checkpoint> {
         let state = self.state().await?;
         let chain: Vec<_> = state.chain(id)?.into_iter().cloned().collect();
         let Some(old) = chain.first() else {

@@ -72,7 +72,8 @@ impl Repo {
         match value.get("min_reader").and_then(Value::as_u64) {
             Some(min) if min <= u64::from(FORMAT) => {}
             Some(min) => {
-                let what = format!("it needs a reader of layout {min}; this library reads {FORMAT}");
+                let what =
+                    format!("it needs a reader of layout {min}; this library reads {FORMAT}");
                 return Err(Error::Unsupported { key: key.to_owned(), what });
             }
             None => return Err(Error::corrupt(key, "it names no layout")),

@@ -97,7 +97,7 @@ impl Retention {
         let last = list.iter().rev().take(self.keep_last.unwrap_or(0));
         chosen.extend(last.map(|c| (*c, Keep::Last)));
         let every = self.keep_every.filter(|every| *every > 0);
-        let multiple = |c: &&&Checkpoint| every.is_some_and(|every| c.step() % every == 0);
+        let multiple = |c: &&&Checkpoint| every.is_some_and(|every| c.step().is_multiple_of(every));
         chosen.extend(list.iter().filter(multiple).map(|c| (*c, Keep::Every)));
         for best in &self.best {
             chosen.extend(best.of(list).into_iter().map(|c| (c, Keep::Best(best.metric.clone()))));

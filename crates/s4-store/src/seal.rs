@@ -15,7 +15,8 @@ const TAIL: usize = 1 + PREFIX.len() + 64 + 2;
 
 /// Serialises and seals.
 pub(crate) fn seal<T: Serialize>(key: &str, value: &T) -> Result<Vec<u8>> {
-    let mut bytes = serde_json::to_vec(value).map_err(|e| Error::Argument(format!("{key}: {e}")))?;
+    let mut bytes =
+        serde_json::to_vec(value).map_err(|e| Error::Argument(format!("{key}: {e}")))?;
     let tail = format!("\n{PREFIX}{}\"\n", Hash::of(&bytes));
     bytes.extend_from_slice(tail.as_bytes());
     Ok(bytes)

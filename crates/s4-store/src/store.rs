@@ -181,7 +181,8 @@ impl Store {
     /// damaged.
     pub async fn read(&self, id: CheckpointId) -> Result<Reading> {
         let state = self.state().await?;
-        let checkpoint = state.get(id).ok_or_else(|| Error::NoCheckpoint { what: id.to_string() })?;
+        let checkpoint =
+            state.get(id).ok_or_else(|| Error::NoCheckpoint { what: id.to_string() })?;
         self.read_manifest(checkpoint).await
     }
 

@@ -246,8 +246,10 @@ impl Inner {
     async fn abort_orphans(&self, orphans: Vec<Swept>, report: &mut SweepReport) -> Result<()> {
         for batch in orphans.chunks(MAX_IDS) {
             let build = |state: &State| {
-                let unknown = |id: &CheckpointId| state.get(*id).is_none() && state.dead(*id).is_none();
-                let ids: Vec<_> = batch.iter().filter_map(|s| s.checkpoint).filter(unknown).collect();
+                let unknown =
+                    |id: &CheckpointId| state.get(*id).is_none() && state.dead(*id).is_none();
+                let ids: Vec<_> =
+                    batch.iter().filter_map(|s| s.checkpoint).filter(unknown).collect();
                 Ok((!ids.is_empty()).then_some(Op::Abort { ids }))
             };
             let Some(entry) = self.append(build).await? else { continue };
@@ -272,7 +274,8 @@ impl Inner {
             }
             let what = meta.location.to_string();
             let swept = Swept { what, checkpoint: None, bytes: meta.size, why: Why::Leftover };
-            let removed = if options.dry_run { Ok(()) } else { self.io.delete(&meta.location).await };
+            let removed =
+                if options.dry_run { Ok(()) } else { self.io.delete(&meta.location).await };
             report.note(swept, removed);
         }
         Ok(())

@@ -56,7 +56,8 @@ pub async fn create_race(
 
 async fn objects(store: &dyn ObjectStore, folder: &Path) -> Outcome {
     let key = folder.clone().join("a");
-    let bytes: Vec<u8> = (0..100_000u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+    let bytes: Vec<u8> =
+        (0..100_000u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
     store.put(&key, bytes.clone().into()).await.map_err(text)?;
     let whole = store.get(&key).await.map_err(text)?.bytes().await.map_err(text)?;
     check(whole == bytes, "a read returns other bytes than were written")?;
@@ -68,11 +69,17 @@ async fn objects(store: &dyn ObjectStore, folder: &Path) -> Outcome {
     let whole = store.get(&key).await.map_err(text)?.bytes().await.map_err(text)?;
     check(whole == "new", "a write does not replace, or a read is stale")?;
 
-    store.put_opts(&folder.clone().join("b"), "1".into(), PutMode::Create.into()).await.map_err(text)?;
+    store
+        .put_opts(&folder.clone().join("b"), "1".into(), PutMode::Create.into())
+        .await
+        .map_err(text)?;
     let again = store.put_opts(&folder.clone().join("b"), "2".into(), PutMode::Create.into()).await;
     check(again.is_err(), "a second create is accepted")?;
     for n in 0..30 {
-        store.put(&folder.clone().join("list").join(format!("{n:03}")), "x".into()).await.map_err(text)?;
+        store
+            .put(&folder.clone().join("list").join(format!("{n:03}")), "x".into())
+            .await
+            .map_err(text)?;
     }
     let listed = keys(store, folder, None).await?;
     check(listed.len() == 32, "a listing misses objects")?;

@@ -240,7 +240,11 @@ impl FaultStore {
         meta
     }
 
-    fn listing(&self, prefix: Option<Path>, offset: Option<Path>) -> BoxStream<'static, Result<ObjectMeta>> {
+    fn listing(
+        &self,
+        prefix: Option<Path>,
+        offset: Option<Path>,
+    ) -> BoxStream<'static, Result<ObjectMeta>> {
         let this = self.clone();
         let listed = async move {
             let key = prefix.clone().unwrap_or_default();
@@ -297,7 +301,12 @@ impl fmt::Debug for FaultStore {
 
 #[async_trait]
 impl ObjectStore for FaultStore {
-    async fn put_opts(&self, key: &Path, payload: PutPayload, opts: PutOptions) -> Result<PutResult> {
+    async fn put_opts(
+        &self,
+        key: &Path,
+        payload: PutPayload,
+        opts: PutOptions,
+    ) -> Result<PutResult> {
         let kind = if opts.mode == PutMode::Create { OpKind::Create } else { OpKind::Put };
         let fault = self.begin(kind, key).await?;
         let answer = self.shared.inner.put_opts(key, payload, opts).await;

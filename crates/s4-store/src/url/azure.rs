@@ -51,7 +51,9 @@ fn connection_string(text: &str) -> Result<Vec<(AzureConfigKey, String)>> {
     for part in text.split(';').filter(|part| !part.trim().is_empty()) {
         // Values may hold `=`: keys are base64.
         let Some((name, value)) = part.split_once('=') else {
-            return Err(Error::Argument("the Azure connection string has a part without `=`".into()));
+            return Err(Error::Argument(
+                "the Azure connection string has a part without `=`".into(),
+            ));
         };
         let key = match name.trim() {
             "AccountName" => AzureConfigKey::AccountName,

@@ -47,7 +47,8 @@ impl Place {
         let bad = |what: String| Error::Argument(format!("{}: {what}", without_secrets(url)));
         let parsed = Url::parse(url).map_err(|e| bad(e.to_string()))?;
         if parsed.scheme() == "file" {
-            let path = parsed.to_file_path().map_err(|()| bad("it names no local folder".into()))?;
+            let path =
+                parsed.to_file_path().map_err(|()| bad("it names no local folder".into()))?;
             return Ok(Self::folder(path));
         }
         if parsed.scheme() == "memory" {
@@ -56,8 +57,7 @@ impl Place {
             let store = Arc::clone(MEMORY.get_or_init(Arc::default));
             return Ok(Self::named(store, path, url.to_owned(), "memory".into()));
         }
-        let (scheme, path) =
-            ObjectStoreScheme::parse(&parsed).map_err(|e| bad(e.to_string()))?;
+        let (scheme, path) = ObjectStoreScheme::parse(&parsed).map_err(|e| bad(e.to_string()))?;
         let (store, server) = match scheme {
             ObjectStoreScheme::AmazonS3 => s3::open(&parsed, options, &environment())?,
             ObjectStoreScheme::GoogleCloudStorage => gcs::open(&parsed, options)?,
@@ -93,11 +93,7 @@ fn without_secrets(url: &str) -> String {
 
 /// Few retries: the store repeats requests itself, and reads back what must not be repeated blindly.
 fn retry_config() -> RetryConfig {
-    RetryConfig {
-        max_retries: 4,
-        retry_timeout: Duration::from_secs(60),
-        ..RetryConfig::default()
-    }
+    RetryConfig { max_retries: 4, retry_timeout: Duration::from_secs(60), ..RetryConfig::default() }
 }
 
 fn unknown(kind: &str, key: &str) -> Error {
@@ -145,10 +141,9 @@ mod tests {
         .map(|(k, v)| (k.to_owned(), v.to_owned()))
         .into();
         let place = Place::open_url("s3://bucket/a?sig=hush-hush", &options).unwrap();
-        let azure: StorageOptions =
-            [("account_name", "acc"), ("account_key", "aHVzaC1odXNo")]
-                .map(|(k, v)| (k.to_owned(), v.to_owned()))
-                .into();
+        let azure: StorageOptions = [("account_name", "acc"), ("account_key", "aHVzaC1odXNo")]
+            .map(|(k, v)| (k.to_owned(), v.to_owned()))
+            .into();
         let other = Place::open_url("az://container/p", &azure).unwrap();
         for text in [format!("{place:?} {}", place.name()), format!("{other:?} {}", other.name())] {
             for secret in ["hush-hush", "quiet-token", "AKIDHIDDEN", "aHVzaC1odXNo"] {

@@ -118,11 +118,15 @@ mod tests {
 
     #[test]
     fn the_file_format() {
-        let text = "# c\n[profile  dev]\nregion=eu # north\n s3 =\n   max = 1\nKEY = a=b#c\n[x]\n; n\nq=1";
+        let text =
+            "# c\n[profile  dev]\nregion=eu # north\n s3 =\n   max = 1\nKEY = a=b#c\n[x]\n; n\nq=1";
         let lines: Vec<_> = parse(text);
         let line = |s: &str, k: &str, v: &str| (s.to_owned(), k.to_owned(), v.to_owned());
-        let expected =
-            [line("profile dev", "region", "eu"), line("profile dev", "key", "a=b#c"), line("x", "q", "1")];
+        let expected = [
+            line("profile dev", "region", "eu"),
+            line("profile dev", "key", "a=b#c"),
+            line("x", "q", "1"),
+        ];
         assert_eq!(lines, expected);
     }
 

@@ -60,8 +60,7 @@ fn settings(options: &StorageOptions, environment: &Environment) -> Result<Setti
     let profile = profile::load(given.profile.as_deref(), environment)?;
     let use_keys = !has_keys(&given.keys) && (named || !has_keys(&inherited));
     let from_profile = profile.settings(use_keys)?;
-    let (first, second) =
-        if named { (inherited, from_profile) } else { (from_profile, inherited) };
+    let (first, second) = if named { (inherited, from_profile) } else { (from_profile, inherited) };
     all.keys.extend(first);
     all.keys.extend(second);
     all.keys.extend(given.keys);
@@ -94,10 +93,9 @@ impl Settings {
             "region_name" => ("region", same()),
             "anon" => ("skip_signature", same()),
             "requester_pays" => ("request_payer", same()),
-            "addressing_style" => (
-                "virtual_hosted_style_request",
-                value.eq_ignore_ascii_case("virtual").to_string(),
-            ),
+            "addressing_style" => {
+                ("virtual_hosted_style_request", value.eq_ignore_ascii_case("virtual").to_string())
+            }
             "path_style" | "force_path_style" => {
                 ("virtual_hosted_style_request", super::opposite(value))
             }
@@ -127,8 +125,9 @@ impl Settings {
     }
 
     fn endpoint(&self) -> Option<&str> {
-        let ours =
-            |k: &AmazonS3ConfigKey| matches!(k, AmazonS3ConfigKey::Endpoint | AmazonS3ConfigKey::S3Endpoint);
+        let ours = |k: &AmazonS3ConfigKey| {
+            matches!(k, AmazonS3ConfigKey::Endpoint | AmazonS3ConfigKey::S3Endpoint)
+        };
         self.keys.iter().rev().find(|(k, _)| ours(k)).map(|(_, value)| value.as_str())
     }
 

@@ -4,9 +4,7 @@
 use std::time::Duration;
 
 use s4_store::testing::{Fault, FaultStore, quick_options, toy};
-use s4_store::{
-    CheckOptions, Checkpoint, Error, Place, Resolution, Store, SweepOptions,
-};
+use s4_store::{CheckOptions, Checkpoint, Error, Place, Resolution, Store, SweepOptions};
 
 use crate::faulty;
 
@@ -57,7 +55,8 @@ async fn verify(start: &Start, known: Known, what: &str, may_replace: Option<usi
     start.faults.heal();
     let store = Store::open(&start.place, quick_options()).await.unwrap();
     let listed = match &known {
-        Known::Failed(Error::CommitUnknown(unknown)) => match store.resolve(unknown).await.unwrap() {
+        Known::Failed(Error::CommitUnknown(unknown)) => match store.resolve(unknown).await.unwrap()
+        {
             Resolution::Committed(entry) => {
                 assert_eq!(entry.write_id, unknown.write_id, "{what}");
                 unknown.checkpoint

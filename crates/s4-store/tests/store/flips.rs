@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
+use futures::TryStreamExt;
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
-use futures::TryStreamExt;
 use s4_store::testing::{quick_options, toy};
 use s4_store::{CheckOptions, Error, Place, Store, StoreOptions};
 

@@ -1,5 +1,7 @@
 //! The store against everything that goes wrong.
 
+#![expect(clippy::unwrap_used, reason = "a test ends where something fails")]
+
 mod crash;
 mod faults;
 mod flips;
@@ -13,8 +15,8 @@ use std::sync::Arc;
 use object_store::ObjectStore;
 use object_store::memory::InMemory;
 use object_store::path::Path;
-use s4_store::testing::FaultStore;
 use s4_store::Place;
+use s4_store::testing::FaultStore;
 
 /// A store in memory, failing on command; the fault store and the place.
 fn faulty() -> (FaultStore, Place) {

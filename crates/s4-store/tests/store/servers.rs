@@ -163,7 +163,8 @@ impl HttpService for FaultyService {
         if self.wire.left.fetch_sub(1, Ordering::SeqCst) != 0 {
             return self.inner.execute(request).await;
         }
-        let broken = || HttpError::new(HttpErrorKind::Interrupted, std::io::Error::other("injected"));
+        let broken =
+            || HttpError::new(HttpErrorKind::Interrupted, std::io::Error::other("injected"));
         let with = |answer: HttpResponse, status, body: &str| {
             let mut parts = answer.into_parts().0;
             parts.status = status;

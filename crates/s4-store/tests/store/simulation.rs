@@ -5,9 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use s4_store::testing::{
-    Fault, FaultStore, OpKind, Random, SeededIds, quick_options, toy,
-};
+use s4_store::testing::{Fault, FaultStore, OpKind, Random, SeededIds, quick_options, toy};
 use s4_store::{
     CheckOptions, Checkpoint, CheckpointId, CommitUnknown, Conflict, Error, Place, Resolution,
     Retention, Store, StoreOptions, SweepOptions,
@@ -84,10 +82,7 @@ async fn publish(store: &Store, model: &Shared, random: &mut Random) -> Result<(
         1 => all.last().copied(),
         _ => all.get(random.below(all.len() as u64) as usize).copied(),
     };
-    let base = match parent {
-        Some(parent) => Some((parent.reference(), known_content(model, parent.id()))),
-        None => None,
-    };
+    let base = parent.map(|parent| (parent.reference(), known_content(model, parent.id())));
     let content = content(random);
     let parent = base.as_ref().map(|(reference, base)| (*reference, &base[..]));
     let staged = toy::stage(store, random.below(1000), parent, &content).await?;
@@ -108,7 +103,8 @@ async fn rebase(store: &Store, model: &Shared, random: &mut Random) -> Result<()
     let state = store.state().await?;
     let deltas: Vec<_> = state.list().into_iter().filter(|c| c.base.is_some()).collect();
     let Some(old) = deltas.get(random.below(deltas.len() as u64) as usize) else { return Ok(()) };
-    let mut rebaser = Telling { model: Arc::clone(model), old: old.id(), toy: toy::ToyRebaser::default() };
+    let mut rebaser =
+        Telling { model: Arc::clone(model), old: old.id(), toy: toy::ToyRebaser::default() };
     let new = store.rebase(old.id(), &mut rebaser).await?;
     let mut model = model.lock().unwrap();
     model.listed.insert(new.id());
