@@ -13,6 +13,7 @@ mod demo;
 mod error;
 mod proc;
 mod python;
+mod servers;
 mod test;
 mod tidy;
 
