@@ -3,6 +3,7 @@
 // host compiler read it alike. All integers are little-endian; a structure has no hidden padding.
 //
 // Changelog: 1. kComposedThreads is 256, not 512. 2. An encoder uses no shared table with `count` 0.
+// 3. `crc_encoded` covers what main's docs/format.md says: header and the streams that are not raw.
 //
 // All pointers are device-accessible addresses (device memory, or mapped host memory where said). The
 // kernels allocate nothing, keep no state, know no names and never wait for the host. Every grid and
@@ -141,7 +142,7 @@ static_assert(sizeof(StreamEntry) == 8, "");
 struct EncodeResult {
   u64 offset;       // of the frame in `frames`
   u32 len;          // bytes of the frame
-  u32 crc_encoded;  // CRC-32C of the frame
+  u32 crc_encoded;  // first checksum of docs/format.md: header and coded streams; plain: as crc_raw
   u32 crc_raw;      // CRC-32C of the values (of the parent's difference, too: of the values)
   u8 plain;         // 1: the frame is the values as they are, and there are no streams
   u8 shared;        // 1: a stream uses one of `tables`
@@ -191,7 +192,7 @@ static_assert(sizeof(CopySpan) == 24, "");
 
 struct CrcSpan {
   const u8* data;
-  u64 len;  // below 2^32
+  u64 len;  // below 2^31
 };
 static_assert(sizeof(CrcSpan) == 16, "");
 
