@@ -60,6 +60,12 @@
 //   s4_crc_spans (spans, crcs)    grid = spans, block = kCrcThreads: CRC-32C of each span.
 #pragma once
 
+#ifdef __CUDACC__
+#define S4_ANYWHERE __host__ __device__
+#else
+#define S4_ANYWHERE
+#endif
+
 namespace s4 {
 
 typedef unsigned char u8;
@@ -198,24 +204,24 @@ static_assert(sizeof(CrcSpan) == 16, "");
 
 // ---- scratch ----
 
-constexpr u64 round_up64(u64 v, u64 to) { return (v + to - 1) / to * to; }
+S4_ANYWHERE constexpr u64 round_up64(u64 v, u64 to) { return (v + to - 1) / to * to; }
 
 // Fused encode: this, for any n; with `kKeepPlanes` (raw planes are stored while encoding and copied by the
 // gather, instead of being split off twice) also `n * (width - 1)`, rounded up to 32.
 constexpr u64 kFusedScratch2 = 267008, kFusedScratch4 = 133792;
 
 // All planes of `n` values, each 16-byte aligned.
-constexpr u64 planes_bytes(u64 n, u64 width) { return round_up64(n * width + n / 8, 16) + 16 * kMaxPlanes; }
+S4_ANYWHERE constexpr u64 planes_bytes(u64 n, u64 width) { return round_up64(n * width + n / 8, 16) + 16 * kMaxPlanes; }
 
 // A segment of 16384 symbols: states and the most words that P = 12 makes of it.
 constexpr u64 kSegmentScratch = 49664;
 
-constexpr u64 composed_encode_scratch(u64 n, u64 width) {
+S4_ANYWHERE constexpr u64 composed_encode_scratch(u64 n, u64 width) {
   return 2 * planes_bytes(n, width) + (n * width + 16383) / 16384 * kSegmentScratch;
 }
 
 // `frame_len` as in the descriptor.
-constexpr u64 composed_decode_scratch(u64 n, u64 width, u64 frame_len) {
+S4_ANYWHERE constexpr u64 composed_decode_scratch(u64 n, u64 width, u64 frame_len) {
   return planes_bytes(n, width) + round_up64(frame_len, 16) + 3 * (round_up64(n * width / 64, 16) + 64);
 }
 

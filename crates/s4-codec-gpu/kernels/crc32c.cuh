@@ -40,6 +40,7 @@ __host__ __device__ constexpr u32 crc_power(u64 exponent) {
 
 struct CrcTables {
   u32 bit[32];             // bit i of a word, times Y
+  u32 byte_bit[8];         // bit i of a byte, times x^8
   u32 place[kCrcThreads];  // x^(32 (128 - t)): where the rest of thread t belongs, times x^32
 };
 
@@ -47,6 +48,7 @@ __host__ __device__ constexpr CrcTables make_crc_tables() {
   CrcTables t{};
   const u32 y = crc_power(8 * kCrcRowBytes), word = crc_power(32);
   for (int i = 0; i < 32; i++) t.bit[i] = crc_multiply(1u << i, y);
+  for (int i = 0; i < 8; i++) t.byte_bit[i] = crc_multiply(1u << i, crc_power(8));
   u32 power = word;
   for (u32 i = kCrcThreads; i-- > 0;) {
     t.place[i] = power;
@@ -59,6 +61,7 @@ __device__ const CrcTables kCrcTables = make_crc_tables();
 
 struct CrcShared {
   u32 times_y[4][256];
+  u32 byte[256];
   u32 rests[kCrcThreads / kLanes];
 };
 
@@ -105,21 +108,24 @@ __device__ __forceinline__ void make_times_y(CrcShared& shared) {
       if (i >> bit & 1) v ^= kCrcTables.bit[8 * (i >> 8) + bit];
     shared.times_y[i >> 8][i & 0xff] = v;
   }
+  for (u32 i = threadIdx.x; i < 256; i += kCrcThreads) {
+    u32 v = 0;
+    for (u32 bit = 0; bit < 8; bit++)
+      if (i >> bit & 1) v ^= kCrcTables.byte_bit[bit];
+    shared.byte[i] = v;
+  }
 }
 
-// Takes a few bytes into a state, bit by bit. All threads do the same.
-__device__ __forceinline__ u32 crc_few(u32 state, const u8* data, u32 len) {
+// Takes a few bytes into a state, one by one. All threads do the same.
+__device__ __forceinline__ u32 crc_few(u32 state, const u8* data, u32 len, const CrcShared& shared) {
 #pragma unroll 1
-  for (u32 i = 0; i < len; i++) {
-    state ^= data[i];
-#pragma unroll 1
-    for (int bit = 0; bit < 8; bit++) state = (state >> 1) ^ (state & 1 ? kCrcPolynomial : 0);
-  }
+  for (u32 i = 0; i < len; i++) state = (state >> 8) ^ shared.byte[(state ^ data[i]) & 0xff];
   return state;
 }
 
-// Takes `count` > 0 aligned words into a state. All threads; the answer is everyone's.
-__device__ __forceinline__ u32 crc_words(u32 state, const u32* words, u32 count, CrcShared& shared) {
+// Takes `count` > 0 aligned words into a state. All threads; the answer is everyone's. (Out of line: it is
+// large, and a span is long.)
+__device__ __noinline__ u32 crc_words(u32 state, const u32* words, u32 count, CrcShared& shared) {
   const u32 rows = (count + kCrcThreads - 1) / kCrcThreads, blocks = (rows + kCrcRows - 1) / kCrcRows;
   const int in_front = static_cast<int>(blocks * kCrcRows * kCrcThreads - count);
   const CrcColumn column{words, static_cast<int>(threadIdx.x) - in_front, state};
@@ -155,12 +161,12 @@ class Crc32c {
     const u32 front = static_cast<u32>(-reinterpret_cast<u64>(data)) & 3;
     const u32 words = len > 64 ? (len - front) / 4 : 0;
     if (words == 0) {
-      state_ = crc_few(state_, data, len);
+      state_ = crc_few(state_, data, len, shared_);
       return;
     }
-    state_ = crc_few(state_, data, front);
+    state_ = crc_few(state_, data, front, shared_);
     state_ = crc_words(state_, reinterpret_cast<const u32*>(data + front), words, shared_);
-    state_ = crc_few(state_, data + front + 4 * words, len - front - 4 * words);
+    state_ = crc_few(state_, data + front + 4 * words, len - front - 4 * words, shared_);
   }
   __device__ __forceinline__ u32 value() const { return ~state_; }
 

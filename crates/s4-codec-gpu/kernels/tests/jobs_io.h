@@ -28,6 +28,7 @@ class Input {
     fclose(f);
   }
   bool done() const { return at_ == all_.size(); }
+  Bytes rest() { return bytes(all_.size() - at_); }
   Bytes bytes(size_t len) {
     if (len > all_.size() - at_) fail("the jobs end too early");
     at_ += len;
