@@ -442,6 +442,11 @@ fn damaged_frames_with_mended_checksums_are_treated_as_by_the_cpu() {
 }
 
 #[test]
+fn streams_of_other_encoders_are_decoded_or_refused() {
+    emulated::foreign();
+}
+
+#[test]
 fn wrong_checksums_are_named() {
     let data = pattern(patterns::Kind::BF16, "like-weights", 3000);
     let [e] = &expect("checksums", DType::BFloat16, &data, None)[..] else { panic!() };
