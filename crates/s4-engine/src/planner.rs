@@ -1,5 +1,7 @@
 //! Chooses, for a tensor, a layout and a codec for each plane.
 
+use std::ops::Range;
+
 use s4_codec_cpu::Context;
 use s4_codec_cpu::rans::{Counts, Precision, Table, cost, entropy};
 use s4_format::dtype::Form;
@@ -57,16 +59,28 @@ impl CpuEngine {
     /// Errors of a codec.
     pub fn plan(
         &self,
-        _preset: Preset,
+        preset: Preset,
         view: &TensorView<'_>,
         scratch: &mut Scratch,
     ) -> Result<TensorPlan> {
-        let width = view.dtype.value_width();
-        let sample = sample(view.data, width);
-        let tried = if sample.is_empty() { &[] } else { layouts(view.dtype) };
+        let sample = sample(view.data, view.dtype.value_width());
+        self.plan_sample(preset, view.dtype, view.data.len(), &sample, scratch)
+    }
+
+    /// [`CpuEngine::plan`] for a tensor of `bytes` bytes whose sampled runs lie in `sample`.
+    pub(crate) fn plan_sample(
+        &self,
+        _preset: Preset,
+        dtype: DType,
+        bytes: usize,
+        sample: &[u8],
+        scratch: &mut Scratch,
+    ) -> Result<TensorPlan> {
+        let width = dtype.value_width();
+        let tried = if sample.is_empty() { &[] } else { layouts(dtype) };
         let mut best: Option<Candidate> = None;
         for &layout in tried {
-            let c = self.candidate(layout, width, &sample, scratch)?;
+            let c = self.candidate(layout, width, sample, scratch)?;
             // Layouts stand in ascending order of work: a slower one must be worth it.
             if best.as_ref().is_none_or(|b| c.cost < b.cost - b.cost / 256) {
                 // Where all but the exponents are noise, sign and all, no other layout is smaller.
@@ -78,8 +92,8 @@ impl CpuEngine {
             }
         }
         let (layout, planes) = best.map_or((LayoutId::WHOLE, vec![]), |b| (b.layout, b.planes));
-        let chunk_log2 = chunk_log2(view.dtype);
-        let several = view.data.len() > width << chunk_log2;
+        let chunk_log2 = chunk_log2(dtype);
+        let several = bytes > width << chunk_log2;
         let shared = planes.iter().map(|(coding, counts, _)| match coding {
             // The sample need not have seen every symbol of the tensor.
             PlaneCoding::Rans(p) if several => Some(counts.clone().partial().table(*p)),
@@ -143,16 +157,22 @@ fn layouts(dtype: DType) -> &'static [LayoutId] {
     }
 }
 
-/// Runs of values, evenly spaced over the tensor; all of a small one.
+/// The runs of values that are looked at, evenly spaced over the tensor: the whole of a small one.
+pub(crate) fn sampled_runs(values: u64) -> impl Iterator<Item = Range<u64>> {
+    let all = values <= (PROBES * PROBE) as u64;
+    let (runs, len) = if all { (1, values) } else { (PROBES, PROBE as u64) };
+    (0..runs as u64).map(move |i| {
+        let first = values.saturating_sub(PROBE as u64) / (PROBES as u64 - 1) * i;
+        first..first + len
+    })
+}
+
 fn sample(data: &[u8], width: usize) -> Vec<u8> {
     let values = data.len() / width;
-    if values <= PROBES * PROBE {
-        return data.to_vec();
-    }
-    let mut out = Vec::with_capacity(PROBES * PROBE * width);
-    for i in 0..PROBES {
-        let first = (values - PROBE) / (PROBES - 1) * i;
-        out.extend_from_slice(&data[first * width..(first + PROBE) * width]);
+    let mut out = Vec::with_capacity(values.min(PROBES * PROBE) * width);
+    for run in sampled_runs(values as u64) {
+        // Runs lie within the tensor.
+        out.extend_from_slice(&data[run.start as usize * width..run.end as usize * width]);
     }
     out
 }
