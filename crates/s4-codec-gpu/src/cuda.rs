@@ -47,7 +47,8 @@ impl Cuda {
         if !unsafe { sys::is_culib_present() } {
             return Err(unavailable("the driver's library (libcuda) is not installed".into()));
         }
-        result::init().map_err(|e| unavailable(format!("the driver does not start ({})", words(e))))?;
+        result::init()
+            .map_err(|e| unavailable(format!("the driver does not start ({})", words(e))))?;
         let mut driver = 0;
         // SAFETY: `driver` is a place for one `int`.
         let version = unsafe { sys::cuDriverGetVersion(&mut driver) };

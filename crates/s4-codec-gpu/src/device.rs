@@ -279,13 +279,14 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// An event that is not recorded yet. The thread that waits for it sleeps.
+    /// An event that is not recorded yet. A thread that waits for it sleeps.
     ///
     /// # Errors
     /// `Driver`.
     pub fn new(device: &Arc<Device>) -> Result<Self> {
-        let flags = sys::CUevent_flags::CU_EVENT_DISABLE_TIMING;
-        Self::with_flags(device, flags)
+        use sys::CUevent_flags as F;
+        let (untimed, sleeps) = (F::CU_EVENT_DISABLE_TIMING, F::CU_EVENT_BLOCKING_SYNC);
+        Self::with_flags(device, untimed as u32 | sleeps as u32)
     }
 
     /// An event that can be timed.
@@ -293,12 +294,15 @@ impl Event {
     /// # Errors
     /// `Driver`.
     pub fn timed(device: &Arc<Device>) -> Result<Self> {
-        Self::with_flags(device, sys::CUevent_flags::CU_EVENT_DEFAULT)
+        Self::with_flags(device, sys::CUevent_flags::CU_EVENT_DEFAULT as u32)
     }
 
-    fn with_flags(device: &Arc<Device>, flags: sys::CUevent_flags) -> Result<Self> {
+    fn with_flags(device: &Arc<Device>, flags: u32) -> Result<Self> {
         let _current = device.enter()?;
-        let handle = result::event::create(flags).on(device.ordinal(), "make an event")?;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: a place for one handle.
+        let made = unsafe { sys::cuEventCreate(&mut handle, flags) };
+        made.result().on(device.ordinal(), "make an event")?;
         Ok(Self { device: Arc::clone(device), handle })
     }
 

@@ -252,7 +252,10 @@ impl Pinned {
     ///
     /// # Panics
     /// If they are not within the memory.
-    #[expect(clippy::mut_from_ref, reason = "parts are lent out side by side; the caller keeps apart")]
+    #[expect(
+        clippy::mut_from_ref,
+        reason = "parts are lent out side by side; the caller keeps apart"
+    )]
     pub unsafe fn slice_mut(&self, at: usize, len: usize) -> &mut [u8] {
         assert!(at <= self.bytes && len <= self.bytes - at, "range outside pinned memory");
         // SAFETY: within the allocation, which is initialised; the caller keeps others away.
@@ -287,9 +290,7 @@ impl Stream {
         }
         let _current = self.device().enter()?;
         // SAFETY: the caller's promise.
-        let done = unsafe {
-            result::memcpy_dtoh_async(to.slice_mut(at, len), from, self.handle())
-        };
+        let done = unsafe { result::memcpy_dtoh_async(to.slice_mut(at, len), from, self.handle()) };
         done.on(self.device().ordinal(), "copy to the host")
     }
 
@@ -315,8 +316,7 @@ impl Stream {
         }
         let _current = self.device().enter()?;
         // SAFETY: the caller's promise.
-        let done =
-            unsafe { result::memcpy_htod_async(to, from.slice(at, len), self.handle()) };
+        let done = unsafe { result::memcpy_htod_async(to, from.slice(at, len), self.handle()) };
         done.on(self.device().ordinal(), "copy to the device")
     }
 
