@@ -19,7 +19,7 @@ pub struct EncodedChunk {
     pub len: usize,
     /// Whether the frame is the values as they are.
     pub plain: bool,
-    /// CRC-32C of the frame.
+    /// CRC-32C of the frame's header and coded streams, as the chunk's record keeps it.
     pub crc_encoded: u32,
     /// CRC-32C of the values.
     pub crc_raw: u32,
@@ -88,7 +88,8 @@ impl CpuEngine {
             out.plain = true;
             out.streams = [NO_STREAM; MAX_PLANES];
         } else {
-            out.crc_encoded = crc32c(&frame[start..]);
+            let planes = Planes::new(plan.plan.layout, width, 0)?.sizes().len();
+            out.crc_encoded = StreamEntry::parse_chunk(&frame[start..], planes)?.crc();
         }
         Ok(out)
     }

@@ -1,8 +1,9 @@
 //! Tests of the engine as a whole: needs the inside of plans.
 
 use s4_codec_cpu::rans::Precision;
+use s4_format::layout::Planes;
 use s4_format::side::{Side, SideKind};
-use s4_format::{ChunkRecord, DType, LayoutId, Plan, PredictorId, ResidualId, crc32c};
+use s4_format::{ChunkRecord, DType, LayoutId, Plan, PredictorId, ResidualId, StreamEntry};
 use s4_planes::patterns::{self, Kind};
 use s4_planes::{Simd, Width};
 
@@ -231,7 +232,9 @@ fn frames_damaged_by_someone_who_mends_checksums_do_no_harm() {
 /// Decodes a damaged frame whose own checksum fits: data or an error, and never other data.
 fn mended(engine: &CpuEngine, view: &TensorView<'_>, clean: &Encoded, frame: Vec<u8>) {
     let mut chunk = clean.chunks[0].0;
-    chunk.crc_encoded = crc32c(&frame);
+    let planes = Planes::new(clean.plan.plan.layout, view.dtype.value_width(), 0).unwrap();
+    let streams = StreamEntry::parse_chunk(&frame, planes.sizes().len());
+    chunk.crc_encoded = streams.map_or(chunk.crc_encoded, |streams| streams.crc());
     let e = Encoded {
         plan: clean.plan.clone(),
         side: clean.side.clone(),

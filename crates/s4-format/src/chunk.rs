@@ -1,5 +1,6 @@
 //! Chunks: the record that says where one is, and the header that says what is in it.
 
+use crate::digest::crc32c_of_parts;
 use crate::error::{Error, Result};
 use crate::id::CodecId;
 use crate::layout::MAX_PLANES;
@@ -17,7 +18,9 @@ pub struct ChunkRecord {
     pub len: u32,
     /// Whether the chunk is its values as they are, without header and streams.
     pub plain: bool,
-    /// CRC-32C of the bytes on disk.
+    /// CRC-32C of the chunk's header and of its streams that are not `raw`, in this order
+    /// ([`StreamList::crc`]): of all that a decoder interprets. The other bytes are those of the
+    /// values, which have a checksum of their own. If `plain`, the same as `crc_raw`.
     pub crc_encoded: u32,
     /// CRC-32C of the values' bytes.
     pub crc_raw: u32,
@@ -115,7 +118,7 @@ impl StreamEntry {
         }
         let header = Self::header_len(streams);
         let mut c = Cursor::new(chunk);
-        let mut list = StreamList { items: [(Self::EMPTY, &[]); MAX_PLANES], len: streams };
+        let mut list = StreamList { chunk, items: [(Self::EMPTY, &[]); MAX_PLANES], len: streams };
         for item in &mut list.items[..streams] {
             let (codec, param, reserved) = (CodecId(c.u8()?), c.u8()?, c.u16()?);
             if reserved != 0 {
@@ -125,7 +128,13 @@ impl StreamEntry {
         }
         let mut at = header;
         for (i, item) in list.items[..streams].iter_mut().enumerate() {
-            at = at.next_multiple_of(ALIGN);
+            let gap = at..at.next_multiple_of(ALIGN);
+            at = gap.end;
+            if chunk.get(gap).is_some_and(|gap| gap.iter().any(|&b| b != 0)) {
+                return Err(Error::corrupt("bytes before a stream")
+                    .in_part("chunk header")
+                    .in_stream(i));
+            }
             let end = at.checked_add(item.0.len as usize).filter(|&e| e <= chunk.len());
             let end = end.ok_or_else(|| {
                 Error::truncated(format!("stream of {} bytes passes the end", item.0.len))
@@ -148,6 +157,7 @@ impl StreamEntry {
 /// The streams of a chunk.
 #[derive(Debug, Clone, Copy)]
 pub struct StreamList<'a> {
+    chunk: &'a [u8],
     items: [(StreamEntry, &'a [u8]); MAX_PLANES],
     len: usize,
 }
@@ -156,6 +166,14 @@ impl<'a> StreamList<'a> {
     /// Entry and bytes of each stream.
     pub fn items(&self) -> &[(StreamEntry, &'a [u8])] {
         &self.items[..self.len]
+    }
+
+    /// CRC-32C of the header and of the streams that are not `raw`, gaps left out: what
+    /// [`ChunkRecord::crc_encoded`] must be.
+    pub fn crc(&self) -> u32 {
+        let coded = self.items().iter().filter(|(entry, _)| entry.codec != CodecId::RAW);
+        let header = &self.chunk[..StreamEntry::header_len(self.len)];
+        crc32c_of_parts(std::iter::once(header).chain(coded.map(|(_, bytes)| *bytes)))
     }
 }
 
@@ -189,11 +207,21 @@ mod tests {
             StreamEntry { codec: CodecId::RAW, param: 0, len: 3 },
             StreamEntry { codec: CodecId::CONST, param: 0, len: 0 },
         ];
-        let mut chunk = vec![7; 32 + 32 + 16];
+        let mut chunk = vec![0; 32 + 32 + 16];
+        chunk[32..52].fill(5);
+        chunk[64..67].fill(7);
         StreamEntry::write_header(&entries, &mut chunk);
         let list = StreamEntry::parse_chunk(&chunk, 3).unwrap();
         assert_eq!(list.items()[1], (entries[1], &[7u8; 3][..]));
         assert!(list.items()[2].1.is_empty());
+        // The header, then streams 0 and 2: neither the raw stream nor the gaps.
+        let mut covered = chunk[..52].to_vec();
+        assert_eq!(list.crc(), crate::crc32c(&covered));
+        covered[0] ^= 1;
+        assert_ne!(list.crc(), crate::crc32c(&covered));
+        chunk[53] = 1;
+        assert!(StreamEntry::parse_chunk(&chunk, 3).is_err());
+        chunk[53] = 0;
         for cut in 0..chunk.len() {
             assert!(StreamEntry::parse_chunk(&chunk[..cut], 3).is_err(), "cut {cut}");
         }

@@ -13,6 +13,13 @@ pub fn crc32c(bytes: &[u8]) -> u32 {
     u32::try_from(crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes)).unwrap_or(0)
 }
 
+/// CRC-32C of several parts as if they stood one behind the other.
+pub(crate) fn crc32c_of_parts<'a>(parts: impl Iterator<Item = &'a [u8]>) -> u32 {
+    let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
+    parts.for_each(|part| digest.update(part));
+    u32::try_from(digest.finalize()).unwrap_or(0)
+}
+
 /// A BLAKE3 hash of 256 bits. Written as 64 hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Digest(pub [u8; 32]);

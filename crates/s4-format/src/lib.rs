@@ -21,7 +21,7 @@ pub mod plan;
 pub mod side;
 mod wire;
 
-pub use chunk::{ChunkRecord, StreamEntry};
+pub use chunk::{ChunkRecord, StreamEntry, StreamList};
 pub use digest::{Digest, crc32c};
 pub use dtype::DType;
 pub use error::{Error, Place, Result};

@@ -170,20 +170,21 @@ impl Rans {
                 return unsafe { decoder.segments(stream.segments(), symbols, carries) };
             }
             if let Some(decoder) = avx2::Decoder::new(&stream.tables) {
-                return stream.segments().try_for_each(|(range, segment)| {
-                    let contexts = contexts.get(range.clone()).unwrap_or_default();
-                    let symbols = &mut symbols[range];
-                    // SAFETY: `new` has checked that the machine has the set; the tables are of
-                    // `precision`, and contexts are below their number.
-                    let carry = unsafe {
-                        match precision {
-                            Precision::P8 => decoder.segment::<8>(segment, contexts, symbols),
-                            Precision::P12 => decoder.segment::<12>(segment, contexts, symbols),
-                        }
-                    };
-                    carries.push(carry?);
-                    Ok(())
+                let mut rest = symbols;
+                let jobs = stream.segments().map(|(range, segment)| {
+                    let (symbols, behind) = std::mem::take(&mut rest).split_at_mut(range.len());
+                    rest = behind;
+                    let contexts = contexts.get(range).unwrap_or_default();
+                    avx2::Job { segment, contexts, symbols }
                 });
+                // SAFETY: `new` has checked that the machine has the set; the tables are of
+                // `precision`, and contexts are below their number.
+                return unsafe {
+                    match precision {
+                        Precision::P8 => decoder.segments::<8>(jobs, carries),
+                        Precision::P12 => decoder.segments::<12>(jobs, carries),
+                    }
+                };
             }
         }
         let decoder = scalar::Decoder::new(&stream.tables);

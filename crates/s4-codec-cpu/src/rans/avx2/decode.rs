@@ -1,8 +1,9 @@
 //! Decoding.
 
 use std::arch::x86_64::*;
+use std::array::from_fn;
 
-use s4_format::Result;
+use s4_format::{Error, Result};
 
 use super::super::scalar::{block_at, check_end, decode_escapes};
 use super::super::stream::{BLOCK, Carry, LANES, RUN, Segment};
@@ -36,6 +37,54 @@ pub(crate) struct Decoder {
     escape: Option<u8>,
 }
 
+/// A segment to be decoded into `symbols`. Contexts are as many, or none if all are 0.
+pub(crate) struct Job<'a> {
+    pub(crate) segment: Segment<'a>,
+    pub(crate) contexts: &'a [u8],
+    pub(crate) symbols: &'a mut [u8],
+}
+
+/// A segment being decoded, at a block boundary: `contexts` and `symbols` are what is left of it.
+struct Lane<'a> {
+    states: [u32; LANES],
+    words: Words,
+    contexts: &'a [u8],
+    symbols: &'a mut [u8],
+}
+
+impl<'a> Lane<'a> {
+    fn new(job: Job<'a>, spare: &mut Spare) -> Result<Self> {
+        let Job { segment, contexts, symbols } = job;
+        let words = Words::new(&segment, spare);
+        Ok(Self { states: segment.states()?, words, contexts, symbols })
+    }
+
+    /// Whole blocks that are left.
+    fn blocks(&self) -> usize {
+        self.symbols.len() / BLOCK
+    }
+
+    #[inline]
+    fn next_block(&mut self) -> Result<&'a mut [u8; BLOCK]> {
+        let (block, rest) =
+            std::mem::take(&mut self.symbols).split_first_chunk_mut().ok_or_else(no_block)?;
+        self.symbols = rest;
+        Ok(block)
+    }
+
+    #[inline]
+    fn next_contexts(&mut self) -> Result<&'a [u8; BLOCK]> {
+        let (block, rest) = self.contexts.split_first_chunk().ok_or_else(no_block)?;
+        self.contexts = rest;
+        Ok(block)
+    }
+}
+
+#[cold]
+fn no_block() -> Error {
+    Error::limit("rans: no room for a block")
+}
+
 impl Decoder {
     /// The decoder for some tables; `None` if there are escapes, but no byte that is not a symbol of
     /// any table and could stand for them.
@@ -61,94 +110,142 @@ impl Decoder {
         Some(Self { slots, escape })
     }
 
-    /// Decodes one segment into `symbols`. `contexts` is as long, each below the number of tables,
-    /// or empty if all are 0.
+    /// Decodes segments, two at a time: a step must wait for the one before it, but not for those of
+    /// another segment. What each carries is appended to `carries`.
     ///
     /// # Errors
     /// `Corrupt` if a state or the number of words is wrong.
     ///
     /// # Safety
     /// - The machine has AVX2, and the tables are of this `P`.
+    /// - Contexts are below the number of tables.
     #[target_feature(enable = "avx2,popcnt,bmi1,bmi2")]
-    pub(crate) unsafe fn segment<const P: i32>(
+    pub(crate) unsafe fn segments<'a, const P: i32>(
         &self,
-        segment: Segment<'_>,
-        contexts: &[u8],
-        symbols: &mut [u8],
-    ) -> Result<Carry> {
-        let mut states = segment.states()?;
-        let mut spare = Spare::NEW;
-        let mut words = Words::new(&segment, &mut spare);
-        let (blocks, rest) = symbols.as_chunks_mut::<BLOCK>();
-        let (block_contexts, last_contexts) = contexts.as_chunks::<BLOCK>();
-        // SAFETY: the segment and the spare are there; machine, tables and contexts are as demanded.
-        unsafe {
-            match contexts {
-                [] => self.blocks::<P, false>(&mut states, &mut words, &[], blocks)?,
-                _ => self.blocks::<P, true>(&mut states, &mut words, block_contexts, blocks)?,
-            }
-            if !rest.is_empty() {
-                let mut block = [[0; BLOCK]];
-                let last = [block_at(last_contexts, 0, 0)];
-                self.blocks::<P, true>(&mut states, &mut words, &last, &mut block)?;
-                rest.copy_from_slice(&block[0][..rest.len()]);
+        mut jobs: impl Iterator<Item = Job<'a>>,
+        carries: &mut Vec<Carry>,
+    ) -> Result<()> {
+        while let Some(job) = jobs.next() {
+            let (mut spare, mut other_spare) = (Spare::NEW, Spare::NEW);
+            let mut lane = Lane::new(job, &mut spare)?;
+            let mut other = jobs.next().map(|job| Lane::new(job, &mut other_spare)).transpose()?;
+            // SAFETY: the segments and the spares are there; the rest is as for this function.
+            unsafe {
+                if let Some(other) = &mut other {
+                    let both = lane.blocks().min(other.blocks());
+                    self.advance::<P, 2>([&mut lane, other], both)?;
+                }
+                for mut lane in std::iter::once(lane).chain(other) {
+                    let left = lane.blocks();
+                    self.advance::<P, 1>([&mut lane], left)?;
+                    self.last_block::<P>(&mut lane)?;
+                    carries.push(check_end(&lane.states, lane.words.left())?);
+                }
             }
         }
-        check_end(&states, words.left())
+        Ok(())
     }
 
-    /// Decodes blocks, with the contexts of each if CONTEXTS is set.
+    /// Decodes what is left of a segment, less than a block.
+    ///
+    /// # Safety
+    /// - As for [`Decoder::blocks`].
+    #[target_feature(enable = "avx2,popcnt,bmi1,bmi2")]
+    unsafe fn last_block<const P: i32>(&self, lane: &mut Lane<'_>) -> Result<()> {
+        let rest = std::mem::take(&mut lane.symbols);
+        if rest.is_empty() {
+            return Ok(());
+        }
+        let mut symbols = [0; BLOCK];
+        let contexts = block_at(lane.contexts, 0, 0);
+        let mut last = Lane { symbols: &mut symbols, contexts: &contexts, ..*lane };
+        // SAFETY: as for this function.
+        unsafe { self.blocks::<P, 1, true>([&mut last], 1)? };
+        (lane.states, lane.words) = (last.states, last.words);
+        rest.copy_from_slice(&symbols[..rest.len()]);
+        Ok(())
+    }
+
+    /// Decodes `blocks` blocks of each lane.
+    ///
+    /// # Safety
+    /// - As for [`Decoder::blocks`].
+    #[target_feature(enable = "avx2,popcnt,bmi1,bmi2")]
+    unsafe fn advance<const P: i32, const N: usize>(
+        &self,
+        lanes: [&mut Lane<'_>; N],
+        blocks: usize,
+    ) -> Result<()> {
+        // SAFETY: as for this function.
+        unsafe {
+            match lanes.iter().any(|lane| !lane.contexts.is_empty()) {
+                true => self.blocks::<P, N, true>(lanes, blocks),
+                false => self.blocks::<P, N, false>(lanes, blocks),
+            }
+        }
+    }
+
+    /// Decodes `blocks` blocks of each lane, with contexts if CONTEXTS is set.
     ///
     /// # Safety
     /// - The machine has AVX2, and the tables are of this `P`.
-    /// - The segment and the spare of `words` are there; contexts are below the number of tables.
+    /// - The segment and the spare of each lane are there; contexts are below the number of tables.
     #[target_feature(enable = "avx2,popcnt,bmi1,bmi2")]
-    unsafe fn blocks<const P: i32, const CONTEXTS: bool>(
+    unsafe fn blocks<const P: i32, const N: usize, const CONTEXTS: bool>(
         &self,
-        states: &mut [u32; LANES],
-        words: &mut Words,
-        contexts: &[[u8; BLOCK]],
-        blocks: &mut [[u8; BLOCK]],
+        mut lanes: [&mut Lane<'_>; N],
+        blocks: usize,
     ) -> Result<()> {
-        let [mut x0, mut x1, mut x2, mut x3] = load(states);
-        let mut bases = [[0; LANES]; RUN];
-        for (i, block) in blocks.iter_mut().enumerate() {
-            if CONTEXTS {
-                bases = first_slots::<P>(&contexts[i]);
+        let mut x: [_; N] = from_fn(|n| load(&lanes[n].states));
+        let mut bases = [[[0; LANES]; RUN]; N];
+        for _ in 0..blocks {
+            for (lane, bases) in lanes.iter_mut().zip(&mut bases) {
+                if CONTEXTS {
+                    *bases = first_slots::<P>(lane.next_contexts()?);
+                }
+                // SAFETY: as for this function; `check` follows every use of words.
+                unsafe { lane.words.ensure(BLOCK_AHEAD) };
             }
-            // SAFETY: as for this function; `check` follows every use of words.
-            unsafe { words.ensure(BLOCK_AHEAD) };
-            let mut next = words.next;
-            let mut halves = [[_mm256_setzero_si256(); VECTORS]; 2];
-            for (k, bases) in bases.iter().enumerate() {
-                let [b0, b1, b2, b3] = load(bases);
-                let symbols = &mut halves[k / 4];
-                // SAFETY: bases are as for this function; each refill is one of the loads that
-                // were ensured.
-                unsafe {
-                    self.step::<P, CONTEXTS>(&mut x0, b0, &mut symbols[0]);
-                    self.step::<P, CONTEXTS>(&mut x1, b1, &mut symbols[1]);
-                    self.step::<P, CONTEXTS>(&mut x2, b2, &mut symbols[2]);
-                    self.step::<P, CONTEXTS>(&mut x3, b3, &mut symbols[3]);
-                    if P != 8 || k % 2 == 1 {
-                        refill(&mut x0, &mut next);
-                        refill(&mut x1, &mut next);
-                        refill(&mut x2, &mut next);
-                        refill(&mut x3, &mut next);
+            let mut next: [_; N] = from_fn(|n| lanes[n].words.next);
+            let mut halves = [[[_mm256_setzero_si256(); VECTORS]; 2]; N];
+            for k in 0..RUN {
+                for n in 0..N {
+                    let base = load(&bases[n][k]);
+                    // SAFETY: bases are as for this function; each refill is one of the loads that
+                    // were ensured.
+                    unsafe {
+                        for v in 0..VECTORS {
+                            let symbols = &mut halves[n][k / 4][v];
+                            self.step::<P, CONTEXTS>(&mut x[n][v], base[v], symbols);
+                        }
+                        if P != 8 || k % 2 == 1 {
+                            for x in &mut x[n] {
+                                refill(x, &mut next[n]);
+                            }
+                        }
                     }
                 }
             }
-            words.next = next;
-            words.check()?;
-            let escapes = store_symbols(&halves, block, self.escape.unwrap_or(0));
-            if self.escape.is_some() && escapes != [0; 4] {
-                store([x0, x1, x2, x3], states);
-                // SAFETY: as for this function, and `check` has succeeded.
-                unsafe { words.as_slice(|rest| take_escapes(states, rest, escapes, block))? };
-                [x0, x1, x2, x3] = load(states);
+            for n in 0..N {
+                let lane = &mut *lanes[n];
+                lane.words.next = next[n];
+                lane.words.check()?;
+                let block = lane.next_block()?;
+                let escapes = store_symbols(&halves[n], block, self.escape.unwrap_or(0));
+                if self.escape.is_some() && escapes != [0; 4] {
+                    store(x[n], &mut lane.states);
+                    let states = &mut lane.states;
+                    // SAFETY: as for this function, and `check` has succeeded.
+                    unsafe {
+                        lane.words.as_slice(|rest| take_escapes(states, rest, escapes, block))?;
+                    }
+                    x[n] = load(&lane.states);
+                }
             }
         }
-        store([x0, x1, x2, x3], states);
+        for (lane, x) in lanes.iter_mut().zip(x) {
+            store(x, &mut lane.states);
+        }
         Ok(())
     }
 
@@ -185,7 +282,7 @@ impl Decoder {
 
 /// Where the table of each symbol of a block begins, step by step.
 fn first_slots<const P: i32>(contexts: &[u8; BLOCK]) -> [[u32; LANES]; RUN] {
-    std::array::from_fn(|k| std::array::from_fn(|l| u32::from(contexts[l * RUN + k]) << P))
+    from_fn(|k| from_fn(|l| u32::from(contexts[l * RUN + k]) << P))
 }
 
 /// Gives a word to every lane below 2^16.
