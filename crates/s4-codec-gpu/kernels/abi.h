@@ -2,6 +2,8 @@
 // Included by the kernels themselves; it is plain C++17 without host headers, so that NVRTC, nvcc and a
 // host compiler read it alike. All integers are little-endian; a structure has no hidden padding.
 //
+// Changelog: 1. kComposedThreads is 256, not 512. 2. An encoder uses no shared table with `count` 0.
+//
 // All pointers are device-accessible addresses (device memory, or mapped host memory where said). The
 // kernels allocate nothing, keep no state, know no names and never wait for the host. Every grid and
 // block is one-dimensional; no launch uses dynamic shared memory.
@@ -85,7 +87,7 @@ enum Status : u32 {
 constexpr u32 kMaxPlanes = 8;
 
 constexpr u32 kFusedThreads2 = 256, kFusedThreads4 = 128;
-constexpr u32 kComposedThreads = 512;
+constexpr u32 kComposedThreads = 256;
 constexpr u32 kOffsetsThreads = 1024;
 constexpr u32 kCrcThreads = 128;
 constexpr u32 kCopyThreads = 256;
@@ -100,7 +102,7 @@ constexpr u32 kMaxDecodeBytes = 2048u << 10;  // n * width of a chunk, decode
 struct SharedTable {
   u16 precision;  // 0, 8 or 12
   u16 count;      // symbols
-  u16 escape;     // frequency of the escape; an encoder uses no table where it is 0
+  u16 escape;     // frequency of the escape; an encoder uses no table where this or `count` is 0
   u16 reserved;
   u8 symbol[256];
   u16 freq[256];
