@@ -1,6 +1,7 @@
 //! Frames from pinned memory into device memory.
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::Ordering;
 
 use s4_codec_gpu::abi::{self, COPY_SPAN_BYTES, CopySpan, DecodeChunk, SharedTable, status};
 use s4_codec_gpu::{DecodeBatch, GpuError, Pinned};
@@ -8,11 +9,12 @@ use s4_format::ChunkRecord;
 use s4_format::layout::MAX_PLANES;
 use s4_format::limits::ALIGN;
 
+use super::Host;
 use super::error::{CudaError, Of, Result};
 use super::route::{decode_route, side_tables};
 use super::tensor::DeviceMemory;
 use super::worker::{SLOTS, Session};
-use crate::{CpuEngine, Scratch, TensorSpec};
+use crate::{Scratch, TensorSpec};
 
 /// Bytes of a decoded chunk that go somewhere.
 #[derive(Debug, Clone, Copy)]
@@ -48,8 +50,8 @@ pub struct Decoder<'s, 'a> {
 }
 
 impl<'s, 'a> Decoder<'s, 'a> {
-    pub(super) fn new(sessions: Vec<Session<'s>>, cpu: &'s CpuEngine) -> Self {
-        let lane = |s: Session<'s>| (s.worker.device.ordinal(), Lane::new(s, cpu));
+    pub(super) fn new(sessions: Vec<Session<'s>>, host: &'s Host) -> Self {
+        let lane = |s: Session<'s>| (s.worker.device.ordinal(), Lane::new(s, host));
         Self { lanes: sessions.into_iter().map(lane).collect() }
     }
 
@@ -151,7 +153,7 @@ struct Busy<'a> {
 
 struct Lane<'s, 'a> {
     session: Session<'s>,
-    cpu: &'s CpuEngine,
+    host: &'s Host,
     busy: Vec<Option<Busy<'a>>>,
     next: usize,
     scratch: Scratch,
@@ -159,9 +161,9 @@ struct Lane<'s, 'a> {
 }
 
 impl<'s, 'a> Lane<'s, 'a> {
-    fn new(session: Session<'s>, cpu: &'s CpuEngine) -> Self {
+    fn new(session: Session<'s>, host: &'s Host) -> Self {
         let busy = (0..SLOTS).map(|_| None).collect();
-        Self { session, cpu, busy, next: 0, scratch: Scratch::default(), bounce: None }
+        Self { session, host, busy, next: 0, scratch: Scratch::default(), bounce: None }
     }
 
     /// A slot that is not in use, once what used it is done and found good.
@@ -198,6 +200,7 @@ impl<'s, 'a> Lane<'s, 'a> {
         }
         self.flush(slot, &mut busy, &mut batch)?;
         self.session.worker.slots[slot].worked.record(&self.session.worker.compute)?;
+        self.host.chunks.host.fetch_add(here.len() as u64, Ordering::Relaxed);
         for number in here {
             self.decode_here(slot, &busy.jobs[number])?;
         }
@@ -329,9 +332,12 @@ impl<'s, 'a> Lane<'s, 'a> {
             // SAFETY: the copy that wrote it is done.
             let found = unsafe { worker.slots[slot].pinned.slice(at, 4) };
             let found = u32::from_le_bytes(found.try_into().unwrap_or_default());
+            let chunks = &self.host.chunks;
             if found == status::OK {
+                chunks.device.fetch_add(1, Ordering::Relaxed);
                 continue;
             }
+            chunks.refused.fetch_add(1, Ordering::Relaxed);
             // The CPU says what is wrong, or can do what the kernels cannot.
             let job = &busy.jobs[number];
             self.decode_here(slot, job)?;
@@ -356,7 +362,8 @@ impl<'s, 'a> Lane<'s, 'a> {
         // SAFETY: the frame was written before, and is only read.
         let frame = unsafe { worker.slots[slot].pinned.slice(job.at, job.record.len as usize) };
         let (spec, record) = (&job.spec, &job.record);
-        self.cpu
+        self.host
+            .cpu
             .decode_chunk(spec, job.chunk, record, frame, &mut self.scratch, values)
             .of(job.tensor)?;
         for piece in &job.pieces {

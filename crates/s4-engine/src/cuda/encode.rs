@@ -1,6 +1,7 @@
 //! Chunks of device tensors into frames in pinned memory, group by group.
 
 use std::collections::VecDeque;
+use std::sync::atomic::Ordering;
 
 use s4_codec_gpu::abi::{self, EncodeChunk, EncodeResult, Route, status};
 use s4_codec_gpu::{EncodeBatch, GpuError};
@@ -9,11 +10,12 @@ use s4_format::layout::MAX_PLANES;
 use s4_format::limits::ALIGN;
 use s4_format::{CodecId, StreamEntry};
 
+use super::Host;
 use super::error::{Of, Result};
 use super::route::{codings, encode_route, plan_tables};
 use super::tensor::DeviceTensor;
 use super::worker::{SLOTS, Session};
-use crate::{CpuEngine, EncodedChunk, Scratch, TensorPlan, TensorView};
+use crate::{EncodedChunk, Scratch, TensorPlan, TensorView};
 
 /// A chunk of a device tensor, encoded.
 #[derive(Debug, Clone, Copy)]
@@ -83,7 +85,7 @@ impl Group {
 /// One device's chunks, in order.
 pub(super) struct Lane<'a> {
     session: Session<'a>,
-    cpu: &'a CpuEngine,
+    host: &'a Host,
     tensors: &'a [DeviceTensor<'a>],
     plans: &'a [TensorPlan],
     /// Tensors of this device that are not cut yet; the first is cut up to a chunk.
@@ -101,7 +103,7 @@ pub(super) struct Lane<'a> {
 impl<'a> Lane<'a> {
     pub(super) fn new(
         session: Session<'a>,
-        cpu: &'a CpuEngine,
+        host: &'a Host,
         tensors: &'a [DeviceTensor<'a>],
         plans: &'a [TensorPlan],
     ) -> Self {
@@ -110,7 +112,7 @@ impl<'a> Lane<'a> {
         Self {
             waiting: waiting.collect(),
             session,
-            cpu,
+            host,
             tensors,
             plans,
             chunk: 0,
@@ -344,6 +346,7 @@ impl<'a> Lane<'a> {
         let worker = &self.session.worker;
         let pinned = &worker.slots[slot].pinned;
         if job.route.is_none() {
+            self.host.chunks.host.fetch_add(1, Ordering::Relaxed);
             self.values.clear();
             // SAFETY: the copy that wrote it is done.
             self.values.extend_from_slice(unsafe { pinned.slice(job.at, job.bytes as usize) });
@@ -354,12 +357,14 @@ impl<'a> Lane<'a> {
         // SAFETY: as above.
         let result: EncodeResult = bytemuck::pod_read_unaligned(unsafe { pinned.slice(at, size) });
         if u32::from(result.status) != status::OK {
+            self.host.chunks.refused.fetch_add(1, Ordering::Relaxed);
             return self.fetch(job).map(|()| None);
         }
         let end = result.offset.checked_add(result.len.into());
         if end.is_none_or(|end| end > worker.sizes.frames) {
             return Err(bad_answer(worker.device.ordinal()).into());
         }
+        self.host.chunks.device.fetch_add(1, Ordering::Relaxed);
         Ok(Some((result.offset as usize, result.len as usize, encoded(&result))))
     }
 
@@ -384,7 +389,8 @@ impl<'a> Lane<'a> {
         // A chunk of a plan without prediction depends on its own values only.
         let view = TensorView { dtype: t.dtype, shape: t.shape, data: &self.values };
         self.frame.clear();
-        let encoded = self.cpu.encode_chunk(&view, plan, 0, &mut self.scratch, &mut self.frame);
+        let encoded =
+            self.host.cpu.encode_chunk(&view, plan, 0, &mut self.scratch, &mut self.frame);
         let encoded = encoded.map_err(|e| e.in_chunk(job.chunk)).of(job.tensor)?;
         Ok(DeviceFrame { tensor: job.tensor, chunk: job.chunk, encoded, bytes: &self.frame })
     }

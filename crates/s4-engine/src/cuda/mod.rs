@@ -17,6 +17,7 @@ mod tensor;
 mod worker;
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 pub use s4_codec_gpu::{Cuda, DeviceInfo, GpuError};
@@ -51,10 +52,35 @@ impl Default for CudaOptions {
     }
 }
 
+/// Who did how many chunks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Chunks {
+    /// By the kernels.
+    pub device: u64,
+    /// By the CPU, because the kernels lack something that the plan or the frame has.
+    pub host: u64,
+    /// By the CPU, because the kernels refused them: damaged frames.
+    pub refused: u64,
+}
+
+/// Counts chunks while an engine works.
+#[derive(Debug, Default)]
+struct Counters {
+    device: AtomicU64,
+    host: AtomicU64,
+    refused: AtomicU64,
+}
+
+/// What the CPU does for the devices.
+struct Host {
+    cpu: CpuEngine,
+    chunks: Counters,
+}
+
 /// Encodes and decodes on CUDA devices. Calls that use one device wait for each other.
 pub struct CudaEngine {
     cuda: Cuda,
-    cpu: CpuEngine,
+    host: Host,
     options: CudaOptions,
     workers: Mutex<BTreeMap<u32, Arc<Mutex<Worker>>>>,
 }
@@ -79,13 +105,20 @@ impl Workers {
 impl CudaEngine {
     /// An engine on the devices of `cuda`. Devices are opened when they are first used.
     pub fn new(cuda: Cuda, options: CudaOptions) -> Self {
-        let cpu = CpuEngine::new(options.simd);
-        Self { cuda, cpu, options, workers: Mutex::default() }
+        let host = Host { cpu: CpuEngine::new(options.simd), chunks: Counters::default() };
+        Self { cuda, host, options, workers: Mutex::default() }
     }
 
     /// The devices.
     pub fn cuda(&self) -> &Cuda {
         &self.cuda
+    }
+
+    /// Who did how many chunks, of all calls so far.
+    pub fn chunks(&self) -> Chunks {
+        let Counters { device, host, refused } = &self.host.chunks;
+        let read = |n: &AtomicU64| n.load(Ordering::Relaxed);
+        Chunks { device: read(device), host: read(host), refused: read(refused) }
     }
 
     /// The most device memory, in bytes, that the engine held at once on a device, as its driver
@@ -154,7 +187,7 @@ impl CudaEngine {
         scratch: &mut Scratch,
     ) -> s4_format::Result<TensorPlan> {
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
-        self.cpu.plan_sample(preset, dtype, bytes, sample, scratch)
+        self.host.cpu.plan_sample(preset, dtype, bytes, sample, scratch)
     }
 
     /// Copies values to the host: for each item, in order, its number and the bytes of its parts one
@@ -194,7 +227,7 @@ impl CudaEngine {
         for (ordinal, _) in &workers.0 {
             let own = tensors.iter().map(|t| t.memory).filter(|m| m.ordinal() == *ordinal);
             if let Some(session) = self.session(&workers, *ordinal, own)? {
-                lanes.insert(*ordinal, Lane::new(session, &self.cpu, tensors, plans));
+                lanes.insert(*ordinal, Lane::new(session, &self.host, tensors, plans));
             }
         }
         // All devices begin before the first chunk is waited for.
@@ -229,7 +262,7 @@ impl CudaEngine {
             let own = memory.iter().copied().filter(|m| m.ordinal() == *ordinal);
             sessions.extend(self.session(&workers, *ordinal, own)?);
         }
-        let mut decoder = Decoder::new(sessions, &self.cpu);
+        let mut decoder = Decoder::new(sessions, &self.host);
         work(&mut decoder)?;
         Ok(decoder.finish()?)
     }

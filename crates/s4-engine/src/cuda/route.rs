@@ -106,7 +106,9 @@ pub(super) fn decode_route(
     (chunk.crc_encoded, chunk.crc_raw) = (record.crc_encoded, record.crc_raw);
     if record.plain {
         chunk.plain = 1;
-        return (frame.len() as u64 == bytes).then_some((Route::Composed, chunk));
+        // The values' checksum stands there twice.
+        let sound = frame.len() as u64 == bytes && record.crc_encoded == record.crc_raw;
+        return sound.then_some((Route::Composed, chunk));
     }
     if !has_layout(plan.layout) {
         return None;
