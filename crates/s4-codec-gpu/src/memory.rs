@@ -212,8 +212,9 @@ impl Pinned {
         let _current = device.enter()?;
         let bytes = bytes.max(1);
         // Not write-combined: the processor reads what arrives here.
+        let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
         // SAFETY: freed in `drop`.
-        let start = unsafe { result::malloc_host(bytes, sys::CU_MEMHOSTALLOC_PORTABLE) };
+        let start = unsafe { result::malloc_host(bytes, flags) };
         let start = start.map_err(|e| {
             allocation_failed(e, device.ordinal(), bytes as u64, "page-locked host memory")
         })?;
@@ -225,6 +226,15 @@ impl Pinned {
     /// Its size.
     pub fn len(&self) -> usize {
         self.bytes
+    }
+
+    /// Where byte `at` is, for kernels too: with unified addressing one address serves both sides.
+    ///
+    /// # Panics
+    /// If it is outside the memory.
+    pub fn address(&self, at: usize) -> u64 {
+        assert!(at <= self.bytes, "address outside pinned memory");
+        self.start as u64 + at as u64
     }
 
     /// Never: it has at least a byte.

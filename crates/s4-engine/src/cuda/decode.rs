@@ -300,12 +300,20 @@ impl<'s, 'a> Lane<'s, 'a> {
             DecodeBatch { chunks: meta + chunks as u64, status: meta + answers as u64, routes };
         // At most what fits the slot's memory for descriptors.
         let count = u32::try_from(batch.spans.len()).unwrap_or(u32::MAX);
+        // A kernel fetches the descriptors from pinned memory: the device's copy engine would bring
+        // them only after the frames of the group behind.
+        let fetch = CopySpan {
+            from: pinned.address(base + start),
+            to: meta + start as u64,
+            len: (answers - start) as u64,
+        };
+        let fetch_at = (answers + 4 * batch.chunks.len()).next_multiple_of(8);
+        to[fetch_at - start..fetch_at - start + SPAN].copy_from_slice(bytemuck::bytes_of(&fetch));
         // SAFETY: descriptors, tables, status and scratch are parts of the session's memory, used in
         // the order of one stream; streams lie within their frames, as `decode_route` found; the
         // values are the caller's, who promised that nothing else uses them, or scratch.
         unsafe {
-            let (from, len) = (base + start, answers - start);
-            worker.compute.copy_to_device(pinned, from, len, meta + start as u64)?;
+            worker.compute.copy_spans(pinned.address(base + fetch_at), 1)?;
             worker.compute.decode(&work)?;
             worker.compute.copy_spans(meta + spans as u64, count)?;
             let len = batch.chunks.len() * 4;
@@ -313,7 +321,7 @@ impl<'s, 'a> Lane<'s, 'a> {
         }
         let asked = batch.chunks.iter().enumerate().map(|(i, c)| (c.0, answers + 4 * i));
         busy.asked.extend(asked);
-        busy.meta = (answers + 4 * batch.chunks.len()).next_multiple_of(16);
+        busy.meta = (fetch_at + SPAN).next_multiple_of(16);
         Ok(())
     }
 

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 
-use s4_codec_gpu::abi::{self, EncodeChunk, EncodeResult, Route, status};
+use s4_codec_gpu::abi::{self, CopySpan, EncodeChunk, EncodeResult, Route, status};
 use s4_codec_gpu::{EncodeBatch, GpuError};
 use s4_format::index::chunk_count;
 use s4_format::layout::MAX_PLANES;
@@ -69,16 +69,18 @@ const TABLES: u64 = (MAX_PLANES * size_of::<abi::SharedTable>()) as u64;
 const PER_CHUNK: u64 = (size_of::<EncodeChunk>() + size_of::<EncodeResult>()) as u64;
 /// Bytes in front of the results: how many bytes of frames there are.
 const TOTAL: u64 = 16;
+const SPAN: u64 = size_of::<CopySpan>() as u64;
 
 impl Group {
     fn count(&self) -> u32 {
         self.routes.iter().sum()
     }
 
-    /// Where tables and results start in the slot's meta memory: behind the descriptors.
+    /// Where tables and results start in the slot's meta memory: behind the descriptors, and the
+    /// span of the answer in front of the results.
     fn places(&self) -> (u64, u64) {
         let tables = u64::from(self.count()) * size_of::<EncodeChunk>() as u64;
-        (tables, (tables + self.tables.len() as u64 * TABLES).next_multiple_of(16))
+        (tables, (tables + self.tables.len() as u64 * TABLES + SPAN).next_multiple_of(16))
     }
 }
 
@@ -164,7 +166,7 @@ impl<'a> Lane<'a> {
         let sizes = self.session.worker.sizes;
         let mut group =
             Group { slot, jobs: vec![], routes: [0; 3], capacity: 0, tables: vec![], sent: false };
-        let mut used = Room { meta: TOTAL + 16, ..Room::default() };
+        let mut used = Room { meta: TOTAL + SPAN + 16, ..Room::default() };
         while let Some(job) = self.job() {
             let new_tables = job.route.is_some()
                 && group.tables.last() != Some(&job.tensor)
@@ -217,6 +219,15 @@ impl<'a> Lane<'a> {
         // SAFETY: all of the slot's frames were handed on: nothing else uses it.
         let to = unsafe { slot.pinned.slice_mut(pinned, worker.sizes.meta as usize) };
         self.describe(group, meta, to);
+        // A kernel writes the answer straight into pinned memory: the device's copy engine would
+        // bring it only after the frames of the group before.
+        let answer = CopySpan {
+            from: meta + results,
+            to: slot.pinned.address(pinned + results as usize),
+            len: TOTAL + u64::from(group.count()) * size_of::<EncodeResult>() as u64,
+        };
+        to[(results - SPAN) as usize..results as usize]
+            .copy_from_slice(bytemuck::bytes_of(&answer));
         let batch = EncodeBatch {
             chunks: meta,
             results: meta + results + TOTAL,
@@ -225,7 +236,6 @@ impl<'a> Lane<'a> {
             capacity: group.capacity,
             routes: group.routes,
         };
-        let answer = (TOTAL + u64::from(group.count()) * size_of::<EncodeResult>() as u64) as usize;
         // SAFETY: descriptors, tables, results, frames and scratch are parts of the session's memory
         // of the sizes that `cut` added up, used in the order of one stream; the values are the
         // caller's, who promised that they stay. The slot's pinned memory is idle, as above.
@@ -233,8 +243,7 @@ impl<'a> Lane<'a> {
             if group.count() > 0 {
                 worker.compute.copy_to_device(&slot.pinned, pinned, results as usize, meta)?;
                 worker.compute.encode(&batch)?;
-                let at = pinned + results as usize;
-                worker.compute.copy_to_host(meta + results, &slot.pinned, at, answer)?;
+                worker.compute.copy_spans(meta + results - SPAN, 1)?;
             }
             slot.worked.record(&worker.compute)?;
             for job in group.jobs.iter().filter(|j| j.route.is_none()) {

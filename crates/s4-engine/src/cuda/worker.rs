@@ -13,6 +13,8 @@ pub(super) const SLOTS: usize = 3;
 const MOST: u64 = 32 << 20;
 /// Shares of the device budget: one for each slot's frames, the others for the kernels' scratch.
 const SHARES: u64 = SLOTS as u64 + 6;
+/// Memory pools take device memory in pieces of this size: budgets are kept in whole ones.
+const PIECE: u64 = 32 << 20;
 /// A slot holds at least the largest frame.
 const LEAST: u64 = (MAX_CHUNK_BYTES as u64).next_multiple_of(64 << 10);
 
@@ -30,11 +32,12 @@ pub(super) struct Sizes {
 impl Sizes {
     /// Cuts `device` bytes of device memory and `pinned` bytes of pinned memory.
     pub(super) fn cut(device: u64, pinned: u64) -> Result<Self> {
-        let least = SHARES * (LEAST + LEAST / 16);
+        let least = (SHARES * (LEAST + LEAST / 16)).next_multiple_of(PIECE);
         if device < least {
             let what = "scratch memory on the device";
             return Err(GpuError::Budget { what, needed: least, budget: device });
         }
+        let device = device / PIECE * PIECE;
         let least = SLOTS as u64 * (LEAST + LEAST / 16);
         if pinned < least {
             let what = "page-locked host memory";
@@ -169,10 +172,10 @@ mod tests {
 
     #[test]
     fn memory_is_cut_within_both_budgets() {
-        for device in [21 << 20, 64 << 20, 256 << 20, 4 << 30, u64::MAX] {
+        for device in [32 << 20, 100 << 20, 256 << 20, 4 << 30, u64::MAX] {
             for pinned in [7 << 20, 96 << 20, 1 << 30, u64::MAX] {
                 let s = Sizes::cut(device, pinned).unwrap();
-                assert!(s.device() <= device, "{device} {s:?}");
+                assert!(s.device().next_multiple_of(PIECE) <= device, "{device} {s:?}");
                 assert!(SLOTS as u64 * (s.frames + s.meta) <= pinned, "{pinned} {s:?}");
                 assert!(s.frames >= MAX_CHUNK_BYTES as u64 && s.scratch >= 3 * s.frames, "{s:?}");
                 assert!(s.frames <= MOST && s.meta >= s.frames / 32);
