@@ -1,4 +1,27 @@
-//! Hand-written bindings to NVIDIA's nvCOMP 6, which will be opened at run time from the user's own
-//! installation.
+//! Hand-written bindings to the batched C interface of NVIDIA's nvCOMP 6, opened at run time from the
+//! user's own installation (for instance the Python package `nvidia-libnvcomp-cu12` or `-cu13`).
 //!
-//! Nothing is built here yet. What will never be here: the library itself, and its headers.
+//! [`Search`] says where to look, [`Nvcomp::open`] opens the library and checks its version, and
+//! [`Nvcomp::ans`] and its siblings give the functions of one format as an [`Api`]: queries that run
+//! on the host, and [`Api::compress`] and [`Api::decompress`], which enqueue work on a CUDA stream.
+//! Device addresses and streams are plain `u64`: this crate knows of no CUDA binding.
+//!
+//! What is deliberately absent: the library and its headers, the C++ interfaces, gzip, checksums, and
+//! any call that waits for the device. nvCOMP's licence is for systems with NVIDIA GPUs, so callers
+//! should look for a GPU before they open it.
+
+mod api;
+mod error;
+mod library;
+mod options;
+mod status;
+
+pub use api::{Alignments, Api, Compress, Decompress, Shape};
+pub use error::{Error, Result, Tried};
+pub use library::{ENVIRONMENT, MAJOR, Nvcomp, SONAME, Search, Version};
+pub use options::{
+    AnsCompress, AnsDecompress, Backend, BitcompCompress, CascadedCommon, CascadedCompress,
+    CascadedDecompress, DataType, Lz4Compress, Lz4Decompress, NoOptions, PlainDecompress,
+    SortingDecompress, WithAlgorithm,
+};
+pub use status::Status;

@@ -9,27 +9,37 @@
 //! stream is used as a size before it is checked against the stream and the destination.
 
 mod bits;
+pub mod blocks;
 mod codec;
 mod constant;
+mod deflate;
+mod gdeflate;
+mod lz4;
 /// Interleaved static rANS: the codec, its tables and what a planner needs to choose them.
 pub mod rans;
 mod raw;
+mod snappy;
 pub mod testing;
 mod zstd;
 
 pub use bits::Bits;
 pub use codec::{Codec, Codecs, Context, Encoded};
 pub use constant::Const;
+pub use deflate::Deflate;
+pub use gdeflate::Gdeflate;
+pub use lz4::Lz4;
 pub use rans::Rans;
 pub use raw::Raw;
 pub use s4_planes::Simd;
+pub use snappy::Snappy;
 pub use zstd::Zstd;
 
 /// Every codec of this crate, running on `simd` (which the machine must have; a set that it lacks
 /// is replaced by plain Rust, which gives the same bytes).
 ///
 /// The values registered encode with the defaults of each codec: `bits` at width 7, `rans` with
-/// `P = 8` and `zstd` at level 3. Decoding needs no options: all widths, both `P`, all levels.
+/// `P = 8`, `zstd` at level 3, `gdeflate` without matches and `deflate` at level 6. Decoding needs no
+/// options: all widths, both `P`, all levels.
 pub fn open_codecs(simd: Simd) -> Codecs {
     Codecs::empty()
         .with(Raw)
@@ -37,4 +47,8 @@ pub fn open_codecs(simd: Simd) -> Codecs {
         .with(Bits::new(7, simd))
         .with(Rans::new(rans::Precision::P8, simd))
         .with(Zstd::default())
+        .with(Gdeflate::default())
+        .with(Deflate::default())
+        .with(Lz4)
+        .with(Snappy)
 }

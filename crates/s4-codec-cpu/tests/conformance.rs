@@ -2,7 +2,7 @@
 
 use s4_codec_cpu::rans::{Counts, Place, Precision, Table, Tables, parse_tables, write_tables};
 use s4_codec_cpu::testing::{Side, carrying, conformance};
-use s4_codec_cpu::{Bits, Const, Context, Rans, Raw, Simd, Zstd};
+use s4_codec_cpu::{Bits, Const, Context, Deflate, Gdeflate, Lz4, Rans, Raw, Simd, Snappy, Zstd};
 
 #[test]
 fn raw() {
@@ -32,7 +32,31 @@ fn bits() {
 fn zstd() {
     for level in [1, 3] {
         conformance(&Zstd::new(level), Side::NONE, |_| true);
+        conformance(&Zstd::new(level).in_blocks(), Side::NONE, |_| true);
     }
+}
+
+#[test]
+fn gdeflate() {
+    conformance(&Gdeflate::entropy_only(), Side::NONE, |_| true);
+    conformance(&Gdeflate::with_matches(), Side::NONE, |_| true);
+}
+
+#[test]
+fn deflate() {
+    for level in [0, 1, 6] {
+        conformance(&Deflate::new(level), Side::NONE, |_| true);
+    }
+}
+
+#[test]
+fn lz4() {
+    conformance(&Lz4, Side::NONE, |_| true);
+}
+
+#[test]
+fn snappy() {
+    conformance(&Snappy, Side::NONE, |_| true);
 }
 
 fn rans(precision: Precision) {

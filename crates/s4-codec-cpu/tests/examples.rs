@@ -52,5 +52,33 @@ fn what_is_not_built_is_refused_by_name() {
     let codecs = open_codecs(Simd::Scalar);
     let error = codecs.get(CodecId::NVCOMP_ANS).unwrap_err().to_string();
     assert!(error.contains("nvcomp-ans"), "{error}");
-    assert_eq!(codecs.ids().count(), 5);
+    assert_eq!(codecs.ids().count(), 9);
+}
+
+/// A stream of one block.
+fn framed(block: &[u8]) -> Vec<u8> {
+    let mut stream = (block.len() as u32).to_le_bytes().to_vec();
+    stream.resize(16, 0);
+    stream.extend(block);
+    stream
+}
+
+#[test]
+fn codecs_in_blocks() {
+    check(CodecId::DEFLATE, 0, &[0; 8], &framed(&[0x63, 0x60, 0x80, 0x00, 0x00]));
+    check(CodecId::LZ4, 0, &[1, 2, 3], &framed(&[0x30, 1, 2, 3]));
+    check(CodecId::SNAPPY, 0, &[1, 2, 3], &framed(&[3, 8, 1, 2, 3]));
+    for id in [CodecId::GDEFLATE, CodecId::DEFLATE, CodecId::LZ4, CodecId::SNAPPY] {
+        check(id, 0, &[], &[]);
+    }
+}
+
+#[test]
+fn gdeflate() {
+    let mut words = [0u32; 35];
+    words[..3].copy_from_slice(&[0x0308_0019, 0x62, 0x63]);
+    let page: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
+    let stream = framed(&page);
+    assert_eq!(stream.len(), 156);
+    check(CodecId::GDEFLATE, 0, b"abc", &stream);
 }

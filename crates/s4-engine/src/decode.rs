@@ -60,6 +60,8 @@ impl CpuEngine {
             let what = format!("{} bytes stored, {} named", frame.len(), record.len);
             return Err(Error::corrupt(what));
         }
+        // The checksum of the values, once it is known.
+        let mut crc = None;
         if record.plain {
             if frame.len() != dst.len() {
                 return Err(Error::corrupt(format!(
@@ -80,26 +82,28 @@ impl CpuEngine {
             if streams.crc() != record.crc_encoded {
                 return Err(stored());
             }
-            self.decode_streams(spec, &streams, scratch, dst)?;
+            crc = self.decode_streams(spec, &streams, scratch, dst)?;
             if spec.plan.predictor != PredictorId::NONE {
+                crc = None;
                 let view = TensorView { dtype: spec.dtype, shape: spec.shape, data: &[] };
                 let first = chunk << spec.chunk_log2;
                 residual::inverse(self.kernels, spec.plan, spec.side, &view, first, dst)?;
             }
         }
-        if crc32c(dst) != record.crc_raw {
+        if crc.unwrap_or_else(|| crc32c(dst)) != record.crc_raw {
             return Err(Error::corrupt("checksum of the decoded values differs"));
         }
         Ok(())
     }
 
+    /// Decodes streams and merges what they hold; returns the CRC-32C of `dst` if that was at hand.
     fn decode_streams(
         &self,
         spec: &TensorSpec<'_>,
         streams: &StreamList<'_>,
         scratch: &mut Scratch,
         dst: &mut [u8],
-    ) -> Result<()> {
+    ) -> Result<Option<u32>> {
         let width = spec.dtype.value_width();
         let layout = spec.plan.layout;
         let planes = Planes::new(layout, width, dst.len() / width)?;
@@ -154,7 +158,8 @@ impl CpuEngine {
         self.merge(layout, width, &sizes, &stored, scratch, dst)
     }
 
-    /// Merges planes: those that were stored raw are taken from the frame itself.
+    /// Merges planes: those that were stored raw are taken from the frame itself. Returns the CRC-32C
+    /// of `dst` if that was at hand.
     fn merge(
         &self,
         layout: LayoutId,
@@ -163,7 +168,7 @@ impl CpuEngine {
         stored: &[Stored<'_>; MAX_PLANES],
         scratch: &mut Scratch,
         dst: &mut [u8],
-    ) -> Result<()> {
+    ) -> Result<Option<u32>> {
         let w = width_of(width)?;
         let k = &self.kernels;
         if layout == LayoutId::BYTES {
@@ -174,7 +179,7 @@ impl CpuEngine {
                 }
             }
             k.merge_bytes(w, all, dst);
-            return Ok(());
+            return Ok(None);
         }
         let plane = |i: usize| match (stored[i].bytes(), sizes.get(i)) {
             (Some(bytes), _) => bytes,
@@ -188,10 +193,11 @@ impl CpuEngine {
                 let (e, e_tail) = plane(0).split_at(head);
                 let (b, b_tail) = plane(2).split_at(head * (width - 2));
                 let (to, to_tail) = dst.split_at_mut(head * width);
-                k.merge_fields(w, e, plane(1), b, to);
+                let mut crc = k.merge_fields_crc(w, e, plane(1), b, to, 0);
                 if !e_tail.is_empty() {
-                    k.merge_fields(w, e_tail, &scratch.split, b_tail, to_tail);
+                    crc = k.merge_fields_crc(w, e_tail, &scratch.split, b_tail, to_tail, crc);
                 }
+                return Ok(Some(crc));
             }
             LayoutId::FIELDS_SIGN => {
                 k.merge_fields_sign(w, plane(0), plane(1), plane(2), plane(3), dst);
@@ -201,7 +207,7 @@ impl CpuEngine {
                 .map_err(|e| Error::corrupt(e.to_string()).in_stream(0))?,
             _ => dst.copy_from_slice(plane(0)),
         }
-        Ok(())
+        Ok(None)
     }
 }
 

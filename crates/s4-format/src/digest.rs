@@ -3,6 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use crc_fast::{CrcAlgorithm, Digest as Digester};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::error::Error;
@@ -10,14 +11,20 @@ use crate::error::Error;
 /// CRC-32C (Castagnoli; iSCSI, RFC 3720) of `bytes`.
 pub fn crc32c(bytes: &[u8]) -> u32 {
     // The checksum is 32 bits wide; the crate returns every width as u64.
-    u32::try_from(crc_fast::checksum(crc_fast::CrcAlgorithm::Crc32Iscsi, bytes)).unwrap_or(0)
+    u32::try_from(crc_fast::checksum(CrcAlgorithm::Crc32Iscsi, bytes)).unwrap_or(0)
+}
+
+/// CRC-32C of bytes whose own is `crc`, followed by `bytes`.
+pub fn crc32c_append(crc: u32, bytes: &[u8]) -> u32 {
+    let state = u64::from(!crc);
+    let mut digest = Digester::new_with_init_state(CrcAlgorithm::Crc32Iscsi, state);
+    digest.update(bytes);
+    u32::try_from(digest.finalize()).unwrap_or(0)
 }
 
 /// CRC-32C of several parts as if they stood one behind the other.
 pub(crate) fn crc32c_of_parts<'a>(parts: impl Iterator<Item = &'a [u8]>) -> u32 {
-    let mut digest = crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi);
-    parts.for_each(|part| digest.update(part));
-    u32::try_from(digest.finalize()).unwrap_or(0)
+    parts.fold(0, crc32c_append)
 }
 
 /// A BLAKE3 hash of 256 bits. Written as 64 hexadecimal digits.

@@ -22,7 +22,7 @@ pub mod side;
 mod wire;
 
 pub use chunk::{ChunkRecord, StreamEntry, StreamList};
-pub use digest::{Digest, crc32c};
+pub use digest::{Digest, crc32c, crc32c_append};
 pub use dtype::DType;
 pub use error::{Error, Place, Result};
 pub use file::Version;

@@ -8,7 +8,7 @@ use serde_json::value::RawValue;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::file::Version;
-use crate::id::CodecId;
+use crate::id::{CodecId, Support};
 use crate::limits::{MAX_TENSOR_TABLE, MAX_TENSORS};
 use crate::plan::Plan;
 
@@ -150,10 +150,40 @@ impl Manifest {
     /// lies before it.
     ///
     /// # Errors
-    /// `Unsupported` for another version or a plan that is not built; `Corrupt` for anything that
-    /// is not a manifest or contradicts itself.
+    /// `Unsupported` for another version, a plan that is not built or a closed bitstream; `Corrupt`
+    /// for anything that is not a manifest or contradicts itself.
     pub fn parse(json: &[u8], end: u64) -> Result<Self> {
+        let manifest = Self::parse_closed(json, end)?;
+        manifest.require_closed(&[])?;
+        Ok(manifest)
+    }
+
+    /// As [`Self::parse`], also if closed bitstreams are needed: to look at such a checkpoint, or to
+    /// read it where [`Self::require_closed`] says that it can be read.
+    ///
+    /// # Errors
+    /// As [`Self::parse`], but for closed bitstreams.
+    pub fn parse_closed(json: &[u8], end: u64) -> Result<Self> {
         Self::parse_inner(json, end).map_err(|e| e.in_part("manifest"))
+    }
+
+    /// Checks that this machine reads every closed bitstream that the checkpoint needs. `readable`
+    /// are those that it reads, of the library's version that it has.
+    ///
+    /// # Errors
+    /// `Unsupported`, naming the bitstream, the version that it needs, and what to do.
+    pub fn require_closed(&self, readable: &[ClosedCodec]) -> Result<()> {
+        let Some(missing) = self.closed_codecs.iter().find(|c| !readable.contains(c)) else {
+            return Ok(());
+        };
+        let ClosedCodec { codec, library_major } = missing;
+        let other = readable.iter().find(|c| c.codec == *codec);
+        let here = other.map_or_else(String::new, |c| format!(" (here is {})", c.library_major));
+        let error = Error::unsupported(format!(
+            "the checkpoint needs the closed codec `{codec}`, which only version {library_major} of its \
+             vendor's library reads{here}, on a GPU: read it there, and transcode it to open codecs"
+        ));
+        Err(error.in_part("manifest"))
     }
 
     fn parse_inner(json: &[u8], end: u64) -> Result<Self> {
@@ -175,8 +205,20 @@ impl Manifest {
         if m.objects.is_empty() || m.objects.iter().any(|o| o.name.is_none() && o.bytes > end) {
             return Err(Error::corrupt("objects"));
         }
-        if let Some(c) = m.closed_codecs.first() {
-            c.codec.require_open()?;
+        for (at, c) in m.closed_codecs.iter().enumerate() {
+            let twice = m.closed_codecs[..at].iter().any(|before| before.codec == c.codec);
+            match c.codec.support() {
+                Some(Support::Closed) if twice => {
+                    return Err(Error::corrupt(format!("closed codec `{}` twice", c.codec)));
+                }
+                Some(Support::Closed) => {}
+                Some(_) => {
+                    return Err(Error::corrupt(format!("codec `{}` is not closed", c.codec)));
+                }
+                None => {
+                    c.codec.require_open()?;
+                }
+            }
         }
         if m.parent.is_some() {
             return Err(Error::unsupported(
@@ -243,6 +285,20 @@ mod tests {
     }
 
     #[test]
+    fn closed_bitstreams_need_their_library() {
+        let closed = |library_major| ClosedCodec { codec: CodecId::NVCOMP_ANS, library_major };
+        let mut m = sample();
+        m.closed_codecs = vec![closed(6)];
+        let m = Manifest::parse_closed(&m.to_json().unwrap(), 26).unwrap();
+        m.require_closed(&[closed(6)]).unwrap();
+        for (readable, part) in [(vec![], "version 6"), (vec![closed(7)], "(here is 7)")] {
+            let e = m.require_closed(&readable).unwrap_err();
+            assert!(matches!(e, Error::Unsupported { .. }));
+            assert!(e.to_string().contains("nvcomp-ans") && e.to_string().contains(part), "{e}");
+        }
+    }
+
+    #[test]
     fn what_is_not_built_or_contradictory_is_refused() {
         let unsupported = |e: &Error| matches!(e, Error::Unsupported { .. });
         assert!(unsupported(&refused(|m| m.format.minor = 2)));
@@ -253,6 +309,15 @@ mod tests {
             m.closed_codecs = vec![ClosedCodec { codec: CodecId::NVCOMP_ANS, library_major: 6 }];
         });
         assert!(unsupported(&e) && e.to_string().contains("nvcomp-ans"), "{e}");
+        let listed = |codecs: &[CodecId]| {
+            let closed = |codec: &CodecId| ClosedCodec { codec: *codec, library_major: 6 };
+            refused(|m| m.closed_codecs = codecs.iter().map(closed).collect())
+        };
+        let e = listed(&[CodecId(200)]);
+        assert!(unsupported(&e) && e.to_string().contains("200"), "{e}");
+        for wrong in [vec![CodecId::ZSTD], vec![CodecId::NVCOMP_ANS; 2]] {
+            assert!(matches!(listed(&wrong), Error::Corrupt { .. }));
+        }
         refused(|m| m.tree = None);
         refused(|m| m.form = Form::Pickle);
         refused(|m| m.objects.clear());

@@ -1,6 +1,6 @@
 //! The choice of kernels, and the checks of sizes before them.
 
-use s4_format::Result;
+use s4_format::{Result, crc32c_append};
 
 use crate::scalar::{self, PLAIN, ROTATED, SPREAD};
 use crate::{Simd, Width, lanewise, token, token_bound};
@@ -88,6 +88,31 @@ impl Kernels {
         self.merge_form::<ROTATED>(width, &[], e, a, b, dst);
     }
 
+    /// As [`Kernels::merge_fields`]; returns the CRC-32C of bytes whose own is `crc`, followed by
+    /// `dst`.
+    ///
+    /// # Panics
+    /// As [`Kernels::merge_fields`].
+    pub fn merge_fields_crc(
+        self,
+        width: Width,
+        e: &[u8],
+        a: &[u8],
+        b: &[u8],
+        dst: &mut [u8],
+        crc: u32,
+    ) -> u32 {
+        check_fields(width, dst.len(), [e.len(), a.len(), b.len()]);
+        dispatch!((self.simd, width) {
+            "x86_64":
+            Avx512, Width::B2 => avx512::merge2::<ROTATED, true>(&[], e, a, dst, crc);
+            Avx512, Width::B4 => avx512::merge4::<ROTATED, true>(&[], e, a, b, dst, crc);
+        } else {
+            self.merge_form::<ROTATED>(width, &[], e, a, b, dst);
+            crc32c_append(crc, dst)
+        })
+    }
+
     /// Layout `fields-sign`. The signs go to `s`, that of element `i` to bit `i % 8` of byte
     /// `i / 8`; bits after the last element are zero. Of the bits below the sign, the top 8 go to
     /// `e`, the next 7 to `a` (as a byte below 128), and the low `width - 2` bytes to `b`.
@@ -164,8 +189,8 @@ impl Kernels {
     ) {
         dispatch!((self.simd, width) {
             "x86_64":
-            Avx512, Width::B2 => avx512::merge2::<FORM>(s, e, a, dst);
-            Avx512, Width::B4 => avx512::merge4::<FORM>(s, e, a, b, dst);
+            Avx512, Width::B2 => _ = avx512::merge2::<FORM, false>(s, e, a, dst, 0);
+            Avx512, Width::B4 => _ = avx512::merge4::<FORM, false>(s, e, a, b, dst, 0);
             Avx2, Width::B2 => avx2::merge2::<FORM>(s, e, a, dst);
             Avx2, Width::B4 => avx2::merge4::<FORM>(s, e, a, b, dst);
             "aarch64":

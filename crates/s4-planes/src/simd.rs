@@ -12,7 +12,7 @@ pub enum Simd {
     Neon,
     /// 256-bit vectors of x86-64 (AVX2, BMI2, FMA).
     Avx2,
-    /// 512-bit vectors of x86-64 (AVX-512 F, BW, VL, VBMI, VBMI2).
+    /// 512-bit vectors of x86-64 (AVX-512 F, BW, VL, VBMI, VBMI2, and VPCLMULQDQ).
     Avx512,
 }
 
@@ -36,6 +36,7 @@ impl Simd {
                     && is_x86_feature_detected!("avx512vl")
                     && is_x86_feature_detected!("avx512vbmi")
                     && is_x86_feature_detected!("avx512vbmi2")
+                    && is_x86_feature_detected!("vpclmulqdq")
                     && Self::Avx2.is_available()
             }
             _ => false,

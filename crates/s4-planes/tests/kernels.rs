@@ -246,6 +246,29 @@ fn bytes_are_planes_of_the_most_significant_first() {
 }
 
 #[test]
+fn checksums_of_merged_values_are_those_of_their_bytes() {
+    for kernels in Simd::available().map(Kernels::new) {
+        for width in FIELDS {
+            let w = width.bytes();
+            let (_, noise) = patterns::all(Kind::int(width), 4099).last().expect("a pattern");
+            for n in (0..300).chain([511, 512, 4099]) {
+                let src = noise[..n * w].to_vec();
+                let (mut e, mut a) = (vec![0; n], vec![0; n]);
+                let mut b = vec![0; n * (w - 2)];
+                kernels.split_fields(width, &src, &mut e, &mut a, &mut b);
+                let mut back = vec![0; n * w];
+                let crc = kernels.merge_fields_crc(width, &e, &a, &b, &mut back, 0);
+                assert_eq!(back, src);
+                assert_eq!(crc, s4_format::crc32c(&src), "{kernels:?} {width:?} {n}");
+                let crc = kernels.merge_fields_crc(width, &e, &a, &b, &mut back, crc);
+                let twice = [&src[..], &src].concat();
+                assert_eq!(crc, s4_format::crc32c(&twice), "{kernels:?} {width:?} {n}");
+            }
+        }
+    }
+}
+
+#[test]
 fn bits_without_meaning_are_ignored_by_a_merge() {
     for simd in Simd::available() {
         for (width, n) in [(Width::B2, 101), (Width::B4, 101), (Width::B8, 13)] {

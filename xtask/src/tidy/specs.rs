@@ -42,6 +42,9 @@ fn codecs(source: &str) -> Vec<Codec<'_>> {
         .collect()
 }
 
+/// Pages that are about no codec: the list, and the frame that several share.
+const SHARED: [&str; 2] = ["README", "blocks"];
+
 /// The names of the pages in a folder, without their extension.
 fn pages(folder: &Path) -> Result<BTreeSet<String>> {
     let entries = fs::read_dir(folder).map_err(|e| Error::at(folder, &e))?;
@@ -49,7 +52,7 @@ fn pages(folder: &Path) -> Result<BTreeSet<String>> {
     Ok(pages
         .filter(|page| page.extension().is_some_and(|e| e == "md"))
         .filter_map(|page| page.file_stem().map(|s| s.to_string_lossy().into_owned()))
-        .filter(|name| name != "README")
+        .filter(|name| !SHARED.contains(&&**name))
         .collect())
 }
 

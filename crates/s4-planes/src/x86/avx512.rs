@@ -4,6 +4,9 @@
 
 use std::arch::x86_64::*;
 
+use s4_format::crc32c_append;
+
+use super::fold::{self, Fold};
 use crate::scalar::{self, PLAIN, ROTATED, SPREAD};
 
 /// Bytes of elements in a block.
@@ -179,19 +182,25 @@ pub(crate) fn split2<const FORM: u8>(src: &[u8], s: &mut [u8], e: &mut [u8], a: 
     scalar::split::<2, FORM>(src, s, e, a, &mut []);
 }
 
-/// [`scalar::merge`] for 2-byte elements, which have no plane `b`.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2")]
-pub(crate) fn merge2<const FORM: u8>(s: &[u8], e: &[u8], a: &[u8], dst: &mut [u8]) {
+/// [`scalar::merge`] for 2-byte elements, which have no plane `b`. Returns the checksum of what came
+/// before, `crc`, and then `dst` if SUM is set.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,vpclmulqdq")]
+pub(crate) fn merge2<const FORM: u8, const SUM: bool>(
+    s: &[u8],
+    e: &[u8],
+    a: &[u8],
+    dst: &mut [u8],
+    crc: u32,
+) -> u32 {
     const FIRST: Table = zip2(0);
     const SECOND: Table = zip2(32);
     let (first, second) = (load(&FIRST), load(&SECOND));
     let sign = _mm512_set1_epi16(i16::MIN);
-    let (blocks, dst) = dst.as_chunks_mut::<BLOCK>();
-    let (s_blocks, s) = scalar::block_signs::<8>(s, blocks.len());
     let (e_blocks, e) = e.as_chunks::<64>();
     let (a_blocks, a) = a.as_chunks::<64>();
-    for (i, ((block, e), a)) in blocks.iter_mut().zip(e_blocks).zip(a_blocks).enumerate() {
-        let (e, a) = (load(e), load(a));
+    let (s_blocks, s) = scalar::block_signs::<8>(s, e_blocks.len());
+    let block = |i: usize| {
+        let (e, a) = (load(&e_blocks[i]), load(&a_blocks[i]));
         let mut x = restore2::<FORM>(_mm512_permutex2var_epi8(a, first, e));
         let mut y = restore2::<FORM>(_mm512_permutex2var_epi8(a, second, e));
         if FORM == SPREAD {
@@ -199,10 +208,47 @@ pub(crate) fn merge2<const FORM: u8>(s: &[u8], e: &[u8], a: &[u8], dst: &mut [u8
             x = _mm512_or_si512(x, _mm512_maskz_mov_epi16(signs as u32, sign));
             y = _mm512_or_si512(y, _mm512_maskz_mov_epi16((signs >> 32) as u32, sign));
         }
-        store(block, x);
-        store(&mut block[64..], y);
+        [x, y]
+    };
+    let (crc, rest) = merge_blocks::<SUM>(block, dst, crc);
+    scalar::merge::<2, FORM>(s, e, a, &[], rest);
+    if SUM { crc32c_append(crc, rest) } else { crc }
+}
+
+/// Writes blocks by number, and returns what is left of `dst`. If SUM is set, the returned checksum
+/// goes on from `crc` with them.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,vpclmulqdq")]
+fn merge_blocks<const SUM: bool>(
+    block: impl Fn(usize) -> [__m512i; 2],
+    dst: &mut [u8],
+    mut crc: u32,
+) -> (u32, &mut [u8]) {
+    let (blocks, rest) = dst.as_chunks_mut::<BLOCK>();
+    let (pairs, last) = blocks.as_chunks_mut::<{ fold::BYTES / BLOCK }>();
+    let mut fold = Fold::new(crc);
+    for (i, [to, next_to]) in pairs.iter_mut().enumerate() {
+        let ([x, y], [z, w]) = (block(2 * i), block(2 * i + 1));
+        store(to, x);
+        store(&mut to[64..], y);
+        store(next_to, z);
+        store(&mut next_to[64..], w);
+        if SUM {
+            fold.add([x, y, z, w]);
+        }
     }
-    scalar::merge::<2, FORM>(s, e, a, &[], dst);
+    if SUM && !pairs.is_empty() {
+        crc = fold.finish();
+    }
+    for to in last {
+        let [x, y] = block(2 * pairs.len());
+        store(to, x);
+        store(&mut to[64..], y);
+        if SUM {
+            crc = crc32c_append(crc, to);
+        }
+    }
+    (crc, rest)
 }
 
 /// [`scalar::split`] for 4-byte elements.
@@ -237,21 +283,26 @@ pub(crate) fn split4<const FORM: u8>(
     scalar::split::<4, FORM>(src, s, e, a, b);
 }
 
-/// [`scalar::merge`] for 4-byte elements.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2")]
-pub(crate) fn merge4<const FORM: u8>(s: &[u8], e: &[u8], a: &[u8], b: &[u8], dst: &mut [u8]) {
+/// [`scalar::merge`] for 4-byte elements. The checksum is as for [`merge2`].
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,vpclmulqdq")]
+pub(crate) fn merge4<const FORM: u8, const SUM: bool>(
+    s: &[u8],
+    e: &[u8],
+    a: &[u8],
+    b: &[u8],
+    dst: &mut [u8],
+    crc: u32,
+) -> u32 {
     const FIRST: Table = zip4(0, true);
     const SECOND: Table = zip4(16, true);
     let (first, second) = (load(&FIRST), load(&SECOND));
     let sign = _mm512_set1_epi32(i32::MIN);
-    let (blocks, dst) = dst.as_chunks_mut::<BLOCK>();
-    let (s_blocks, s) = scalar::block_signs::<4>(s, blocks.len());
     let (e_blocks, e) = e.as_chunks::<32>();
     let (a_blocks, a) = a.as_chunks::<32>();
     let (b_blocks, b) = b.as_chunks::<64>();
-    let planes = e_blocks.iter().zip(a_blocks).zip(b_blocks);
-    for (i, (block, ((e, a), b))) in blocks.iter_mut().zip(planes).enumerate() {
-        let (high, low) = (load_halves(e, a), load(b));
+    let (s_blocks, s) = scalar::block_signs::<4>(s, e_blocks.len());
+    let block = |i: usize| {
+        let (high, low) = (load_halves(&e_blocks[i], &a_blocks[i]), load(&b_blocks[i]));
         let mut x = restore4::<FORM>(_mm512_permutex2var_epi8(low, first, high));
         let mut y = restore4::<FORM>(_mm512_permutex2var_epi8(low, second, high));
         if FORM == SPREAD {
@@ -259,10 +310,11 @@ pub(crate) fn merge4<const FORM: u8>(s: &[u8], e: &[u8], a: &[u8], b: &[u8], dst
             x = _mm512_mask_or_epi32(x, signs as u16, x, sign);
             y = _mm512_mask_or_epi32(y, (signs >> 16) as u16, y, sign);
         }
-        store(block, x);
-        store(&mut block[64..], y);
-    }
-    scalar::merge::<4, FORM>(s, e, a, b, dst);
+        [x, y]
+    };
+    let (crc, rest) = merge_blocks::<SUM>(block, dst, crc);
+    scalar::merge::<4, FORM>(s, e, a, b, rest);
+    if SUM { crc32c_append(crc, rest) } else { crc }
 }
 
 /// 4-byte elements to their four bytes, the most significant first.

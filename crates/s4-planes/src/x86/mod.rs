@@ -6,6 +6,7 @@ use crate::{Width, token};
 
 pub(crate) mod avx2;
 pub(crate) mod avx512;
+mod fold;
 
 /// [`token::split`] with the shifts and masks of BMI2.
 #[target_feature(enable = "avx2,bmi2")]

@@ -392,12 +392,12 @@ impl States {
     }
 
     /// Puts the symbols that follow a block in the places of its escapes, which `escapes` marks with a
-    /// bit for each symbol of the block.
+    /// bit for each symbol of `rows`. In each round every lane with escapes left fills its first one.
     ///
     /// # Safety
-    /// - `lane.out` is the block; segment and spare are there, and [`Words::check`] has succeeded.
+    /// - Segment and spare of `words` are there, and [`Words::check`] has succeeded.
     #[cold]
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi2,popcnt")]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt")]
     unsafe fn take_escapes(&mut self, lane: &mut Lane, escapes: [u64; 4]) -> Result<()> {
         let [e0, e1, e2, e3] = escapes.map(|e| e as i64);
         // Byte `l` has a bit for each escape of lane `l`.
@@ -407,19 +407,25 @@ impl States {
             if served == 0 {
                 return Ok(());
             }
-            let (mut values, mut places) = ([0; LANES], [0u8; LANES]);
-            store16(&mut values, self.low);
-            // SAFETY: the reference is to 32 writable bytes.
-            unsafe { _mm256_storeu_si256(places.as_mut_ptr().cast(), left) };
-            let mut rest = served;
-            while rest != 0 {
-                let l = rest.trailing_zeros() as usize;
-                let place = places[l].trailing_zeros() as usize;
-                // SAFETY: `l < 32` and `place < 8`, because a lane that is served has an escape left.
-                unsafe { *lane.out.add(RUN * l + place) = values[l] as u8 };
-                rest &= rest - 1;
+            // Each byte's lowest bit that is set.
+            let first = _mm256_and_si256(left, _mm256_sub_epi8(_mm256_setzero_si256(), left));
+            left = _mm256_andnot_si256(first, left);
+            let (lower, upper) =
+                (_mm256_castsi256_si128(first), _mm256_extracti128_si256::<1>(first));
+            let places = [
+                _mm_cvtsi128_si64(lower),
+                _mm_extract_epi64::<1>(lower),
+                _mm_cvtsi128_si64(upper),
+                _mm_extract_epi64::<1>(upper),
+            ];
+            for (j, places) in places.into_iter().enumerate() {
+                // The low byte of its lane's state for every symbol of a row.
+                let bytes = _mm512_permutexvar_epi8(load(&LOW_BYTES[j]), self.low);
+                // SAFETY: 64 of the BLOCK bytes that are there.
+                unsafe {
+                    _mm512_mask_storeu_epi8(lane.out.add(64 * j).cast(), places as u64, bytes);
+                }
             }
-            left = _mm256_and_si256(left, _mm256_add_epi8(left, _mm256_set1_epi8(-1)));
             self.low = _mm512_mask_shrdi_epi16::<8>(self.low, served, self.low, self.high);
             self.high = _mm512_mask_srli_epi16::<8>(self.high, served, self.high);
             // SAFETY: as for this function; the words are checked after each round.
@@ -431,6 +437,17 @@ impl States {
         }
     }
 }
+
+/// For each symbol of the four rows of a block, where the low byte of its lane's state is.
+static LOW_BYTES: [[u8; 64]; 4] = {
+    let mut all = [[0; 64]; 4];
+    let mut i = 0;
+    while i < BLOCK {
+        all[i / 64][i % 64] = (i / RUN * 2) as u8;
+        i += 1;
+    }
+    all
+};
 
 #[inline]
 #[target_feature(enable = "avx512f")]

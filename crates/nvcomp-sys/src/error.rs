@@ -1,0 +1,86 @@
+//! Errors, with what the caller can do about them.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use crate::library::{ENVIRONMENT, MAJOR, SONAME, Version};
+use crate::status::Status;
+
+/// A place where the library was looked for, and why it was not opened there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tried {
+    /// File, or bare name that the dynamic linker looked for.
+    pub path: PathBuf,
+    /// What the dynamic linker said.
+    pub reason: String,
+}
+
+/// What went wrong with the library.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// The library is nowhere where it was looked for.
+    #[error(
+        "nvCOMP {MAJOR} ({SONAME}) was not found: install nvidia-libnvcomp-cu12 or \
+         nvidia-libnvcomp-cu13, or set {ENVIRONMENT} to the file; tried {}", List(.tried)
+    )]
+    NotFound {
+        /// Every place, in order.
+        tried: Vec<Tried>,
+    },
+    /// The library has another major version: its interface and closed bitstreams are different.
+    #[error("{}: nvCOMP {found}, but version {MAJOR} is needed", .path.display())]
+    Version {
+        /// The file.
+        path: PathBuf,
+        /// Its version.
+        found: Version,
+    },
+    /// The CUDA driver is older than the CUDA that the library was built with.
+    #[error(
+        "{}: built with CUDA {built}, but the driver has CUDA {driver}: update the driver, or install \
+         the package for CUDA {driver}", .path.display()
+    )]
+    Driver {
+        /// The file.
+        path: PathBuf,
+        /// Major version of the CUDA that it was built with.
+        built: u32,
+        /// Major version that the driver has.
+        driver: u32,
+    },
+    /// The file is a library, but not this one.
+    #[error("{}: no function {symbol}: {reason}", .path.display())]
+    Symbol {
+        /// The file.
+        path: PathBuf,
+        /// The function.
+        symbol: String,
+        /// What the dynamic linker said.
+        reason: String,
+    },
+    /// A call was refused. Statuses of single blocks come back on the device instead.
+    #[error("nvCOMP {format}, {call}: {status}")]
+    Call {
+        /// The format, as the library names it.
+        format: &'static str,
+        /// What was asked for.
+        call: &'static str,
+        /// The answer.
+        status: Status,
+    },
+}
+
+/// `Result` with this crate's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+struct List<'a>(&'a [Tried]);
+
+impl fmt::Display for List<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (number, Tried { path, reason }) in self.0.iter().enumerate() {
+            let separator = if number == 0 { "" } else { "; " };
+            write!(f, "{separator}{} ({reason})", path.display())?;
+        }
+        Ok(())
+    }
+}

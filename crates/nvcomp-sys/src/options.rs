@@ -1,0 +1,211 @@
+//! Options of the formats: 64 bytes each, given by value. Bytes without a name are reserved and 0.
+
+/// What the values of a block are to the format.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct DataType(pub u32);
+
+impl DataType {
+    /// Bytes.
+    pub const CHAR: Self = Self(0);
+    /// Unsigned bytes.
+    pub const UCHAR: Self = Self(1);
+    /// Signed integers of 2 bytes.
+    pub const SHORT: Self = Self(2);
+    /// Unsigned integers of 2 bytes.
+    pub const USHORT: Self = Self(3);
+    /// Signed integers of 4 bytes.
+    pub const INT: Self = Self(4);
+    /// Unsigned integers of 4 bytes.
+    pub const UINT: Self = Self(5);
+    /// Signed integers of 8 bytes.
+    pub const LONGLONG: Self = Self(6);
+    /// Unsigned integers of 8 bytes.
+    pub const ULONGLONG: Self = Self(7);
+    /// Floats of 1 byte, E4M3.
+    pub const FLOAT8_E4M3: Self = Self(9);
+    /// Floats of 2 bytes: both fp16 and bf16.
+    pub const FLOAT16: Self = Self(10);
+    /// Floats of 4 bytes.
+    pub const FLOAT32: Self = Self(11);
+    /// Floats of 8 bytes.
+    pub const FLOAT64: Self = Self(12);
+    /// Whatever the stream says.
+    pub const BITS: Self = Self(0xff);
+
+    /// Bytes of a value; 1 for [`Self::BITS`] and types that are not listed here.
+    pub fn width(self) -> usize {
+        match self.0 {
+            2 | 3 | 10 => 2,
+            4 | 5 | 11 => 4,
+            6 | 7 | 12 => 8,
+            _ => 1,
+        }
+    }
+}
+
+/// What decompresses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct Backend(pub u32);
+
+impl Backend {
+    /// The library's choice.
+    pub const DEFAULT: Self = Self(0);
+    /// The decompression engine of newer GPUs, which reports no errors of single blocks.
+    pub const HARDWARE: Self = Self(1);
+    /// CUDA kernels.
+    pub const CUDA: Self = Self(2);
+}
+
+macro_rules! options {
+    ($($(#[$doc:meta])* $name:ident, $size:literal {
+        $($(#[$fdoc:meta])* $field:ident @ $offset:literal: $type:ty = $default:expr,)*
+        ..$reserved:literal
+    })*) => {$(
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy, PartialEq)]
+        #[repr(C)]
+        pub struct $name {
+            $($(#[$fdoc])* pub $field: $type,)*
+            reserved: [u8; $reserved],
+        }
+        impl Default for $name {
+            fn default() -> Self {
+                Self { $($field: $default,)* reserved: [0; $reserved] }
+            }
+        }
+        const _: () = {
+            assert!(size_of::<$name>() == $size);
+            $(assert!(std::mem::offset_of!($name, $field) == $offset);)*
+        };
+    )*};
+}
+
+options! {
+    /// Of ANS, compressing.
+    AnsCompress, 64 {
+        /// 0: rANS.
+        kind @ 0: u32 = 0,
+        /// `CHAR`, `UCHAR`, `FLOAT8_E4M3`, `FLOAT16` or `FLOAT32`.
+        data_type @ 4: DataType = DataType::CHAR,
+        /// A power of two from 4 to 64; 0: 8.
+        max_sub_chunks @ 8: u8 = 0,
+        /// 0: the library's choice.
+        states_per_lane @ 9: u8 = 0,
+        /// Looks at one in 2^n values for the table, n from 0 to 8.
+        histogram_reduction_log2 @ 10: u8 = 0,
+        ..53
+    }
+    /// Of ANS, decompressing.
+    AnsDecompress, 64 {
+        /// What decompresses.
+        backend @ 0: Backend = Backend::DEFAULT,
+        /// `BITS`, or the type that the stream was written with.
+        data_type @ 4: DataType = DataType::BITS,
+        /// As when compressing, or more; 0: 8.
+        max_sub_chunks @ 8: u8 = 0,
+        /// 0: the library's choice.
+        states_per_lane @ 9: u8 = 0,
+        /// 1: trust the stream.
+        skip_validation @ 10: u8 = 0,
+        ..53
+    }
+    /// Of GDeflate and Deflate, compressing.
+    WithAlgorithm, 64 {
+        /// 0 (literals only, the fastest) to 5 (the smallest).
+        algorithm @ 0: i32 = 1,
+        ..60
+    }
+    /// Of Zstd and Snappy, compressing.
+    NoOptions, 64 { ..64 }
+    /// Of GDeflate, Zstd and Bitcomp, decompressing.
+    PlainDecompress, 64 {
+        /// What decompresses.
+        backend @ 0: Backend = Backend::DEFAULT,
+        ..60
+    }
+    /// Of Deflate and Snappy, decompressing.
+    SortingDecompress, 64 {
+        /// What decompresses.
+        backend @ 0: Backend = Backend::DEFAULT,
+        /// Not 0: gives the decompression engine the large blocks first.
+        sort_before_hardware @ 4: i32 = 0,
+        ..56
+    }
+    /// Of LZ4, compressing.
+    Lz4Compress, 64 {
+        /// Width of the values to look for matches of.
+        data_type @ 0: DataType = DataType::CHAR,
+        /// 0: the output is an LZ4 block; others shuffle bits first.
+        bit_shuffle @ 4: u32 = 0,
+        ..56
+    }
+    /// Of LZ4, decompressing.
+    Lz4Decompress, 64 {
+        /// What decompresses.
+        backend @ 0: Backend = Backend::DEFAULT,
+        /// Not 0: gives the decompression engine the large blocks first.
+        sort_before_hardware @ 4: i32 = 0,
+        /// As when compressing.
+        data_type @ 8: DataType = DataType::CHAR,
+        /// As when compressing.
+        bit_shuffle @ 12: u32 = 0,
+        ..48
+    }
+    /// Of Bitcomp, compressing.
+    BitcompCompress, 64 {
+        /// 0 general, 1 for mostly zeros.
+        algorithm @ 0: i32 = 0,
+        /// An integer type; its width is what counts.
+        data_type @ 4: DataType = DataType::UCHAR,
+        /// Quantisation step of lossy modes.
+        delta @ 8: f64 = 0.0,
+        /// 0: lossless.
+        mode @ 16: u32 = 0,
+        ..44
+    }
+    /// Of Cascaded, compressing.
+    CascadedCompress, 64 {
+        /// Type and stages.
+        common @ 0: CascadedCommon = CascadedCommon::compressing(),
+        /// Stages that may be used: 1 delta, 2 run lengths, 4 frame of reference.
+        fine_stages @ 24: u64 = 7,
+        /// Stages at most, 0 to 7.
+        level @ 32: u8 = 3,
+        ..31
+    }
+    /// Of Cascaded, decompressing.
+    CascadedDecompress, 64 {
+        /// What decompresses.
+        backend @ 0: Backend = Backend::DEFAULT,
+        /// What the stream was written with, or "whatever it says".
+        common @ 8: CascadedCommon = CascadedCommon::decompressing(),
+        ..32
+    }
+}
+
+/// What both directions of Cascaded share.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C)]
+pub struct CascadedCommon {
+    /// An integer type. All blocks of a batch have values of one width.
+    pub data_type: DataType,
+    /// 0 whatever the stream says, 1 asymmetric (a small stream), 2 symmetric (fast to write).
+    pub mode: u32,
+    /// Codec of the last stage: 1, or 0 with mode 0.
+    pub terminal: u64,
+    /// Stages before all others: 0, none.
+    pub coarse_stages: u64,
+}
+
+impl CascadedCommon {
+    const fn compressing() -> Self {
+        Self { data_type: DataType::UINT, mode: 1, terminal: 1, coarse_stages: 0 }
+    }
+    const fn decompressing() -> Self {
+        Self { data_type: DataType::BITS, mode: 0, terminal: 0, coarse_stages: 0 }
+    }
+}
+
+const _: () = assert!(size_of::<CascadedCommon>() == 24);

@@ -1,0 +1,75 @@
+//! Deflate in blocks (docs/codecs/deflate.md).
+
+use flate2::{Compress, Compression, Decompress, FlushCompress, FlushDecompress, Status};
+use s4_format::{CodecId, Error, Result};
+
+use crate::blocks::{self, BLOCK};
+use crate::codec::{Codec, Context, Encoded, no_param};
+
+/// Codec `deflate`: blocks of 64 KiB, each one stream of RFC 1951.
+#[derive(Debug, Clone, Copy)]
+pub struct Deflate {
+    level: u32,
+}
+
+impl Deflate {
+    /// An encoder at a level of 0 to 9; higher ones are taken as 9.
+    pub fn new(level: u32) -> Self {
+        Self { level: level.min(9) }
+    }
+}
+
+impl Default for Deflate {
+    fn default() -> Self {
+        Self::new(6)
+    }
+}
+
+/// The longest stream of `len` bytes, with room for what the library may write beyond storing them.
+fn block_bound(len: usize) -> usize {
+    128 + len + len / 8
+}
+
+impl Codec for Deflate {
+    fn id(&self) -> CodecId {
+        CodecId::DEFLATE
+    }
+
+    fn bound(&self, len: usize) -> usize {
+        blocks::bound(len, BLOCK, block_bound)
+    }
+
+    fn encode(&self, _: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<Encoded> {
+        let mut state = Compress::new(Compression::new(self.level), false);
+        let len = blocks::write(src, dst, BLOCK, block_bound, |block, dst| {
+            state.reset();
+            match state.compress(block, dst, FlushCompress::Finish) {
+                Ok(Status::StreamEnd) => Ok(state.total_out() as usize),
+                other => Err(Error::limit(format!("deflate: {other:?}"))),
+            }
+        })?;
+        Ok(Encoded { len, param: 0 })
+    }
+
+    fn decode(&self, param: u8, _: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<()> {
+        no_param(self.id(), param)?;
+        let mut state = Decompress::new(false);
+        blocks::read(src, dst, |block, dst| {
+            state.reset(false);
+            let status = state
+                .decompress(block, dst, FlushDecompress::Finish)
+                .map_err(|e| Error::corrupt(format!("deflate: {e}")))?;
+            let (used, written) = (state.total_in() as usize, state.total_out() as usize);
+            if status != Status::StreamEnd || written != dst.len() {
+                return Err(Error::corrupt(format!("deflate block without {} bytes", dst.len())));
+            }
+            if used != block.len() {
+                return Err(Error::corrupt(format!(
+                    "{} bytes after the block",
+                    block.len() - used
+                )));
+            }
+            Ok(())
+        })
+    }
+}

@@ -1,0 +1,85 @@
+//! The writer of a page: bits go to 32 lanes, and words stand in the order in which a decoder takes
+//! them.
+
+use super::LANES;
+
+/// Takes bits for each lane and lays out words.
+pub(super) struct LaneWriter<'a> {
+    dst: &'a mut [u8],
+    /// Where the next word that a decoder takes will stand.
+    next: usize,
+    lane: usize,
+    lanes: [Lane; LANES],
+}
+
+#[derive(Clone, Copy, Default)]
+struct Lane {
+    bits: u64,
+    /// Bits in `bits`: fewer than 32 between calls.
+    filled: u32,
+    /// Where the word that is being filled stands.
+    word: usize,
+    /// Where the word after it stands, if the decoder takes it before this one is full.
+    ahead: Option<usize>,
+}
+
+impl<'a> LaneWriter<'a> {
+    /// Every lane starts with a word. `dst` must have 256 bytes more than the bits that will be put.
+    pub(super) fn new(dst: &'a mut [u8]) -> Self {
+        let lanes = std::array::from_fn(|lane| Lane { word: 4 * lane, ..Lane::default() });
+        Self { dst, next: 4 * LANES, lane: 0, lanes }
+    }
+
+    /// Starts again with the first lane.
+    pub(super) fn first_lane(&mut self) {
+        self.lane = 0;
+    }
+
+    /// The lane that is being written.
+    pub(super) fn lane(&self) -> usize {
+        self.lane
+    }
+
+    /// Appends the low `count` bits of `bits`, whose others are 0, to the lane. Between two calls of
+    /// [`Self::advance`] at most 32 bits are put.
+    pub(super) fn put(&mut self, bits: u32, count: u32) {
+        if count == 0 {
+            return;
+        }
+        // A decoder that took bits from a word takes the next word at once.
+        let lane = &mut self.lanes[self.lane];
+        let ahead = *lane.ahead.get_or_insert_with(|| {
+            self.next += 4;
+            self.next - 4
+        });
+        lane.bits |= u64::from(bits) << lane.filled;
+        lane.filled += count;
+        if lane.filled >= 32 {
+            self.dst[lane.word..][..4].copy_from_slice(&(lane.bits as u32).to_le_bytes());
+            lane.bits >>= 32;
+            lane.filled -= 32;
+            lane.word = ahead;
+            lane.ahead = None;
+            if lane.filled > 0 {
+                lane.ahead = Some(self.next);
+                self.next += 4;
+            }
+        }
+    }
+
+    /// Goes on with the next lane.
+    pub(super) fn advance(&mut self) {
+        self.lane = (self.lane + 1) % LANES;
+    }
+
+    /// Writes what is left; returns the size of the page.
+    pub(super) fn finish(self) -> usize {
+        for lane in self.lanes {
+            self.dst[lane.word..][..4].copy_from_slice(&(lane.bits as u32).to_le_bytes());
+            if let Some(ahead) = lane.ahead {
+                self.dst[ahead..][..4].fill(0);
+            }
+        }
+        self.next
+    }
+}

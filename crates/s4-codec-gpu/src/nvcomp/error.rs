@@ -1,0 +1,51 @@
+//! Errors of GPU codecs.
+
+use s4_format::CodecId;
+
+/// What went wrong before any block was looked at; what becomes of each block stands in its status.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Error {
+    /// The library is missing, unfit, or refused a call.
+    #[error(transparent)]
+    Library(#[from] nvcomp_sys::Error),
+    /// The library does not write or read this bitstream.
+    #[error("nvCOMP has no codec `{codec}` with parameter {param}")]
+    NoCodec {
+        /// The bitstream.
+        codec: CodecId,
+        /// The parameter of the stream's entry.
+        param: u8,
+    },
+    /// A batch that the codec does not take.
+    #[error("codec `{codec}`: blocks of up to {max_block} bytes, {limit} is the most")]
+    Block {
+        /// The bitstream.
+        codec: CodecId,
+        /// The longest block of the batch.
+        max_block: usize,
+        /// The longest that the bitstream has.
+        limit: usize,
+    },
+    /// Less scratch memory than the batch needs.
+    #[error("codec `{codec}`: {given} bytes of scratch memory, {needed} needed")]
+    Scratch {
+        /// The bitstream.
+        codec: CodecId,
+        /// Bytes that the caller gave.
+        given: usize,
+        /// Bytes that the library asks for.
+        needed: usize,
+    },
+}
+
+/// `Result` with this module's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+impl From<Error> for s4_format::Error {
+    fn from(error: Error) -> Self {
+        match error {
+            Error::Library(_) | Error::NoCodec { .. } => Self::unsupported(error.to_string()),
+            Error::Block { .. } | Error::Scratch { .. } => Self::limit(error.to_string()),
+        }
+    }
+}

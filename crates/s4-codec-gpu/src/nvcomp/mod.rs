@@ -1,0 +1,25 @@
+//! The trait [`GpuCodec`], and its implementations over NVIDIA's nvCOMP.
+//!
+//! A codec works on **blocks** (docs/codecs/blocks.md): the caller cuts planes, brings arrays of device
+//! addresses and sizes, scratch memory and a stream, and lays the coded blocks out behind a size table
+//! afterwards. `zstd`, `gdeflate`, `deflate`, `lz4` and `snappy` are the bitstreams that the CPU codecs
+//! of the same ids read and write. ANS, Bitcomp and Cascaded are closed: only a library of the same
+//! major version reads them, on a GPU, and a manifest must list them ([`GpuCodec::closed`]).
+//!
+//! **Trust.** nvCOMP's decoders are not safe on bytes that its encoders did not write: they may access
+//! any memory of the device. Only blocks of a checkpoint that is known by its hash, or that the caller
+//! said to trust, may come here; checksums are no proof of origin.
+//!
+//! What is deliberately absent: allocation, waiting, CUDA handles (addresses and streams are `u64`), and
+//! the choice of a codec.
+
+mod batched;
+mod codec;
+mod error;
+
+pub use batched::{
+    AnsMode, Batched, ans, bitcomp, cascaded, deflate, gdeflate, lz4, reader, snappy, zstd,
+};
+pub use codec::{GpuCodec, Needs};
+pub use error::{Error, Result};
+pub use nvcomp_sys::{Alignments, Compress, DataType, Decompress, Nvcomp, Search, Shape, Status};
