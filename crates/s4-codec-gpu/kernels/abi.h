@@ -3,6 +3,7 @@
 // host compiler read it alike. All integers are little-endian; a structure has no hidden padding.
 //
 // Changelog: 1. kComposedThreads is 256, not 512. 2. An encoder uses no shared table with `count` 0.
+// 3. `crc_encoded` covers what main's docs/format.md says: header and the streams that are not raw.
 //
 // All pointers are device-accessible addresses (device memory, or mapped host memory where said). The
 // kernels allocate nothing, keep no state, know no names and never wait for the host. Every grid and
@@ -58,6 +59,12 @@
 //                                 apart again. One block copies a span: keep them below 1 MiB.
 //   s4_crc_spans (spans, crcs)    grid = spans, block = kCrcThreads: CRC-32C of each span.
 #pragma once
+
+#ifdef __CUDACC__
+#define S4_ANYWHERE __host__ __device__
+#else
+#define S4_ANYWHERE
+#endif
 
 namespace s4 {
 
@@ -141,7 +148,7 @@ static_assert(sizeof(StreamEntry) == 8, "");
 struct EncodeResult {
   u64 offset;       // of the frame in `frames`
   u32 len;          // bytes of the frame
-  u32 crc_encoded;  // CRC-32C of the frame
+  u32 crc_encoded;  // first checksum of docs/format.md: header and coded streams; plain: as crc_raw
   u32 crc_raw;      // CRC-32C of the values (of the parent's difference, too: of the values)
   u8 plain;         // 1: the frame is the values as they are, and there are no streams
   u8 shared;        // 1: a stream uses one of `tables`
@@ -191,30 +198,30 @@ static_assert(sizeof(CopySpan) == 24, "");
 
 struct CrcSpan {
   const u8* data;
-  u64 len;  // below 2^32
+  u64 len;  // below 2^31
 };
 static_assert(sizeof(CrcSpan) == 16, "");
 
 // ---- scratch ----
 
-constexpr u64 round_up64(u64 v, u64 to) { return (v + to - 1) / to * to; }
+S4_ANYWHERE constexpr u64 round_up64(u64 v, u64 to) { return (v + to - 1) / to * to; }
 
 // Fused encode: this, for any n; with `kKeepPlanes` (raw planes are stored while encoding and copied by the
 // gather, instead of being split off twice) also `n * (width - 1)`, rounded up to 32.
 constexpr u64 kFusedScratch2 = 267008, kFusedScratch4 = 133792;
 
 // All planes of `n` values, each 16-byte aligned.
-constexpr u64 planes_bytes(u64 n, u64 width) { return round_up64(n * width + n / 8, 16) + 16 * kMaxPlanes; }
+S4_ANYWHERE constexpr u64 planes_bytes(u64 n, u64 width) { return round_up64(n * width + n / 8, 16) + 16 * kMaxPlanes; }
 
 // A segment of 16384 symbols: states and the most words that P = 12 makes of it.
 constexpr u64 kSegmentScratch = 49664;
 
-constexpr u64 composed_encode_scratch(u64 n, u64 width) {
+S4_ANYWHERE constexpr u64 composed_encode_scratch(u64 n, u64 width) {
   return 2 * planes_bytes(n, width) + (n * width + 16383) / 16384 * kSegmentScratch;
 }
 
 // `frame_len` as in the descriptor.
-constexpr u64 composed_decode_scratch(u64 n, u64 width, u64 frame_len) {
+S4_ANYWHERE constexpr u64 composed_decode_scratch(u64 n, u64 width, u64 frame_len) {
   return planes_bytes(n, width) + round_up64(frame_len, 16) + 3 * (round_up64(n * width / 64, 16) + 64);
 }
 

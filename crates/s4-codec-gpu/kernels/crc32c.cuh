@@ -6,11 +6,12 @@
 // CRC's polynomial gives the multiple q(Y), and a sparse q costs a few XORs of whole words to reduce by:
 //   q(x) = x^40 + x^38 + x^36 + x^35 + x^33 + x^30 + x^27 + x^20 + x^13 + x^7 + x + 1
 // What is left of a thread, 40 words, goes through tables, and the threads' rests are multiplied into place.
+// (Zeros in front of a span change nothing.)
 //
 // Words are little-endian with the lowest bit first, so bit i of a word is x^(31 - i).
 #pragma once
 
-#include "warp.cuh"
+#include "frame.cuh"
 
 namespace s4 {
 
@@ -38,22 +39,21 @@ __host__ __device__ constexpr u32 crc_power(u64 exponent) {
 }
 
 struct CrcTables {
-  u32 bit[32];               // of bit i of a word, times Y
-  u32 place[kCrcThreads];    // x^(32 (128 - t)): where the rest of thread t belongs, times x^32
-  u32 undo[4];               // x^(-8 i)
+  u32 bit[32];             // bit i of a word, times Y
+  u32 byte_bit[8];         // bit i of a byte, times x^8
+  u32 place[kCrcThreads];  // x^(32 (128 - t)): where the rest of thread t belongs, times x^32
 };
 
 __host__ __device__ constexpr CrcTables make_crc_tables() {
   CrcTables t{};
   const u32 y = crc_power(8 * kCrcRowBytes), word = crc_power(32);
   for (int i = 0; i < 32; i++) t.bit[i] = crc_multiply(1u << i, y);
+  for (int i = 0; i < 8; i++) t.byte_bit[i] = crc_multiply(1u << i, crc_power(8));
   u32 power = word;
   for (u32 i = kCrcThreads; i-- > 0;) {
     t.place[i] = power;
     power = crc_multiply(power, word);
   }
-  // The order of x is 2^31 - 1.
-  for (u32 i = 0; i < 4; i++) t.undo[i] = crc_power((1u << 31) - 1 - 8 * i);
   return t;
 }
 
@@ -61,44 +61,34 @@ __device__ const CrcTables kCrcTables = make_crc_tables();
 
 struct CrcShared {
   u32 times_y[4][256];
+  u32 byte[256];
   u32 rests[kCrcThreads / kLanes];
 };
 
-// A span in rows of 128 words, the last of which holds its end.
-struct CrcSpanView {
-  const u8 *data, *end;
-  const u8* first;  // of this thread's word of row 0, which may lie in front of the span
-  u32 blocks;       // of 40 rows
+// This thread's words of a span of whole words, in rows of 128, the last of which is full.
+struct CrcColumn {
+  const u32* words;
+  int first;   // index of the thread's word of row 0; negative in front of the span
+  u32 state;   // what goes into the first word of the span
 
-  // A word near an end of the span: bytes outside are 0, and the first four inverted, as CRC-32C starts.
   __device__ __forceinline__ u32 edge_word(u32 row) const {
-    // As numbers: the word may lie far in front of the span.
-    const u64 at = reinterpret_cast<u64>(first) + static_cast<u64>(row) * kCrcRowBytes;
-    const u64 from = reinterpret_cast<u64>(data), to = reinterpret_cast<u64>(end);
-    if (at + 4 <= from || at >= to) return 0;
-    if (at >= from + 4 && at + 4 <= to) return *reinterpret_cast<const u32*>(at);
-    u32 word = 0;
-    for (u64 i = 0; i < 4; i++) {
-      const u64 p = at + i;
-      if (p < from || p >= to) continue;
-      const u32 byte = *reinterpret_cast<const u8*>(p) ^ (p - from < 4 ? 0xff : 0);
-      word |= byte << (8 * i);
-    }
-    return word;
+    const int i = first + static_cast<int>(row * kCrcThreads);
+    const u32 v = i >= 0 ? words[i] : 0;
+    return i == 0 ? v ^ state : v;
   }
   __device__ __forceinline__ u32 inner_word(u32 row) const {
-    return __ldcs(reinterpret_cast<const u32*>(first + static_cast<u64>(row) * kCrcRowBytes));
+    return __ldcs(words + (first + static_cast<int>(row * kCrcThreads)));
   }
 };
 
 // Takes 40 rows in: `h` holds the last 40 coefficients of the quotient, row r at r mod 40. Those of the last
 // block are the rest instead.
 template <bool kEdge, bool kLast>
-__device__ __forceinline__ void crc_block(u32* h, const CrcSpanView& span, u32 row) {
+__device__ __forceinline__ void crc_block(u32* h, const CrcColumn& column, u32 row) {
   constexpr u32 kBack[11] = {2, 4, 5, 7, 10, 13, 20, 27, 33, 39, 40};
 #pragma unroll
   for (u32 k = 0; k < kCrcRows; k++) {
-    u32 v = kEdge ? span.edge_word(row + k) : span.inner_word(row + k);
+    u32 v = kEdge ? column.edge_word(row + k) : column.inner_word(row + k);
 #pragma unroll
     for (u32 i = 0; i < 11; i++)
       if (!kLast || kBack[i] > k) v ^= h[(k + kCrcRows - kBack[i]) % kCrcRows];
@@ -118,48 +108,85 @@ __device__ __forceinline__ void make_times_y(CrcShared& shared) {
       if (i >> bit & 1) v ^= kCrcTables.bit[8 * (i >> 8) + bit];
     shared.times_y[i >> 8][i & 0xff] = v;
   }
-}
-
-// Bit by bit, for less than four bytes.
-__device__ __forceinline__ u32 crc_of_few(const u8* data, u64 len) {
-  u32 crc = ~0u;
-  for (u64 i = 0; i < 8 * len; i++) {
-    const u32 bit = (crc ^ data[i / 8] >> (i % 8)) & 1;
-    crc = (crc >> 1) ^ (bit ? kCrcPolynomial : 0);
+  for (u32 i = threadIdx.x; i < 256; i += kCrcThreads) {
+    u32 v = 0;
+    for (u32 bit = 0; bit < 8; bit++)
+      if (i >> bit & 1) v ^= kCrcTables.byte_bit[bit];
+    shared.byte[i] = v;
   }
-  return ~crc;
 }
 
-// CRC-32C of a span at any address. All threads of a block of kCrcThreads; the answer is thread 0's. (It
-// reads whole words, but only such as lie within the span.)
-__device__ __forceinline__ u32 crc_of_span(const u8* data, u64 len, CrcShared& shared) {
-  if (len < 4) return threadIdx.x == 0 ? crc_of_few(data, len) : 0;
-  make_times_y(shared);
-  __syncthreads();
-  const u8* end = data + len;
-  const u32 behind = static_cast<u32>(-reinterpret_cast<u64>(end)) & 3;  // bytes that the last word lacks
-  const u64 in_front = (reinterpret_cast<u64>(end) + behind) - reinterpret_cast<u64>(data);
-  const u32 rows = static_cast<u32>((in_front + kCrcRowBytes - 1) / kCrcRowBytes);
-  const u32 blocks = (rows + kCrcRows - 1) / kCrcRows;
-  const u64 start = reinterpret_cast<u64>(end) + behind - static_cast<u64>(blocks) * kCrcRows * kCrcRowBytes;
-  const CrcSpanView span{data, end, reinterpret_cast<const u8*>(start + 4 * threadIdx.x), blocks};
-
-  u32 h[kCrcRows] = {};
-  if (blocks > 1) crc_block<true, false>(h, span, 0);
+// Takes a few bytes into a state, one by one. All threads do the same.
+__device__ __forceinline__ u32 crc_few(u32 state, const u8* data, u32 len, const CrcShared& shared) {
 #pragma unroll 1
-  for (u32 i = 1; i + 1 < blocks; i++) crc_block<false, false>(h, span, i * kCrcRows);
-  crc_block<true, true>(h, span, (blocks - 1) * kCrcRows);
+  for (u32 i = 0; i < len; i++) state = (state >> 8) ^ shared.byte[(state ^ data[i]) & 0xff];
+  return state;
+}
+
+// Takes `count` > 0 aligned words into a state. All threads; the answer is everyone's. (Out of line: it is
+// large, and a span is long.)
+__device__ __noinline__ u32 crc_words(u32 state, const u32* words, u32 count, CrcShared& shared) {
+  const u32 rows = (count + kCrcThreads - 1) / kCrcThreads, blocks = (rows + kCrcRows - 1) / kCrcRows;
+  const int in_front = static_cast<int>(blocks * kCrcRows * kCrcThreads - count);
+  const CrcColumn column{words, static_cast<int>(threadIdx.x) - in_front, state};
+  u32 h[kCrcRows] = {};
+  if (blocks > 1) crc_block<true, false>(h, column, 0);
+#pragma unroll 1
+  for (u32 i = 1; i + 1 < blocks; i++) crc_block<false, false>(h, column, i * kCrcRows);
+  crc_block<true, true>(h, column, (blocks - 1) * kCrcRows);
 
   u32 rest = 0;
 #pragma unroll
   for (u32 k = 0; k < kCrcRows; k++) rest = times_y(shared, rest) ^ h[k];
   rest = crc_multiply(rest, kCrcTables.place[threadIdx.x]);
   for (int d = 16; d > 0; d /= 2) rest ^= __shfl_xor_sync(kAllLanes, rest, d);
+  __syncthreads();  // the last rests are read
   if (lane_id() == 0) shared.rests[warp_id()] = rest;
   __syncthreads();
   rest = 0;
   for (u32 i = 0; i < kCrcThreads / kLanes; i++) rest ^= shared.rests[i];
-  return ~crc_multiply(rest, kCrcTables.undo[behind]);
+  return rest;
+}
+
+// A checksum over spans one behind the other. All threads of a block of kCrcThreads do the same. It reads
+// whole words, but only such as lie within a span.
+class Crc32c {
+ public:
+  __device__ __forceinline__ explicit Crc32c(CrcShared& shared) : shared_(shared), state_(~0u) {
+    make_times_y(shared);
+    __syncthreads();
+  }
+  // `len` is below 2^32.
+  __device__ __forceinline__ void take(const u8* data, u32 len) {
+    const u32 front = static_cast<u32>(-reinterpret_cast<u64>(data)) & 3;
+    const u32 words = len > 64 ? (len - front) / 4 : 0;
+    if (words == 0) {
+      state_ = crc_few(state_, data, len, shared_);
+      return;
+    }
+    state_ = crc_few(state_, data, front, shared_);
+    state_ = crc_words(state_, reinterpret_cast<const u32*>(data + front), words, shared_);
+    state_ = crc_few(state_, data + front + 4 * words, len - front - 4 * words, shared_);
+  }
+  __device__ __forceinline__ u32 value() const { return ~state_; }
+
+ private:
+  CrcShared& shared_;
+  u32 state_;
+};
+
+// What the first checksum of a chunk covers (docs/format.md, "Index"): the header of its frame and the
+// streams that are not raw. `at(i)`, `codec(i)` and `len(i)` are of stream i.
+template <class At, class CodecOf, class Len>
+__device__ __forceinline__ u32 crc_of_frame(const u8* frame, u32 streams, const At& at, const CodecOf& codec,
+                                            const Len& len, CrcShared& shared) {
+  Crc32c crc(shared);
+#pragma unroll 1
+  for (u32 i = 0; i <= streams; i++) {
+    if (i == 0) crc.take(frame, header_len(streams));
+    else if (codec(i - 1) != kRaw) crc.take(frame + at(i - 1), len(i - 1));
+  }
+  return crc.value();
 }
 
 }  // namespace s4

@@ -20,8 +20,8 @@ template <int kWidth>
 constexpr u32 kFieldPlanes = kWidth == 2 ? 2 : 3;
 
 template <int kWidth>
-struct __align__(kCodersBytes) EncodeShared {
-  Coder coders[256];
+struct EncodeShared {
+  AlignedTable<Coder, 256> coders;
   Model model;
   u32 words[kWarps<kWidth>];
   u32 unit[3];  // of a plane that is constant; 0: it is not
@@ -86,14 +86,15 @@ __device__ __forceinline__ u32 encode_e(const EncodeChunk& c, u32 start, bool ca
   const u32* counts = shared.u.count.counts;
   make_model(counts, n, kTotal, shared.model);
   const bool tensors = choose_table(counts, c.tables, n, kTotal, shared.model);
-  const bool round = make_coders(shared.model, shared.coders);
+  Coder* const table = shared.coders.get();
+  const bool round = make_coders(shared.model, table);
   const u32 warp = uniform_warp_id(), first = warp * kSegment;
   if (first < n) {
     const u32 padding = shared.model.symbol[shared.model.kept - 1];
     u8* planes = c.flags & kKeepPlanes ? c.scratch + sizeof(Slot<kWidth>) : nullptr;
     const RawPlanes raw{planes, planes + round_up(n, 16)};
     const SegmentSource<kWidth> src{c.values, raw, n, padding * 0x01010101u, is_aligned(c.values)};
-    const Shared coders = shared_address(shared.coders);
+    const Shared coders = shared_address(table);
     u16* end = slot.segments[warp] + kSlotWords;
     WordSink sink(shared.u.words[warp], end);
     const u8* states = round ? encode_segment<kWidth, true>(src, first, start, coders, sink)
@@ -241,8 +242,8 @@ __device__ __forceinline__ void gather_fused(const EncodeChunk& c, EncodeResult&
 constexpr u32 kFusedSegments = kFusedDecodeValues >> 12;
 
 template <int kWidth>
-struct __align__(4 * kTotal) DecodeShared {
-  u32 entries[kTotal];
+struct DecodeShared {
+  AlignedTable<u32, kTotal> entries;
   FusedStreams chunk;
   Header<kFusedSegments> header;
   u16 carry[kFusedSegments * kLanes];
@@ -254,7 +255,7 @@ template <int kWidth>
 __device__ __forceinline__ bool decode_segments(DecodeShared<kWidth>& shared) {
   const FusedStreams& chunk = shared.chunk;
   const auto& h = shared.header;
-  const Shared entries = shared_address(shared.entries);
+  const Shared entries = shared_address(shared.entries.get());
   const u32 warp = uniform_warp_id();
   for (u32 i = warp; i < h.segments; i += kWarps<kWidth>) {
     const u32 at = h.segment_at[i], first = i << h.segment_log2;
@@ -309,7 +310,8 @@ __device__ __forceinline__ void decode_fused(const DecodeChunk& c, u32& status) 
   if (threadIdx.x == 0) shared.chunk = chunk;
   __syncthreads();  // all have read the status
   if (result == kOk)
-    result = read_header<8>(chunk.stream, chunk.stream_len, chunk.n, c.tables, shared.header, shared.entries);
+    result = read_header<8>(chunk.stream, chunk.stream_len, chunk.n, c.tables, shared.header,
+                            shared.entries.get());
   if (result == kOk && chunk.a_len + shared.header.carried != chunk.n) result = kCorrupt;
   if (result == kOk) {
     const bool sound = decode_segments<kWidth>(shared);

@@ -58,87 +58,110 @@ __device__ __forceinline__ void store_group(u8* to, bool aligned, const u32* wor
   }
 }
 
+// An unsigned integer of at least `kBytes` bytes.
+template <bool kWide>
+struct Unsigned {
+  typedef u32 Type;
+};
+template <>
+struct Unsigned<true> {
+  typedef u64 Type;
+};
+template <int kBytes>
+using Uint = typename Unsigned<(kBytes > 4)>::Type;
+
 // Field `k` of eight fields of `kFieldBytes` each (1, 2, 4, 6, 8), packed.
-template <int kFieldBytes>
-__device__ __forceinline__ u64 field(const u32* words, int k) {
-  u64 v = 0;
-#pragma unroll
-  for (int i = 0; i < kFieldBytes; i++) {
-    const int byte = k * kFieldBytes + i;
-    v |= static_cast<u64>(words[byte / 4] >> (8 * (byte % 4)) & 0xff) << (8 * i);
+template <int kFieldBytes, class T>
+__device__ __forceinline__ T field(const u32* words, int k) {
+  const int bit = 8 * k * kFieldBytes;
+  if (kFieldBytes == 8) return static_cast<T>(static_cast<u64>(words[2 * k + 1]) << 32 | words[2 * k]);
+  if (kFieldBytes == 6) {
+    const u64 low = words[bit / 32], high = words[bit / 32 + 1];
+    return static_cast<T>((bit % 32 ? low >> 16 | high << 16 : high << 32 | low) & 0xffffffffffffull);
   }
-  return v;
+  const u32 mask = kFieldBytes == 4 ? ~0u : (1u << (8 * kFieldBytes % 32)) - 1;
+  return static_cast<T>(words[bit / 32] >> (bit % 32) & mask);
 }
 
 // Packs the low `kFieldBytes` bytes of eight values, each shifted right by `shift` bits.
-template <int kFieldBytes>
-__device__ __forceinline__ void pack(const u64* v, int shift, u32* words) {
+template <int kFieldBytes, class T>
+__device__ __forceinline__ void pack(const T* v, int shift, u32* words) {
 #pragma unroll
   for (int i = 0; i < 2 * kFieldBytes; i++) words[i] = 0;
 #pragma unroll
-  for (int byte = 0; byte < 8 * kFieldBytes; byte++) {
-    const u64 part = v[byte / kFieldBytes] >> (shift + 8 * (byte % kFieldBytes)) & 0xff;
-    words[byte / 4] |= static_cast<u32>(part) << (8 * (byte % 4));
+  for (int k = 0; k < 8; k++) {
+    const int bit = 8 * k * kFieldBytes;
+    const u64 wide = v[k] >> shift;
+    const u32 low = static_cast<u32>(wide), high = static_cast<u32>(wide >> 32);
+    if (kFieldBytes == 8) {
+      words[2 * k] = low, words[2 * k + 1] = high;
+    } else if (kFieldBytes == 6) {
+      words[bit / 32] |= low << (bit % 32);
+      words[bit / 32 + 1] |= bit % 32 ? low >> 16 | (high & 0xffff) << 16 : high & 0xffff;
+    } else {
+      const u32 mask = kFieldBytes == 4 ? ~0u : (1u << (8 * kFieldBytes % 32)) - 1;
+      words[bit / 32] |= (low & mask) << (bit % 32);
+    }
   }
 }
 
 // ---- bits of a value ----
 
 template <int kWidth>
-constexpr u64 kAllBits = ~0ull >> (64 - 8 * kWidth);
+constexpr Uint<kWidth> kAllBits = static_cast<Uint<kWidth>>(~0ull >> (64 - 8 * kWidth));
 
 // Rotated left by one bit: the sign becomes the lowest one.
 template <int kWidth>
-__device__ __forceinline__ u64 rotated(u64 x) {
+__device__ __forceinline__ Uint<kWidth> rotated(Uint<kWidth> x) {
   return (x << 1 | x >> (8 * kWidth - 1)) & kAllBits<kWidth>;
 }
 template <int kWidth>
-__device__ __forceinline__ u64 unrotated(u64 x) {
+__device__ __forceinline__ Uint<kWidth> unrotated(Uint<kWidth> x) {
   return (x >> 1 | x << (8 * kWidth - 1)) & kAllBits<kWidth>;
 }
 
 // Without sign, and a zero bit behind the 8 bits that followed it.
 template <int kWidth>
-__device__ __forceinline__ u64 spread(u64 x) {
-  const u64 top = 0xffull << (8 * kWidth - 8);
+__device__ __forceinline__ Uint<kWidth> spread(Uint<kWidth> x) {
+  const Uint<kWidth> top = static_cast<Uint<kWidth>>(0xff) << (8 * kWidth - 8);
   return (x << 1 & top) | (x & kAllBits<kWidth> >> 9);
 }
 template <int kWidth>
-__device__ __forceinline__ u64 unspread(u64 x) {
-  const u64 top = 0xffull << (8 * kWidth - 8);
+__device__ __forceinline__ Uint<kWidth> unspread(Uint<kWidth> x) {
+  const Uint<kWidth> top = static_cast<Uint<kWidth>>(0xff) << (8 * kWidth - 8);
   return (x & top) >> 1 | (x & kAllBits<kWidth> >> 9);
 }
 
 // Ordered integer of a float's bits, and back.
 template <int kWidth>
-__device__ __forceinline__ u64 ordered(u64 x) {
+__device__ __forceinline__ Uint<kWidth> ordered(Uint<kWidth> x) {
   return x >> (8 * kWidth - 1) & 1 ? x ^ kAllBits<kWidth> >> 1 : x;
 }
 
 template <int kWidth>
-__device__ __forceinline__ u64 subtract(u64 x, u64 parent) {
-  const u64 d = (ordered<kWidth>(x) - ordered<kWidth>(parent)) & kAllBits<kWidth>;
-  return (d << 1 ^ (d >> (8 * kWidth - 1) & 1 ? ~0ull : 0)) & kAllBits<kWidth>;
+__device__ __forceinline__ Uint<kWidth> subtract(Uint<kWidth> x, Uint<kWidth> parent) {
+  const Uint<kWidth> d = (ordered<kWidth>(x) - ordered<kWidth>(parent)) & kAllBits<kWidth>;
+  return (d << 1 ^ (d >> (8 * kWidth - 1) & 1 ? kAllBits<kWidth> : 0)) & kAllBits<kWidth>;
 }
 template <int kWidth>
-__device__ __forceinline__ u64 add(u64 u, u64 parent) {
-  const u64 d = u >> 1 ^ (u & 1 ? kAllBits<kWidth> : 0);
+__device__ __forceinline__ Uint<kWidth> add(Uint<kWidth> u, Uint<kWidth> parent) {
+  const Uint<kWidth> d = u >> 1 ^ (u & 1 ? kAllBits<kWidth> : 0);
   return ordered<kWidth>((d + ordered<kWidth>(parent)) & kAllBits<kWidth>);
 }
 
 // ---- groups ----
 
 template <int kWidth>
-__device__ __forceinline__ void load_values8(const u8* values, u32 at, u32 left, u64* v) {
+__device__ __forceinline__ void load_values8(const u8* values, u32 at, u32 left, Uint<kWidth>* v) {
   u32 words[2 * kWidth];
   load_group<8 * kWidth>(values + static_cast<u64>(at) * kWidth, is_aligned(values), words, left * kWidth);
 #pragma unroll
-  for (int k = 0; k < 8; k++) v[k] = field<kWidth>(words, k);
+  for (int k = 0; k < 8; k++) v[k] = field<kWidth, Uint<kWidth>>(words, k);
 }
 
 // Stores one plane's part of a group: fields of `kFieldBytes` from bit `shift` on.
-template <int kFieldBytes>
-__device__ __forceinline__ void store_field(u8* plane, u32 at, u32 left, const u64* v, int shift) {
+template <int kFieldBytes, class T>
+__device__ __forceinline__ void store_field(u8* plane, u32 at, u32 left, const T* v, int shift) {
   if (kFieldBytes == 0) return;
   constexpr int kBytes = kFieldBytes == 0 ? 8 : 8 * kFieldBytes;
   u32 words[kBytes / 4];
@@ -147,18 +170,18 @@ __device__ __forceinline__ void store_field(u8* plane, u32 at, u32 left, const u
 }
 
 // Puts one plane's part of a group into the values.
-template <int kFieldBytes>
-__device__ __forceinline__ void load_field(const u8* plane, u32 at, u32 left, u64* v, int shift) {
+template <int kFieldBytes, class T>
+__device__ __forceinline__ void load_field(const u8* plane, u32 at, u32 left, T* v, int shift) {
   if (kFieldBytes == 0) return;
   constexpr int kBytes = kFieldBytes == 0 ? 8 : 8 * kFieldBytes;
   u32 words[kBytes / 4];
   load_group<kBytes>(plane + static_cast<u64>(at) * kFieldBytes, true, words, left * kFieldBytes);
 #pragma unroll
-  for (int k = 0; k < 8; k++) v[k] |= field<kBytes / 8>(words, k) << shift;
+  for (int k = 0; k < 8; k++) v[k] |= field<kBytes / 8, T>(words, k) << shift;
 }
 
 template <int kWidth, u32 kLayout>
-__device__ __forceinline__ void split_group(u64* v, u32 at, u32 left, const PlaneSet& to) {
+__device__ __forceinline__ void split_group(Uint<kWidth>* v, u32 at, u32 left, const PlaneSet& to) {
   constexpr int kTop = 8 * kWidth - 8, kRest = kWidth > 2 ? kWidth - 2 : 0;
   if (kLayout == kWhole) {
     store_field<kWidth>(to.at[0], at, left, v, 0);
@@ -181,7 +204,7 @@ __device__ __forceinline__ void split_group(u64* v, u32 at, u32 left, const Plan
 }
 
 template <int kWidth, u32 kLayout>
-__device__ __forceinline__ void merge_group(u64* v, u32 at, u32 left, const PlaneSet& from) {
+__device__ __forceinline__ void merge_group(Uint<kWidth>* v, u32 at, u32 left, const PlaneSet& from) {
   constexpr int kTop = 8 * kWidth - 8, kRest = kWidth > 2 ? kWidth - 2 : 0;
 #pragma unroll
   for (int k = 0; k < 8; k++) v[k] = 0;
@@ -198,7 +221,7 @@ __device__ __forceinline__ void merge_group(u64* v, u32 at, u32 left, const Plan
     load_field<kRest>(from.at[sign + 2], at, left, v, 0);
 #pragma unroll
     for (int k = 0; k < 8; k++)
-      v[k] = sign ? unspread<kWidth>(v[k]) | static_cast<u64>(signs >> k & 1) << (8 * kWidth - 1)
+      v[k] = sign ? unspread<kWidth>(v[k]) | static_cast<Uint<kWidth>>(signs >> k & 1) << (8 * kWidth - 1)
                   : unrotated<kWidth>(v[k]);
   }
 }
@@ -218,7 +241,7 @@ __device__ __forceinline__ void split_values(const ValueSpan& span, const PlaneS
 #pragma unroll 1
   for (u32 at = kOctet * threadIdx.x; at < span.n; at += kOctet * blockDim.x) {
     const u32 left = values_left(at, span.n);
-    u64 v[8], p[8];
+    Uint<kWidth> v[8], p[8];
     load_values8<kWidth>(span.values, at, left, v);
     if (span.residual != kId) {
       load_values8<kWidth>(span.parent, at, left, p);
@@ -234,7 +257,7 @@ __device__ __forceinline__ void merge_values(const ValueSpan& span, const PlaneS
 #pragma unroll 1
   for (u32 at = kOctet * threadIdx.x; at < span.n; at += kOctet * blockDim.x) {
     const u32 left = values_left(at, span.n);
-    u64 v[8], p[8];
+    Uint<kWidth> v[8], p[8];
     merge_group<kWidth, kLayout>(v, at, left, from);
     if (span.residual != kId) {
       load_values8<kWidth>(span.parent, at, left, p);
@@ -247,12 +270,12 @@ __device__ __forceinline__ void merge_values(const ValueSpan& span, const PlaneS
   }
 }
 
-// Layout and width as one number, for those that `planes_of` knows.
-__device__ __forceinline__ u32 shape_of(u32 layout, u32 width) { return layout << 4 | width; }
+// Layout and width as one number, for those that `planes_of` knows. Values of one byte are their only plane.
+__device__ __forceinline__ u32 shape_of(u32 layout, u32 width) { return width == 1 ? 1 : layout << 4 | width; }
 
 #define S4_EVERY_SHAPE(call)                                                                      \
-  call(kWhole, 1) call(kWhole, 2) call(kWhole, 4) call(kWhole, 8) call(kBytes, 1) call(kBytes, 2) \
-  call(kBytes, 4) call(kBytes, 8) call(kFields, 2) call(kFields, 4) call(kFields, 8)              \
+  call(kWhole, 1) call(kWhole, 2) call(kWhole, 4) call(kWhole, 8) call(kBytes, 2) call(kBytes, 4) \
+  call(kBytes, 8) call(kFields, 2) call(kFields, 4) call(kFields, 8)              \
   call(kFieldsSign, 2) call(kFieldsSign, 4) call(kFieldsSign, 8)
 
 // Splits a chunk. All threads.

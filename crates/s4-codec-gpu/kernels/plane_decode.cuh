@@ -11,7 +11,8 @@ constexpr u32 kMostSegments = kMaxDecodeBytes >> 12;
 constexpr u32 kDecodeWarps = kComposedThreads / kLanes;
 
 struct PlaneDecodeShared {
-  __align__(1024) u32 entries[1 << 12];  // P = 8 uses the first 256
+  u32 entries[1 << 12];             // P = 12
+  AlignedTable<u32, kTotal> pairs;  // P = 8
   Header<kMostSegments> header;
   __align__(16) u16 rings[kDecodeWarps][WordSource::kBytes / 2];
 };
@@ -70,7 +71,7 @@ template <u32 kBits>
 __device__ __forceinline__ bool decode_plane_segments(const StreamBytes& stream, u8* plane, u32 size, u8* carry,
                                                       PlaneDecodeShared& shared) {
   const auto& h = shared.header;
-  const Shared entries = shared_address(shared.entries);
+  const Shared entries = shared_address(kBits == 8 ? shared.pairs.get() : shared.entries);
 #pragma unroll 1
   for (u32 i = uniform_warp_id(); i < h.segments; i += kDecodeWarps) {
     const u32 at = h.segment_at[i], first = i << h.segment_log2;
@@ -97,8 +98,8 @@ struct PlaneTarget {
 template <u32 kBits>
 __device__ __forceinline__ Status decode_rans(const StreamBytes& stream, const PlaneTarget& to, u32& carried,
                                               PlaneDecodeShared& shared) {
-  const Status status =
-      read_header<kBits>(stream.at, stream.len, to.size, to.table, shared.header, shared.entries);
+  u32* const entries = kBits == 8 ? shared.pairs.get() : shared.entries;
+  const Status status = read_header<kBits>(stream.at, stream.len, to.size, to.table, shared.header, entries);
   if (status != kOk) return status;
   carried = shared.header.carried;
   const bool sound = decode_plane_segments<kBits>(stream, to.plane, to.size, to.carry, shared);

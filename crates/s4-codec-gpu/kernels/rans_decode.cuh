@@ -237,7 +237,7 @@ struct WordSource {
 
 // ---- segment ----
 
-// `entries` is aligned to its size, so that the index can be put into the address by an or.
+// `entries` is an `AlignedTable`.
 __device__ __forceinline__ u32 pop(u32& x, Shared entries) {
   const u32 entry = load_shared(entries | (4 * x & (4 * kTotal - 1)));
   x = (entry >> 17) * (x >> 8) + (entry & 0xff);

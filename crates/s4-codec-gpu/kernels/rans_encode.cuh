@@ -69,7 +69,7 @@ __device__ __forceinline__ Coder make_coder(u32 freq, u32 start, bool escape) {
   return c;
 }
 
-// All 256 coders, aligned so that an index can be put into their address by an or.
+// All 256 coders (`AlignedTable`).
 constexpr u32 kCodersBytes = 256 * sizeof(Coder);
 
 // The coder of byte `k` of `symbols`.
@@ -330,12 +330,15 @@ __device__ __forceinline__ void write_head(Slot<kWidth>& slot, const Head& head)
 }
 
 // Copies `len` bytes (even) from a 2-byte aligned `from` to a 4-byte aligned `to`, and zeros up to a
-// multiple of 4. One warp. (Two bytes in front of `from` may be read: a slot has them.)
+// multiple of 4. One warp.
 __device__ __forceinline__ void copy_shifted(const u8* from, u8* to, u32 len) {
   const u32 skew = static_cast<u32>(reinterpret_cast<u64>(from) & 2);
   const u32* src = reinterpret_cast<const u32*>(from - skew);
   const u32 loads = (len + skew + 3) / 4, stores = (len + 3) / 4;
-  auto load = [&](u32 i) { return i < loads ? src[i] : 0; };
+  auto load = [&](u32 i) -> u32 {
+    if (i == 0 && skew > 0) return static_cast<u32>(*reinterpret_cast<const u16*>(from)) << 16;
+    return i < loads ? src[i] : 0;
+  };
   auto word = [&](u32 i, u32 low, u32 high) {
     const u32 v = __funnelshift_r(low, high, 8 * skew);
     return 4 * i + 2 == len ? v & 0xffff : v;

@@ -34,6 +34,23 @@ __device__ __forceinline__ void place_frames(EncodeResult* results, u32 count, u
   if (threadIdx.x == kOffsetsThreads - 1) *total = at;
 }
 
+__device__ __forceinline__ u32 crc_of_values(const u8* values, u32 n, u32 width, CrcShared& shared) {
+  Crc32c crc(shared);
+  crc.take(values, n * width);
+  return crc.value();
+}
+
+__device__ __forceinline__ u32 crc_of_result(const EncodeResult& result, const u8* frames, CrcShared& shared) {
+  auto at = [&](u32 stream) {
+    u32 at = header_len(result.streams);
+    for (u32 i = 0; i < stream; i++) at += round_up(result.stream[i].len, 16);
+    return at;
+  };
+  return crc_of_frame(
+      frames + result.offset, result.streams, at, [&](u32 i) { return result.stream[i].codec; },
+      [&](u32 i) { return result.stream[i].len; }, shared);
+}
+
 // Block 2i does the values of chunk i, block 2i + 1 its frame.
 __device__ __forceinline__ void encode_crcs(const EncodeChunk* chunks, EncodeResult* results, const u8* frames,
                                             u64 capacity) {
@@ -41,21 +58,23 @@ __device__ __forceinline__ void encode_crcs(const EncodeChunk* chunks, EncodeRes
   const EncodeChunk& c = chunks[blockIdx.x / 2];
   EncodeResult& result = results[blockIdx.x / 2];
   if (result.status != kOk || result.offset + result.len > capacity) return;
-  const bool plain = result.plain;
   if (blockIdx.x % 2 == 0) {
-    const u32 crc = crc_of_span(c.values, static_cast<u64>(c.n) * c.width, shared);
-    if (threadIdx.x != 0) return;
-    result.crc_raw = crc;
-    if (plain) result.crc_encoded = crc;
-  } else if (!plain) {
-    const u32 crc = crc_of_span(frames + result.offset, result.len, shared);
+    const u32 crc = crc_of_values(c.values, c.n, c.width, shared);
+    if (threadIdx.x == 0) result.crc_raw = crc;
+    if (threadIdx.x == 0 && result.plain) result.crc_encoded = crc;
+  } else if (!result.plain) {
+    const u32 crc = crc_of_result(result, frames, shared);
     if (threadIdx.x == 0) result.crc_encoded = crc;
   }
 }
 
 __device__ __forceinline__ void check_frame(const DecodeChunk& c, u32& status) {
   __shared__ CrcShared shared;
-  const u32 crc = crc_of_span(c.frame, c.frame_len, shared);
+  u32 crc = c.crc_raw;  // of a plain chunk both are the same
+  if (!c.plain)
+    crc = crc_of_frame(
+        c.frame, min(static_cast<u32>(c.planes), kMaxPlanes), [&](u32 i) { return c.streams[i].offset; },
+        [&](u32 i) { return c.streams[i].codec; }, [&](u32 i) { return c.streams[i].len; }, shared);
   if (threadIdx.x == 0) status = crc == c.crc_encoded ? kOk : kFrameChecksum;
 }
 
@@ -63,7 +82,7 @@ __device__ __forceinline__ void check_values(const DecodeChunk& c, u32& status) 
   __shared__ CrcShared shared;
   if (status != kOk) return;
   __syncthreads();  // all have read it
-  const u32 crc = crc_of_span(c.values, static_cast<u64>(c.n) * c.width, shared);
+  const u32 crc = crc_of_values(c.values, c.n, c.width, shared);
   if (threadIdx.x == 0 && crc != c.crc_raw) status = kValueChecksum;
 }
 
@@ -149,8 +168,9 @@ __global__ void __launch_bounds__(kCopyThreads) s4_copy_spans(const CopySpan* sp
 
 __global__ void __launch_bounds__(kCrcThreads) s4_crc_spans(const CrcSpan* spans, u32* crcs) {
   __shared__ CrcShared shared;
-  const u32 crc = crc_of_span(spans[blockIdx.x].data, spans[blockIdx.x].len, shared);
-  if (threadIdx.x == 0) crcs[blockIdx.x] = crc;
+  Crc32c crc(shared);
+  crc.take(spans[blockIdx.x].data, static_cast<u32>(spans[blockIdx.x].len));
+  if (threadIdx.x == 0) crcs[blockIdx.x] = crc.value();
 }
 
 }  // extern "C"
