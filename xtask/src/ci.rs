@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use crate::error::Result;
-use crate::{kernels, proc, test, tidy};
+use crate::{proc, test, tidy};
 
 /// Runs every check in the order of what it costs.
 ///
@@ -18,9 +18,8 @@ pub(crate) fn run(root: &Path) -> Result<String> {
     doc.args(["doc", "--locked", "--workspace", "--no-deps", "--document-private-items"]);
     proc::run(doc.env("RUSTDOCFLAGS", "-D warnings"))?;
     let deny = deny(root)?;
-    let ptx = kernels::run(root, &kernels::Args::check())?;
     let tests = test::run(root, &test::Args::default())?;
-    Ok(format!("tidy, clippy and docs clean; {deny}; {ptx}; {tests}"))
+    Ok(format!("tidy, clippy and docs clean; {deny}; {tests}"))
 }
 
 /// Licences, advisories, bans and sources, where `cargo-deny` is installed.

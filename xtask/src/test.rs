@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use crate::error::Result;
+use crate::kernels;
 use crate::proc;
 use crate::python::Venv;
 
@@ -26,6 +27,9 @@ enum Side {
 /// If a build or a test fails.
 pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
     let mut said = Vec::new();
+    if args.side.is_none() {
+        said.push(kernels::check(root)?);
+    }
     if args.side != Some(Side::Python) {
         said.push(rust(root)?);
     }

@@ -11,7 +11,7 @@
 // Words are little-endian with the lowest bit first, so bit i of a word is x^(31 - i).
 #pragma once
 
-#include "frame.cuh"
+#include "warp.cuh"
 
 namespace s4 {
 
@@ -70,25 +70,27 @@ struct CrcColumn {
   const u32* words;
   int first;   // index of the thread's word of row 0; negative in front of the span
   u32 state;   // what goes into the first word of the span
-
-  __device__ __forceinline__ u32 edge_word(u32 row) const {
-    const int i = first + static_cast<int>(row * kCrcThreads);
-    const u32 v = i >= 0 ? words[i] : 0;
-    return i == 0 ? v ^ state : v;
-  }
-  __device__ __forceinline__ u32 inner_word(u32 row) const {
-    return __ldcs(words + (first + static_cast<int>(row * kCrcThreads)));
-  }
 };
 
-// Takes 40 rows in: `h` holds the last 40 coefficients of the quotient, row r at r mod 40. Those of the last
-// block are the rest instead.
-template <bool kEdge, bool kLast>
-__device__ __forceinline__ void crc_block(u32* h, const CrcColumn& column, u32 row) {
+constexpr u32 kCrcBatch = kCrcRows / 2;  // rows that are loaded at a time
+
+__device__ __forceinline__ void crc_load(const CrcColumn& column, u32 row, u32* batch) {
+#pragma unroll
+  for (u32 k = 0; k < kCrcBatch; k++) {
+    const int i = column.first + static_cast<int>((row + k) * kCrcThreads);
+    batch[k] = i >= 0 ? __ldcs(column.words + i) : 0;
+    batch[k] ^= i == 0 ? column.state : 0;
+  }
+}
+
+// Takes a batch of rows in, from `kRow` of a block of 40 on: `h` holds the last 40 coefficients of the
+// quotient, row r at r mod 40. Those of the last block are the rest instead.
+template <u32 kRow, bool kLast>
+__device__ __forceinline__ void crc_take(u32* h, const u32* batch) {
   constexpr u32 kBack[11] = {2, 4, 5, 7, 10, 13, 20, 27, 33, 39, 40};
 #pragma unroll
-  for (u32 k = 0; k < kCrcRows; k++) {
-    u32 v = kEdge ? column.edge_word(row + k) : column.inner_word(row + k);
+  for (u32 k = kRow; k < kRow + kCrcBatch; k++) {
+    u32 v = batch[k - kRow];
 #pragma unroll
     for (u32 i = 0; i < 11; i++)
       if (!kLast || kBack[i] > k) v ^= h[(k + kCrcRows - kBack[i]) % kCrcRows];
@@ -123,17 +125,24 @@ __device__ __forceinline__ u32 crc_few(u32 state, const u8* data, u32 len, const
   return state;
 }
 
-// Takes `count` > 0 aligned words into a state. All threads; the answer is everyone's. (Out of line: it is
-// large, and a span is long.)
-__device__ __noinline__ u32 crc_words(u32 state, const u32* words, u32 count, CrcShared& shared) {
+// Takes `count` > 0 aligned words into a state. All threads; the answer is everyone's.
+__device__ __forceinline__ u32 crc_words(u32 state, const u32* words, u32 count, CrcShared& shared) {
   const u32 rows = (count + kCrcThreads - 1) / kCrcThreads, blocks = (rows + kCrcRows - 1) / kCrcRows;
   const int in_front = static_cast<int>(blocks * kCrcRows * kCrcThreads - count);
   const CrcColumn column{words, static_cast<int>(threadIdx.x) - in_front, state};
-  u32 h[kCrcRows] = {};
-  if (blocks > 1) crc_block<true, false>(h, column, 0);
+  // One batch is always under way.
+  u32 h[kCrcRows] = {}, even[kCrcBatch], odd[kCrcBatch];
+  crc_load(column, 0, even);
 #pragma unroll 1
-  for (u32 i = 1; i + 1 < blocks; i++) crc_block<false, false>(h, column, i * kCrcRows);
-  crc_block<true, true>(h, column, (blocks - 1) * kCrcRows);
+  for (u32 row = 0; row < (blocks - 1) * kCrcRows; row += kCrcRows) {
+    crc_load(column, row + kCrcBatch, odd);
+    crc_take<0, false>(h, even);
+    crc_load(column, row + kCrcRows, even);
+    crc_take<kCrcBatch, false>(h, odd);
+  }
+  crc_load(column, (blocks - 1) * kCrcRows + kCrcBatch, odd);
+  crc_take<0, true>(h, even);
+  crc_take<kCrcBatch, true>(h, odd);
 
   u32 rest = 0;
 #pragma unroll
@@ -148,45 +157,37 @@ __device__ __noinline__ u32 crc_words(u32 state, const u32* words, u32 count, Cr
   return rest;
 }
 
-// A checksum over spans one behind the other. All threads of a block of kCrcThreads do the same. It reads
-// whole words, but only such as lie within a span.
-class Crc32c {
- public:
-  __device__ __forceinline__ explicit Crc32c(CrcShared& shared) : shared_(shared), state_(~0u) {
-    make_times_y(shared);
-    __syncthreads();
-  }
-  // `len` is below 2^32.
-  __device__ __forceinline__ void take(const u8* data, u32 len) {
-    const u32 front = static_cast<u32>(-reinterpret_cast<u64>(data)) & 3;
-    const u32 words = len > 64 ? (len - front) / 4 : 0;
-    if (words == 0) {
-      state_ = crc_few(state_, data, len, shared_);
-      return;
-    }
-    state_ = crc_few(state_, data, front, shared_);
-    state_ = crc_words(state_, reinterpret_cast<const u32*>(data + front), words, shared_);
-    state_ = crc_few(state_, data + front + 4 * words, len - front - 4 * words, shared_);
-  }
-  __device__ __forceinline__ u32 value() const { return ~state_; }
+// The same out of line, for kernels in which it is not most of the work: it is large.
+__device__ __noinline__ u32 crc_words_apart(u32 state, const u32* words, u32 count, CrcShared& shared) {
+  return crc_words(state, words, count, shared);
+}
 
- private:
-  CrcShared& shared_;
-  u32 state_;
+// A span of memory; its length is below 2^31.
+struct CrcPart {
+  const u8* data;
+  u32 len;
 };
 
-// What the first checksum of a chunk covers (docs/format.md, "Index"): the header of its frame and the
-// streams that are not raw. `at(i)`, `codec(i)` and `len(i)` are of stream i.
-template <class At, class CodecOf, class Len>
-__device__ __forceinline__ u32 crc_of_frame(const u8* frame, u32 streams, const At& at, const CodecOf& codec,
-                                            const Len& len, CrcShared& shared) {
-  Crc32c crc(shared);
+// CRC-32C of `parts` spans one behind the other, of which `part(i)` names one. All threads of a block of
+// kCrcThreads; the answer is everyone's. It reads whole words, but only such as lie within a span.
+template <bool kApart, class Part>
+__device__ __forceinline__ u32 crc_of_parts(u32 parts, const Part& part, CrcShared& shared) {
+  make_times_y(shared);
+  __syncthreads();
+  u32 state = ~0u;
 #pragma unroll 1
-  for (u32 i = 0; i <= streams; i++) {
-    if (i == 0) crc.take(frame, header_len(streams));
-    else if (codec(i - 1) != kRaw) crc.take(frame + at(i - 1), len(i - 1));
+  for (u32 i = 0; i < parts; i++) {
+    const CrcPart p = part(i);
+    const u32 front = min(p.len, static_cast<u32>(-reinterpret_cast<u64>(p.data)) & 3);
+    const u32 words = p.len > 64 ? (p.len - front) / 4 : 0, done = words > 0 ? front + 4 * words : 0;
+    if (words > 0) {
+      state = crc_few(state, p.data, front, shared);
+      const u32* at = reinterpret_cast<const u32*>(p.data + front);
+      state = kApart ? crc_words_apart(state, at, words, shared) : crc_words(state, at, words, shared);
+    }
+    state = crc_few(state, p.data + done, p.len - done, shared);
   }
-  return crc.value();
+  return ~state;
 }
 
 }  // namespace s4

@@ -131,6 +131,12 @@ __device__ __forceinline__ void write_frame_header(const EncodeResult& result, u
 
 // ---- copying ----
 
+// The first `count` of up to 64 bytes, at any address. Out of line: for ends, and addresses that are odd.
+__device__ __noinline__ void load_some(const u8* from, u32* words, u32 count) {
+  for (u32 i = 0; i < 16; i++) words[i] = 0;
+  for (u32 i = 0; i < count; i++) words[i / 4] |= static_cast<u32>(from[i]) << (8 * (i % 4));
+}
+
 // Four words of which the first `left` bytes count; the others become 0.
 __device__ __forceinline__ uint4 masked(const u32* words, u32 left) {
   u32 w[4];

@@ -161,7 +161,10 @@ struct PlaneTargets {
 };
 
 __device__ __forceinline__ void store16(u8* plane, u32 at, u32 len, const u32* words) {
-  if (plane != nullptr && at < len) __stcs(reinterpret_cast<uint4*>(plane + at), masked(words, len - at));
+  if (plane == nullptr || at >= len) return;
+  uint4 v = make_uint4(words[0], words[1], words[2], words[3]);
+  if (len - at < 16) v = masked(words, len - at);
+  __stcs(reinterpret_cast<uint4*>(plane + at), v);
 }
 
 // The planes of sixteen values: two octets.
@@ -181,21 +184,42 @@ __device__ __forceinline__ void store_planes(const PlaneTargets& to, u32 at, u32
   store16(to.b, 2 * at + 16, 2 * n, o[1].b);
 }
 
+// Eight values, wherever they lie and however many exist.
+template <int kWidth>
+__device__ __forceinline__ Values<kWidth> load_octet(const u8* values, u32 at, u32 n) {
+  if (is_aligned(values) && at + kOctet <= n) return load_values<kWidth>(values, at);
+  u32 w[16];
+  load_some(values + static_cast<u64>(at) * kWidth, w, values_left(at, n) * kWidth);
+  Values<kWidth> out;
+#pragma unroll
+  for (int i = 0; i < kWidth / 2; i++)
+    out.v[i] = make_uint4(w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]);
+  return out;
+}
+
 // Splits the values again and stores the planes that stay raw, zeros behind them up to a multiple of 16.
 template <int kWidth>
 __device__ __forceinline__ void store_raw_planes(const u8* values, u32 n, const PlaneTargets& to) {
-  constexpr u32 kEach = 2 * kOctet;
-  const bool aligned = is_aligned(values);
-#pragma unroll 2
-  for (u32 at = kEach * threadIdx.x; at < n; at += kEach * kThreads<kWidth>) {
-    Octet<kWidth> o[2];
-    if (aligned && at + kEach <= n) {
-      o[0] = split(load_values<kWidth>(values, at));
-      o[1] = split(load_values<kWidth>(values, at + kOctet));
-    } else {
-      o[0] = split(load_values_slow<kWidth>(values, at, values_left(at, n)));
-      o[1] = split(load_values_slow<kWidth>(values, at + kOctet, values_left(at + kOctet, n)));
+  constexpr u32 kEach = 2 * kOctet, kStep = kEach * kThreads<kWidth>;
+  constexpr u32 kAtOnce = 8 / kWidth;  // nothing else hides the latency of the loads
+  const u32 fast = is_aligned(values) ? n / kEach * kEach : 0;
+  u32 at = kEach * threadIdx.x;
+#pragma unroll 1
+  for (; at + (kAtOnce - 1) * kStep < fast; at += kAtOnce * kStep) {
+    Values<kWidth> v[2 * kAtOnce];
+#pragma unroll
+    for (u32 k = 0; k < 2 * kAtOnce; k++)
+      v[k] = load_values<kWidth>(values, at + k / 2 * kStep + k % 2 * kOctet);
+#pragma unroll
+    for (u32 k = 0; k < kAtOnce; k++) {
+      const Octet<kWidth> o[2] = {split(v[2 * k]), split(v[2 * k + 1])};
+      store_planes(to, at + k * kStep, n, o);
     }
+  }
+#pragma unroll 1
+  for (; at < n; at += kStep) {
+    const Octet<kWidth> o[2] = {split(load_octet<kWidth>(values, at, n)),
+                                split(load_octet<kWidth>(values, at + kOctet, n))};
     store_planes(to, at, n, o);
   }
 }

@@ -12,12 +12,7 @@ struct PlaneSet {
   u8* at[kMaxPlanes];
 };
 
-// The first `count` of up to 64 bytes, at any address. Out of line: for ends, and addresses that are odd.
-__device__ __noinline__ void load_some(const u8* from, u32* words, u32 count) {
-  for (u32 i = 0; i < 16; i++) words[i] = 0;
-  for (u32 i = 0; i < count; i++) words[i / 4] |= static_cast<u32>(from[i]) << (8 * (i % 4));
-}
-
+// The other way round: see `load_some`.
 __device__ __noinline__ void store_some(u8* to, const u32* words, u32 count) {
   for (u32 i = 0; i < count; i++) to[i] = static_cast<u8>(words[i / 4] >> (8 * (i % 4)));
 }

@@ -34,21 +34,21 @@ __device__ __forceinline__ void place_frames(EncodeResult* results, u32 count, u
   if (threadIdx.x == kOffsetsThreads - 1) *total = at;
 }
 
-__device__ __forceinline__ u32 crc_of_values(const u8* values, u32 n, u32 width, CrcShared& shared) {
-  Crc32c crc(shared);
-  crc.take(values, n * width);
-  return crc.value();
+// What the first checksum of a chunk covers (docs/format.md, "Index"): part 0 is the header of the frame, part
+// i + 1 is stream i, or nothing if that is raw.
+__device__ __forceinline__ CrcPart part_of_result(const EncodeResult& result, const u8* frames, u32 part) {
+  const u8* frame = frames + result.offset;
+  u32 at = header_len(result.streams);
+  if (part == 0) return CrcPart{frame, at};
+  for (u32 i = 0; i + 1 < part; i++) at += round_up(result.stream[i].len, 16);
+  const StreamEntry& e = result.stream[part - 1];
+  return CrcPart{frame + at, e.codec == kRaw ? 0 : e.len};
 }
 
-__device__ __forceinline__ u32 crc_of_result(const EncodeResult& result, const u8* frames, CrcShared& shared) {
-  auto at = [&](u32 stream) {
-    u32 at = header_len(result.streams);
-    for (u32 i = 0; i < stream; i++) at += round_up(result.stream[i].len, 16);
-    return at;
-  };
-  return crc_of_frame(
-      frames + result.offset, result.streams, at, [&](u32 i) { return result.stream[i].codec; },
-      [&](u32 i) { return result.stream[i].len; }, shared);
+__device__ __forceinline__ CrcPart part_of_frame(const DecodeChunk& c, u32 planes, u32 part) {
+  if (part == 0) return CrcPart{c.frame, header_len(planes)};
+  const DecodeStream& stream = c.streams[part - 1];
+  return CrcPart{c.frame + stream.offset, stream.codec == kRaw ? 0 : stream.len};
 }
 
 // Block 2i does the values of chunk i, block 2i + 1 its frame.
@@ -57,24 +57,22 @@ __device__ __forceinline__ void encode_crcs(const EncodeChunk* chunks, EncodeRes
   __shared__ CrcShared shared;
   const EncodeChunk& c = chunks[blockIdx.x / 2];
   EncodeResult& result = results[blockIdx.x / 2];
-  if (result.status != kOk || result.offset + result.len > capacity) return;
-  if (blockIdx.x % 2 == 0) {
-    const u32 crc = crc_of_values(c.values, c.n, c.width, shared);
-    if (threadIdx.x == 0) result.crc_raw = crc;
-    if (threadIdx.x == 0 && result.plain) result.crc_encoded = crc;
-  } else if (!result.plain) {
-    const u32 crc = crc_of_result(result, frames, shared);
-    if (threadIdx.x == 0) result.crc_encoded = crc;
-  }
+  const bool plain = result.plain, frame = blockIdx.x % 2 != 0;
+  if (result.status != kOk || result.offset + result.len > capacity || (frame && plain)) return;
+  auto part = [&](u32 i) {
+    return frame ? part_of_result(result, frames, i) : CrcPart{c.values, c.n * c.width};
+  };
+  const u32 crc = crc_of_parts<false>(frame ? 1 + result.streams : 1, part, shared);
+  if (threadIdx.x != 0) return;
+  if (!frame) result.crc_raw = crc;
+  if (frame || plain) result.crc_encoded = crc;
 }
 
 __device__ __forceinline__ void check_frame(const DecodeChunk& c, u32& status) {
   __shared__ CrcShared shared;
   u32 crc = c.crc_raw;  // of a plain chunk both are the same
-  if (!c.plain)
-    crc = crc_of_frame(
-        c.frame, min(static_cast<u32>(c.planes), kMaxPlanes), [&](u32 i) { return c.streams[i].offset; },
-        [&](u32 i) { return c.streams[i].codec; }, [&](u32 i) { return c.streams[i].len; }, shared);
+  const u32 planes = min(static_cast<u32>(c.planes), kMaxPlanes);
+  if (!c.plain) crc = crc_of_parts<true>(1 + planes, [&](u32 i) { return part_of_frame(c, planes, i); }, shared);
   if (threadIdx.x == 0) status = crc == c.crc_encoded ? kOk : kFrameChecksum;
 }
 
@@ -82,7 +80,7 @@ __device__ __forceinline__ void check_values(const DecodeChunk& c, u32& status) 
   __shared__ CrcShared shared;
   if (status != kOk) return;
   __syncthreads();  // all have read it
-  const u32 crc = crc_of_values(c.values, c.n, c.width, shared);
+  const u32 crc = crc_of_parts<false>(1, [&](u32) { return CrcPart{c.values, c.n * c.width}; }, shared);
   if (threadIdx.x == 0 && crc != c.crc_raw) status = kValueChecksum;
 }
 
@@ -168,9 +166,9 @@ __global__ void __launch_bounds__(kCopyThreads) s4_copy_spans(const CopySpan* sp
 
 __global__ void __launch_bounds__(kCrcThreads) s4_crc_spans(const CrcSpan* spans, u32* crcs) {
   __shared__ CrcShared shared;
-  Crc32c crc(shared);
-  crc.take(spans[blockIdx.x].data, static_cast<u32>(spans[blockIdx.x].len));
-  if (threadIdx.x == 0) crcs[blockIdx.x] = crc.value();
+  const CrcSpan& span = spans[blockIdx.x];
+  const u32 crc = crc_of_parts<true>(1, [&](u32) { return CrcPart{span.data, static_cast<u32>(span.len)}; }, shared);
+  if (threadIdx.x == 0) crcs[blockIdx.x] = crc;
 }
 
 }  // extern "C"

@@ -3,6 +3,8 @@
 //!
 //! It is here, and not beside the kernels, because it needs the engine that they are compared with.
 
+#![expect(clippy::unwrap_used, reason = "a test; its helpers are no `#[test]` of their own")]
+
 mod emulated;
 
 use emulated::{Answers, Decode, Encode, Encoded, Jobs, Kind, codings, tables};
@@ -373,7 +375,7 @@ fn decode_on_cpu(e: &Expected, frame: &[u8], crc_encoded: u32) -> Option<Vec<u8>
 /// A frame with one damage: number `i` of many.
 fn damaged(frame: &[u8], i: usize) -> Vec<u8> {
     let mut bad = frame.to_vec();
-    let noise = |k: usize| (k.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as usize;
+    let noise = |k: usize| k.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
     let len = bad.len();
     match i % 8 {
         // The head of the first stream is where most is decided.
@@ -440,6 +442,11 @@ fn damaged_frames_with_mended_checksums_are_treated_as_by_the_cpu() {
 }
 
 #[test]
+fn streams_of_other_encoders_are_decoded_or_refused() {
+    emulated::foreign();
+}
+
+#[test]
 fn wrong_checksums_are_named() {
     let data = pattern(patterns::Kind::BF16, "like-weights", 3000);
     let [e] = &expect("checksums", DType::BFloat16, &data, None)[..] else { panic!() };
@@ -454,7 +461,6 @@ fn wrong_checksums_are_named() {
     assert_eq!(status, [emulated::OK, emulated::FRAME_CHECKSUM, emulated::VALUE_CHECKSUM]);
 }
 
-/// A result is comparable as a whole.
 #[test]
 fn both_ways_of_the_raw_planes_give_the_same_frame() {
     let data = pattern(patterns::Kind::F32, "like-weights", 20_000);

@@ -1,6 +1,7 @@
 // The kernels, run by the emulator for whoever drives this program:
 //
 //   emulated JOBS ANSWERS
+//   emulated foreign           (foreign.h)
 //
 // Every buffer is just as long as abi.h asks for, so that the address sanitizer sees what lies outside.
 #include "../emulator.h"
@@ -68,4 +69,9 @@ class Memory {
 
 #include "jobs.h"
 
-int main(int argc, char** argv) { return run_jobs(argc, argv); }
+#include "foreign.h"
+
+int main(int argc, char** argv) {
+  if (argc == 2 && argv[1] == std::string("foreign")) return foreign::run();
+  return run_jobs(argc, argv);
+}

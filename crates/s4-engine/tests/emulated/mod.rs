@@ -239,19 +239,27 @@ impl Jobs {
             (folder.join(self.name).with_extension("jobs"), folder.join(self.name));
         let answers = answers.with_extension("answers");
         std::fs::write(&jobs, &self.bytes).unwrap();
-        let mut run = Command::new(program());
-        run.arg(&jobs).arg(&answers);
-        // Stacks are switched by hand, which the sanitizer need not follow.
-        run.env("ASAN_OPTIONS", "detect_stack_use_after_return=0:detect_leaks=0");
-        let output = run.output().unwrap();
-        let said = String::from_utf8_lossy(&output.stderr);
-        assert!(output.status.success(), "{}: {}\n{said}", self.name, output.status);
+        run(&[jobs.as_path(), answers.as_path()]);
         let bytes = std::fs::read(&answers).unwrap();
         let mut at = Reader(&bytes);
         let all = self.batches.iter().map(|b| at.batch(b)).collect();
         assert!(at.0.is_empty());
         all
     }
+}
+
+/// Streams that the CPU's encoder does not write either, against a plain reference in C++.
+pub(crate) fn foreign() {
+    run(&[Path::new("foreign")]);
+}
+
+fn run(args: &[&Path]) {
+    let mut run = Command::new(program());
+    // Stacks are switched by hand, which the sanitizer need not follow.
+    run.args(args).env("ASAN_OPTIONS", "detect_stack_use_after_return=0:detect_leaks=0");
+    let output = run.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{args:?}: {}\n{said}", output.status);
 }
 
 /// Number of streams, and offset and length of each as the kernels read them.
