@@ -12,6 +12,8 @@ def markdown(results: dict) -> str:
     """All the tables, with what they were measured on."""
     parts = [
         summary(results),
+        "The same for the weights alone, without the optimizer's states:",
+        _render(_by_dtype(results["tensors"], "weights")),
         "Ratio by file, tensor by tensor:",
         _render(_ratios(results["tensors"], list(results["data"]))),
         "Whole files, in a memory file system where there is one: ratio, and GB/s of raw bytes, saving / loading:",
@@ -49,13 +51,13 @@ def _ratios(tensors: dict, files: list[str]) -> Table:
     ]
 
 
-def _by_dtype(tensors: dict) -> Table:
-    dtypes = sorted({dtype for peer in tensors.values() for dtype in peer["dtypes"]})
+def _by_dtype(tensors: dict, group: str = "dtypes") -> Table:
+    dtypes = sorted({dtype for peer in tensors.values() for dtype in peer[group]})
     titles = [f"{d.lower()} {what}" for d in dtypes for what in ("ratio", "encode", "decode")]
     rows = []
     for name, peer in tensors.items():
         cells = []
-        for total in (peer["dtypes"][dtype] for dtype in dtypes):
+        for total in (peer[group][dtype] for dtype in dtypes):
             cells.append("" if name == "memory copy" else f"{total['ratio']:.3f}")
             cells += [_short(total["encode_gb_s"]), _short(total["decode_gb_s"])]
         rows.append([_label(name, peer), *cells])

@@ -81,25 +81,40 @@ def total(rows: list[dict]) -> dict:
     }
 
 
+def is_weight(name: str) -> bool:
+    """Whether a tensor is a weight of the model, not a state of its optimizer."""
+    return not name.startswith("optimizer.")
+
+
+def by_dtype(rows: list[dict]) -> dict:
+    return {d: total([r for r in rows if r["dtype"] == d]) for d in sorted({r["dtype"] for r in rows})}
+
+
 def bench(peers: list[peer_codecs.Peer], files: list[Path], repeat: int) -> dict:
-    """Every peer on every file: totals by file, and by dtype over all files."""
-    contents = {path.stem: list(tensors(path)) for path in files}
-    results = {}
-    for peer in peers:
-        rows = {
-            name: [measure(peer, tensor, repeat) for tensor in held]
-            for name, held in contents.items()
-        }
-        flat = [row for held in rows.values() for row in held]
-        dtypes = sorted({row["dtype"] for row in flat})
-        results[peer.name] = {
+    """Every peer on every file: totals by file, and by dtype over all files and over weights alone.
+
+    The peers take turns on each tensor, so that what else the machine does befalls them alike.
+    """
+    rows: dict[str, dict[str, list[dict]]] = {peer.name: {} for peer in peers}
+    weights: dict[str, list[dict]] = {peer.name: [] for peer in peers}
+    for path in files:
+        for tensor in tensors(path):
+            for peer in peers:
+                row = measure(peer, tensor, repeat)
+                rows[peer.name].setdefault(path.stem, []).append(row)
+                if is_weight(tensor[0]):
+                    weights[peer.name].append(row)
+        print(f"  measured: {path.name}", flush=True)
+    return {
+        peer.name: {
             "version": peer.version,
             "threads": peer.threads,
-            "files": {name: total(held) for name, held in rows.items()},
-            "dtypes": {d: total([row for row in flat if row["dtype"] == d]) for d in dtypes},
+            "files": {name: total(held) for name, held in rows[peer.name].items()},
+            "dtypes": by_dtype([row for held in rows[peer.name].values() for row in held]),
+            "weights": by_dtype(weights[peer.name]),
         }
-        print(f"  measured: {peer.name}", flush=True)
-    return results
+        for peer in peers
+    }
 
 
 def processor() -> str:

@@ -14,6 +14,7 @@ mod error;
 mod kernels;
 mod proc;
 mod python;
+mod servers;
 mod test;
 mod tidy;
 

@@ -1,5 +1,5 @@
 //! The project's Python environments: `.venv` for the tests and the demo, `.venv-peers` for the
-//! peers that the benchmark measures.
+//! peers that the benchmark measures, `.venv-servers` for servers that the store is tested against.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -28,6 +28,16 @@ impl Venv {
     pub(crate) fn main(root: &Path) -> Result<Self> {
         let venv = Self::at(root, ".venv")?;
         venv.require("xtask/requirements.txt")?;
+        Ok(venv)
+    }
+
+    /// The environment of the servers that the store is tested against.
+    ///
+    /// # Errors
+    /// If no suitable Python is found, or an installation fails.
+    pub(crate) fn servers(root: &Path) -> Result<Self> {
+        let venv = Self::at(root, ".venv-servers")?;
+        venv.require("xtask/requirements-servers.txt")?;
         Ok(venv)
     }
 
@@ -72,6 +82,19 @@ impl Venv {
         let list = read(&self.root.join("xtask/requirements-peers.txt"))?;
         let named = list.lines().filter(|l| !l.starts_with('#') && l.starts_with(prefix));
         Ok(named.filter(|peer| self.pip(&[peer]).is_err()).map(str::to_owned).collect())
+    }
+
+    /// The environment's folder.
+    pub(crate) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Installs packages by name.
+    ///
+    /// # Errors
+    /// If the installation fails.
+    pub(crate) fn install(&self, packages: &[&str]) -> Result<()> {
+        self.pip(packages)
     }
 
     /// The environment's interpreter.

@@ -6,6 +6,7 @@ use crate::error::Result;
 use crate::kernels;
 use crate::proc;
 use crate::python::Venv;
+use crate::servers::Servers;
 
 /// What to test.
 #[derive(Default, clap::Args)]
@@ -40,9 +41,12 @@ pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
 }
 
 /// Unit, integration, command-line and documentation tests of every crate but the Python module,
-/// which links against no interpreter and is tested through its wheel.
+/// which links against no interpreter and is tested through its wheel. Servers for the tests of the
+/// store run beside them.
 fn rust(root: &Path) -> Result<String> {
+    let servers = Servers::start(root)?;
     let mut tests = proc::cargo(root);
+    tests.envs(servers.environment());
     tests.args(["test", "--locked", "--workspace", "--exclude", "s4-py", "--no-fail-fast"]);
     let (mut passed, mut suites) = (0, 0);
     proc::run_seeing(&mut tests, |line| {

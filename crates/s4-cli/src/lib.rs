@@ -112,7 +112,12 @@ impl Common {
     }
 
     fn read(&self, bar: &progress::Bar) -> ReadOptions {
-        ReadOptions { threads: self.threads, simd: self.simd, progress: bar.callback() }
+        ReadOptions {
+            threads: self.threads,
+            simd: self.simd,
+            progress: bar.callback(),
+            ..ReadOptions::default()
+        }
     }
 }
 

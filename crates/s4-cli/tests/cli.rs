@@ -64,7 +64,7 @@ fn inspect_tells_planes_as_text_and_as_json() {
     assert!(s4w(&["compress", samples()[0].to_str().unwrap(), packed]).status.success());
     let out = text(&s4w(&["inspect", "--bits", packed]));
     assert!(
-        out.contains("exponent") && out.contains("rans") && out.contains("format    0.1"),
+        out.contains("exponent") && out.contains("rans") && out.contains("format    0.2"),
         "{out}"
     );
     let json = text(&s4w(&["inspect", "--bits", "--json", packed]));
@@ -104,7 +104,7 @@ fn exit_codes_are_those_of_the_help() {
     let out = s4w(&["inspect", &path("a.s4w")]);
     assert_eq!(out.status.code(), Some(4));
     assert!(text(&out).contains("format 0.77"), "{}", text(&out));
-    bytes[10] = 1;
+    bytes[10] = 2;
     bytes[5000] ^= 1;
     std::fs::write(path("a.s4w"), &bytes).unwrap();
     assert_eq!(code(&["verify", &path("a.s4w")]), Some(1));

@@ -189,6 +189,31 @@ fn segments_of_other_sizes_are_read() {
 }
 
 #[test]
+fn long_segments_are_written_and_read_by_every_set_of_instructions() {
+    for precision in [Precision::P8, Precision::P12] {
+        for len in [1, 32_767, 32_768, 100_001, 131_072] {
+            let symbols = skewed(len, 5, 300);
+            let list = [Counts::of_stream(&symbols).table(precision)];
+            let tables = Tables { list: &list, place: Place::Inline };
+            let carry: Vec<u8> = noise(64 * len.div_ceil(32_768), 3).map(|x| x as u8).collect();
+            let mut oracle = None;
+            for simd in Simd::available() {
+                let codec = Rans::new(precision, simd).with_long_segments();
+                assert_eq!(codec.carry_len(len), carry.len());
+                let mut dst = vec![0; codec.bound(len)];
+                let e = codec.encode_with(tables, &[], &carry, &symbols, &mut dst).unwrap();
+                dst.truncate(e.len);
+                assert_eq!(dst[5], 15);
+                let read = decode_carrying(simd, precision, Context::default(), &dst, len);
+                assert!(read.unwrap() == (symbols.clone(), carry.clone()), "{simd} {len}");
+                let first = oracle.get_or_insert_with(|| dst.clone());
+                assert!(dst == *first, "{simd} writes {len} symbols differently");
+            }
+        }
+    }
+}
+
+#[test]
 fn headers_that_the_specification_does_not_have_are_unsupported() {
     let symbols = skewed(3000, 120, 300);
     let own = [Counts::of_stream(&symbols).table(Precision::P8)];

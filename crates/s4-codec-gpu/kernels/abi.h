@@ -29,6 +29,9 @@
 //   fused w2, w4   layout `fields`, width 2 or 4, residual `id`, coding rANS P = 8 for plane 0 and raw for
 //                  all others, at most kFusedValues2 or kFusedValues4 values
 //   composed       any chunk, up to kMaxPlaneBytes of values (slower where the fused kernels will do)
+//                  With a residual, planes of at most 8192 symbols become the CPU's bytes. Larger ones become
+//                  sound streams that every decoder reads, but from sampled counts and in segments of 2^14,
+//                  where the CPU's engine counts all differences and may write longer segments.
 //   neither        codecs and layouts that are not listed here (zstd, token, rank1): the CPU's
 //
 // DECODE a batch, sorted by kind alike:

@@ -43,15 +43,38 @@ impl CpuEngine {
         scratch: &mut Scratch,
         dst: &mut [u8],
     ) -> Result<()> {
-        self.decode_checked(spec, chunk, record, frame, scratch, dst).map_err(|e| e.in_chunk(chunk))
+        self.decode_chunk_from(spec, chunk, record, frame, None, scratch, dst)
     }
 
+    /// As [`CpuEngine::decode_chunk`], for a plan that may predict from a parent. `parent` are the
+    /// parent's values of this chunk, as many as `dst`; a plain chunk does not need them.
+    ///
+    /// # Errors
+    /// As [`CpuEngine::decode_chunk`]; `Unsupported` if the parent's values are needed and `None`,
+    /// `Corrupt` if they have another size.
+    #[expect(clippy::too_many_arguments, reason = "one more than decode_chunk")]
+    pub fn decode_chunk_from(
+        &self,
+        spec: &TensorSpec<'_>,
+        chunk: u64,
+        record: &ChunkRecord,
+        frame: &[u8],
+        parent: Option<&[u8]>,
+        scratch: &mut Scratch,
+        dst: &mut [u8],
+    ) -> Result<()> {
+        self.decode_checked(spec, chunk, record, frame, parent, scratch, dst)
+            .map_err(|e| e.in_chunk(chunk))
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "as decode_chunk_from")]
     fn decode_checked(
         &self,
         spec: &TensorSpec<'_>,
         chunk: u64,
         record: &ChunkRecord,
         frame: &[u8],
+        parent: Option<&[u8]>,
         scratch: &mut Scratch,
         dst: &mut [u8],
     ) -> Result<()> {
@@ -87,7 +110,7 @@ impl CpuEngine {
                 crc = None;
                 let view = TensorView { dtype: spec.dtype, shape: spec.shape, data: &[] };
                 let first = chunk << spec.chunk_log2;
-                residual::inverse(self.kernels, spec.plan, spec.side, &view, first, dst)?;
+                residual::inverse(self.kernels, spec.plan, spec.side, &view, first, parent, dst)?;
             }
         }
         if crc.unwrap_or_else(|| crc32c(dst)) != record.crc_raw {

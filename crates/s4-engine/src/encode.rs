@@ -29,6 +29,19 @@ pub struct EncodedChunk {
     pub streams: [StreamEntry; MAX_PLANES],
 }
 
+/// The values of a chunk.
+struct Values<'a> {
+    /// Number of the first one.
+    first: u64,
+    src: &'a [u8],
+    /// The parent's at the same places.
+    parent: Option<&'a [u8]>,
+}
+
+/// Planes of differences with more symbols are coded in long segments: enough of them are left to
+/// run side by side, and differences take few bits, so that the price of a segment tells.
+const LONG_PLANE: usize = 1 << 16;
+
 /// A plane to be coded.
 struct PlaneJob<'a> {
     plane: &'a [u8],
@@ -37,6 +50,8 @@ struct PlaneJob<'a> {
     table: Option<&'a Table>,
     /// The stream behind it, whose end it may carry.
     behind: &'a [u8],
+    /// Whether it is of differences from a parent.
+    delta: bool,
 }
 
 /// What a plane became.
@@ -66,6 +81,24 @@ impl CpuEngine {
         scratch: &mut Scratch,
         frame: &mut Vec<u8>,
     ) -> Result<EncodedChunk> {
+        self.encode_chunk_from(view, plan, chunk, None, scratch, frame)
+    }
+
+    /// As [`CpuEngine::encode_chunk`], for a plan that may predict from a parent. `parent` are the
+    /// parent's values of this chunk.
+    ///
+    /// # Errors
+    /// As [`CpuEngine::encode_chunk`]; `Unsupported` if the plan predicts from a parent and its
+    /// values are `None`, `Corrupt` if they are not as many as the chunk's.
+    pub fn encode_chunk_from(
+        &self,
+        view: &TensorView<'_>,
+        plan: &TensorPlan,
+        chunk: u64,
+        parent: Option<&[u8]>,
+        scratch: &mut Scratch,
+        frame: &mut Vec<u8>,
+    ) -> Result<EncodedChunk> {
         let width = view.dtype.value_width();
         let (first, src) = chunk_bytes(view.data, width, plan.chunk_log2, chunk)?;
         let start = frame.len();
@@ -78,8 +111,9 @@ impl CpuEngine {
             shared: false,
             streams: [NO_STREAM; MAX_PLANES],
         };
-        if plan.planes.iter().any(|p| !matches!(p, PlaneCoding::Raw)) || repeats(src, 16) {
-            self.encode_streams(view, plan, first, src, scratch, frame, &mut out)?;
+        if plan.planes.iter().any(|p| !matches!(p, PlaneCoding::Raw)) || repeats(src, QUICK) {
+            let values = Values { first, src, parent };
+            self.encode_streams(view, plan, &values, scratch, frame, &mut out)?;
         }
         if out.len == 0 || out.len >= src.len() {
             frame.truncate(start);
@@ -94,29 +128,29 @@ impl CpuEngine {
         Ok(out)
     }
 
-    #[expect(clippy::too_many_arguments, reason = "one step of encode_chunk")]
     fn encode_streams(
         &self,
         view: &TensorView<'_>,
         plan: &TensorPlan,
-        first: u64,
-        src: &[u8],
+        values: &Values<'_>,
         scratch: &mut Scratch,
         frame: &mut Vec<u8>,
         out: &mut EncodedChunk,
     ) -> Result<()> {
         let width = view.dtype.value_width();
         let layout = plan.plan.layout;
+        let Values { first, src, parent } = *values;
         let sizes = Planes::new(layout, width, src.len() / width)?;
         if plan.plan.predictor == PredictorId::NONE {
             self.split(layout, width, src, scratch)?;
         } else {
-            let mut values = std::mem::take(&mut scratch.residuals);
-            let to = sized(&mut values, src.len());
+            let mut residuals = std::mem::take(&mut scratch.residuals);
+            let to = sized(&mut residuals, src.len());
             to.copy_from_slice(src);
-            let done = residual::forward(self.kernels, &plan.plan, &plan.side, view, first, to)
+            let (k, side) = (self.kernels, &plan.side);
+            let done = residual::forward(k, &plan.plan, side, view, first, parent, to)
                 .and_then(|()| self.split(layout, width, to, scratch));
-            scratch.residuals = values;
+            scratch.residuals = residuals;
             done?;
         }
         let mut sizes = sizes.sizes().to_vec();
@@ -161,6 +195,7 @@ impl CpuEngine {
                 coding: plan.planes.get(i).copied().unwrap_or(PlaneCoding::Raw),
                 table: plan.shared.get(i).and_then(Option::as_ref),
                 behind,
+                delta: plan.plan.predictor == PredictorId::PARENT,
             };
             let coded = self.encode_plane(&job, &mut buffer)?;
             shared |= coded.shared;
@@ -192,7 +227,7 @@ impl CpuEngine {
             in_buffer: false,
             ..coded(CodecId::RAW, Encoded { len: plane.len(), param: 0 })
         };
-        if repeats(plane, 16) {
+        if repeats(plane, QUICK) {
             let constant = self.codecs.get(CodecId::CONST)?;
             let dst = sized(dst, constant.bound(plane.len()));
             if let Ok(e) = constant.encode(Context::default(), plane, dst) {
@@ -217,8 +252,11 @@ impl CpuEngine {
         raw: Coded,
         dst: &mut Vec<u8>,
     ) -> Result<Coded> {
-        let (codec, plane) = (self.rans(precision), job.plane);
-        let counts = Counts::of_stream(plane);
+        let (mut codec, plane) = (self.rans(precision), job.plane);
+        if job.delta && plane.len() > LONG_PLANE {
+            codec = codec.with_long_segments();
+        }
+        let counts = if job.delta { all_counts(plane) } else { Counts::of_stream(plane) };
         let own = counts.table(precision);
         let cheaper = job.table.filter(|t| shared_is_cheaper(&own, t, &counts, plane.len()));
         let place = if cheaper.is_some() { Place::Shared } else { Place::Inline };
@@ -274,6 +312,14 @@ impl CpuEngine {
     }
 }
 
+/// Counts of all symbols, not of a sample: differences have many rare ones, and take few bits.
+fn all_counts(plane: &[u8]) -> Counts {
+    let mut counts = Counts::new();
+    // Parts this short are counted as a whole.
+    plane.chunks(8192).for_each(|part| counts.add_stream(part));
+    counts
+}
+
 /// Whether a chunk is cheaper with the tensor's table than with one of its own.
 fn shared_is_cheaper(own: &Table, shared: &Table, counts: &Counts, symbols: usize) -> bool {
     // Counts may be a sample: costs are scaled up to all symbols.
@@ -281,10 +327,16 @@ fn shared_is_cheaper(own: &Table, shared: &Table, counts: &Counts, symbols: usiz
     scale(cost(counts, shared)) < scale(cost(counts, own)) + 8 * own.encoded_len() as u64
 }
 
-/// Whether bytes may be a short unit, repeated: a quick look that refuses nearly everything else.
-fn repeats(bytes: &[u8], unit: usize) -> bool {
-    (1..=unit).any(|u| {
-        let head = &bytes[..bytes.len().min(64 + unit)];
+/// Longest unit of the codec `const`.
+const UNIT: usize = 16;
+/// Bytes that show whether it is worth a try.
+const QUICK: usize = 64 + UNIT;
+
+/// Whether the first `look` bytes are a unit that `const` can code, repeated. A short look refuses
+/// nearly everything else.
+pub(crate) fn repeats(bytes: &[u8], look: usize) -> bool {
+    (1..=UNIT).any(|u| {
+        let head = &bytes[..bytes.len().min(look)];
         head.len() <= u || head[u..] == head[..head.len() - u]
     })
 }

@@ -25,7 +25,7 @@ use s4_planes::{Kernels, Simd};
 
 pub use decode::TensorSpec;
 pub use encode::EncodedChunk;
-pub use planner::{PlaneCoding, TensorPlan};
+pub use planner::{ParentSample, PlaneCoding, TensorPlan, parent_probes};
 pub use scratch::Scratch;
 
 /// How much is tried to make a tensor smaller: the one knob.
@@ -112,10 +112,10 @@ impl CpuEngine {
         }
     }
 
-    fn rans(&self, precision: Precision) -> &Rans {
+    fn rans(&self, precision: Precision) -> Rans {
         match precision {
-            Precision::P8 => &self.pairs,
-            Precision::P12 => &self.singles,
+            Precision::P8 => self.pairs,
+            Precision::P12 => self.singles,
         }
     }
 }

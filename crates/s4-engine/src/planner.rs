@@ -6,14 +6,19 @@ use s4_codec_cpu::Context;
 use s4_codec_cpu::rans::{Counts, Precision, Table, cost, entropy};
 use s4_format::dtype::Form;
 use s4_format::layout::Planes;
-use s4_format::{CodecId, DType, LayoutId, Plan, Result};
+use s4_format::{CodecId, DType, Digest, Error, LayoutId, Plan, Result};
 
+use crate::encode::repeats;
 use crate::scratch::sized;
 use crate::{CpuEngine, Preset, Scratch, TensorView, chunk_log2};
 
 /// Runs of values that the planner looks at, and values in each.
 const PROBES: usize = 16;
 const PROBE: usize = 1024;
+/// Chunks of the parent that the planner looks into: each may have to be read and decoded whole.
+const PARENT_CHUNKS: u64 = 4;
+/// What one more plan costs in the manifest, in bits: a delta has to save more.
+const PLAN_BITS: u64 = 8 * 160;
 
 /// How one plane is coded. In each chunk a constant plane is stored as its constant, and one that
 /// does not get smaller as it is.
@@ -44,12 +49,52 @@ pub struct TensorPlan {
     pub(crate) shared: Vec<Option<Table>>,
 }
 
+/// The tensor of a parent checkpoint that a tensor may be stored as its difference from.
+#[derive(Debug, Clone, Copy)]
+pub struct ParentSample<'a> {
+    /// Hash of the parent's manifest.
+    pub manifest: Digest,
+    /// Number of the tensor in the parent, where it has the same dtype and shape.
+    pub tensor: u32,
+    /// Its values at [`parent_probes`], one run after the other.
+    pub values: &'a [u8],
+}
+
+/// The values of a tensor's parent that the planner looks at, as ranges of value numbers in
+/// ascending order. Fixed for a dtype and a number of values; they lie in a few chunks.
+pub fn parent_probes(dtype: DType, values: u64) -> Vec<Range<u64>> {
+    let (probes, probe) = (PROBES as u64, PROBE as u64);
+    if values <= probes * probe {
+        // The one range of all values.
+        return std::iter::once(0..values).filter(|r| !r.is_empty()).collect();
+    }
+    let chunk = 1 << chunk_log2(dtype);
+    let whole = values / chunk;
+    if whole <= PARENT_CHUNKS {
+        return spread(0..values, probes).collect();
+    }
+    // Whole chunks, from the first to the last of them, and some probes in each.
+    let at = |i| (whole - 1) * i / (PARENT_CHUNKS - 1) * chunk;
+    (0..PARENT_CHUNKS).flat_map(|i| spread(at(i)..at(i) + chunk, probes / PARENT_CHUNKS)).collect()
+}
+
+/// Runs of [`PROBE`] values, evenly spaced from the start of a range to its end.
+fn spread(within: Range<u64>, runs: u64) -> impl Iterator<Item = Range<u64>> {
+    let step = (within.end - within.start - PROBE as u64) / (runs - 1);
+    (0..runs).map(move |i| {
+        let first = within.start + step * i;
+        first..first + PROBE as u64
+    })
+}
+
 struct Candidate {
     layout: LayoutId,
     /// For each plane its coding, its counts, and whether it is noise.
     planes: Vec<(PlaneCoding, Counts, bool)>,
-    /// Estimated bits of the sample.
+    /// Estimated bits of the sample, and a price for the work.
     cost: u64,
+    /// Without the price.
+    bits: u64,
 }
 
 impl CpuEngine {
@@ -76,36 +121,75 @@ impl CpuEngine {
         sample: &[u8],
         scratch: &mut Scratch,
     ) -> Result<TensorPlan> {
-        let width = dtype.value_width();
+        let best = self.best(dtype, sample, false, scratch)?;
+        Ok(finish(dtype, bytes, best, Plan::direct))
+    }
+
+    /// As [`CpuEngine::plan`], with a parent: the tensor is stored as its exclusive or with the
+    /// parent's values if that is clearly smaller, and otherwise as if there were no parent.
+    ///
+    /// # Errors
+    /// As [`CpuEngine::plan`]; `Corrupt` if the parent's sample has another size.
+    pub fn plan_from(
+        &self,
+        preset: Preset,
+        view: &TensorView<'_>,
+        parent: &ParentSample<'_>,
+        scratch: &mut Scratch,
+    ) -> Result<TensorPlan> {
+        let width = view.dtype.value_width();
+        let values = (view.data.len() / width) as u64;
+        let mut sample = vec![];
+        for r in parent_probes(view.dtype, values) {
+            sample.extend_from_slice(&view.data[r.start as usize * width..r.end as usize * width]);
+        }
+        if sample.len() != parent.values.len() {
+            return Err(Error::corrupt(format!(
+                "a sample of {} bytes and {} of its parent",
+                sample.len(),
+                parent.values.len()
+            )));
+        }
+        let direct = self.best(view.dtype, &sample, false, scratch)?.map_or(0, |b| b.bits);
+        self.kernels.xor(&mut sample, parent.values);
+        let delta = self.best(view.dtype, &sample, true, scratch)?;
+        let saved = direct.saturating_sub(delta.as_ref().map_or(u64::MAX, |d| d.bits));
+        // A delta is read together with its parents: it must be worth it, here and as a whole.
+        let whole = saved.saturating_mul(values) / ((sample.len() / width) as u64).max(1);
+        if saved == 0 || saved < direct / 128 || whole <= PLAN_BITS {
+            return self.plan(preset, view, scratch);
+        }
+        let plan = |layout| Plan::delta(layout, parent.manifest, parent.tensor);
+        Ok(finish(view.dtype, view.data.len(), delta, plan))
+    }
+
+    /// The cheapest layout of a sample. `delta`: of differences, which may be anything where the
+    /// sample saw none.
+    fn best(
+        &self,
+        dtype: DType,
+        sample: &[u8],
+        delta: bool,
+        scratch: &mut Scratch,
+    ) -> Result<Option<Candidate>> {
         let tried = if sample.is_empty() { &[] } else { layouts(dtype) };
         let mut best: Option<Candidate> = None;
         for &layout in tried {
-            let c = self.candidate(layout, width, sample, scratch)?;
+            let mut c = self.candidate(layout, dtype.value_width(), sample, delta, scratch)?;
             // Layouts stand in ascending order of work: a slower one must be worth it.
             if best.as_ref().is_none_or(|b| c.cost < b.cost - b.cost / 256) {
                 // Where all but the exponents are noise, sign and all, no other layout is smaller.
                 let noise = c.planes.iter().skip(1).all(|p| p.2);
+                if delta {
+                    c.planes.iter_mut().for_each(expect_changes);
+                }
                 best = Some(c);
                 if layout == LayoutId::FIELDS && noise {
                     break;
                 }
             }
         }
-        let (layout, planes) = best.map_or((LayoutId::WHOLE, vec![]), |b| (b.layout, b.planes));
-        let chunk_log2 = chunk_log2(dtype);
-        let several = bytes > width << chunk_log2;
-        let shared = planes.iter().map(|(coding, counts, _)| match coding {
-            // The sample need not have seen every symbol of the tensor.
-            PlaneCoding::Rans(p) if several => Some(counts.clone().partial().table(*p)),
-            _ => None,
-        });
-        Ok(TensorPlan {
-            shared: shared.collect(),
-            planes: planes.iter().map(|p| p.0).collect(),
-            plan: Plan::direct(layout),
-            chunk_log2,
-            side: s4_format::side::Side::default(),
-        })
+        Ok(best)
     }
 
     fn candidate(
@@ -113,27 +197,32 @@ impl CpuEngine {
         layout: LayoutId,
         width: usize,
         sample: &[u8],
+        delta: bool,
         scratch: &mut Scratch,
     ) -> Result<Candidate> {
         let values = sample.len() / width;
         let sizes = Planes::new(layout, width, values)?;
         self.split(layout, width, sample, scratch)?;
-        let mut c = Candidate { layout, planes: vec![], cost: 0 };
+        // Differences take few bits, of which the coarse frequencies of pairs waste a larger part.
+        let pairs_may_lose = if delta { 128 } else { 50 };
+        let mut c = Candidate { layout, planes: vec![], cost: 0, bits: 0 };
         for i in 0..sizes.sizes().len() {
             let plane = scratch.plane(layout, sizes.sizes(), i);
             let dense = layout == LayoutId::FIELDS_SIGN && i == 2;
-            let (coding, counts, cost) = choose(plane, dense);
+            let (coding, counts, cost) = choose(plane, dense, pairs_may_lose);
             // Entropy coding a plane is most of the work: it must save an eighth of a bit more.
             let work = if matches!(coding, PlaneCoding::Rans(_)) { values as u64 / 8 } else { 0 };
             c.planes.push((coding, counts, cost == 8 * plane.len() as u64));
             c.cost += cost + work;
+            // A plane that repeats a short unit is stored as that, whatever is planned.
+            c.bits += if repeats(plane, plane.len()) { 0 } else { cost };
         }
         if layout == LayoutId::WHOLE {
             let bits = 8 * self.zstd_len(sample, &mut scratch.joined)? as u64;
             // Zstandard is the slowest to decode: it must save a twentieth.
             if bits < c.cost - c.cost / 20 {
                 c.planes[0].0 = PlaneCoding::Zstd;
-                c.cost = bits;
+                (c.cost, c.bits) = (bits, bits.min(c.bits));
             }
         }
         Ok(c)
@@ -143,6 +232,38 @@ impl CpuEngine {
         let zstd = self.codecs.get(CodecId::ZSTD)?;
         let out = sized(buffer, zstd.bound(sample.len()));
         Ok(zstd.encode(Context::default(), sample, out)?.len)
+    }
+}
+
+/// The plan of a tensor whose layout is chosen.
+fn finish(
+    dtype: DType,
+    bytes: usize,
+    best: Option<Candidate>,
+    plan: impl FnOnce(LayoutId) -> Plan,
+) -> TensorPlan {
+    let (layout, planes) = best.map_or((LayoutId::WHOLE, vec![]), |b| (b.layout, b.planes));
+    let chunk_log2 = chunk_log2(dtype);
+    let several = bytes > dtype.value_width() << chunk_log2;
+    let shared = planes.iter().map(|(coding, counts, _)| match coding {
+        // The sample need not have seen every symbol of the tensor.
+        PlaneCoding::Rans(p) if several => Some(counts.clone().partial().table(*p)),
+        _ => None,
+    });
+    TensorPlan {
+        shared: shared.collect(),
+        planes: planes.iter().map(|p| p.0).collect(),
+        plan: plan(layout),
+        chunk_log2,
+        side: s4_format::side::Side::default(),
+    }
+}
+
+/// A plane of differences that is constant in the sample may have some elsewhere: few, as a rule.
+fn expect_changes((coding, counts, noise): &mut (PlaneCoding, Counts, bool)) {
+    let constant = (0..=255).any(|s| counts.get(s) == counts.total());
+    if *coding == PlaneCoding::Raw && !*noise && constant {
+        *coding = PlaneCoding::Rans(Precision::P8);
     }
 }
 
@@ -177,8 +298,9 @@ fn sample(data: &[u8], width: usize) -> Vec<u8> {
     out
 }
 
-/// The coding of a plane: its counts and its estimated cost in bits.
-fn choose(plane: &[u8], dense: bool) -> (PlaneCoding, Counts, u64) {
+/// The coding of a plane, its counts and its estimated cost in bits. `pairs_may_lose`: one part in so
+/// many, for being faster.
+fn choose(plane: &[u8], dense: bool, pairs_may_lose: u64) -> (PlaneCoding, Counts, u64) {
     let mut counts = Counts::new();
     // Parts this short are counted as a whole.
     plane.chunks(8 * PROBE).for_each(|part| counts.add_stream(part));
@@ -195,8 +317,8 @@ fn choose(plane: &[u8], dense: bool) -> (PlaneCoding, Counts, u64) {
         return (noise, counts, raw);
     }
     let pairs = cost(&counts, &counts.table(Precision::P8));
-    // One renormalisation for two symbols is much the faster: the other must save a fiftieth.
-    let much_less = pairs - pairs / 50;
+    // One renormalisation for two symbols is much the faster.
+    let much_less = pairs - pairs / pairs_may_lose;
     let singles = match least < much_less {
         true => cost(&counts, &counts.table(Precision::P12)),
         false => pairs,

@@ -1,24 +1,30 @@
 //! Predictors on the values of one chunk, in place.
 
-use s4_delta::Rank1;
+use s4_delta::{Rank1, Residual};
 use s4_format::side::{Side, SideKind};
-use s4_format::{Error, Plan, PredictorId, Result};
+use s4_format::{Error, Plan, PredictorId, ResidualId, Result};
 use s4_planes::Kernels;
 
 use crate::TensorView;
 use crate::scratch::width_of;
 
-/// Replaces values by what is left of them after prediction. `first` is the number of the first one.
+/// Replaces values by what is left of them after prediction. `first` is the number of the first one;
+/// `parent` are the parent's values at their places, if the plan predicts from it.
 pub(crate) fn forward(
     kernels: Kernels,
     plan: &Plan,
     side: &Side,
     view: &TensorView<'_>,
     first: u64,
+    parent: Option<&[u8]>,
     values: &mut [u8],
 ) -> Result<()> {
     match plan.predictor {
         PredictorId::RANK1 => rank1(side, view)?.forward(kernels, first, values),
+        PredictorId::PARENT => {
+            let width = width_of(view.dtype.value_width())?;
+            residual(plan)?.diff(kernels, width, present(parent)?, values)
+        }
         other => other.require_open().map(drop),
     }
 }
@@ -30,12 +36,30 @@ pub(crate) fn inverse(
     side: &Side,
     view: &TensorView<'_>,
     first: u64,
+    parent: Option<&[u8]>,
     values: &mut [u8],
 ) -> Result<()> {
     match plan.predictor {
         PredictorId::RANK1 => rank1(side, view)?.inverse(kernels, first, values),
+        PredictorId::PARENT => {
+            let width = width_of(view.dtype.value_width())?;
+            residual(plan)?.apply(kernels, width, present(parent)?, values)
+        }
         other => other.require_open().map(drop),
     }
+}
+
+/// How a plan writes differences from a parent.
+fn residual(plan: &Plan) -> Result<Residual> {
+    match plan.residual {
+        ResidualId::XOR => Ok(Residual::Xor),
+        ResidualId::SUB => Ok(Residual::Sub),
+        other => Err(Error::corrupt(format!("residual `{other}` from a parent"))),
+    }
+}
+
+fn present(parent: Option<&[u8]>) -> Result<&[u8]> {
+    parent.ok_or_else(|| Error::unsupported("a delta without the values of its parent"))
 }
 
 /// The offsets of a tensor, which must be those of its shape: all dimensions but the last are rows.

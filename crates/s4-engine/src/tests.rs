@@ -3,12 +3,15 @@
 use s4_codec_cpu::rans::Precision;
 use s4_format::layout::Planes;
 use s4_format::side::{Side, SideKind};
-use s4_format::{ChunkRecord, DType, LayoutId, Plan, PredictorId, ResidualId, StreamEntry};
+use s4_format::{ChunkRecord, DType, Digest, LayoutId, Plan, PredictorId, ResidualId, StreamEntry};
 use s4_planes::patterns::{self, Kind};
 use s4_planes::{Simd, Width};
 
 use crate::planner::PlaneCoding;
-use crate::{CpuEngine, EncodedChunk, Preset, Scratch, TensorPlan, TensorSpec, TensorView};
+use crate::{
+    CpuEngine, EncodedChunk, ParentSample, Preset, Scratch, TensorPlan, TensorSpec, TensorView,
+    parent_probes,
+};
 
 /// A tensor's chunks, encoded.
 struct Encoded {
@@ -166,6 +169,142 @@ fn a_rank1_tensor_round_trips_and_is_smaller_than_planes() {
             if layout == LayoutId::TOKEN {
                 assert!(size < direct, "{size} {direct}");
             }
+        }
+    }
+}
+
+/// A plan of differences from a parent with `view`'s shape.
+fn delta_plan(residual: ResidualId, layout: LayoutId, width: usize) -> TensorPlan {
+    let planes = Planes::new(layout, width, 0).unwrap().sizes().len();
+    TensorPlan {
+        plan: Plan { residual, ..Plan::delta(layout, Digest::of(b"parent"), 0) },
+        planes: vec![PlaneCoding::Rans(Precision::P8); planes],
+        chunk_log2: 16,
+        side: Side::default(),
+        shared: vec![],
+    }
+}
+
+#[test]
+fn differences_of_every_kind_and_layout_come_back_from_the_same_chunk_of_the_parent() {
+    for (dtype, kind) in kinds() {
+        let (n, width) = (70_003, dtype.value_width());
+        let all: Vec<_> = patterns::all(kind, n).collect();
+        let mut layouts = vec![LayoutId::WHOLE, LayoutId::BYTES, LayoutId::TOKEN];
+        if matches!(kind, Kind::BF16 | Kind::F16 | Kind::F32 | Kind::F64) {
+            layouts.extend([LayoutId::FIELDS, LayoutId::FIELDS_SIGN]);
+        }
+        for (i, (name, data)) in all.iter().enumerate() {
+            let parent = &all[(i + 1) % all.len()].1;
+            let layout = layouts[i % layouts.len()];
+            let token = layout == LayoutId::TOKEN;
+            let residual = if token || i % 2 == 1 { ResidualId::SUB } else { ResidualId::XOR };
+            let plan = delta_plan(residual, layout, width);
+            plan.plan.require_open().unwrap();
+            let view = TensorView { dtype, shape: &[n as u64], data };
+            let size = width << 16;
+            let mut first: Option<Vec<Vec<u8>>> = None;
+            for simd in Simd::available() {
+                let engine = CpuEngine::new(simd);
+                let mut scratch = Scratch::default();
+                let mut frames = vec![];
+                for (chunk, (values, parent)) in
+                    (0..).zip(data.chunks(size).zip(parent.chunks(size)))
+                {
+                    let mut frame = vec![];
+                    let e = engine
+                        .encode_chunk_from(
+                            &view,
+                            &plan,
+                            chunk,
+                            Some(parent),
+                            &mut scratch,
+                            &mut frame,
+                        )
+                        .unwrap();
+                    let record = record(&e, &frame);
+                    let side = plan.side_data(e.shared).unwrap();
+                    let spec = TensorSpec {
+                        dtype,
+                        shape: view.shape,
+                        plan: &plan.plan,
+                        side: &side,
+                        chunk_log2: 16,
+                    };
+                    let mut out = vec![7; values.len()];
+                    let mut decode = |parent: Option<&[u8]>| {
+                        engine
+                            .decode_chunk_from(
+                                &spec,
+                                chunk,
+                                &record,
+                                &frame,
+                                parent,
+                                &mut scratch,
+                                &mut out,
+                            )
+                            .map(|()| out.clone())
+                    };
+                    assert!(decode(Some(parent)).unwrap() == values, "{dtype} {name} {layout}");
+                    // Without the parent, or with another, it is an error: never other values.
+                    if !record.plain {
+                        assert!(decode(None).is_err());
+                        assert!(decode(Some(&parent[1..])).is_err());
+                        let mut other = parent.to_vec();
+                        other[0] ^= 1;
+                        assert!(decode(Some(&other)).is_err());
+                    }
+                    frames.push(frame);
+                }
+                assert!(*first.get_or_insert_with(|| frames.clone()) == frames, "{simd}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_difference_is_planned_where_it_is_smaller_and_nowhere_else() {
+    let n = 400_000u64;
+    let engine = CpuEngine::new(Simd::detect());
+    let mut scratch = Scratch::default();
+    let weights = patterns::all(Kind::BF16, n as usize).find(|p| p.0 == "like-weights").unwrap().1;
+    let noise = patterns::all(Kind::BF16, n as usize).find(|p| p.0 == "random").unwrap().1;
+    let view = TensorView { dtype: DType::BFloat16, shape: &[n], data: &weights };
+    let probes = parent_probes(DType::BFloat16, n);
+    let mut plan = |parent: &[u8]| {
+        let run = |r: &std::ops::Range<u64>| &parent[r.start as usize * 2..r.end as usize * 2];
+        let values = probes.iter().flat_map(run).copied().collect::<Vec<u8>>();
+        let sample = ParentSample { manifest: Digest::of(b"p"), tensor: 3, values: &values };
+        engine.plan_from(Preset::Fast, &view, &sample, &mut scratch).unwrap()
+    };
+    let mut near = weights.clone();
+    near.iter_mut().step_by(14).for_each(|b| *b ^= 3);
+    assert_eq!(plan(&near).plan.parent(), Some((Digest::of(b"p"), 3)));
+    assert_eq!(plan(&weights).plan.parent(), Some((Digest::of(b"p"), 3)));
+    for far in [&noise, &vec![0; weights.len()]] {
+        let direct = engine.plan(Preset::Fast, &view, &mut Scratch::default()).unwrap();
+        let planned = plan(far);
+        assert_eq!((&planned.plan, &planned.planes), (&direct.plan, &direct.planes));
+    }
+    let short = ParentSample { manifest: Digest::of(b"p"), tensor: 3, values: &[0; 10] };
+    assert!(engine.plan_from(Preset::Fast, &view, &short, &mut Scratch::default()).is_err());
+}
+
+#[test]
+fn the_planner_looks_into_few_chunks_of_a_parent() {
+    for dtype in [DType::Int8, DType::BFloat16, DType::Float32, DType::Complex128] {
+        let chunk = 1u64 << crate::chunk_log2(dtype);
+        assert!(parent_probes(dtype, 0).is_empty());
+        for values in [1, 16_384, 16_385, chunk, 4 * chunk + 1, 5 * chunk - 1, 1 << 32] {
+            let probes = parent_probes(dtype, values);
+            let sum: u64 = probes.iter().map(|p| p.end - p.start).sum();
+            assert_eq!(sum, values.min(16_384));
+            assert!(probes.windows(2).all(|w| w[0].end <= w[1].start));
+            assert!(probes.iter().all(|p| p.start < p.end && p.end <= values));
+            let mut chunks: Vec<_> =
+                probes.iter().flat_map(|p| [p.start / chunk, (p.end - 1) / chunk]).collect();
+            chunks.dedup();
+            assert!(chunks.len() <= 5, "{values} values of {dtype}: {chunks:?}");
         }
     }
 }

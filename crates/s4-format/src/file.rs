@@ -39,7 +39,7 @@ impl fmt::Display for Version {
 
 impl Version {
     /// The version that this crate writes and reads.
-    pub const CURRENT: Self = Self { major: 0, minor: 1 };
+    pub const CURRENT: Self = Self { major: 0, minor: 2 };
 
     /// Checks that this crate reads the version.
     ///
@@ -197,7 +197,7 @@ mod tests {
         let e = check_header(&h).unwrap_err();
         assert!(matches!(e, Error::Unsupported { .. }));
         assert!(
-            e.to_string().contains("format 0.7") && e.to_string().contains("format 0.1"),
+            e.to_string().contains("format 0.7") && e.to_string().contains("format 0.2"),
             "{e}"
         );
     }

@@ -124,8 +124,8 @@ ids! {
     PredictorId, "predictor" {
         /// Nothing is expected.
         NONE = 0, "none", Open;
-        /// The same tensor, or the same region of it, in the parent checkpoint.
-        PARENT = 1, "parent", Reserved;
+        /// The same tensor in the parent checkpoint.
+        PARENT = 1, "parent", Open;
         /// Equal content, stored once.
         SAME = 2, "same", Reserved;
         /// The rounded copy of a wider float tensor.
@@ -145,7 +145,7 @@ ids! {
         /// The element itself.
         ID = 0, "id", Open;
         /// The exclusive or of the bits.
-        XOR = 1, "xor", Reserved;
+        XOR = 1, "xor", Open;
         /// The difference in the order of values, zigzag-coded.
         SUB = 2, "sub", Open;
     }

@@ -22,7 +22,9 @@ pub const MAX_SIDE: usize = 64 << 20;
 pub const MAX_TENSOR_BYTES: u64 = 1 << 46;
 /// Longest path from a tensor through the inputs of its plan, within one checkpoint.
 pub const MAX_DEPENDENCY_DEPTH: usize = 4;
-/// Longest chain of checkpoints.
+/// Longest chain of checkpoints: a base and its descendants.
 pub const MAX_CHAIN: usize = 64;
+/// Objects of a checkpoint.
+pub const MAX_OBJECTS: usize = 1 << 20;
 /// rANS tables of one stream.
 pub const MAX_TABLES: usize = 16;

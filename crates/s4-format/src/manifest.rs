@@ -9,7 +9,7 @@ use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::file::Version;
 use crate::id::{CodecId, Support};
-use crate::limits::{MAX_TENSOR_TABLE, MAX_TENSORS};
+use crate::limits::{MAX_CHAIN, MAX_OBJECTS, MAX_TENSOR_TABLE, MAX_TENSORS};
 use crate::plan::Plan;
 
 /// A run of bytes of the object that holds the manifest, and its hash.
@@ -28,7 +28,8 @@ pub struct Section {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Object {
-    /// Its name beside the manifest; absent: the file that holds the manifest.
+    /// Its name among the objects beside the manifest, for people: readers ask for an object by its
+    /// number. Absent: the file that holds the manifest.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
     /// Bytes that hold chunks, from the object's start.
@@ -97,6 +98,16 @@ pub struct Roles {
     pub groups: Vec<BTreeMap<String, f64>>,
 }
 
+/// The checkpoint that deltas are taken against.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Parent {
+    /// Hash of its manifest.
+    pub manifest: Digest,
+    /// Checkpoints from it down to its base, both counted: 1 if it is a base.
+    pub depth: u32,
+}
+
 /// A closed bitstream that the checkpoint needs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -137,9 +148,9 @@ pub struct Manifest {
     /// What each tensor is to the optimizer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub roles: Option<Roles>,
-    /// Hash of the manifest of the checkpoint that deltas are taken against.
+    /// The checkpoint that deltas are taken against.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub parent: Option<Digest>,
+    pub parent: Option<Parent>,
     /// Closed bitstreams that reading needs.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub closed_codecs: Vec<ClosedCodec>,
@@ -202,7 +213,13 @@ impl Manifest {
         if m.tensors.count as usize > MAX_TENSORS || m.tensors.section.bytes > MAX_TENSOR_TABLE {
             return Err(Error::limit(format!("{} tensors", m.tensors.count)));
         }
-        if m.objects.is_empty() || m.objects.iter().any(|o| o.name.is_none() && o.bytes > end) {
+        if m.objects.len() > MAX_OBJECTS {
+            return Err(Error::limit(format!("{} objects", m.objects.len())));
+        }
+        let own = |o: &&Object| o.name.is_none();
+        if m.objects.iter().filter(own).count() > 1
+            || m.objects.iter().find(own).is_some_and(|o| o.bytes > end)
+        {
             return Err(Error::corrupt("objects"));
         }
         for (at, c) in m.closed_codecs.iter().enumerate() {
@@ -220,12 +237,8 @@ impl Manifest {
                 }
             }
         }
-        if m.parent.is_some() {
-            return Err(Error::unsupported(
-                "checkpoints with a parent are not built in this version",
-            ));
-        }
         m.plans.iter().try_for_each(Plan::require_open)?;
+        m.check_parent()?;
         if (m.form == Form::Tree) != m.tree.is_some() {
             return Err(Error::corrupt("`tree` and `form` contradict each other"));
         }
@@ -233,6 +246,29 @@ impl Manifest {
             return Err(Error::corrupt("blob `pickle` is missing"));
         }
         Ok(m)
+    }
+
+    /// Checkpoints from this one down to its base, both counted: 1 if it has no parent.
+    pub fn depth(&self) -> u32 {
+        self.parent.map_or(1, |p| p.depth.saturating_add(1))
+    }
+
+    /// Every prediction from another checkpoint is from the one parent, and chains are bounded.
+    fn check_parent(&self) -> Result<()> {
+        if self.parent.is_some_and(|p| p.depth == 0) {
+            return Err(Error::corrupt("a parent of depth 0"));
+        }
+        if self.depth() as usize > MAX_CHAIN {
+            let what = format!("a chain of {} checkpoints, {MAX_CHAIN} allowed", self.depth());
+            return Err(Error::limit(what));
+        }
+        let mut others = self.plans.iter().flat_map(|p| &p.inputs).filter_map(|i| i.manifest);
+        match others.find(|o| self.parent.is_none_or(|p| p.manifest != *o)) {
+            Some(other) => Err(Error::corrupt(format!(
+                "a plan predicts from {other}, which is not the parent"
+            ))),
+            None => Ok(()),
+        }
     }
 
     /// The manifest's bytes.
@@ -301,8 +337,7 @@ mod tests {
     #[test]
     fn what_is_not_built_or_contradictory_is_refused() {
         let unsupported = |e: &Error| matches!(e, Error::Unsupported { .. });
-        assert!(unsupported(&refused(|m| m.format.minor = 2)));
-        assert!(unsupported(&refused(|m| m.parent = Some(Digest::of(b"p")))));
+        assert!(unsupported(&refused(|m| m.format.minor = 77)));
         let e = refused(|m| m.plans[0].predictor = PredictorId::STEP);
         assert!(unsupported(&e) && e.to_string().contains("step"), "{e}");
         let e = refused(|m| {
@@ -320,8 +355,30 @@ mod tests {
         }
         refused(|m| m.tree = None);
         refused(|m| m.form = Form::Pickle);
-        refused(|m| m.objects.clear());
+        refused(|m| m.objects[0].bytes = 27);
+        refused(|m| m.objects.push(m.objects[0].clone()));
         refused(|m| m.tensors.section.bytes = u64::MAX);
         refused(|m| m.tensors.section.offset = u64::MAX);
+    }
+
+    #[test]
+    fn deltas_are_from_the_one_parent_and_chains_are_bounded() {
+        let manifest = Digest::of(b"parent");
+        let with = |parent: Option<Parent>, input: Digest| {
+            let mut m = sample();
+            m.parent = parent;
+            m.plans.push(Plan::delta(LayoutId::FIELDS, input, 0));
+            Manifest::parse(&m.to_json().unwrap(), 26)
+        };
+        let parent = |depth| Some(Parent { manifest, depth });
+        assert_eq!(with(parent(1), manifest).unwrap().depth(), 2);
+        assert_eq!(with(parent(63), manifest).unwrap().depth(), 64);
+        let e = with(parent(1), Digest::of(b"other")).unwrap_err();
+        assert!(e.to_string().contains(&Digest::of(b"other").to_string()), "{e}");
+        assert!(matches!(with(None, manifest), Err(Error::Corrupt { .. })));
+        assert!(matches!(with(parent(0), manifest), Err(Error::Corrupt { .. })));
+        for depth in [64, u32::MAX] {
+            assert!(matches!(with(parent(depth), manifest), Err(Error::Limit { .. })));
+        }
     }
 }

@@ -42,6 +42,23 @@ impl Plan {
         Self { predictor: PredictorId::NONE, residual: ResidualId::ID, layout, inputs: vec![] }
     }
 
+    /// The plan of a tensor that is stored as its exclusive or with tensor number `tensor` of the
+    /// checkpoint whose manifest has the hash `manifest`.
+    pub fn delta(layout: LayoutId, manifest: Digest, tensor: u32) -> Self {
+        Self {
+            predictor: PredictorId::PARENT,
+            residual: ResidualId::XOR,
+            layout,
+            inputs: vec![Input { manifest: Some(manifest), tensor, region: None }],
+        }
+    }
+
+    /// The parent's manifest and the number of the tensor in it, if the plan predicts from one.
+    pub fn parent(&self) -> Option<(Digest, u32)> {
+        let input = self.inputs.first().filter(|_| self.predictor == PredictorId::PARENT)?;
+        Some((input.manifest?, input.tensor))
+    }
+
     /// Checks that this version can decode the plan.
     ///
     /// # Errors
@@ -54,6 +71,7 @@ impl Plan {
         let fits = match self.predictor {
             PredictorId::NONE => self.residual == ResidualId::ID && self.inputs.is_empty(),
             PredictorId::RANK1 => self.residual == ResidualId::SUB && self.inputs.is_empty(),
+            PredictorId::PARENT => self.residual != ResidualId::ID && self.one_whole_other(),
             _ => true,
         };
         if fits && (self.layout != LayoutId::TOKEN || self.residual == ResidualId::SUB) {
@@ -66,6 +84,11 @@ impl Plan {
             self.layout,
             self.inputs.len()
         )))
+    }
+
+    /// Whether the plan has one input: a whole tensor of another checkpoint.
+    fn one_whole_other(&self) -> bool {
+        matches!(self.inputs.as_slice(), [Input { manifest: Some(_), region: None, .. }])
     }
 }
 
@@ -139,9 +162,37 @@ mod tests {
     fn plans_are_refused_by_name() {
         let mut p = Plan::direct(LayoutId::FIELDS);
         assert!(p.require_open().is_ok());
-        p.predictor = PredictorId::PARENT;
-        assert!(p.require_open().unwrap_err().to_string().contains("parent"));
+        p.predictor = PredictorId::BLEND;
+        assert!(p.require_open().unwrap_err().to_string().contains("blend"));
         p = Plan::direct(LayoutId::TOKEN);
         assert!(matches!(p.require_open(), Err(Error::Corrupt { .. })));
+    }
+
+    #[test]
+    fn deltas_have_one_whole_input_of_another_checkpoint() {
+        let parent = Digest::of(b"parent");
+        let delta = Plan::delta(LayoutId::FIELDS, parent, 7);
+        assert!(delta.require_open().is_ok());
+        assert_eq!(delta.parent(), Some((parent, 7)));
+        assert_eq!(Plan::direct(LayoutId::FIELDS).parent(), None);
+        let refused = |change: fn(&mut Plan)| {
+            let mut p = Plan::delta(LayoutId::FIELDS, Digest::of(b"parent"), 7);
+            change(&mut p);
+            let e = p.require_open().unwrap_err();
+            assert!(matches!(e, Error::Corrupt { .. }), "{e}");
+        };
+        refused(|p| p.inputs.clear());
+        refused(|p| p.inputs.push(p.inputs[0].clone()));
+        refused(|p| p.inputs[0].manifest = None);
+        refused(|p| p.inputs[0].region = Some(vec![[0, 1]]));
+        refused(|p| p.residual = ResidualId::ID);
+        refused(|p| p.predictor = PredictorId::NONE);
+        refused(|p| p.predictor = PredictorId::RANK1);
+        refused(|p| p.layout = LayoutId::TOKEN);
+        let mut ordered = delta;
+        ordered.residual = ResidualId::SUB;
+        assert!(ordered.require_open().is_ok());
+        ordered.layout = LayoutId::TOKEN;
+        assert!(ordered.require_open().is_ok());
     }
 }

@@ -5,7 +5,7 @@ use std::io;
 
 use pyo3::exceptions::{PyKeyError, PyKeyboardInterrupt, PyValueError};
 use pyo3::prelude::*;
-use s4weights::{Error, format};
+use s4weights::{Error, ParentProblem, format};
 
 /// Error numbers, the same on every platform that Python runs on.
 const ENOENT: i32 = 2;
@@ -26,6 +26,13 @@ pub(crate) fn to_python(py: Python<'_>, error: Error) -> PyErr {
         }
         Error::NotFound { target } => not_found(py, target),
         Error::NoEntry { .. } => PyKeyError::new_err(error.to_string()),
+        Error::Parent { ref target, ref problem, .. } => match problem {
+            ParentProblem::Missing => {
+                let what = error.to_string();
+                raise(py, "NotFoundError", (ENOENT, what, target.as_str()))
+            }
+            _ => raise(py, "CorruptDataError", (error.to_string(),)),
+        },
         Error::Argument(what) => PyValueError::new_err(what),
         Error::Cancelled => PyKeyboardInterrupt::new_err("cancelled"),
         Error::Io { target, action, source } => io_error(py, target, action, source),

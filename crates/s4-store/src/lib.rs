@@ -1,5 +1,78 @@
-//! The checkpoint store: a create-only log over any object store.
-//!
-//! Nothing is built here yet. It will hold the commit log, publish, restore, retention, sweep and
-//! check, over `dyn ObjectStore`; what it will never do is compress.
 #![forbid(unsafe_code)]
+//! The checkpoint store: chains of checkpoints in a folder or a bucket, published atomically, never
+//! losing what is needed.
+//!
+//! A [`Store`] keeps opaque data objects and an opaque manifest for each checkpoint. What lists them
+//! is a log of small objects, each created once and never changed; creating the next one is the only
+//! way to change anything, and every reader replays the same entries by the same rules ([`State`]).
+//! `docs/store.md` describes the objects, the protocol, and why it is safe.
+//!
+//! ```
+//! # tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
+//! use s4_store::{About, Place, Store, StoreOptions};
+//!
+//! let folder = tempfile::tempdir()?;
+//! let place = Place::open_url(&folder.path().to_string_lossy(), &Default::default())?;
+//! let store = Store::open_or_create(&place, StoreOptions::default()).await?;
+//! let mut attempt = store.begin().await?;
+//! attempt.put("weights", "encoded elsewhere".into()).await?;
+//! let saved = attempt.publish("any manifest".into(), About { step: 100, ..About::default() }).await?;
+//!
+//! let latest = store.latest().await?.ok_or("empty")?;
+//! assert_eq!(latest.id(), saved.id());
+//! let reading = store.read(latest.id()).await?;
+//! assert_eq!(reading.object(0).await?, "encoded elsewhere");
+//! # Ok::<_, Box<dyn std::error::Error>>(())
+//! # }).unwrap();
+//! ```
+//!
+//! Futures need a tokio runtime with time and I/O. A future that is dropped stops where it is: data of
+//! an unfinished attempt stays behind for a sweep, and a commit that was under way is in the log or
+//! not.
+//!
+//! Deliberately absent: compression and the meaning of the bytes; multipart uploads, which object
+//! stores keep and bill when a client dies; locks and leases, which a paused process outlives;
+//! decisions by the clock of a client.
+
+mod attempt;
+mod check;
+mod entry;
+mod error;
+mod id;
+mod io;
+mod layout;
+mod local;
+mod log;
+mod manifest;
+mod options;
+mod place;
+mod probe;
+mod reading;
+mod rebase;
+mod repo;
+mod retention;
+mod seal;
+mod state;
+mod store;
+mod sweep;
+pub mod testing;
+mod url;
+mod view;
+
+pub use attempt::{About, Attempt, Staged};
+pub use check::{CheckOptions, CheckReport, Finding, Inspector};
+pub use entry::{Entry, Op, Publish, Reference};
+pub use error::{CommitUnknown, Conflict, Error, Result};
+pub use id::{CheckpointId, Hash, Ids, InvalidId, TimeIds, WriteId};
+pub use manifest::{MAX_MANIFEST, MAX_OBJECT, Manifest, ObjectInfo};
+pub use options::{CrashPoints, Retry, StoreOptions, Writers};
+pub use place::Place;
+pub use probe::{ProbeReport, probe};
+pub use reading::Reading;
+pub use rebase::{CallbackError, Rebaser};
+pub use repo::{Mode, Repo};
+pub use retention::{Best, Keep, Plan, Retention};
+pub use state::{Checkpoint, Dead, End, MAX_CHAIN, State};
+pub use store::{Resolution, Store};
+pub use sweep::{SHORTEST_GRACE, SweepOptions, SweepReport, Swept, Why};
+pub use url::StorageOptions;

@@ -2,6 +2,8 @@
 
 use std::io;
 
+use s4_format::{DType, Digest};
+
 /// Errors of saving and loading.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -39,12 +41,75 @@ pub enum Error {
         /// Its reason.
         source: io::Error,
     },
+    /// A difference from a parent checkpoint cannot be read or written.
+    #[error("{target}{}: parent checkpoint {parent}: {problem}", of_tensor(tensor.as_deref()))]
+    Parent {
+        /// File or URL of the checkpoint whose parent it is.
+        target: String,
+        /// Name of the tensor, if it is about one.
+        tensor: Option<String>,
+        /// Hash of the parent's manifest.
+        parent: Digest,
+        /// What is wrong with it.
+        problem: ParentProblem,
+    },
     /// An argument does not fit.
     #[error("{0}")]
     Argument(String),
     /// The caller's progress function asked to stop.
     #[error("cancelled")]
     Cancelled,
+}
+
+/// What can be wrong with a parent checkpoint.
+#[derive(Debug, thiserror::Error)]
+pub enum ParentProblem {
+    /// Its values are needed, and nobody gave it.
+    #[error("its values are needed, and it is not at hand")]
+    Missing,
+    /// It was looked for and could not be opened.
+    #[error("it cannot be opened: {0}")]
+    Unreadable(#[source] Box<Error>),
+    /// Another checkpoint was given.
+    #[error("another checkpoint was given, whose manifest has the hash {0}")]
+    OtherHash(Digest),
+    /// The length of its chain is not what its descendant says.
+    #[error("its chain has {found} checkpoints, {expected} expected")]
+    Depth {
+        /// As its descendant says.
+        expected: u32,
+        /// As it says itself.
+        found: u32,
+    },
+    /// A chain may not become longer.
+    #[error("its chain has {depth} checkpoints already, and {max} are allowed")]
+    TooDeep {
+        /// Checkpoints of its chain.
+        depth: u32,
+        /// Most checkpoints of a chain.
+        max: u32,
+    },
+    /// It has no tensor of this number.
+    #[error("it has no tensor {0}")]
+    NoTensor(u32),
+    /// The tensor is of another type or shape there.
+    #[error("there the tensor is of {dtype} {shape:?}")]
+    OtherShape {
+        /// Its type there.
+        dtype: DType,
+        /// Its shape there.
+        shape: Vec<u64>,
+    },
+    /// Values kept in memory are not what the checkpoint holds.
+    #[error("the values kept in memory are not the checkpoint's (chunk {chunk})")]
+    Changed {
+        /// Number of the first chunk that differs.
+        chunk: u64,
+    },
+}
+
+fn of_tensor(name: Option<&str>) -> String {
+    name.map(|n| format!(", tensor `{n}`")).unwrap_or_default()
 }
 
 /// `Result` with this crate's [`Error`].

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use s4_engine::Scratch;
 use s4_format::ChunkRecord;
@@ -40,11 +40,23 @@ struct Job<'a> {
     /// Bytes of the decoded chunk.
     bytes: usize,
     pieces: Vec<Piece<'a>>,
+    /// Whether it is a difference from the parent's values.
+    delta: bool,
+    /// The parent's values of a chunk that does not go somewhere as a whole; those of one that does
+    /// are put where it goes.
+    parent: Vec<u8>,
+}
+
+impl Job<'_> {
+    /// Whether the chunk goes to one place as a whole.
+    fn is_whole(&self) -> bool {
+        matches!(self.pieces.as_slice(), [piece] if piece.to.len() == self.bytes)
+    }
 }
 
 /// Buffers of one thread.
 #[derive(Default)]
-struct Buffers {
+pub(crate) struct Buffers {
     scratch: Scratch,
     span: Vec<u8>,
     chunk: Vec<u8>,
@@ -54,25 +66,57 @@ impl Reader {
     /// Fills every want.
     pub(crate) fn fetch(&self, wants: Vec<Want<'_>>) -> Result<()> {
         let total = wants.iter().map(|w| w.to.len() as u64).sum();
-        let wants = wants.into_iter().map(|w| self.in_host(w)).collect::<Result<Vec<_>>>()?;
-        let mut hosts: Vec<usize> = wants.iter().map(|w| w.tensor).collect();
+        let callback = self.options.progress.clone();
+        self.prepare(&self.hosts(&wants))?;
+        let done = self.fetch_all(wants, Meter { callback, done: 0, total });
+        self.idle().clear();
+        done
+    }
+
+    /// Fills every want, with threads. The tensors are prepared.
+    pub(crate) fn fetch_all(&self, wants: Vec<Want<'_>>, meter: Meter) -> Result<()> {
+        let blocks = self.blocks(&self.hosts(&wants))?;
+        let spans = self.spans(self.jobs(wants, &blocks)?);
+        self.run(spans, &blocks, meter)
+    }
+
+    /// Fills every want on this thread, with buffers from a common stock. The tensors are prepared.
+    pub(crate) fn fill(&self, wants: Vec<Want<'_>>, idle: &Mutex<Vec<Buffers>>) -> Result<()> {
+        let blocks = self.blocks(&self.hosts(&wants))?;
+        let spans = self.spans(self.jobs(wants, &blocks)?);
+        spans.into_iter().try_for_each(|span| self.run_span(span, &blocks, idle, &mut |_| Ok(())))
+    }
+
+    /// The tensors whose chunks hold what is wanted.
+    pub(crate) fn hosts(&self, wants: &[Want<'_>]) -> Vec<usize> {
+        let mut hosts: Vec<usize> = wants.iter().map(|w| self.host(w.tensor)).collect();
         hosts.sort_unstable();
         hosts.dedup();
-        let blocks = self.blocks(&hosts)?;
-        let spans = self.spans(self.jobs(wants, &blocks)?);
-        self.run(spans, &blocks, total)
+        hosts
+    }
+
+    /// The tensor whose chunks hold a tensor's values: itself, or its pack.
+    pub(crate) fn host(&self, tensor: usize) -> usize {
+        match self.tensors[tensor].kind {
+            TensorKind::Chunks { .. } => tensor,
+            TensorKind::Packed { pack, .. } => pack as usize,
+        }
+    }
+
+    fn idle(&self) -> MutexGuard<'_, Vec<Buffers>> {
+        lock(&self.idle)
     }
 
     /// Where the bytes of a packed tensor are: in its pack.
-    fn in_host<'a>(&self, want: Want<'a>) -> Result<Want<'a>> {
+    fn in_host<'a>(&self, want: Want<'a>) -> Want<'a> {
         let tensor = &self.tensors[want.tensor];
-        Ok(match tensor.kind {
+        match tensor.kind {
             TensorKind::Chunks { .. } => want,
             TensorKind::Packed { pack, first } => {
                 let at = first * tensor.dtype.value_width() as u64;
                 Want { tensor: pack as usize, first: at + want.first, to: want.to }
             }
-        })
+        }
     }
 
     /// Cuts wants at the borders of chunks.
@@ -83,6 +127,7 @@ impl Reader {
     ) -> Result<Vec<Job<'a>>> {
         let mut jobs: BTreeMap<(usize, u64), Job<'a>> = BTreeMap::new();
         for want in wants {
+            let want = self.in_host(want);
             let tensor = &self.tensors[want.tensor];
             let block = &blocks[&want.tensor];
             let log2 = self.spec(want.tensor, block).chunk_log2;
@@ -96,12 +141,8 @@ impl Reader {
                 let (now, later) = rest.split_at_mut(rest.len().min(bytes - from));
                 at += now.len() as u64;
                 rest = later;
-                let job = jobs.entry((want.tensor, chunk)).or_insert_with(|| Job {
-                    tensor: want.tensor,
-                    chunk,
-                    record: block.records[chunk as usize],
-                    bytes,
-                    pieces: vec![],
+                let job = jobs.entry((want.tensor, chunk)).or_insert_with(|| {
+                    self.job(want.tensor, chunk, block.records[chunk as usize], bytes)
                 });
                 job.pieces.push(Piece { from, to: now });
             }
@@ -109,10 +150,20 @@ impl Reader {
         Ok(jobs.into_values().collect())
     }
 
-    /// Groups chunks that lie close together: each group is read by one request.
+    fn job(&self, tensor: usize, chunk: u64, record: ChunkRecord, bytes: usize) -> Job<'static> {
+        let plan = &self.manifest.plans[usize::from(self.tensors[tensor].plan)];
+        // A plain chunk is its values, whatever the plan.
+        let delta = plan.parent().is_some() && !record.plain;
+        Job { tensor, chunk, record, bytes, pieces: vec![], delta, parent: vec![] }
+    }
+
+    /// Groups chunks that lie close together: each group is read by one request. Differences are
+    /// small: a group of them is bounded by the values too that its parent must give.
     fn spans<'a>(&self, mut jobs: Vec<Job<'a>>) -> Vec<Vec<Job<'a>>> {
         jobs.sort_by_key(|j| (j.record.object, j.record.offset));
-        let request = self.source.request_size() as u64;
+        let request = self.request_size() as u64;
+        let values = |job: &Job<'_>| if job.delta { job.bytes as u64 } else { 0 };
+        let mut sum = 0;
         let mut spans: Vec<Vec<Job<'a>>> = vec![];
         for job in jobs {
             let end = job.record.offset + u64::from(job.record.len);
@@ -123,7 +174,9 @@ impl Reader {
                 first.object == job.record.object
                     && job.record.offset <= last_end + request / 16
                     && end.max(last_end) - first.offset <= request
+                    && sum + values(&job) <= 4 * request
             });
+            sum = if joins { sum } else { 0 } + values(&job);
             match spans.last_mut() {
                 Some(span) if joins => span.push(job),
                 _ => spans.push(vec![job]),
@@ -136,40 +189,34 @@ impl Reader {
         &self,
         spans: Vec<Vec<Job<'_>>>,
         blocks: &HashMap<usize, Arc<LoadedBlock>>,
-        total: u64,
+        mut meter: Meter,
     ) -> Result<()> {
-        let mut meter = Meter { callback: self.options.progress.clone(), done: 0, total };
         let mut threads = thread_count(self.options.threads);
-        if self.source.request_size() > 1 << 20 {
+        if self.any_remote() {
             threads = threads.max(REMOTE_REQUESTS);
         }
         let Some(pool) = pool(threads.min(spans.len()))? else {
-            let mut buffers = Buffers::default();
             return spans.into_iter().try_for_each(|span| {
-                self.run_span(span, blocks, &mut buffers, &mut |bytes| meter.add(bytes))
+                self.run_span(span, blocks, &self.idle, &mut |bytes| meter.add(bytes))
             });
         };
         // Workers tell this thread what they have done; it tells the caller, who may cancel.
         let (tell, told) = channel::<Result<u64>>();
         let stop = AtomicBool::new(false);
-        let idle = Mutex::new(Vec::<Buffers>::new());
         pool.in_place_scope(|scope| {
             for span in spans {
-                let (tell, stop, idle) = (tell.clone(), &stop, &idle);
+                let (tell, stop) = (tell.clone(), &stop);
                 scope.spawn(move |_| {
                     if stop.load(Ordering::Relaxed) {
                         return;
                     }
-                    let lock = || idle.lock().unwrap_or_else(|e| e.into_inner());
-                    let mut buffers = lock().pop().unwrap_or_default();
-                    let done = self.run_span(span, blocks, &mut buffers, &mut |bytes| {
+                    let done = self.run_span(span, blocks, &self.idle, &mut |bytes| {
                         send(&tell, Ok(bytes));
                         if stop.load(Ordering::Relaxed) { Err(Error::Cancelled) } else { Ok(()) }
                     });
                     if let Err(e) = done {
                         send(&tell, Err(e));
                     }
-                    lock().push(buffers);
                 });
             }
             drop(tell);
@@ -186,23 +233,65 @@ impl Reader {
         })
     }
 
-    /// Reads the bytes of a span and decodes its chunks.
+    /// Reads the bytes of a span and decodes its chunks. What they are differences from is read
+    /// first, so that a thread holds the bytes of one checkpoint of the chain at a time.
     fn run_span(
+        &self,
+        mut span: Vec<Job<'_>>,
+        blocks: &HashMap<usize, Arc<LoadedBlock>>,
+        idle: &Mutex<Vec<Buffers>>,
+        done: &mut dyn FnMut(u64) -> Result<()>,
+    ) -> Result<()> {
+        self.fill_parents(&mut span, blocks, idle)?;
+        let mut buffers = lock(idle).pop().unwrap_or_default();
+        let outcome = self.decode_span(span, blocks, &mut buffers, done);
+        lock(idle).push(buffers);
+        outcome
+    }
+
+    /// Puts the parent's values of every chunk that is a difference where they are looked for.
+    fn fill_parents(
+        &self,
+        span: &mut [Job<'_>],
+        blocks: &HashMap<usize, Arc<LoadedBlock>>,
+        idle: &Mutex<Vec<Buffers>>,
+    ) -> Result<()> {
+        let mut from = None;
+        let mut wants = vec![];
+        for job in span.iter_mut().filter(|j| j.delta) {
+            let Some((parent, tensor)) = self.input(job.tensor)? else { continue };
+            let spec = self.spec(job.tensor, &blocks[&job.tensor]);
+            let first = (job.chunk * spec.dtype.value_width() as u64) << spec.chunk_log2;
+            let whole = job.is_whole();
+            let to = match job.pieces.first_mut() {
+                Some(piece) if whole => &mut *piece.to,
+                _ => {
+                    job.parent = vec![0; job.bytes];
+                    &mut job.parent
+                }
+            };
+            wants.push(Want { tensor, first, to });
+            from = Some(parent);
+        }
+        from.map_or(Ok(()), |parent| parent.fill(wants, idle))
+    }
+
+    fn decode_span(
         &self,
         span: Vec<Job<'_>>,
         blocks: &HashMap<usize, Arc<LoadedBlock>>,
         buffers: &mut Buffers,
         done: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<()> {
-        let Some(start) = span.first().map(|j| j.record.offset) else { return Ok(()) };
+        let Some(first) = span.first().map(|j| j.record) else { return Ok(()) };
         let ends = span.iter().map(|j| j.record.offset + u64::from(j.record.len));
-        let len = (ends.max().unwrap_or(start) - start) as usize;
+        let len = (ends.max().unwrap_or(first.offset) - first.offset) as usize;
         if buffers.span.len() < len {
             buffers.span.resize(len, 0);
         }
-        self.source.read_at(start, &mut buffers.span[..len])?;
+        self.read_object(first.object, first.offset, &mut buffers.span[..len])?;
         for job in span {
-            let at = (job.record.offset - start) as usize;
+            let at = (job.record.offset - first.offset) as usize;
             let bytes: u64 = job.pieces.iter().map(|p| p.to.len() as u64).sum();
             self.decode(job, at, blocks, buffers)?;
             done(bytes)?;
@@ -220,22 +309,25 @@ impl Reader {
         let Buffers { scratch, span, chunk } = buffers;
         let frame = &span[at..at + job.record.len as usize];
         let spec = self.spec(job.tensor, &blocks[&job.tensor]);
+        let whole = job.is_whole();
         let mut pieces = job.pieces;
-        let mut decode = |to: &mut [u8]| {
+        let mut decode = |parent: Option<&[u8]>, to: &mut [u8]| {
             self.engine
-                .decode_chunk(&spec, job.chunk, &job.record, frame, scratch, to)
+                .decode_chunk_from(&spec, job.chunk, &job.record, frame, parent, scratch, to)
                 .map_err(|e| e.in_tensor(self.label(job.tensor)))
                 .at(&self.name)
         };
-        if let [piece] = pieces.as_mut_slice()
-            && piece.to.len() == job.bytes
-        {
-            return decode(piece.to);
+        if let Some(piece) = pieces.first_mut().filter(|_| whole && !job.delta) {
+            return decode(None, piece.to);
         }
         if chunk.len() < job.bytes {
             chunk.resize(job.bytes, 0);
         }
-        decode(&mut chunk[..job.bytes])?;
+        let parent = match pieces.first() {
+            Some(piece) if whole => &*piece.to,
+            _ => &job.parent,
+        };
+        decode(job.delta.then_some(parent), &mut chunk[..job.bytes])?;
         for p in pieces {
             p.to.copy_from_slice(&chunk[p.from..p.from + p.to.len()]);
         }
@@ -247,6 +339,7 @@ impl Reader {
         let hosts: Vec<usize> = (0..self.tensors.len())
             .filter(|&t| matches!(self.tensors[t].kind, TensorKind::Chunks { .. }))
             .collect();
+        self.prepare(&hosts)?;
         let blocks = self.blocks(&hosts)?;
         let mut jobs = vec![];
         let mut total = 0;
@@ -258,13 +351,20 @@ impl Reader {
             for (chunk, record) in block.records.iter().enumerate() {
                 let chunk = chunk as u64;
                 let bytes = size.min(all - chunk * size) as usize;
-                jobs.push(Job { tensor, chunk, record: *record, bytes, pieces: vec![] });
+                jobs.push(self.job(tensor, chunk, *record, bytes));
             }
             total += all;
         }
         *chunks = jobs.len() as u64;
-        self.run(self.spans(jobs), &blocks, total)
+        let callback = self.options.progress.clone();
+        let done = self.run(self.spans(jobs), &blocks, Meter { callback, done: 0, total });
+        self.idle().clear();
+        done
     }
+}
+
+fn lock(idle: &Mutex<Vec<Buffers>>) -> MutexGuard<'_, Vec<Buffers>> {
+    idle.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 fn send(tell: &Sender<Result<u64>>, message: Result<u64>) {

@@ -21,18 +21,26 @@
 //! # Ok(()) }
 //! ```
 //!
-//! What is deliberately absent: Python objects (the wheel's matter), chains of checkpoints (the
-//! store's).
+//! A checkpoint may be stored as its difference from the one before ([`Parent`]), and in several
+//! objects instead of one file ([`ObjectSink`], [`ObjectSource`]).
+//!
+//! What is deliberately absent: Python objects (the wheel's matter), which checkpoints there are and
+//! which is kept (the store's).
 #![forbid(unsafe_code)]
 
 mod adversarial;
+mod ancestors;
 mod error;
 mod fetch;
 mod io;
 mod memory;
+mod objects;
 mod options;
+mod output;
 mod pack;
 mod parallel;
+mod parent;
+mod pipeline;
 mod reader;
 mod report;
 mod slice;
@@ -40,14 +48,18 @@ mod verify;
 mod writer;
 
 pub use adversarial::adversarial;
-pub use error::{Error, Result};
+pub use error::{Error, ParentProblem, Result};
 pub use io::{Source, StorageOptions, Target, is_url};
 pub use memory::{Compressed, MemoryOptions, TensorCodec};
-pub use options::{Progress, ProgressFn, ReadOptions, WriteOptions};
+pub use objects::{ObjectOptions, ObjectSink, ObjectSource};
+pub use options::{
+    DEFAULT_MAX_CHAIN, ParentResolver, Progress, ProgressFn, ReadOptions, WriteOptions,
+};
+pub use parent::{MemoryParent, Parent, ParentRange, ParentTensor, Snapshot};
 pub use reader::{Reader, TensorInfo};
 pub use report::{Inspection, PlaneReport, Report, StreamTotal, TensorReport, Verification};
 pub use s4_engine::{CpuEngine, Preset, TensorView};
 pub use s4_format::{self as format, DType, Manifest};
 pub use s4_planes::Simd;
 pub use slice::Slice;
-pub use writer::{Contents, TensorSource, Writer};
+pub use writer::{Contents, TensorSource, Writer, Written};

@@ -127,6 +127,18 @@ impl TensorCodec {
     }
 }
 
+impl TensorCodec {
+    /// Decompresses one chunk, into a buffer of its size.
+    pub(crate) fn decompress_chunk(
+        &self,
+        tensor: &Compressed,
+        chunk: usize,
+        to: &mut [u8],
+    ) -> Result<()> {
+        self.with(|scratch| tensor.decode_chunk(&self.engine, chunk, scratch, to))
+    }
+}
+
 impl Compressed {
     fn decode_chunk(
         &self,

@@ -4,9 +4,12 @@ use std::fmt;
 use std::sync::Arc;
 
 use s4_engine::Preset;
+use s4_format::Digest;
 use s4_planes::Simd;
 
 use crate::error::{Error, Result};
+use crate::parent::Parent;
+use crate::reader::Reader;
 
 /// How far an operation has come, in bytes of tensor values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,6 +23,14 @@ pub struct Progress {
 /// Told of progress from the calling thread; `false` cancels the operation.
 pub type ProgressFn = Arc<dyn Fn(Progress) -> bool + Send + Sync>;
 
+/// Finds the parent of a checkpoint: opens the checkpoint whose manifest has this hash. It is asked
+/// when a value that is stored as a difference is first wanted, and at most once by each reader, but
+/// for threads that ask at the same time.
+pub type ParentResolver = Arc<dyn Fn(&Digest) -> Result<Arc<Reader>> + Send + Sync>;
+
+/// Most checkpoints of a chain that a writer adds to, unless told.
+pub const DEFAULT_MAX_CHAIN: u32 = 16;
+
 /// Options of a [`crate::Writer`].
 #[derive(Clone, Default)]
 pub struct WriteOptions {
@@ -31,6 +42,10 @@ pub struct WriteOptions {
     pub simd: Option<Simd>,
     /// Bytes of buffers to keep within; `None`: 256 MiB.
     pub memory: Option<usize>,
+    /// The checkpoint before: tensors that are smaller as their difference from it are stored so.
+    pub parent: Option<Arc<dyn Parent>>,
+    /// Most checkpoints of a chain; `None`: [`DEFAULT_MAX_CHAIN`]. Readers allow 64.
+    pub max_chain: Option<u32>,
     /// Told of progress.
     pub progress: Option<ProgressFn>,
 }
@@ -44,6 +59,9 @@ pub struct ReadOptions {
     pub simd: Option<Simd>,
     /// Told of progress.
     pub progress: Option<ProgressFn>,
+    /// Finds the parent of a checkpoint that holds differences. Without it, tensors that are stored
+    /// by themselves can be read.
+    pub parents: Option<ParentResolver>,
 }
 
 impl fmt::Debug for WriteOptions {
@@ -53,6 +71,8 @@ impl fmt::Debug for WriteOptions {
             .field("threads", &self.threads)
             .field("simd", &self.simd)
             .field("memory", &self.memory)
+            .field("parent", &self.parent.as_ref().map(|p| p.digest()))
+            .field("max_chain", &self.max_chain)
             .finish_non_exhaustive()
     }
 }
@@ -62,6 +82,7 @@ impl fmt::Debug for ReadOptions {
         f.debug_struct("ReadOptions")
             .field("threads", &self.threads)
             .field("simd", &self.simd)
+            .field("parents", &self.parents.is_some())
             .finish_non_exhaustive()
     }
 }

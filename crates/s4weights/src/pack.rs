@@ -9,6 +9,8 @@ pub(crate) const SMALL: u64 = 4096;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Class {
     pub(crate) dtype: DType,
+    /// The group of tensors that they belong to.
+    pub(crate) group: u8,
     negative: bool,
     /// The largest exponent, in steps of eight.
     magnitude: u8,
@@ -16,16 +18,16 @@ pub(crate) struct Class {
 
 impl Class {
     /// The class of a tensor: moments and weights of an optimizer differ in sign and size.
-    pub(crate) fn of(dtype: DType, data: &[u8]) -> Self {
+    pub(crate) fn of(dtype: DType, data: &[u8], group: u8) -> Self {
         let width = dtype.value_width();
         if dtype.form() != Form::Float {
-            return Self { dtype, negative: false, magnitude: 0 };
+            return Self { dtype, group, negative: false, magnitude: 0 };
         }
         // Sign and the eight bits below it stand at the top of every float.
         let tops =
             data.chunks_exact(width).map(|v| u16::from_le_bytes([v[width - 2], v[width - 1]]));
         let (sign, largest) = tops.fold((0, 0), |(s, m), t| (s | t, m.max(t & 0x7fff)));
-        Self { dtype, negative: sign >> 15 == 1, magnitude: (largest >> 10) as u8 }
+        Self { dtype, group, negative: sign >> 15 == 1, magnitude: (largest >> 10) as u8 }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Reads a `.s4w` file, whole or in part.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use s4_engine::{CpuEngine, TensorSpec};
 use s4_format::file::{self, FOOTER_LEN, Footer, HEADER_LEN};
@@ -11,8 +11,9 @@ use s4_format::side::Side;
 use s4_format::{ChunkRecord, DType, Digest};
 
 use crate::error::{At, Error, Result};
-use crate::fetch::Want;
+use crate::fetch::{Buffers, Want};
 use crate::io::{ReadAt, Source, open_source};
+use crate::objects::ObjectSource;
 use crate::options::{ReadOptions, simd};
 use crate::slice::Slice;
 
@@ -36,6 +37,7 @@ pub struct TensorInfo<'a> {
 pub struct Reader {
     pub(crate) name: String,
     pub(crate) source: Box<dyn ReadAt>,
+    pub(crate) objects: Option<Box<dyn ObjectSource>>,
     pub(crate) manifest: Manifest,
     pub(crate) footer: Footer,
     pub(crate) tensors: Vec<Tensor>,
@@ -45,6 +47,9 @@ pub struct Reader {
     /// Tensors that the caller sees; packs stand behind them.
     named: usize,
     blocks: Mutex<HashMap<usize, Arc<LoadedBlock>>>,
+    /// The parent, once it is known.
+    pub(crate) parent: OnceLock<Arc<Reader>>,
+    pub(crate) idle: Mutex<Vec<Buffers>>,
 }
 
 /// Side data and chunk table of a tensor.
@@ -59,6 +64,27 @@ impl Reader {
     /// # Errors
     /// `NotFound`, `Io`, or `Format` if it is no `.s4w` file, damaged, cut or of another version.
     pub fn open(source: Source, options: ReadOptions) -> Result<Self> {
+        Self::open_with(source, None, options)
+    }
+
+    /// Opens a checkpoint whose chunks are in objects: `index` is what
+    /// [`crate::Written::index`] was.
+    ///
+    /// # Errors
+    /// As [`Reader::open`].
+    pub fn open_objects(
+        index: Source,
+        objects: Box<dyn ObjectSource>,
+        options: ReadOptions,
+    ) -> Result<Self> {
+        Self::open_with(index, Some(objects), options)
+    }
+
+    fn open_with(
+        source: Source,
+        objects: Option<Box<dyn ObjectSource>>,
+        options: ReadOptions,
+    ) -> Result<Self> {
         let engine = CpuEngine::new(simd(options.simd)?);
         let (name, source) = open_source(source)?;
         let len = source.len();
@@ -89,6 +115,7 @@ impl Reader {
             by_name: by_name.collect(),
             name,
             source,
+            objects,
             manifest,
             footer,
             tensors,
@@ -96,6 +123,8 @@ impl Reader {
             engine,
             options,
             blocks: Mutex::default(),
+            parent: OnceLock::new(),
+            idle: Mutex::default(),
         })
     }
 
@@ -280,7 +309,7 @@ impl Reader {
         let (side, table) = index::split_block(bytes, block, chunks)?;
         let records = ChunkRecord::parse_table(table)?;
         for (i, r) in records.iter().enumerate() {
-            let object = self.manifest.objects.get(r.object as usize).filter(|o| o.name.is_none());
+            let object = self.manifest.objects.get(r.object as usize);
             let end = r.offset.checked_add(u64::from(r.len));
             if object.is_none_or(|o| end.is_none_or(|e| e > o.bytes)) {
                 let e = s4_format::Error::corrupt("chunk lies outside its object");
@@ -288,6 +317,34 @@ impl Reader {
             }
         }
         Ok(LoadedBlock { side: Side::parse(side).map_err(|e| e.in_part("side data"))?, records })
+    }
+
+    /// Fills `buf` from a place in an object.
+    pub(crate) fn read_object(&self, number: u32, offset: u64, buf: &mut [u8]) -> Result<()> {
+        let object = self.manifest.objects.get(number as usize);
+        if object.is_some_and(|o| o.name.is_none()) {
+            return self.source.read_at(offset, buf);
+        }
+        let Some(objects) = &self.objects else {
+            let what = format!("{}: its chunks are in objects beside it", self.name);
+            return Err(Error::Argument(what));
+        };
+        if buf.is_empty() {
+            return Ok(());
+        }
+        let bytes = objects.get_range(number, offset..offset.saturating_add(buf.len() as u64))?;
+        if bytes.len() != buf.len() {
+            let what = format!("{} of {} bytes of object {number}", bytes.len(), buf.len());
+            return Err(s4_format::Error::truncated(what).in_part("object")).at(&self.name);
+        }
+        buf.copy_from_slice(&bytes);
+        Ok(())
+    }
+
+    /// Bytes that one request for chunks should ask for.
+    pub(crate) fn request_size(&self) -> usize {
+        let objects = self.objects.as_ref().map(|o| o.request_size());
+        objects.unwrap_or_else(|| self.source.request_size()).clamp(1 << 16, 64 << 20)
     }
 
     /// A name for messages: packs have none of their own.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use s4_format::{CodecId, DType, LayoutId, StreamEntry};
+use s4_format::{CodecId, DType, LayoutId, Plan, StreamEntry};
 use serde::Serialize;
 
 /// Totals of all streams of one plane that were coded alike.
@@ -29,7 +29,8 @@ pub struct Report {
     pub seconds: f64,
     /// BLAKE3 of the manifest, in hexadecimal: the identity of the checkpoint.
     pub digest: String,
-    /// Totals by layout, plane and codec, such as `fields/exponent/rans`.
+    /// Totals by layout, plane and codec, such as `fields/exponent/rans8`; of differences from a
+    /// parent with their residual before it, such as `xor/fields/exponent/rans8`.
     pub streams: BTreeMap<String, StreamTotal>,
 }
 
@@ -54,9 +55,14 @@ impl Totals {
         self.add("plain".into(), values, bytes);
     }
 
-    pub(crate) fn chunk(&mut self, layout: LayoutId, values: u64, streams: &[StreamEntry]) {
+    pub(crate) fn chunk(&mut self, plan: &Plan, values: u64, streams: &[StreamEntry]) {
+        let layout = plan.layout;
+        let residual = match plan.parent() {
+            Some(_) => format!("{}/", plan.residual),
+            None => String::new(),
+        };
         for (i, s) in streams.iter().enumerate() {
-            let key = format!("{layout}/{}/{}", plane_name(layout, i), codec_name(s));
+            let key = format!("{residual}{layout}/{}/{}", plane_name(layout, i), codec_name(s));
             self.add(key, values, u64::from(s.len));
         }
     }
@@ -130,7 +136,7 @@ pub struct Inspection {
     pub form: s4_format::manifest::Form,
     /// BLAKE3 of the manifest.
     pub digest: String,
-    /// Bytes of the file.
+    /// Bytes of the file, and of the objects beside it.
     pub file_bytes: u64,
     /// Bytes of all tensors' values.
     pub bytes: u64,
@@ -138,6 +144,11 @@ pub struct Inspection {
     pub ratio: f64,
     /// Free text of who saved it.
     pub metadata: BTreeMap<String, String>,
+    /// BLAKE3 of the manifest of the checkpoint that differences are taken from.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub parent: Option<String>,
+    /// Checkpoints from this one down to its base, both counted.
+    pub chain: u32,
     /// Closed bitstreams that reading needs.
     pub closed_codecs: Vec<String>,
     /// The tensors.

@@ -19,13 +19,13 @@ impl Reader {
         let mut out = Verification { tensors: self.named() as u64, ..Verification::default() };
         self.decode_all(&mut out.chunks)?;
         out.bytes = self.tensors().map(|t| t.bytes).sum();
-        for object in &self.manifest.objects {
+        for (number, object) in (0..).zip(&self.manifest.objects) {
             let mut hasher = blake3::Hasher::new();
             let mut at = 0;
             let mut buffer = vec![0; (object.bytes as usize).min(8 << 20)];
             while at < object.bytes {
                 let len = (object.bytes - at).min(buffer.len() as u64) as usize;
-                self.source.read_at(at, &mut buffer[..len])?;
+                self.read_object(number, at, &mut buffer[..len])?;
                 hasher.update(&buffer[..len]);
                 at += len as u64;
             }
@@ -52,16 +52,20 @@ impl Reader {
         let m = &self.manifest;
         let tensors = (0..self.named()).map(|t| self.inspect_tensor(t, planes));
         let bytes = self.tensors().map(|t| t.bytes).sum();
+        let beside = m.objects.iter().filter(|o| o.name.is_some());
+        let file_bytes = beside.fold(self.source.len(), |n, o| n.saturating_add(o.bytes));
         Ok(Inspection {
             format: m.format.to_string(),
             writer: m.writer.clone(),
             preset: m.preset.clone(),
             form: m.form,
             digest: self.digest().to_string(),
-            file_bytes: self.source.len(),
+            file_bytes,
             bytes,
-            ratio: bytes as f64 / self.source.len() as f64,
+            ratio: bytes as f64 / file_bytes as f64,
             metadata: m.metadata.clone(),
+            parent: m.parent.map(|p| p.manifest.to_string()),
+            chain: m.depth(),
             closed_codecs: m.closed_codecs.iter().map(|c| c.codec.to_string()).collect(),
             tensors: tensors.collect::<Result<_>>()?,
         })
@@ -108,7 +112,7 @@ impl Reader {
                 continue;
             }
             let mut frame = vec![0; r.len as usize];
-            self.source.read_at(r.offset, &mut frame)?;
+            self.read_object(r.object, r.offset, &mut frame)?;
             let list = StreamEntry::parse_chunk(&frame, streams);
             let list = list.map_err(|e| e.in_chunk(i as u64).in_tensor(&t.name)).at(&self.name)?;
             for (sum, (entry, _)) in sums.iter_mut().zip(list.items()) {

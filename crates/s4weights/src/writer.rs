@@ -1,25 +1,30 @@
-//! Writes one `.s4w` file, front to back.
+//! Writes a checkpoint, front to back: one `.s4w` file, or objects and an index.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Instant;
 
-use rayon::prelude::*;
-use s4_engine::{CpuEngine, EncodedChunk, Scratch, TensorPlan, TensorView};
-use s4_format::file::{self, Footer, Version};
-use s4_format::index::{self, Block, Tensor, TensorKind, chunk_count};
-use s4_format::layout::Planes;
-use s4_format::limits::ALIGN;
-use s4_format::manifest::{Form, Manifest, Object, Roles, Section, TensorTable};
-use s4_format::{ChunkRecord, DType, Digest, Plan, crc32c};
+use bytes::Bytes;
+use s4_engine::{CpuEngine, TensorView};
+use s4_format::file::{Footer, Version};
+use s4_format::index::{self, Block, Tensor, TensorKind};
+use s4_format::limits::MAX_CHAIN;
+use s4_format::manifest::{self, Form, Manifest, Object, Roles, Section, TensorTable};
+use s4_format::{DType, Digest, Plan, crc32c};
 use serde_json::value::RawValue;
 
-use crate::error::{At, Error, Result};
-use crate::io::{Sink, Target, open_sink};
-use crate::options::{Meter, WriteOptions, simd, thread_count};
+use crate::error::{At, Error, ParentProblem, Result};
+use crate::io::{Target, open_sink};
+use crate::objects::{ObjectOptions, ObjectSink};
+use crate::options::{DEFAULT_MAX_CHAIN, Meter, WriteOptions, simd};
+use crate::output::{MAX_GROUPS, Output};
 use crate::pack::{Class, Pack, SMALL};
-use crate::parallel::pool;
+use crate::parent::{Snapshot, SnapshotTensor};
+use crate::pipeline::{Buffers, Item, Large};
 use crate::report::{Report, Totals};
+
+/// Plans that a manifest can number; the last ones are left to tensors stored by themselves.
+const MAX_DELTAS: usize = 65_000;
 
 /// A tensor to be written.
 #[derive(Debug, Clone, Copy)]
@@ -47,15 +52,13 @@ pub struct Contents {
     pub roles: Option<Roles>,
 }
 
-/// Writes one file. Dropping it before [`Writer::finish`] leaves nothing behind.
+/// Writes one checkpoint. A file that is dropped before [`Writer::finish`] leaves nothing behind.
 pub struct Writer {
-    name: String,
-    sink: Box<dyn Sink>,
-    engine: Arc<CpuEngine>,
-    options: WriteOptions,
+    pub(crate) name: String,
+    pub(crate) out: Output,
+    pub(crate) engine: Arc<CpuEngine>,
+    pub(crate) options: WriteOptions,
     started: Instant,
-    hasher: blake3::Hasher,
-    offset: u64,
     tensors: Vec<Tensor>,
     names: HashMap<String, ()>,
     packs: Vec<Tensor>,
@@ -63,55 +66,60 @@ pub struct Writer {
     plans: Vec<Plan>,
     plan_numbers: HashMap<Plan, u16>,
     blocks: Vec<(usize, Vec<u8>)>,
+    /// Tensors that may be differences so far.
+    deltas: usize,
+    snapshot: HashMap<String, SnapshotTensor>,
     bytes_in: u64,
-    totals: Totals,
-    buffers: Buffers,
+    pub(crate) totals: Totals,
+    pub(crate) buffers: Buffers,
 }
 
-/// Reused from call to call.
-#[derive(Default)]
-struct Buffers {
-    scratch: Vec<Scratch>,
-    frames: [Vec<Frame>; 2],
-}
-
-#[derive(Default)]
-struct Frame {
-    bytes: Vec<u8>,
-    chunk: Option<s4_format::Result<EncodedChunk>>,
-}
-
-/// A tensor with chunks of its own, on its way to the file.
-struct Item<'a> {
-    name: &'a str,
-    view: TensorView<'a>,
-    plan: TensorPlan,
-    records: Vec<ChunkRecord>,
-    shared: bool,
-}
-
-#[derive(Clone, Copy)]
-struct Job {
-    item: usize,
-    chunk: u64,
+/// What was written.
+#[derive(Debug)]
+pub struct Written {
+    /// Counts and sizes.
+    pub report: Report,
+    /// Hash and checksums: with the values still in memory, the parent of the next checkpoint.
+    pub snapshot: Snapshot,
+    /// Of a checkpoint in objects, what finds the chunks in them: bytes to be kept beside them, and
+    /// to be given to [`crate::Reader::open_objects`]. `None` for a file.
+    pub index: Option<Bytes>,
 }
 
 impl Writer {
     /// Starts a file.
     ///
     /// # Errors
-    /// `Io` if the target cannot be written, `Argument` if an option does not fit.
+    /// `Io` if the target cannot be written, `Argument` if an option does not fit, `Parent` if the
+    /// parent's chain is as long as is allowed.
     pub fn create(target: Target, options: WriteOptions) -> Result<Self> {
-        let engine = Arc::new(CpuEngine::new(simd(options.simd)?));
         let (name, sink) = open_sink(target)?;
-        let mut writer = Self {
+        Self::start(name, Output::file(sink)?, options)
+    }
+
+    /// Starts a checkpoint in objects. `name` is for messages. Memory holds one object for each
+    /// group of tensors, and what the sink has under way.
+    ///
+    /// # Errors
+    /// As [`Writer::create`].
+    pub fn create_objects(
+        name: &str,
+        sink: Box<dyn ObjectSink>,
+        objects: ObjectOptions,
+        options: WriteOptions,
+    ) -> Result<Self> {
+        Self::start(name.to_owned(), Output::objects(sink, objects)?, options)
+    }
+
+    fn start(name: String, out: Output, options: WriteOptions) -> Result<Self> {
+        let engine = Arc::new(CpuEngine::new(simd(options.simd)?));
+        check_depth(&name, &options)?;
+        Ok(Self {
             name,
-            sink,
+            out,
             engine,
             options,
             started: Instant::now(),
-            hasher: blake3::Hasher::new(),
-            offset: 0,
             tensors: vec![],
             names: HashMap::new(),
             packs: vec![],
@@ -119,42 +127,86 @@ impl Writer {
             plans: vec![],
             plan_numbers: HashMap::new(),
             blocks: vec![],
+            deltas: 0,
+            snapshot: HashMap::new(),
             bytes_in: 0,
             totals: Totals::default(),
             buffers: Buffers::default(),
-        };
-        writer.put(&file::header())?;
-        Ok(writer)
+        })
     }
 
     /// Writes tensors; several calls may follow each other.
     ///
     /// # Errors
     /// `Argument` for a name that is empty or taken or data that does not have the shape's size,
-    /// `Io` if the target fails, `Cancelled`. After an error the file cannot be finished.
+    /// `Io` if the target fails, `Cancelled`, and what reading the parent returns. After an error
+    /// the checkpoint cannot be finished.
     pub fn write(&mut self, tensors: &[TensorSource<'_>]) -> Result<()> {
+        self.write_grouped(tensors, &[])
+    }
+
+    /// As [`Writer::write`], with a group for each tensor, below 4: in objects, tensors of
+    /// different groups lie in different objects, so that weights can be read, or kept, without the
+    /// optimizer's state. Without groups all are of group 0.
+    ///
+    /// # Errors
+    /// As [`Writer::write`]; `Argument` for a group of 4 or more, or if there is not one for each
+    /// tensor.
+    pub fn write_grouped(&mut self, tensors: &[TensorSource<'_>], groups: &[u8]) -> Result<()> {
+        let fits = groups.is_empty() || groups.len() == tensors.len();
+        if !fits || groups.iter().any(|g| *g >= MAX_GROUPS) {
+            let what = format!("groups {groups:?} of {} tensors", tensors.len());
+            return Err(Error::Argument(what));
+        }
         let total = tensors.iter().map(|t| t.data.len() as u64).sum();
         let callback = self.options.progress.clone();
         let mut meter = Meter { callback, done: 0, total };
         let mut large = vec![];
-        for t in tensors {
+        let mut numbers = vec![];
+        for (i, t) in tensors.iter().enumerate() {
+            let group = groups.get(i).copied().unwrap_or(0);
             let values = self.register(t)?;
             if values < SMALL {
-                self.pack(t, values)?;
+                self.pack(t, values, group)?;
                 meter.add(t.data.len() as u64)?;
             } else {
-                large.push((self.tensors.len() - 1, *t));
+                let view = TensorView { dtype: t.dtype, shape: t.shape, data: t.data };
+                numbers.push(self.tensors.len() - 1);
+                large.push(Large { name: t.name, view, group, parent: self.parent_of(t) });
             }
         }
-        let numbers: Vec<usize> = large.iter().map(|l| l.0).collect();
-        let views = large.iter().map(|(_, t)| (t.name, view(t)));
-        let items = self.encode(views.collect(), &mut meter)?;
+        let items = self.encode(large, &mut meter)?;
         for (number, item) in numbers.into_iter().zip(items) {
+            self.remember(number, &item);
             let (plan, kind) = self.close_item(number, item, false)?;
             self.tensors[number].plan = plan;
             self.tensors[number].kind = kind;
         }
         Ok(())
+    }
+
+    /// The number of the parent's tensor that a tensor may be stored as its difference from: the
+    /// one of its name, if it has its type and shape.
+    fn parent_of(&mut self, t: &TensorSource<'_>) -> Option<u32> {
+        let there = self.options.parent.as_ref()?.find(t.name)?;
+        let alike = there.dtype == t.dtype && there.shape == t.shape;
+        let number = Some(there.number).filter(|_| alike && self.deltas < MAX_DELTAS)?;
+        self.deltas += 1;
+        Some(number)
+    }
+
+    fn remember(&mut self, number: usize, item: &Item<'_>) {
+        let view = &item.large.view;
+        let tensor = SnapshotTensor {
+            // A tensor table has at most 2^22 records.
+            number: number as u32,
+            dtype: view.dtype,
+            shape: view.shape.to_vec(),
+            bytes: view.data.len() as u64,
+            chunk_log2: item.plan.chunk_log2,
+            checksums: item.records.iter().map(|r| r.crc_raw).collect(),
+        };
+        self.snapshot.insert(item.large.name.to_owned(), tensor);
     }
 
     /// Checks a tensor and adds it to the index; its place follows.
@@ -186,8 +238,8 @@ impl Writer {
     }
 
     /// Puts a small tensor into the open pack of its class.
-    fn pack(&mut self, t: &TensorSource<'_>, values: u64) -> Result<()> {
-        let class = Class::of(t.dtype, t.data);
+    fn pack(&mut self, t: &TensorSource<'_>, values: u64, group: u8) -> Result<()> {
+        let class = Class::of(t.dtype, t.data, group);
         let open = self.open_packs.iter().position(|p| p.class == class);
         if let Some(i) = open.filter(|&i| !self.open_packs[i].has_room(values)) {
             let full = self.open_packs.swap_remove(i);
@@ -222,165 +274,15 @@ impl Writer {
         let shape = [(pack.data.len() / dtype.size()) as u64];
         let view = TensorView { dtype, shape: &shape, data: &pack.data };
         let mut meter = Meter { callback: None, done: 0, total: 0 };
-        let items = self.encode(vec![("small tensors", view)], &mut meter)?;
+        let group = pack.class.group;
+        let large = Large { name: "small tensors", view, group, parent: None };
+        let items = self.encode(vec![large], &mut meter)?;
         for item in items {
             let (plan, kind) = self.close_item(usize::MAX - pack.number as usize, item, true)?;
             let tensor = &mut self.packs[pack.number as usize];
             (tensor.plan, tensor.kind, tensor.shape) = (plan, kind, shape.to_vec());
         }
         Ok(())
-    }
-
-    /// Plans and encodes tensors, in order, and appends their chunks.
-    fn encode<'a>(
-        &mut self,
-        views: Vec<(&'a str, TensorView<'a>)>,
-        meter: &mut Meter,
-    ) -> Result<Vec<Item<'a>>> {
-        let threads = thread_count(self.options.threads);
-        let chunks: u64 = views.iter().map(|(_, v)| chunks_of(v)).sum();
-        // More threads than chunks would only wait.
-        let pool = pool(threads.min(usize::try_from(chunks).unwrap_or(threads)))?;
-        let mut items = vec![];
-        let mut scratch = self.buffers.scratch.pop().unwrap_or_default();
-        for (name, view) in views {
-            let plan = self.engine.plan(self.options.preset, &view, &mut scratch);
-            let plan = plan.map_err(|e| e.in_tensor(name)).at(&self.name)?;
-            items.push(Item { name, view, plan, records: vec![], shared: false });
-        }
-        self.buffers.scratch.push(scratch);
-        let jobs: Vec<Job> = (items.iter().enumerate())
-            .flat_map(|(item, i)| (0..chunks_of(&i.view)).map(move |chunk| Job { item, chunk }))
-            .collect();
-        let mut buffers = std::mem::take(&mut self.buffers);
-        let done = match pool {
-            None => self.run_inline(&jobs, &mut items, &mut buffers, meter),
-            Some(pool) => self.run_on(&pool, threads, &jobs, &mut items, &mut buffers, meter),
-        };
-        self.buffers = buffers;
-        done.map(|()| items)
-    }
-
-    fn run_inline(
-        &mut self,
-        jobs: &[Job],
-        items: &mut [Item<'_>],
-        buffers: &mut Buffers,
-        meter: &mut Meter,
-    ) -> Result<()> {
-        let mut scratch = buffers.scratch.pop().unwrap_or_default();
-        let mut frame = buffers.frames[0].pop().unwrap_or_default();
-        for job in jobs {
-            encode_job(&self.engine, job, items, &mut scratch, &mut frame);
-            self.append(job, items, &mut frame, meter)?;
-        }
-        buffers.frames[0].push(frame);
-        buffers.scratch.push(scratch);
-        Ok(())
-    }
-
-    /// Encodes a window of chunks on the pool while this thread writes the window before it.
-    fn run_on(
-        &mut self,
-        pool: &rayon::ThreadPool,
-        threads: usize,
-        jobs: &[Job],
-        items: &mut [Item<'_>],
-        buffers: &mut Buffers,
-        meter: &mut Meter,
-    ) -> Result<()> {
-        // A frame is at most about twice a chunk's 512 KiB, and there are two windows.
-        let budget = self.options.memory.unwrap_or(256 << 20) >> 21;
-        let window = (8 * threads).min(budget).max(threads);
-        let Buffers { scratch, frames: [now, next] } = buffers;
-        scratch.resize_with(scratch.len().max(threads), Scratch::default);
-        let scratch: Vec<_> = scratch.iter_mut().map(Mutex::new).collect();
-        now.resize_with(window, Frame::default);
-        next.resize_with(window, Frame::default);
-        let engine = Arc::clone(&self.engine);
-        let encode = |jobs: &[Job], items: &[Item<'_>], frames: &mut [Frame]| {
-            frames[..jobs.len()].par_iter_mut().zip(jobs).for_each(|(frame, job)| {
-                let own = rayon::current_thread_index().unwrap_or(0) % scratch.len();
-                let mut scratch = scratch[own].lock().unwrap_or_else(|e| e.into_inner());
-                encode_job(&engine, job, items, &mut scratch, frame);
-            });
-        };
-        let mut windows = jobs.chunks(window);
-        let mut current = windows.next().unwrap_or(&[]);
-        pool.install(|| encode(current, items, now));
-        while !current.is_empty() {
-            let following = windows.next().unwrap_or(&[]);
-            let mut records = vec![];
-            let written = {
-                let shared_items: &[Item<'_>] = items;
-                pool.in_place_scope(|s| {
-                    let (encode, next) = (&encode, &mut *next);
-                    s.spawn(move |_| encode(following, shared_items, next));
-                    current.iter().zip(now.iter_mut()).try_for_each(|(job, frame)| {
-                        records.push(self.put_frame(job, shared_items, frame, meter)?);
-                        Ok(())
-                    })
-                })
-            };
-            for (job, (record, shared)) in current.iter().zip(records) {
-                items[job.item].records.push(record);
-                items[job.item].shared |= shared;
-            }
-            written?;
-            std::mem::swap(now, next);
-            current = following;
-        }
-        Ok(())
-    }
-
-    fn append(
-        &mut self,
-        job: &Job,
-        items: &mut [Item<'_>],
-        frame: &mut Frame,
-        meter: &mut Meter,
-    ) -> Result<()> {
-        let (record, shared) = self.put_frame(job, items, frame, meter)?;
-        items[job.item].records.push(record);
-        items[job.item].shared |= shared;
-        Ok(())
-    }
-
-    /// Writes an encoded chunk: its record, and whether it uses shared tables.
-    fn put_frame(
-        &mut self,
-        job: &Job,
-        items: &[Item<'_>],
-        frame: &mut Frame,
-        meter: &mut Meter,
-    ) -> Result<(ChunkRecord, bool)> {
-        let item = &items[job.item];
-        let missing = || Err(s4_format::Error::corrupt("chunk was not encoded"));
-        let chunk = frame.chunk.take().unwrap_or_else(missing);
-        let chunk = chunk.map_err(|e| e.in_chunk(job.chunk).in_tensor(item.name)).at(&self.name)?;
-        self.align()?;
-        let record = ChunkRecord {
-            offset: self.offset,
-            object: 0,
-            len: u32::try_from(chunk.len).unwrap_or(u32::MAX),
-            plain: chunk.plain,
-            crc_encoded: chunk.crc_encoded,
-            crc_raw: chunk.crc_raw,
-        };
-        self.put(&frame.bytes)?;
-        let width = item.view.dtype.value_width();
-        let bytes = item.view.data.len() - ((job.chunk as usize) << item.plan.chunk_log2) * width;
-        let bytes = bytes.min(width << item.plan.chunk_log2);
-        let values = (bytes / width) as u64;
-        if chunk.plain {
-            self.totals.plain(values, chunk.len as u64);
-        } else {
-            let layout = item.plan.plan.layout;
-            let planes = Planes::new(layout, width, 0).at(&self.name)?.sizes().len();
-            self.totals.chunk(layout, values, &chunk.streams[..planes]);
-        }
-        meter.add(bytes as u64)?;
-        Ok((record, chunk.shared))
     }
 
     /// Makes the block of a tensor whose chunks are written; blocks follow behind all chunks.
@@ -396,7 +298,7 @@ impl Writer {
         item.records.iter().for_each(|r| r.write(&mut block));
         let len = u32::try_from(block.len());
         let len =
-            len.map_err(|_| Error::Argument(format!("tensor `{}` is too large", item.name)))?;
+            len.map_err(|_| Error::Argument(format!("tensor `{}` is too large", item.large.name)))?;
         let place = Block { offset: 0, len, crc: crc32c(&block) };
         let kind = TensorKind::Chunks { block: place, chunk_log2: item.plan.chunk_log2, pack };
         self.blocks.push((number, block));
@@ -417,18 +319,26 @@ impl Writer {
     /// Writes the index and publishes the file.
     ///
     /// # Errors
+    /// `Io` if the target fails; nothing is visible then. `Argument` if chunks are in objects:
+    /// their index is wanted.
+    pub fn finish(self, contents: Contents) -> Result<Report> {
+        let written = self.complete(contents)?;
+        match written.index {
+            None => Ok(written.report),
+            Some(_) => Err(Error::Argument("a checkpoint in objects has an index to keep".into())),
+        }
+    }
+
+    /// As [`Writer::finish`], with all that is known of the checkpoint.
+    ///
+    /// # Errors
     /// `Io` if the target fails; nothing is visible then.
-    pub fn finish(mut self, contents: Contents) -> Result<Report> {
+    pub fn complete(mut self, contents: Contents) -> Result<Written> {
         for pack in std::mem::take(&mut self.open_packs) {
             self.close_pack(pack)?;
         }
         let tensors = self.tensors.len() as u64;
-        self.align()?;
-        let data = Object {
-            name: None,
-            bytes: self.offset,
-            blake3: Digest(*self.hasher.finalize().as_bytes()),
-        };
+        let objects = self.out.end_chunks()?;
         let table = self.write_blocks()?;
         let count = u32::try_from(table.len()).unwrap_or(u32::MAX);
         let table = index::write_table(&table).at(&self.name)?;
@@ -442,35 +352,62 @@ impl Writer {
         for (name, bytes) in contents.blobs {
             blobs.insert(name, self.put_section(&bytes)?);
         }
+        let parent = self.options.parent.as_ref().filter(|_| self.has_deltas());
+        let parent = parent.map(|p| manifest::Parent { manifest: p.digest(), depth: p.depth() });
+        let manifest = self.manifest(objects, TensorTable { section, count }, form, parent);
         let manifest = Manifest {
-            format: Version::CURRENT,
-            writer: concat!("s4weights ", env!("CARGO_PKG_VERSION")).into(),
-            preset: self.options.preset.name().into(),
-            objects: vec![data],
-            tensors: TensorTable { section, count },
-            plans: std::mem::take(&mut self.plans),
-            form,
             tree: contents.tree,
             blobs,
             metadata: contents.metadata,
             roles: contents.roles,
-            parent: None,
-            closed_codecs: vec![],
+            ..manifest
         };
         let json = manifest.to_json().at(&self.name)?;
-        let manifest = self.put_section(&json)?;
-        let footer =
-            Footer { offset: manifest.offset, len: manifest.bytes, digest: manifest.blake3 };
-        self.put(&footer.to_bytes())?;
-        self.sink.commit()?;
-        Ok(Report {
+        let section = self.put_section(&json)?;
+        let footer = Footer { offset: section.offset, len: section.bytes, digest: section.blake3 };
+        self.out.put(&footer.to_bytes())?;
+        let bytes_out = self.out.bytes();
+        let index = self.out.commit()?;
+        let report = Report {
             tensors,
             bytes_in: self.bytes_in,
-            bytes_out: self.offset,
+            bytes_out,
             seconds: self.started.elapsed().as_secs_f64(),
-            digest: manifest.blake3.to_string(),
+            digest: section.blake3.to_string(),
             streams: self.totals.finish(),
-        })
+        };
+        let (digest, depth) = (section.blake3, manifest.depth());
+        let snapshot = Snapshot { digest, depth, tensors: self.snapshot };
+        Ok(Written { report, snapshot, index })
+    }
+
+    /// Whether a tensor is stored as a difference: else the checkpoint is a base.
+    fn has_deltas(&self) -> bool {
+        self.plans.iter().any(|p| p.parent().is_some())
+    }
+
+    fn manifest(
+        &mut self,
+        objects: Vec<Object>,
+        tensors: TensorTable,
+        form: Form,
+        parent: Option<manifest::Parent>,
+    ) -> Manifest {
+        Manifest {
+            format: Version::CURRENT,
+            writer: concat!("s4weights ", env!("CARGO_PKG_VERSION")).into(),
+            preset: self.options.preset.name().into(),
+            objects,
+            tensors,
+            plans: std::mem::take(&mut self.plans),
+            form,
+            tree: None,
+            blobs: BTreeMap::new(),
+            metadata: BTreeMap::new(),
+            roles: None,
+            parent,
+            closed_codecs: vec![],
+        }
     }
 
     /// Writes the tensors' blocks; gives the tensor table with their places, packs last.
@@ -486,52 +423,35 @@ impl Writer {
         for (number, bytes) in std::mem::take(&mut self.blocks) {
             // Packs count down from the largest number.
             let number = if number < packs_at { number } else { packs_at + (usize::MAX - number) };
-            let offset = self.offset;
+            let offset = self.out.offset();
             if let TensorKind::Chunks { block, .. } = &mut table[number].kind {
                 block.offset = offset;
             }
-            self.put(&bytes)?;
+            self.out.put(&bytes)?;
         }
         Ok(table)
     }
 
     fn put_section(&mut self, bytes: &[u8]) -> Result<Section> {
-        let section =
-            Section { offset: self.offset, bytes: bytes.len() as u64, blake3: Digest::of(bytes) };
-        self.put(bytes)?;
+        let offset = self.out.offset();
+        let section = Section { offset, bytes: bytes.len() as u64, blake3: Digest::of(bytes) };
+        self.out.put(bytes)?;
         Ok(section)
     }
+}
 
-    fn put(&mut self, bytes: &[u8]) -> Result<()> {
-        self.hasher.update(bytes);
-        self.sink.write(bytes)?;
-        self.offset += bytes.len() as u64;
-        Ok(())
+/// Checks that the parent's chain may become longer.
+fn check_depth(name: &str, options: &WriteOptions) -> Result<()> {
+    let Some(parent) = &options.parent else { return Ok(()) };
+    let max = options.max_chain.unwrap_or(DEFAULT_MAX_CHAIN).min(MAX_CHAIN as u32);
+    let depth = parent.depth();
+    if depth < max {
+        return Ok(());
     }
-
-    fn align(&mut self) -> Result<()> {
-        let gap = self.offset.next_multiple_of(ALIGN as u64) - self.offset;
-        self.put(&[0; ALIGN][..gap as usize])
-    }
-}
-
-fn view<'a>(t: &TensorSource<'a>) -> TensorView<'a> {
-    TensorView { dtype: t.dtype, shape: t.shape, data: t.data }
-}
-
-fn chunks_of(v: &TensorView<'_>) -> u64 {
-    chunk_count((v.data.len() / v.dtype.value_width()) as u64, s4_engine::chunk_log2(v.dtype))
-}
-
-fn encode_job(
-    engine: &CpuEngine,
-    job: &Job,
-    items: &[Item<'_>],
-    scratch: &mut Scratch,
-    frame: &mut Frame,
-) {
-    let item = &items[job.item];
-    frame.bytes.clear();
-    let chunk = engine.encode_chunk(&item.view, &item.plan, job.chunk, scratch, &mut frame.bytes);
-    frame.chunk = Some(chunk);
+    Err(Error::Parent {
+        target: name.to_owned(),
+        tensor: None,
+        parent: parent.digest(),
+        problem: ParentProblem::TooDeep { depth, max },
+    })
 }

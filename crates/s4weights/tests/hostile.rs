@@ -88,7 +88,7 @@ fn another_version_is_refused_by_name() {
     let (_, mut file) = small_file();
     file[10] = 9;
     let e = open(file).err().unwrap().to_string();
-    assert!(e.contains("format 0.9") && e.contains("format 0.1"), "{e}");
+    assert!(e.contains("format 0.9") && e.contains("format 0.2"), "{e}");
 }
 
 #[test]

@@ -22,8 +22,12 @@ pub use model::{Counts, cost, entropy};
 pub use stream::Place;
 pub use table::{Entry, MAX_TABLES, Precision, Table, parse_tables, write_tables};
 
+#[cfg(target_arch = "x86_64")]
+use avx512::singles;
 use part::Part;
-use stream::{CARRY_LEN, COUNT_LEN, Carry, SEGMENT_LOG2, START, STATES_LEN, Stream};
+use stream::{
+    CARRY_LEN, COUNT_LEN, Carry, LONG_SEGMENT_LOG2, SEGMENT_LOG2, START, STATES_LEN, Stream,
+};
 
 /// Codec `rans` (docs/codecs/rans.md).
 ///
@@ -34,6 +38,8 @@ use stream::{CARRY_LEN, COUNT_LEN, Carry, SEGMENT_LOG2, START, STATES_LEN, Strea
 pub struct Rans {
     precision: Precision,
     simd: Simd,
+    /// Symbols of a segment that is written, as a power of two.
+    segment_log2: u8,
 }
 
 /// The tables that a stream is coded with, and where they stand.
@@ -50,7 +56,14 @@ impl Rans {
     /// plain Rust.
     pub fn new(precision: Precision, simd: Simd) -> Self {
         let simd = if simd.is_available() { simd } else { Simd::Scalar };
-        Self { precision, simd }
+        Self { precision, simd, segment_log2: SEGMENT_LOG2 }
+    }
+
+    /// Encodes into segments of twice the length. A segment costs 36 or 98 bytes, whatever its
+    /// symbols take, so this pays where they take little; fewer segments run side by side.
+    #[must_use]
+    pub fn with_long_segments(self) -> Self {
+        Self { segment_log2: LONG_SEGMENT_LOG2, ..self }
     }
 
     /// Encodes `symbols` with given tables, as [`Codec::encode`] does with those of its context or
@@ -81,7 +94,8 @@ impl Rans {
             return Err(Error::limit(format!("rans stream carrying {} bytes", carry.len())));
         }
         let dst = need(dst, self.bound(symbols.len()))?;
-        let places = stream::write_head(count, tables.list, tables.place, !carry.is_empty(), dst);
+        let (place, carries) = (tables.place, !carry.is_empty());
+        let places = stream::write_head(count, self.segment_log2, tables.list, place, carries, dst);
         let len = self.encode_segments(tables.list, contexts, carry, symbols, dst, places)?;
         Ok(Encoded { len, param: self.precision.bits() as u8 })
     }
@@ -99,8 +113,8 @@ impl Rans {
     ) -> Result<usize> {
         let encoder = Encoder::new(self.precision, self.simd, tables);
         let mut end = at;
-        for (i, group) in symbols.chunks(GROUP << SEGMENT_LOG2).enumerate() {
-            let from = (i * GROUP) << SEGMENT_LOG2;
+        for (i, group) in symbols.chunks(GROUP << self.segment_log2).enumerate() {
+            let from = (i * GROUP) << self.segment_log2;
             let contexts = contexts.get(from..from + group.len()).unwrap_or_default();
             let start = stream::pad(end, dst);
             let carry = carry.get(i * GROUP * CARRY_LEN..).unwrap_or_default();
@@ -113,7 +127,7 @@ impl Rans {
                 dst.copy_within(at..at + STATES_LEN, to);
                 at += STATES_LEN + room;
                 dst.copy_within(at - len..at, to + STATES_LEN);
-                // At most 24,576 words: 12 for each lane of each of 64 blocks.
+                // At most 49,152 words: 12 for each lane of each of 128 blocks.
                 dst[counts..counts + COUNT_LEN].copy_from_slice(&((len / 2) as u16).to_le_bytes());
                 counts += COUNT_LEN;
                 end = to + STATES_LEN + len;
@@ -131,8 +145,8 @@ impl Rans {
         mut dst: &'a mut [u8],
     ) -> Result<Vec<Part<'a>>> {
         let mut parts = Vec::with_capacity(GROUP);
-        for (i, symbols) in symbols.chunks(1 << SEGMENT_LOG2).enumerate() {
-            let from = i << SEGMENT_LOG2;
+        for (i, symbols) in symbols.chunks(1 << self.segment_log2).enumerate() {
+            let from = i << self.segment_log2;
             let contexts = contexts.get(from..from + symbols.len()).unwrap_or_default();
             let room = stream::max_words_len(self.precision, symbols.len());
             let split = dst.split_first_chunk_mut().and_then(|(states, rest)| {
@@ -162,12 +176,19 @@ impl Rans {
     ) -> Result<()> {
         #[cfg(target_arch = "x86_64")]
         if matches!(self.simd, Simd::Avx2 | Simd::Avx512) {
-            if let (Precision::P8, [table], Simd::Avx512) =
-                (precision, &stream.tables[..], self.simd)
-                && let Some(decoder) = avx512::Decoder::new(table)
-            {
-                // SAFETY: `new` has checked that the machine has the set.
-                return unsafe { decoder.segments(stream.segments(), symbols, carries) };
+            if let ([table], Simd::Avx512) = (&stream.tables[..], self.simd) {
+                if precision == Precision::P12
+                    && let Some(decoder) = singles::Decoder::new(table)
+                {
+                    // SAFETY: `new` has checked that the machine has the set.
+                    return unsafe { decoder.segments(stream.segments(), symbols, carries) };
+                }
+                if precision == Precision::P8
+                    && let Some(decoder) = avx512::Decoder::new(table)
+                {
+                    // SAFETY: `new` has checked that the machine has the set.
+                    return unsafe { decoder.segments(stream.segments(), symbols, carries) };
+                }
             }
             if let Some(decoder) = avx2::Decoder::new(&stream.tables) {
                 let mut rest = symbols;
@@ -210,6 +231,8 @@ enum Encoder {
     Avx2(avx2::Encoder),
     #[cfg(target_arch = "x86_64")]
     Avx512(avx512::Encoder),
+    #[cfg(target_arch = "x86_64")]
+    Singles(singles::Encoder),
 }
 
 impl Encoder {
@@ -223,6 +246,12 @@ impl Encoder {
             if let (Simd::Avx512 | Simd::Avx2, Some(encoder)) = (simd, avx2::Encoder::new(table)) {
                 return Self::Avx2(encoder);
             }
+        }
+        #[cfg(target_arch = "x86_64")]
+        if let ([table], Simd::Avx512) = (tables, simd)
+            && let Some(encoder) = singles::Encoder::new(table)
+        {
+            return Self::Singles(encoder);
         }
         let _ = simd;
         Self::Scalar(precision, scalar::Encoder::new(tables))
@@ -245,6 +274,9 @@ impl Encoder {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: `Rans::new` has checked that the machine has the set.
             Self::Avx512(encoder) => unsafe { encoder.group(parts) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: `Rans::new` has checked that the machine has the set.
+            Self::Singles(encoder) => unsafe { encoder.group(parts) },
         }
     }
 }
@@ -267,7 +299,7 @@ impl Codec for Rans {
     }
 
     fn bound(&self, len: usize) -> usize {
-        stream::bound(self.precision, len)
+        stream::bound(self.precision, self.segment_log2, len)
     }
 
     fn encode(&self, ctx: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<Encoded> {
@@ -296,7 +328,7 @@ impl Codec for Rans {
     }
 
     fn carry_len(&self, len: usize) -> usize {
-        len.div_ceil(1 << SEGMENT_LOG2) * CARRY_LEN
+        len.div_ceil(1 << self.segment_log2) * CARRY_LEN
     }
 
     fn decode_carrying(

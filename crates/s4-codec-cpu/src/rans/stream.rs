@@ -10,8 +10,10 @@ pub(super) const LANES: usize = 32;
 pub(super) const RUN: usize = 8;
 /// Symbols of a block.
 pub(super) const BLOCK: usize = LANES * RUN;
-/// Symbols of a segment as this encoder writes it, as a power of two.
+/// Symbols of a segment as encoders write it if not told otherwise, as a power of two.
 pub(super) const SEGMENT_LOG2: u8 = 14;
+/// The longest segments that there are.
+pub(super) const LONG_SEGMENT_LOG2: u8 = 15;
 /// Bytes that the states of a segment take.
 pub(super) const STATES_LEN: usize = 4 * LANES;
 /// Where states start in the encoder and end in the decoder, but for the word that they carry.
@@ -52,8 +54,8 @@ pub(super) fn max_words_len(precision: Precision, symbols: usize) -> usize {
 }
 
 /// The size of the longest stream of `len` symbols, whatever its tables and contexts.
-pub(super) fn bound(precision: Precision, len: usize) -> usize {
-    let segment = 1 << SEGMENT_LOG2;
+pub(super) fn bound(precision: Precision, segment_log2: u8, len: usize) -> usize {
+    let segment = 1 << segment_log2;
     // Each symbol of an inline table occurs in the stream.
     let entries = len.min(MAX_TABLES * 256);
     let tables = MAX_TABLES * 4 + entries * (1 + precision.freq_len());
@@ -67,6 +69,7 @@ pub(super) fn bound(precision: Precision, len: usize) -> usize {
 /// counts stand and where the first segment starts. `dst` has at least [`bound`] bytes.
 pub(super) fn write_head(
     symbols: u32,
+    segment_log2: u8,
     tables: &[Table],
     place: Place,
     carries: bool,
@@ -75,7 +78,7 @@ pub(super) fn write_head(
     dst[..4].copy_from_slice(&symbols.to_le_bytes());
     dst[4..HEADER_LEN].copy_from_slice(&[
         LANES_LOG2,
-        SEGMENT_LOG2,
+        segment_log2,
         tables.len() as u8,
         u8::from(place == Place::Shared) | u8::from(carries) << 1,
     ]);
@@ -88,7 +91,7 @@ pub(super) fn write_head(
     if symbols == 0 {
         return (at, at);
     }
-    let segments = (symbols as usize).div_ceil(1 << SEGMENT_LOG2);
+    let segments = (symbols as usize).div_ceil(1 << segment_log2);
     let first = (at + COUNT_LEN * segments).next_multiple_of(ALIGN);
     dst[at..first].fill(0);
     (at, first)
@@ -168,7 +171,10 @@ impl<'a> Stream<'a> {
         if n as usize != symbols {
             return Err(Error::corrupt(format!("rans stream of {n} symbols for {symbols}")));
         }
-        if lanes_log2 != LANES_LOG2 || !(12..=15).contains(&segment_log2) || flags > 3 {
+        if lanes_log2 != LANES_LOG2
+            || !(12..=LONG_SEGMENT_LOG2).contains(&segment_log2)
+            || flags > 3
+        {
             return Err(Error::unsupported(format!(
                 "rans stream with lanes_log2 {lanes_log2}, segment_log2 {segment_log2}, flags {flags}"
             )));

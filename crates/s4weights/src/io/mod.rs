@@ -104,13 +104,13 @@ pub(crate) fn open_sink(target: Target) -> Result<(String, Box<dyn Sink>)> {
         Target::Url(url, options) => match resolve(&url, &options)? {
             Resolved::Local(path) => (url, Box::new(file::FileSink::create(&path)?)),
             Resolved::Remote(store, path) => {
-                let sink = object::ObjectSink::create(&url, store, path)?;
+                let sink = object::UploadSink::create(&url, store, path)?;
                 (url, Box::new(sink))
             }
         },
         Target::Object(store, path) => {
             let name = path.to_string();
-            let sink = object::ObjectSink::create(&name, store, path)?;
+            let sink = object::UploadSink::create(&name, store, path)?;
             (name, Box::new(sink))
         }
         Target::Stream(stream) => ("stream".into(), Box::new(file::StreamSink(stream))),
@@ -126,13 +126,13 @@ pub(crate) fn open_source(source: Source) -> Result<(String, Box<dyn ReadAt>)> {
         Source::Url(url, options) => match resolve(&url, &options)? {
             Resolved::Local(path) => (url, Box::new(file::FileSource::open(&path)?)),
             Resolved::Remote(store, path) => {
-                let source = object::ObjectSource::open(&url, store, path)?;
+                let source = object::StoreSource::open(&url, store, path)?;
                 (url, Box::new(source))
             }
         },
         Source::Object(store, path) => {
             let name = path.to_string();
-            let source = object::ObjectSource::open(&name, store, path)?;
+            let source = object::StoreSource::open(&name, store, path)?;
             (name, Box::new(source))
         }
         Source::Bytes(bytes) => ("bytes".into(), Box::new(file::BytesSource(bytes))),

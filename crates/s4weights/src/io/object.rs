@@ -57,7 +57,7 @@ type Part = JoinHandle<object_store::Result<()>>;
 
 /// Uploads an object: by one request if it is small, else in parts. A multipart upload that is not
 /// completed is aborted.
-pub(super) struct ObjectSink {
+pub(super) struct UploadSink {
     name: String,
     store: Arc<dyn ObjectStore>,
     path: Path,
@@ -69,7 +69,7 @@ pub(super) struct ObjectSink {
     runtime: Runtime,
 }
 
-impl ObjectSink {
+impl UploadSink {
     pub(super) fn create(name: &str, store: Arc<dyn ObjectStore>, path: Path) -> Result<Self> {
         Ok(Self {
             name: name.to_owned(),
@@ -120,7 +120,7 @@ impl ObjectSink {
     }
 }
 
-impl Sink for ObjectSink {
+impl Sink for UploadSink {
     fn write(&mut self, mut bytes: &[u8]) -> Result<()> {
         while !bytes.is_empty() {
             if self.buffer.capacity() == 0 {
@@ -157,7 +157,7 @@ impl Sink for ObjectSink {
     }
 }
 
-impl Drop for ObjectSink {
+impl Drop for UploadSink {
     fn drop(&mut self) {
         for part in self.in_flight.drain(..) {
             part.abort();
@@ -171,7 +171,7 @@ impl Drop for ObjectSink {
 }
 
 /// Reads ranges of an object.
-pub(super) struct ObjectSource {
+pub(super) struct StoreSource {
     name: String,
     store: Arc<dyn ObjectStore>,
     path: Path,
@@ -179,7 +179,7 @@ pub(super) struct ObjectSource {
     runtime: Runtime,
 }
 
-impl ObjectSource {
+impl StoreSource {
     pub(super) fn open(name: &str, store: Arc<dyn ObjectStore>, path: Path) -> Result<Self> {
         let runtime = runtime(name)?;
         let head =
@@ -188,7 +188,7 @@ impl ObjectSource {
     }
 }
 
-impl ReadAt for ObjectSource {
+impl ReadAt for StoreSource {
     fn len(&self) -> u64 {
         self.len
     }

@@ -27,6 +27,11 @@ impl Owned {
     pub fn new(name: impl Into<String>, dtype: DType, shape: &[u64], data: Vec<u8>) -> Self {
         Self { name: name.into(), dtype, shape: shape.to_vec(), data }
     }
+
+    pub fn source(&self) -> TensorSource<'_> {
+        let Self { name, dtype, shape, data } = self;
+        TensorSource { name, dtype: *dtype, shape, data }
+    }
 }
 
 /// A stream into memory.

@@ -1,0 +1,285 @@
+//! An attempt to store a checkpoint: data objects, then the manifest, then one log entry.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use futures::{StreamExt, TryStreamExt};
+use object_store::ObjectMeta;
+use tokio::task::JoinSet;
+
+use crate::entry::{Op, Publish, Reference};
+use crate::error::{Error, Result};
+use crate::id::{CheckpointId, Hash};
+use crate::layout::Part;
+use crate::manifest::{MAX_OBJECT, Manifest, ObjectInfo};
+use crate::reading::{Reading, hash};
+use crate::state::Checkpoint;
+use crate::store::{Inner, Store};
+
+/// Up to this many objects are looked up one by one; more are listed.
+const LOOK_UP: usize = 4;
+
+/// What a writer says of a checkpoint.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct About {
+    /// The training step.
+    pub step: u64,
+    /// What it is a delta of: [`Checkpoint::reference`] of that one.
+    pub parent: Option<Reference>,
+    /// The checkpoint whose content this full one also holds, and whose place it takes.
+    pub replaces: Option<Reference>,
+    /// Bytes of the tensors before compression.
+    pub raw_len: u64,
+    /// Numbers that retention can choose by.
+    pub metrics: BTreeMap<String, f64>,
+    /// Words for people and tools.
+    pub tags: BTreeMap<String, String>,
+}
+
+/// Data objects on their way. Dropped, it stops; what was uploaded is an orphan that a sweep finds.
+#[derive(Debug)]
+pub struct Attempt {
+    inner: Arc<Inner>,
+    id: CheckpointId,
+    uploads: JoinSet<Result<(u32, ObjectInfo)>>,
+    objects: Vec<Option<ObjectInfo>>,
+}
+
+/// A checkpoint that is stored and checked, but not listed.
+#[derive(Debug)]
+pub struct Staged {
+    inner: Arc<Inner>,
+    publish: Publish,
+    manifest: Manifest,
+}
+
+impl Store {
+    /// Begins to store a checkpoint.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] if this process must not write here.
+    pub async fn begin(&self) -> Result<Attempt> {
+        self.inner.ensure_writer().await?;
+        Ok(Attempt {
+            inner: Arc::clone(&self.inner),
+            id: CheckpointId::new(self.inner.options.ids.next()),
+            uploads: JoinSet::new(),
+            objects: Vec::new(),
+        })
+    }
+}
+
+impl Attempt {
+    /// The id that the checkpoint will have.
+    #[must_use]
+    pub fn id(&self) -> CheckpointId {
+        self.id
+    }
+
+    /// Uploads an object of at most [`MAX_OBJECT`] bytes in the background and returns its number.
+    /// Waits while uploads hold as much memory as they may.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] if it is too large; the failure of an earlier upload.
+    pub async fn put(&mut self, kind: &str, bytes: Bytes) -> Result<u32> {
+        if bytes.len() > MAX_OBJECT {
+            return Err(Error::Limit(format!(
+                "an object of {} bytes, {MAX_OBJECT} at most",
+                bytes.len()
+            )));
+        }
+        while let Some(done) = self.uploads.try_join_next() {
+            self.note(done)?;
+        }
+        let n = u32::try_from(self.objects.len()).map_err(|e| Error::Limit(e.to_string()))?;
+        let permit = self.inner.io.reserve(bytes.len()).await?;
+        let (inner, id, kind) = (Arc::clone(&self.inner), self.id, kind.to_owned());
+        self.objects.push(None);
+        self.uploads.spawn(async move {
+            let _permit = permit;
+            let key = inner.layout.part(id, Part::Data(n));
+            let blake3 = hash(bytes.clone()).await;
+            let len = bytes.len() as u64;
+            inner.io.put(&key, bytes).await?;
+            Ok((n, ObjectInfo { len, blake3, kind }))
+        });
+        Ok(n)
+    }
+
+    fn note(
+        &mut self,
+        done: std::result::Result<Result<(u32, ObjectInfo)>, tokio::task::JoinError>,
+    ) -> Result<()> {
+        let (n, info) = done.map_err(|e| Error::Callback(Box::new(e)))??;
+        if let Some(slot) = usize::try_from(n).ok().and_then(|n| self.objects.get_mut(n)) {
+            *slot = Some(info);
+        }
+        Ok(())
+    }
+
+    /// Waits for all uploads, writes the manifest, and checks that every object is there.
+    ///
+    /// # Errors
+    /// The failure of an upload; [`Error::Argument`] if a metric is not finite.
+    pub async fn stage(mut self, blob: Bytes, about: About) -> Result<Staged> {
+        if let Some((name, value)) = about.metrics.iter().find(|(_, v)| !v.is_finite()) {
+            return Err(Error::Argument(format!(
+                "metric `{name}` is {value}: not a finite number"
+            )));
+        }
+        while let Some(done) = self.uploads.join_next().await {
+            self.note(done)?;
+        }
+        self.inner.reached("attempt.data").await;
+        let objects: Option<Vec<_>> = self.objects.into_iter().collect();
+        let objects = objects.ok_or_else(|| {
+            Error::Argument(format!("an upload of checkpoint {} had failed before", self.id))
+        })?;
+        let manifest = Manifest { objects, blob };
+        let bytes = manifest.to_bytes(self.id)?;
+        let publish = Publish {
+            id: self.id,
+            step: about.step,
+            parent: about.parent,
+            replaces: about.replaces,
+            manifest_blake3: hash(bytes.clone()).await,
+            manifest_len: bytes.len() as u64,
+            objects: u32::try_from(manifest.objects.len()).unwrap_or(u32::MAX),
+            data_len: manifest.data_len(),
+            raw_len: about.raw_len,
+            metrics: about.metrics,
+            tags: about.tags,
+        };
+        self.inner.io.put(&self.inner.layout.part(self.id, Part::Manifest), bytes).await?;
+        self.inner.reached("attempt.manifest").await;
+        self.inner.check_sizes(&publish, &manifest).await?;
+        Ok(Staged { inner: self.inner, publish, manifest })
+    }
+
+    /// [`Attempt::stage`] and [`Staged::publish`].
+    ///
+    /// # Errors
+    /// As these.
+    pub async fn publish(self, blob: Bytes, about: About) -> Result<Checkpoint> {
+        self.stage(blob, about).await?.publish().await
+    }
+
+    /// Stops the uploads and deletes what was uploaded. What a request that is still on its way
+    /// leaves behind is swept later.
+    ///
+    /// # Errors
+    /// If objects cannot be deleted.
+    pub async fn abort(mut self) -> Result<()> {
+        self.uploads.shutdown().await;
+        self.inner.delete_checkpoint(self.id).await.map(drop)
+    }
+}
+
+impl Staged {
+    /// The checkpoint's id.
+    #[must_use]
+    pub fn id(&self) -> CheckpointId {
+        self.publish.id
+    }
+
+    /// What a delta against it would name; only worth something once it is published.
+    #[must_use]
+    pub fn reference(&self) -> Reference {
+        Reference { id: self.publish.id, manifest_blake3: self.publish.manifest_blake3 }
+    }
+
+    /// The way to its objects, to check what was stored before it is published.
+    #[must_use]
+    pub fn reading(&self) -> Reading {
+        Reading::new(Arc::clone(&self.inner), self.publish.id, self.manifest.clone())
+    }
+
+    /// Lists the checkpoint: the one moment when it comes to be, whole.
+    ///
+    /// # Errors
+    /// [`Error::Conflict`] if its parent was retired meanwhile, or a sweep gave up on this attempt;
+    /// [`Error::CommitUnknown`] if it cannot be found out whether it is listed. Dropping the future
+    /// leaves that open, too: list the store to see.
+    pub async fn publish(self) -> Result<Checkpoint> {
+        let op = Op::Publish(self.publish);
+        let id = op.published();
+        let entry = self.inner.append(|_| Ok(Some(op.clone()))).await?;
+        let known = self.inner.known.lock().await;
+        let listed = id.and_then(|id| known.state.get(id)).cloned();
+        // Another writer may have retired it in the meantime, and this process have read that.
+        listed
+            .or_else(|| entry.and_then(just_published))
+            .ok_or_else(|| Error::NoCheckpoint { what: "was published".to_owned() })
+    }
+}
+
+fn just_published(entry: crate::entry::Entry) -> Option<Checkpoint> {
+    let Op::Publish(about) = entry.op else { return None };
+    let base = about.parent.map(|p| p.id);
+    Some(Checkpoint {
+        about,
+        entry: entry.n,
+        order: entry.n,
+        base,
+        pinned: false,
+        at_ms: entry.at_ms,
+    })
+}
+
+impl Inner {
+    /// Compares the stored objects' sizes with what was uploaded.
+    async fn check_sizes(&self, publish: &Publish, manifest: &Manifest) -> Result<()> {
+        let mut wanted: BTreeMap<_, _> = (0..)
+            .zip(&manifest.objects)
+            .map(|(n, o)| (self.layout.part(publish.id, Part::Data(n)), o.len))
+            .collect();
+        wanted.insert(self.layout.part(publish.id, Part::Manifest), publish.manifest_len);
+        if wanted.len() > LOOK_UP {
+            // A listing may be stale, so only what it shows as it should be needs no further look.
+            for meta in self.io.list(&self.layout.checkpoint(publish.id), None).await? {
+                if wanted.get(&meta.location) == Some(&meta.size) {
+                    wanted.remove(&meta.location);
+                }
+            }
+        }
+        let check = |(key, len): (object_store::path::Path, u64)| async move {
+            match self.io.head(&key).await? {
+                meta if meta.size == len => Ok(()),
+                meta => {
+                    let what = format!("{} bytes are stored, {len} were uploaded", meta.size);
+                    Err(Error::corrupt(key, what))
+                }
+            }
+        };
+        let checks = futures::stream::iter(wanted).map(check);
+        checks.buffer_unordered(self.concurrency()).try_collect::<()>().await
+    }
+
+    /// Deletes all objects of a checkpoint, the manifest last. Returns the bytes.
+    pub(crate) async fn delete_checkpoint(&self, id: CheckpointId) -> Result<u64> {
+        let folder = self.layout.checkpoint(id);
+        let mut found = self.io.list(&folder, None).await?;
+        let manifest = self.layout.part(id, Part::Manifest);
+        let last = found.iter().position(|m| m.location == manifest).map(|i| found.swap_remove(i));
+        let bytes = found.iter().chain(&last).map(|m| m.size).sum();
+        let delete = |meta: ObjectMeta| async move { self.io.delete(&meta.location).await };
+        let deletes = futures::stream::iter(found).map(delete);
+        deletes.buffer_unordered(self.concurrency()).try_collect::<()>().await?;
+        self.reached("delete.data").await;
+        if let Some(meta) = last {
+            self.io.delete(&meta.location).await?;
+        }
+        if let Some(local) = &self.folder {
+            local.remove_if_empty(&folder);
+        }
+        Ok(bytes)
+    }
+}
+
+/// The hash of a manifest is part of what a delta names: keep it with its id.
+impl From<(CheckpointId, Hash)> for Reference {
+    fn from((id, manifest_blake3): (CheckpointId, Hash)) -> Self {
+        Self { id, manifest_blake3 }
+    }
+}

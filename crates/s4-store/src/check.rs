@@ -1,0 +1,224 @@
+//! Looking for damage.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use futures::StreamExt;
+
+use crate::error::{Conflict, Error, Result};
+use crate::id::CheckpointId;
+use crate::layout::Part;
+use crate::reading::Reading;
+use crate::rebase::CallbackError;
+use crate::state::{Checkpoint, State};
+use crate::store::Store;
+
+/// How thorough a check is.
+#[derive(Debug, Clone, Default)]
+pub struct CheckOptions {
+    /// Read every data object and compare its hash. Without this only manifests are read, and the
+    /// sizes of objects compared.
+    pub read_data: bool,
+    /// Read only this part of the data: the objects whose number in the store leaves the first number
+    /// when divided by the second.
+    pub part: Option<(u64, u64)>,
+    /// Only these checkpoints; all if empty.
+    pub only: Vec<CheckpointId>,
+}
+
+/// Code of the caller's that looks into a checkpoint whose objects are all as they were stored.
+#[async_trait::async_trait]
+pub trait Inspector: Send {
+    /// Checks one checkpoint, whose chain is given as in [`State::chain`]; an error is a finding.
+    async fn inspect(
+        &mut self,
+        store: &Store,
+        chain: &[Checkpoint],
+        reading: &Reading,
+    ) -> std::result::Result<(), CallbackError>;
+}
+
+/// Something that is wrong.
+#[derive(Debug)]
+pub struct Finding {
+    /// The checkpoint that is damaged, if it is one.
+    pub checkpoint: Option<CheckpointId>,
+    /// What is wrong, and where.
+    pub error: Error,
+}
+
+/// What a check saw.
+#[derive(Debug, Default)]
+pub struct CheckReport {
+    /// What is wrong.
+    pub findings: Vec<Finding>,
+    /// Checkpoints that need a damaged one, and so cannot be restored though they are whole.
+    pub unusable: Vec<(CheckpointId, CheckpointId)>,
+    /// Entries of the log that have no effect, with the rule that they break. Harmless, but no writer
+    /// of this library makes them.
+    pub void: Vec<(u64, Conflict)>,
+    /// Checkpoints that were checked.
+    pub checkpoints: usize,
+    /// Objects that were looked up.
+    pub objects: u64,
+    /// Bytes that were read and hashed.
+    pub bytes_read: u64,
+    /// Attempts and retired checkpoints that still have objects, and their bytes.
+    pub unlisted: BTreeMap<CheckpointId, u64>,
+}
+
+impl CheckReport {
+    /// Whether nothing is wrong.
+    #[must_use]
+    pub fn is_clean(&self) -> bool {
+        self.findings.is_empty() && self.unusable.is_empty()
+    }
+
+    fn found(&mut self, checkpoint: Option<CheckpointId>, error: Error) {
+        self.findings.push(Finding { checkpoint, error });
+    }
+}
+
+impl Store {
+    /// Replays the whole log and checks every listed checkpoint against it.
+    ///
+    /// # Errors
+    /// If the log itself or a listing cannot be read; everything else is in the report.
+    pub async fn check(
+        &self,
+        options: &CheckOptions,
+        mut inspector: Option<&mut dyn Inspector>,
+    ) -> Result<CheckReport> {
+        let mut report = CheckReport::default();
+        let state = self.inner.replay().await?;
+        report.void.clone_from(&state.void);
+        let sizes = self.stored_sizes(&state, &mut report).await?;
+        let wanted = |c: &&Checkpoint| options.only.is_empty() || options.only.contains(&c.id());
+        for checkpoint in state.list().into_iter().filter(wanted) {
+            report.checkpoints += 1;
+            let id = checkpoint.id();
+            if let Err(error) = self
+                .check_one(checkpoint, &state, options, &sizes, &mut report, &mut inspector)
+                .await
+            {
+                report.found(Some(id), error);
+            }
+        }
+        report.unusable = unusable(&state, &report);
+        Ok(report)
+    }
+
+    /// Sizes of all objects below `ck/`; counts what belongs to no listed checkpoint.
+    async fn stored_sizes(
+        &self,
+        state: &State,
+        report: &mut CheckReport,
+    ) -> Result<BTreeMap<(CheckpointId, Part), u64>> {
+        let mut sizes = BTreeMap::new();
+        for meta in self.inner.io.list(&self.inner.layout.checkpoints(), None).await? {
+            if let Some((id, part)) = self.inner.layout.parse_part(&meta.location) {
+                sizes.insert((id, part), meta.size);
+                if state.get(id).is_none() {
+                    *report.unlisted.entry(id).or_default() += meta.size;
+                }
+            }
+        }
+        Ok(sizes)
+    }
+
+    /// An error ends the check of this checkpoint: what follows could not be trusted.
+    async fn check_one(
+        &self,
+        checkpoint: &Checkpoint,
+        state: &State,
+        options: &CheckOptions,
+        sizes: &BTreeMap<(CheckpointId, Part), u64>,
+        report: &mut CheckReport,
+        inspector: &mut Option<&mut dyn Inspector>,
+    ) -> Result<()> {
+        let id = checkpoint.id();
+        let reading = self.read_manifest(checkpoint).await?;
+        let before = report.findings.len();
+        for (n, info) in (0u32..).zip(&reading.manifest().objects) {
+            report.objects += 1;
+            if sizes.get(&(id, Part::Data(n))) != Some(&info.len) {
+                self.look_up(&reading, n, info.len, report).await;
+            }
+        }
+        if options.read_data && report.findings.len() == before {
+            self.read_objects(&reading, options, report).await;
+        }
+        if let Some(inspector) = inspector
+            && report.findings.len() == before
+        {
+            let chain: Vec<_> = state.chain(id)?.into_iter().cloned().collect();
+            inspector.inspect(self, &chain, &reading).await.map_err(Error::Callback)?;
+        }
+        Ok(())
+    }
+
+    /// A listing may be stale: what it does not show, or shows otherwise, is asked for by name.
+    async fn look_up(&self, reading: &Reading, n: u32, len: u64, report: &mut CheckReport) {
+        let key = self.inner.layout.part(reading.id(), Part::Data(n));
+        let error = match self.inner.io.head(&key).await {
+            Ok(meta) if meta.size == len => return,
+            Ok(meta) => {
+                Error::corrupt(key, format!("{} bytes, the manifest says {len}", meta.size))
+            }
+            Err(e) => e,
+        };
+        report.found(Some(reading.id()), error);
+    }
+
+    async fn read_objects(
+        &self,
+        reading: &Reading,
+        options: &CheckOptions,
+        report: &mut CheckReport,
+    ) {
+        let first = report.objects - reading.manifest().objects.len() as u64;
+        let chosen = |n: &u32| {
+            let part = options.part.filter(|(_, of)| *of > 0);
+            part.is_none_or(|(rest, of)| (first + u64::from(*n)) % of == rest % of)
+        };
+        let numbers: Vec<_> = (0..reading.object_count()).filter(chosen).collect();
+        let read = |n| async move {
+            // Objects count against the same memory as uploads.
+            let len = reading.manifest().objects.get(n as usize).map_or(0, |o| o.len);
+            let _permit = self.inner.io.reserve(usize::try_from(len).unwrap_or(usize::MAX)).await?;
+            reading.object(n).await.map(|bytes| bytes.len() as u64)
+        };
+        let mut reads =
+            futures::stream::iter(numbers).map(read).buffer_unordered(self.inner.concurrency());
+        while let Some(done) = reads.next().await {
+            match done {
+                Ok(len) => report.bytes_read += len,
+                Err(error) => report.found(Some(reading.id()), error),
+            }
+        }
+    }
+
+    /// The checkpoints that can be restored as far as `report` tells, from the oldest to the newest.
+    ///
+    /// # Errors
+    /// If the log cannot be read.
+    pub async fn usable(&self, report: &CheckReport) -> Result<Vec<Checkpoint>> {
+        let state: Arc<State> = self.state().await?;
+        let damaged = |c: &Checkpoint| {
+            report.findings.iter().any(|f| f.checkpoint == Some(c.id()))
+                || report.unusable.iter().any(|(id, _)| *id == c.id())
+        };
+        Ok(state.list().into_iter().filter(|c| !damaged(c)).cloned().collect())
+    }
+}
+
+fn unusable(state: &State, report: &CheckReport) -> Vec<(CheckpointId, CheckpointId)> {
+    let mut damaged: Vec<_> = report.findings.iter().filter_map(|f| f.checkpoint).collect();
+    damaged.sort_unstable();
+    damaged.dedup();
+    let of = |bad: &CheckpointId| {
+        let bad = *bad;
+        state.descendants(&[bad]).into_iter().map(move |id| (id, bad)).collect::<Vec<_>>()
+    };
+    damaged.iter().flat_map(of).collect()
+}

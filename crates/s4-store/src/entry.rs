@@ -1,0 +1,159 @@
+//! Log entries: what reaches disk.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::error::{Error, Result};
+use crate::id::{CheckpointId, Hash, WriteId};
+use crate::seal;
+
+/// The version of log entries that this library reads and writes.
+pub(crate) const VERSION: u32 = 1;
+
+/// The most bytes of one log entry.
+pub(crate) const MAX_ENTRY: u64 = 64 << 10;
+
+/// One entry of the log. Entries are only ever created, never changed and never deleted.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Entry {
+    /// Version of the entry's form.
+    pub v: u32,
+    /// Its number; the first one is 1.
+    pub n: u64,
+    /// BLAKE3 of the bytes of entry `n - 1`; of nothing for the first.
+    pub prev: Hash,
+    /// Tells one writer's entry from another's.
+    pub write_id: WriteId,
+    /// The writer's clock in milliseconds since 1970: for people, never for decisions.
+    pub at_ms: i64,
+    /// What it does.
+    pub op: Op,
+}
+
+/// What a log entry does.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+#[non_exhaustive]
+pub enum Op {
+    /// Lists a checkpoint.
+    Publish(Publish),
+    /// Takes checkpoints off the list; a sweep deletes their data later.
+    Retire {
+        /// Those checkpoints, a delta before what it is a delta of.
+        ids: Vec<CheckpointId>,
+        /// Why, for people.
+        #[serde(default, skip_serializing_if = "String::is_empty")]
+        reason: String,
+    },
+    /// Forbids attempts to be published ever after; their data may be deleted.
+    Abort {
+        /// Those attempts.
+        ids: Vec<CheckpointId>,
+    },
+    /// Protects a checkpoint from being retired.
+    Pin {
+        /// The checkpoint.
+        id: CheckpointId,
+    },
+    /// Ends a protection.
+    Unpin {
+        /// The checkpoint.
+        id: CheckpointId,
+    },
+    /// Does nothing but take a number, so that a write whose outcome is unknown cannot land on it.
+    Fence {
+        /// The write that was not there.
+        against: WriteId,
+    },
+}
+
+/// A checkpoint as its writer describes it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Publish {
+    /// The checkpoint.
+    pub id: CheckpointId,
+    /// The training step.
+    pub step: u64,
+    /// What it is a delta of; absent for a full checkpoint.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parent: Option<Reference>,
+    /// The checkpoint whose content this full one also holds, and whose place it takes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replaces: Option<Reference>,
+    /// BLAKE3 of the object `manifest`.
+    pub manifest_blake3: Hash,
+    /// Bytes of the object `manifest`.
+    pub manifest_len: u64,
+    /// Number of data objects.
+    pub objects: u32,
+    /// Bytes of all data objects.
+    pub data_len: u64,
+    /// Bytes of the tensors before compression, as the caller says; 0 if it does not.
+    #[serde(default)]
+    pub raw_len: u64,
+    /// Numbers that retention can choose by. Finite.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub metrics: BTreeMap<String, f64>,
+    /// Words for people and tools.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub tags: BTreeMap<String, String>,
+}
+
+/// A checkpoint, pinned down by its manifest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Reference {
+    /// The checkpoint.
+    pub id: CheckpointId,
+    /// BLAKE3 of its object `manifest`.
+    pub manifest_blake3: Hash,
+}
+
+impl Op {
+    /// The checkpoint that this would publish.
+    pub(crate) fn published(&self) -> Option<CheckpointId> {
+        match self {
+            Self::Publish(publish) => Some(publish.id),
+            _ => None,
+        }
+    }
+}
+
+impl Entry {
+    /// The bytes of the object.
+    pub(crate) fn to_bytes(&self, key: &str) -> Result<Vec<u8>> {
+        let bytes = seal::seal(key, self)?;
+        if bytes.len() as u64 > MAX_ENTRY {
+            return Err(Error::Limit(format!(
+                "a log entry of {} bytes ({MAX_ENTRY} are allowed): fewer or shorter metrics and \
+                 tags are needed",
+                bytes.len()
+            )));
+        }
+        Ok(bytes)
+    }
+
+    /// Parses the object of entry `n`.
+    pub(crate) fn parse(key: &str, n: u64, bytes: &[u8]) -> Result<Self> {
+        let body = seal::unseal(bytes)
+            .ok_or_else(|| Error::corrupt(key, "the log entry's seal does not match"))?;
+        // The version first: a later one may have fields and operations that this one cannot parse.
+        let value: Value = serde_json::from_slice(body).map_err(|e| Error::corrupt(key, e))?;
+        let version = value.get("v").and_then(Value::as_u64);
+        if version != Some(u64::from(VERSION)) {
+            return Err(Error::Unsupported {
+                key: key.to_owned(),
+                what: format!("log entries of version {version:?}; this library reads {VERSION}"),
+            });
+        }
+        let entry: Self = serde_json::from_value(value).map_err(|e| Error::corrupt(key, e))?;
+        if entry.n != n {
+            return Err(Error::corrupt(key, format!("it says that it is entry {}", entry.n)));
+        }
+        Ok(entry)
+    }
+}

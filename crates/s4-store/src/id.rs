@@ -1,0 +1,165 @@
+//! Names: checkpoints, writes, hashes.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+use uuid::Uuid;
+
+/// Identifies one attempt to store a checkpoint, and the checkpoint once it is published. A UUID of
+/// version 7, never used twice: a second attempt at the same step has another id.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct CheckpointId(Uuid);
+
+impl CheckpointId {
+    pub(crate) fn new(uuid: Uuid) -> Self {
+        Self(uuid)
+    }
+}
+
+impl fmt::Display for CheckpointId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.as_hyphenated().fmt(f)
+    }
+}
+
+/// A text that names no checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("`{0}` is not a checkpoint's id (a UUID, in lower case and with hyphens)")]
+pub struct InvalidId(String);
+
+impl FromStr for CheckpointId {
+    type Err = InvalidId;
+
+    /// Parses the hyphenated lower-case form, the only one that names a folder of a store.
+    fn from_str(text: &str) -> Result<Self, InvalidId> {
+        let id = Uuid::try_parse(text).ok().map(Self);
+        // One id must have one name, or two folders could claim to be one checkpoint.
+        id.filter(|id| id.to_string() == text).ok_or_else(|| InvalidId(text.to_owned()))
+    }
+}
+
+/// Identifies one write of a log entry: what tells our own entry from another's after an answer was
+/// lost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct WriteId(Uuid);
+
+impl WriteId {
+    pub(crate) fn new(uuid: Uuid) -> Self {
+        Self(uuid)
+    }
+
+    /// A number that spreads over all bits, for jitter without a random generator.
+    pub(crate) fn spread(self) -> u64 {
+        let (high, low) = self.0.as_u64_pair();
+        (high ^ low).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+    }
+}
+
+impl fmt::Display for WriteId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.as_hyphenated().fmt(f)
+    }
+}
+
+/// Where new ids come from. The default draws UUIDs of version 7; a simulation hands in its own, so
+/// that a seed repeats a run exactly.
+pub trait Ids: fmt::Debug + Send + Sync {
+    /// An id that was never returned before, here or on any other machine.
+    fn next(&self) -> Uuid;
+}
+
+/// UUIDs of version 7, by the clock and the system's random numbers.
+#[derive(Debug, Default, Clone, Copy)]
+pub struct TimeIds;
+
+impl Ids for TimeIds {
+    fn next(&self) -> Uuid {
+        Uuid::now_v7()
+    }
+}
+
+/// A BLAKE3 hash of 32 bytes; lower-case hexadecimal in JSON and in messages.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Hash([u8; 32]);
+
+impl Hash {
+    /// The hash of no bytes at all, which stands before the first log entry.
+    #[must_use]
+    pub fn of_nothing() -> Self {
+        Self::of(&[])
+    }
+
+    /// The hash of `bytes`.
+    #[must_use]
+    pub fn of(bytes: &[u8]) -> Self {
+        Self(*blake3::hash(bytes).as_bytes())
+    }
+
+    /// Its 32 bytes.
+    #[must_use]
+    pub fn as_bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
+}
+
+impl From<[u8; 32]> for Hash {
+    fn from(bytes: [u8; 32]) -> Self {
+        Self(bytes)
+    }
+}
+
+impl fmt::Display for Hash {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&blake3::Hash::from_bytes(self.0).to_hex())
+    }
+}
+
+impl fmt::Debug for Hash {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl Serialize for Hash {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for Hash {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = <std::borrow::Cow<'de, str>>::deserialize(deserializer)?;
+        let hash = blake3::Hash::from_hex(text.as_ref()).map_err(de::Error::custom)?;
+        if hash.to_hex().as_str() == text {
+            Ok(Self(*hash.as_bytes()))
+        } else {
+            Err(de::Error::custom("a hash is written in lower case"))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_id_has_one_name() {
+        let id = CheckpointId::new(TimeIds.next());
+        assert_eq!(id.to_string().parse::<CheckpointId>().unwrap(), id);
+        assert!(id.to_string().to_uppercase().parse::<CheckpointId>().is_err());
+        assert!(id.to_string().replace('-', "").parse::<CheckpointId>().is_err());
+        assert!("".parse::<CheckpointId>().is_err());
+    }
+
+    #[test]
+    fn hashes_survive_json() {
+        let hash = Hash::of(b"abc");
+        let text = serde_json::to_string(&hash).unwrap();
+        assert_eq!(serde_json::from_str::<Hash>(&text).unwrap(), hash);
+        assert!(serde_json::from_str::<Hash>(&text.to_uppercase()).is_err());
+        assert!(serde_json::from_str::<Hash>("\"00\"").is_err());
+    }
+}

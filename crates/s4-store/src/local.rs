@@ -1,0 +1,196 @@
+//! What a local folder needs beyond an object store: syncing, leftovers, kind of file system.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use crate::error::{Error, Result};
+
+/// A store's folder.
+#[derive(Debug, Clone)]
+pub(crate) struct Folder {
+    root: PathBuf,
+}
+
+/// A file that a killed writer left behind.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Leftover {
+    pub(crate) path: PathBuf,
+    pub(crate) len: u64,
+    pub(crate) modified: SystemTime,
+}
+
+/// How far a file system can be trusted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Trust {
+    /// Local, or known to be coherent.
+    Full,
+    /// Works as far as is known, but caches may lie for a while.
+    Doubtful(&'static str),
+    /// Known to lack what the store rests on.
+    None(&'static str),
+}
+
+impl Folder {
+    /// Creates the folder and what is missing above it, durably.
+    pub(crate) fn create(root: &Path) -> Result<Self> {
+        let root = std::path::absolute(root).map_err(|e| at("find", root, e))?;
+        let mut existing = root.as_path();
+        while !existing.exists() {
+            match existing.parent() {
+                Some(parent) => existing = parent,
+                None => break,
+            }
+        }
+        fs::create_dir_all(&root).map_err(|e| at("create", &root, e))?;
+        for made in root.ancestors().take_while(|a| *a != existing).chain([existing]) {
+            sync(made)?;
+        }
+        Ok(Self { root })
+    }
+
+    /// The folder, if it is one.
+    pub(crate) fn existing(root: &Path) -> Option<Self> {
+        let root = std::path::absolute(root).ok()?;
+        root.is_dir().then_some(Self { root })
+    }
+
+    pub(crate) fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Makes the names in a folder of the store durable. Another process may have created one just
+    /// now and not come so far.
+    pub(crate) fn sync_names(&self, folder: &object_store::path::Path) -> Result<()> {
+        let path = self.path_of(folder);
+        if path.exists() { sync(&path) } else { Ok(()) }
+    }
+
+    /// Files named `<object>#<number>`: what the client of a local folder writes before it links or
+    /// renames. A writer that is killed leaves one, and object stores do not list it.
+    pub(crate) fn leftovers(&self) -> Result<Vec<Leftover>> {
+        let mut open = vec![self.root.clone()];
+        let mut found = Vec::new();
+        while let Some(folder) = open.pop() {
+            let entries = match fs::read_dir(&folder) {
+                Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
+                other => other.map_err(|e| at("list", &folder, e))?,
+            };
+            for entry in entries {
+                let entry = entry.map_err(|e| at("list", &folder, e))?;
+                let path = entry.path();
+                let Ok(meta) = entry.metadata() else { continue };
+                if meta.is_dir() {
+                    open.push(path);
+                } else if is_staging(&entry.file_name().to_string_lossy()) {
+                    let modified = meta.modified().map_err(|e| at("look up", &path, e))?;
+                    found.push(Leftover { path, len: meta.len(), modified });
+                }
+            }
+        }
+        found.sort_by(|a, b| a.path.cmp(&b.path));
+        Ok(found)
+    }
+
+    pub(crate) fn remove(&self, leftover: &Leftover) -> Result<()> {
+        match fs::remove_file(&leftover.path) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(at("delete", &leftover.path, e)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Removes a folder of the store if it is empty.
+    pub(crate) fn remove_if_empty(&self, folder: &object_store::path::Path) {
+        // Not empty, or gone: both are fine.
+        let _ = fs::remove_dir(self.path_of(folder));
+    }
+
+    fn path_of(&self, key: &object_store::path::Path) -> PathBuf {
+        key.parts().fold(self.root.clone(), |path, part| path.join(part.as_ref()))
+    }
+
+    /// How far the file system below the folder can be trusted.
+    pub(crate) fn trust(&self) -> Trust {
+        trust_of(&self.root)
+    }
+}
+
+fn is_staging(name: &str) -> bool {
+    let number = name.rsplit_once('#').map(|(_, number)| number);
+    number.is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
+}
+
+#[cfg(unix)]
+fn sync(folder: &Path) -> Result<()> {
+    File::open(folder).and_then(|f| f.sync_all()).map_err(|e| at("sync", folder, e))
+}
+
+#[cfg(not(unix))]
+fn sync(folder: &Path) -> Result<()> {
+    // Other systems cannot open a folder as a file; their file systems order names by themselves.
+    let _ = (folder, File::open);
+    Ok(())
+}
+
+fn at(action: &'static str, path: &Path, source: io::Error) -> Error {
+    Error::Io { action, path: path.display().to_string(), source }
+}
+
+#[cfg(target_os = "linux")]
+fn trust_of(path: &Path) -> Trust {
+    match rustix::fs::statfs(path) {
+        // The field's type differs between machines; the numbers fit 32 bits.
+        Ok(stat) => trust_of_magic(stat.f_type as u32),
+        Err(_) => Trust::Full,
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+fn trust_of(_: &Path) -> Trust {
+    Trust::Full
+}
+
+#[cfg(any(target_os = "linux", test))]
+fn trust_of_magic(magic: u32) -> Trust {
+    match magic {
+        0x6969 => Trust::Doubtful("NFS"),
+        0x6573_5546 => Trust::Doubtful("FUSE"),
+        0x0102_1997 => Trust::Doubtful("9p"),
+        0x517b | 0xfe53_4d42 | 0xff53_4d42 => Trust::None("SMB"),
+        0x5346_414f | 0x6b41_4653 => Trust::None("AFS"),
+        _ => Trust::Full,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_staging_files_are_leftovers() {
+        let temp = tempfile::tempdir().unwrap();
+        let folder = Folder::create(&temp.path().join("a/b")).unwrap();
+        assert!(Folder::existing(&temp.path().join("a/c")).is_none());
+        fs::create_dir(folder.root().join("log")).unwrap();
+        for name in ["d-0#1", "d-0", "log/00001#23", "x#", "x#1a", "#7"] {
+            fs::write(folder.root().join(name), b"12").unwrap();
+        }
+        let found = folder.leftovers().unwrap();
+        let names: Vec<_> = found.iter().map(|l| l.path.file_name().unwrap()).collect();
+        assert_eq!(names, ["#7", "d-0#1", "00001#23"]);
+        assert!(found.iter().all(|l| l.len == 2));
+        folder.remove(&found[1]).unwrap();
+        folder.remove(&found[1]).unwrap();
+        assert_eq!(folder.leftovers().unwrap().len(), 2);
+    }
+
+    #[test]
+    fn network_file_systems_are_known() {
+        assert_eq!(trust_of_magic(0xef53), Trust::Full);
+        assert!(matches!(trust_of_magic(0x6969), Trust::Doubtful(_)));
+        assert!(matches!(trust_of_magic(0xff53_4d42), Trust::None(_)));
+        let temp = tempfile::tempdir().unwrap();
+        assert_ne!(Folder::create(temp.path()).unwrap().trust(), Trust::None("AFS"));
+    }
+}

@@ -1,0 +1,131 @@
+//! The object `manifest`: a table of the data objects, then bytes that mean nothing here.
+//!
+//! `S4CKPT`, a byte 0, a byte with the version; 4 bytes: length of the table, little-endian; the
+//! table as JSON; the caller's bytes up to the end. Its hash stands in the log.
+
+use bytes::{BufMut, Bytes, BytesMut};
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::id::{CheckpointId, Hash};
+
+const MAGIC: [u8; 8] = *b"S4CKPT\0\x01";
+
+/// The most bytes of one data object.
+pub const MAX_OBJECT: usize = 64 << 20;
+
+/// The most bytes of a manifest, the table included.
+pub const MAX_MANIFEST: u64 = 256 << 20;
+
+/// One data object of a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ObjectInfo {
+    /// Its bytes.
+    pub len: u64,
+    /// Their hash.
+    pub blake3: Hash,
+    /// What it holds, in a word of the caller's: `weights`, `optimizer`...
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub kind: String,
+}
+
+/// What the object `manifest` holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Manifest {
+    /// The data objects; the first is number 0.
+    pub objects: Vec<ObjectInfo>,
+    /// The caller's bytes.
+    pub blob: Bytes,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Table<'a> {
+    id: CheckpointId,
+    #[serde(borrow)]
+    objects: std::borrow::Cow<'a, [ObjectInfo]>,
+    blob_len: u64,
+}
+
+impl Manifest {
+    /// Bytes of all data objects.
+    #[must_use]
+    pub fn data_len(&self) -> u64 {
+        self.objects.iter().map(|o| o.len).fold(0, u64::saturating_add)
+    }
+
+    pub(crate) fn to_bytes(&self, id: CheckpointId) -> Result<Bytes> {
+        let objects = std::borrow::Cow::Borrowed(&self.objects[..]);
+        let table = Table { id, objects, blob_len: self.blob.len() as u64 };
+        let table = serde_json::to_vec(&table).map_err(|e| Error::Argument(e.to_string()))?;
+        let total = (MAGIC.len() + 4 + table.len()) as u64 + self.blob.len() as u64;
+        if total > MAX_MANIFEST {
+            return Err(Error::Limit(format!(
+                "a manifest of {total} bytes, {MAX_MANIFEST} at most"
+            )));
+        }
+        let len = u32::try_from(table.len()).map_err(|e| Error::Limit(e.to_string()))?;
+        let mut out = BytesMut::with_capacity(usize::try_from(total).unwrap_or(0));
+        out.put_slice(&MAGIC);
+        out.put_u32_le(len);
+        out.put_slice(&table);
+        out.put_slice(&self.blob);
+        Ok(out.freeze())
+    }
+
+    pub(crate) fn parse(key: &str, id: CheckpointId, bytes: &Bytes) -> Result<Self> {
+        let bad = |what: &str| Error::corrupt(key, what);
+        let after = bytes.strip_prefix(&MAGIC).ok_or_else(|| bad("it is no manifest"))?;
+        let (len, after) = after.split_first_chunk().ok_or_else(|| bad("it ends too early"))?;
+        let len = usize::try_from(u32::from_le_bytes(*len)).map_err(|e| bad(&e.to_string()))?;
+        let (table, blob) = after.split_at_checked(len).ok_or_else(|| bad("it ends too early"))?;
+        let table: Table<'_> = serde_json::from_slice(table).map_err(|e| Error::corrupt(key, e))?;
+        if table.id != id {
+            return Err(bad(&format!("it belongs to checkpoint {}", table.id)));
+        }
+        if table.blob_len != blob.len() as u64 {
+            return Err(bad("its length is not what its table says"));
+        }
+        if table.objects.iter().any(|o| o.len > MAX_OBJECT as u64) {
+            return Err(bad("an object is larger than any may be"));
+        }
+        Ok(Self { objects: table.objects.into_owned(), blob: bytes.slice_ref(blob) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::id::{Ids, TimeIds};
+
+    #[test]
+    fn is_read_as_it_was_written_and_every_cut_is_an_error() {
+        let id = CheckpointId::new(TimeIds.next());
+        let object = |kind: &str| ObjectInfo { len: 7, blake3: Hash::of(b"x"), kind: kind.into() };
+        let manifest = Manifest {
+            objects: vec![object("weights"), object("\u{e4}\"")],
+            blob: Bytes::from_static(b"anything"),
+        };
+        let bytes = manifest.to_bytes(id).unwrap();
+        assert_eq!(Manifest::parse("k", id, &bytes).unwrap(), manifest);
+        assert_eq!(manifest.data_len(), 14);
+        for end in 0..bytes.len() {
+            assert!(Manifest::parse("k", id, &bytes.slice(..end)).is_err(), "{end}");
+        }
+        let other = CheckpointId::new(TimeIds.next());
+        assert!(Manifest::parse("k", other, &bytes).is_err());
+        let mut longer = BytesMut::from(&bytes[..]);
+        longer.put_u8(0);
+        assert!(Manifest::parse("k", id, &longer.freeze()).is_err());
+    }
+
+    #[test]
+    fn a_length_beyond_the_end_is_not_believed() {
+        let id = CheckpointId::new(TimeIds.next());
+        let mut bytes = BytesMut::from(&MAGIC[..]);
+        bytes.put_u32_le(u32::MAX);
+        bytes.put_slice(b"{}");
+        assert!(Manifest::parse("k", id, &bytes.freeze()).is_err());
+    }
+}

@@ -1,0 +1,106 @@
+//! Reading a checkpoint's data objects.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use object_store::path::Path;
+
+use crate::error::{Error, Result};
+use crate::id::{CheckpointId, Hash};
+use crate::layout::Part;
+use crate::manifest::{Manifest, ObjectInfo};
+use crate::store::Inner;
+
+/// Bytes from which on hashing leaves the threads that wait for the network.
+const HASH_ASIDE: usize = 1 << 20;
+
+/// A checkpoint's manifest, and the way to its objects.
+#[derive(Debug, Clone)]
+pub struct Reading {
+    inner: Arc<Inner>,
+    id: CheckpointId,
+    manifest: Arc<Manifest>,
+}
+
+impl Reading {
+    pub(crate) fn new(inner: Arc<Inner>, id: CheckpointId, manifest: Manifest) -> Self {
+        Self { inner, id, manifest: Arc::new(manifest) }
+    }
+
+    /// The checkpoint.
+    #[must_use]
+    pub fn id(&self) -> CheckpointId {
+        self.id
+    }
+
+    /// What the manifest says.
+    #[must_use]
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    /// The number of data objects.
+    #[must_use]
+    pub fn object_count(&self) -> u32 {
+        u32::try_from(self.manifest.objects.len()).unwrap_or(u32::MAX)
+    }
+
+    /// A whole object, its length and hash checked.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if there is no object `n`; [`Error::Corrupt`] or [`Error::Missing`] if it
+    /// is damaged.
+    pub async fn object(&self, n: u32) -> Result<Bytes> {
+        let (key, info) = self.find(n)?;
+        let mut again = true;
+        loop {
+            let bytes = self.inner.io.get(&key, info.len).await?;
+            let len = bytes.len() as u64;
+            if len != info.len {
+                let what = format!("{len} bytes, the manifest says {}", info.len);
+                return Err(Error::corrupt(key, what));
+            }
+            if hash(bytes.clone()).await == info.blake3 {
+                return Ok(bytes);
+            }
+            // Bytes may be damaged on their way: a second copy tells.
+            if !std::mem::take(&mut again) {
+                return Err(Error::corrupt(key, "its hash is not the one in the manifest"));
+            }
+        }
+    }
+
+    /// Bytes of an object, with nothing checked but their number: the caller's checksums are for that.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if the object has no such range; [`Error::Missing`] if it is gone.
+    pub async fn range(&self, n: u32, range: Range<u64>) -> Result<Bytes> {
+        let (key, info) = self.find(n)?;
+        if range.start > range.end || range.end > info.len {
+            let what = format!("{key} has {} bytes, {range:?} was asked for", info.len);
+            return Err(Error::Argument(what));
+        }
+        self.inner.io.get_range(&key, range).await
+    }
+
+    fn find(&self, n: u32) -> Result<(Path, &ObjectInfo)> {
+        let key = self.inner.layout.part(self.id, Part::Data(n));
+        let info = usize::try_from(n).ok().and_then(|n| self.manifest.objects.get(n));
+        let info = info.ok_or_else(|| Error::Argument(format!("the manifest lists no {key}")))?;
+        Ok((key, info))
+    }
+}
+
+/// BLAKE3 of the bytes, on a thread of its own if that takes long.
+pub(crate) async fn hash(bytes: Bytes) -> Hash {
+    if bytes.len() < HASH_ASIDE {
+        return Hash::of(&bytes);
+    }
+    let copy = bytes.clone();
+    match tokio::task::spawn_blocking(move || Hash::of(&copy)).await {
+        Ok(hash) => hash,
+        // The runtime is shutting down.
+        Err(_) => Hash::of(&bytes),
+    }
+}

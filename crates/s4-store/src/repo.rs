@@ -1,0 +1,99 @@
+//! `repo.json`: what a store is. Created once, never changed.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use uuid::Uuid;
+
+use crate::error::{Error, Result};
+use crate::probe::ProbeReport;
+use crate::seal;
+
+/// The version of the layout that this library reads and writes.
+const FORMAT: u32 = 1;
+
+/// The most bytes of `repo.json`.
+pub(crate) const MAX_REPO: u64 = 64 << 10;
+
+/// How many processes may write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Mode {
+    /// Any number: the object store creates an object only if it is absent.
+    Many,
+    /// One at a time, and it is up to the users to see to that.
+    Single,
+}
+
+/// What `repo.json` says.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Repo {
+    /// Version of the layout.
+    pub format: u32,
+    /// The oldest version of the layout that a reader must know.
+    pub min_reader: u32,
+    /// Identifies the store.
+    pub id: Uuid,
+    /// How many processes may write.
+    pub mode: Mode,
+    /// What the probe found when the store was created.
+    pub probe: ProbeReport,
+    /// The kind and address of the object store that was probed. A store that was moved to another
+    /// one is probed again before it is written to.
+    pub probed_at: String,
+    /// The clock of its creator in milliseconds since 1970.
+    pub created_ms: i64,
+    /// The library that created it.
+    pub created_by: String,
+}
+
+impl Repo {
+    pub(crate) fn new(id: Uuid, mode: Mode, probe: ProbeReport, probed_at: &str) -> Self {
+        Self {
+            format: FORMAT,
+            min_reader: FORMAT,
+            id,
+            mode,
+            probe,
+            probed_at: probed_at.to_owned(),
+            created_ms: chrono::Utc::now().timestamp_millis(),
+            created_by: concat!("s4-store ", env!("CARGO_PKG_VERSION")).to_owned(),
+        }
+    }
+
+    pub(crate) fn to_bytes(&self, key: &str) -> Result<Vec<u8>> {
+        seal::seal(key, self)
+    }
+
+    pub(crate) fn parse(key: &str, bytes: &[u8]) -> Result<Self> {
+        let body = seal::unseal(bytes).ok_or_else(|| {
+            Error::corrupt(key, "its seal does not match: it is damaged, or no store of ours")
+        })?;
+        let value: Value = serde_json::from_slice(body).map_err(|e| Error::corrupt(key, e))?;
+        match value.get("min_reader").and_then(Value::as_u64) {
+            Some(min) if min <= u64::from(FORMAT) => {}
+            Some(min) => {
+                let what =
+                    format!("it needs a reader of layout {min}; this library reads {FORMAT}");
+                return Err(Error::Unsupported { key: key.to_owned(), what });
+            }
+            None => return Err(Error::corrupt(key, "it names no layout")),
+        }
+        serde_json::from_value(value).map_err(|e| Error::corrupt(key, e))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_newer_layout_is_refused_by_name() {
+        let mut repo = Repo::new(Uuid::nil(), Mode::Many, ProbeReport::default(), "memory");
+        let bytes = repo.to_bytes("repo.json").unwrap();
+        assert_eq!(Repo::parse("repo.json", &bytes).unwrap(), repo);
+        repo.min_reader = 2;
+        let bytes = repo.to_bytes("repo.json").unwrap();
+        let error = Repo::parse("repo.json", &bytes).unwrap_err();
+        assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+    }
+}

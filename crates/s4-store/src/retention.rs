@@ -1,0 +1,146 @@
+//! Which checkpoints to keep.
+
+use std::collections::BTreeMap;
+
+use crate::entry::Op;
+use crate::error::Result;
+use crate::id::CheckpointId;
+use crate::state::{Checkpoint, State};
+use crate::store::{MAX_IDS, Store};
+
+/// A policy. What any of its rules keeps is kept; so is what a kept checkpoint is a delta of, what is
+/// pinned, and always the newest. A policy without rules keeps everything.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Retention {
+    /// The newest so many.
+    pub keep_last: Option<usize>,
+    /// Those whose step is a multiple of this.
+    pub keep_every: Option<u64>,
+    /// The best by a metric.
+    pub best: Vec<Best>,
+    /// These, as long as they are listed: the one a run was resumed from, for one.
+    pub protect: Vec<CheckpointId>,
+}
+
+/// The best checkpoints by one metric. Those that lack the metric are not among them.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Best {
+    /// The metric's name.
+    pub metric: String,
+    /// How many to keep; the newer one of two equals.
+    pub count: usize,
+    /// Whether a larger number is better.
+    pub larger: bool,
+}
+
+/// Why a checkpoint stays.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum Keep {
+    /// It is the newest.
+    Newest,
+    /// It is one of the last so many.
+    Last,
+    /// Its step is a multiple.
+    Every,
+    /// It is among the best by this metric.
+    Best(String),
+    /// It is pinned.
+    Pinned,
+    /// The caller protects it.
+    Protected,
+    /// This one is kept and needs it.
+    NeededBy(CheckpointId),
+    /// There are no rules.
+    NoRules,
+}
+
+/// What a policy makes of a state.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Plan {
+    /// What stays, and why.
+    pub keep: BTreeMap<CheckpointId, Vec<Keep>>,
+    /// What goes, deltas before what they are deltas of.
+    pub retire: Vec<CheckpointId>,
+}
+
+impl Retention {
+    /// What the policy makes of a state.
+    #[must_use]
+    pub fn plan(&self, state: &State) -> Plan {
+        let list = state.list();
+        let mut keep: BTreeMap<CheckpointId, Vec<Keep>> = BTreeMap::new();
+        for (checkpoint, why) in self.chosen(&list) {
+            keep.entry(checkpoint.id()).or_default().push(why);
+        }
+        let chosen: Vec<_> = keep.keys().copied().collect();
+        for id in chosen {
+            // A chain that is broken keeps nothing further: the rules of the log exclude it.
+            for needed in state.chain(id).unwrap_or_default().iter().skip(1) {
+                let why = keep.entry(needed.id()).or_default();
+                if !why.iter().any(|w| matches!(w, Keep::NeededBy(_))) {
+                    why.push(Keep::NeededBy(id));
+                }
+            }
+        }
+        let mut retire: Vec<_> =
+            list.iter().map(|c| c.id()).filter(|id| !keep.contains_key(id)).collect();
+        let depth = |id: &CheckpointId| state.chain(*id).map_or(0, |chain| chain.len());
+        retire.sort_by_cached_key(|id| std::cmp::Reverse(depth(id)));
+        Plan { keep, retire }
+    }
+
+    /// What a rule names, with the rule. `list` is from the oldest to the newest.
+    fn chosen<'a>(&'a self, list: &[&'a Checkpoint]) -> Vec<(&'a Checkpoint, Keep)> {
+        let mut chosen = Vec::new();
+        chosen.extend(list.last().map(|c| (*c, Keep::Newest)));
+        let last = list.iter().rev().take(self.keep_last.unwrap_or(0));
+        chosen.extend(last.map(|c| (*c, Keep::Last)));
+        let every = self.keep_every.filter(|every| *every > 0);
+        let multiple = |c: &&&Checkpoint| every.is_some_and(|every| c.step().is_multiple_of(every));
+        chosen.extend(list.iter().filter(multiple).map(|c| (*c, Keep::Every)));
+        for best in &self.best {
+            chosen.extend(best.of(list).into_iter().map(|c| (c, Keep::Best(best.metric.clone()))));
+        }
+        chosen.extend(list.iter().filter(|c| c.pinned).map(|c| (*c, Keep::Pinned)));
+        let protected = list.iter().filter(|c| self.protect.contains(&c.id()));
+        chosen.extend(protected.map(|c| (*c, Keep::Protected)));
+        if self.keep_last.is_none() && every.is_none() && self.best.is_empty() {
+            chosen.extend(list.iter().map(|c| (*c, Keep::NoRules)));
+        }
+        chosen
+    }
+}
+
+impl Best {
+    fn of<'a>(&self, list: &[&'a Checkpoint]) -> Vec<&'a Checkpoint> {
+        let value = |c: &Checkpoint| c.about.metrics.get(&self.metric).copied();
+        let mut ranked: Vec<_> =
+            list.iter().rev().filter_map(|c| value(c).map(|v| (v, *c))).collect();
+        ranked.sort_by(|a, b| if self.larger { b.0.total_cmp(&a.0) } else { a.0.total_cmp(&b.0) });
+        ranked.into_iter().take(self.count).map(|(_, c)| c).collect()
+    }
+}
+
+impl Store {
+    /// Retires what the policy does not keep. Returns the ids; their data stays until a sweep.
+    ///
+    /// # Errors
+    /// If the log cannot be read or written.
+    pub async fn apply_retention(&self, policy: &Retention) -> Result<Vec<CheckpointId>> {
+        let mut retired = Vec::new();
+        let build = |state: &State| {
+            // Planned anew for every try: another writer may have published a child.
+            let mut ids = policy.plan(state).retire;
+            ids.truncate(MAX_IDS);
+            let op = Op::Retire { ids, reason: "retention".into() };
+            Ok(Some(op).filter(|op| !matches!(op, Op::Retire { ids, .. } if ids.is_empty())))
+        };
+        while let Some(entry) = self.inner.append(build).await? {
+            if let Op::Retire { ids, .. } = entry.op {
+                retired.extend(ids);
+            }
+        }
+        Ok(retired)
+    }
+}

@@ -1,0 +1,63 @@
+//! JSON that carries its own hash: `{...}\n"blake3:<hex>"\n`.
+//!
+//! A log entry's hash stands in the entry after it, so the newest one has nobody to vouch for it;
+//! the same is true of `repo.json` and of hints. Both lines are JSON: any tool can read them.
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::error::{Error, Result};
+use crate::id::Hash;
+
+const PREFIX: &str = "\"blake3:";
+/// A new line, the prefix, 64 digits, a quote, a new line.
+const TAIL: usize = 1 + PREFIX.len() + 64 + 2;
+
+/// Serialises and seals.
+pub(crate) fn seal<T: Serialize>(key: &str, value: &T) -> Result<Vec<u8>> {
+    let mut bytes =
+        serde_json::to_vec(value).map_err(|e| Error::Argument(format!("{key}: {e}")))?;
+    let tail = format!("\n{PREFIX}{}\"\n", Hash::of(&bytes));
+    bytes.extend_from_slice(tail.as_bytes());
+    Ok(bytes)
+}
+
+/// Checks the seal, then parses.
+pub(crate) fn open<T: DeserializeOwned>(key: &str, bytes: &[u8]) -> Result<T> {
+    let body = unseal(bytes).ok_or_else(|| Error::corrupt(key, "its seal does not match"))?;
+    serde_json::from_slice(body).map_err(|e| Error::corrupt(key, e))
+}
+
+/// The JSON line, if the seal matches. For callers that look at a version before they parse.
+pub(crate) fn unseal(bytes: &[u8]) -> Option<&[u8]> {
+    let (body, tail) = bytes.split_at_checked(bytes.len().checked_sub(TAIL)?)?;
+    let expected = format!("\n{PREFIX}{}\"\n", Hash::of(body));
+    (tail == expected.as_bytes()).then_some(body)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_flip_and_every_cut_is_seen() {
+        let sealed = seal("k", &vec![1, 2, 3]).unwrap();
+        assert_eq!(open::<Vec<i32>>("k", &sealed).unwrap(), [1, 2, 3]);
+        for i in 0..sealed.len() {
+            assert!(open::<Vec<i32>>("k", &sealed[..i]).is_err());
+            for bit in 0..8 {
+                let mut bad = sealed.clone();
+                bad[i] ^= 1 << bit;
+                assert!(matches!(open::<Vec<i32>>("k", &bad), Err(Error::Corrupt { .. })));
+            }
+        }
+    }
+
+    #[test]
+    fn lines_are_json() {
+        let sealed = seal("k", &7).unwrap();
+        for line in std::str::from_utf8(&sealed).unwrap().lines() {
+            serde_json::from_str::<serde_json::Value>(line).unwrap();
+        }
+    }
+}

@@ -1,0 +1,397 @@
+//! An object store that fails on command, above the retries of a client.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use chrono::{DateTime, TimeDelta, Utc};
+use futures::stream::BoxStream;
+use futures::{StreamExt, TryStreamExt};
+use object_store::path::Path;
+use object_store::{
+    CopyOptions, Error, GetOptions, GetResult, GetResultPayload, ListResult, MultipartUpload,
+    ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutMultipartOptions, PutOptions, PutPayload,
+    PutResult, Result,
+};
+use tokio::time::Instant;
+
+use super::Random;
+
+/// What goes wrong with one request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    /// It fails and has no effect.
+    Before,
+    /// It has its effect and the answer is lost.
+    After,
+    /// A create has its effect, a gateway answers 503, and the client's own repetition loses against
+    /// it: `AlreadyExists`, though the object is ours.
+    TakenByUs,
+    /// A create is answered with 409 and has no effect: `AlreadyExists`, though nothing is there.
+    Conflict,
+    /// A read ends half way.
+    Short,
+    /// A read has one bit flipped.
+    Flipped,
+    /// A listing misses what was written last.
+    Stale,
+    /// The process dies before the request: this and all that follow fail.
+    Crash,
+    /// The process dies after the request.
+    CrashAfter,
+}
+
+impl Fault {
+    /// All of them.
+    pub const ALL: [Self; 9] = [
+        Self::Before,
+        Self::After,
+        Self::TakenByUs,
+        Self::Conflict,
+        Self::Short,
+        Self::Flipped,
+        Self::Stale,
+        Self::Crash,
+        Self::CrashAfter,
+    ];
+}
+
+/// The kind of a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OpKind {
+    /// A write that replaces.
+    Put,
+    /// A write that must not replace.
+    Create,
+    /// A read.
+    Get,
+    /// A look-up.
+    Head,
+    /// A listing.
+    List,
+    /// A deletion.
+    Delete,
+}
+
+/// A request, as a plan sees it.
+#[derive(Debug, Clone)]
+pub struct OpInfo {
+    /// Its number, from 0.
+    pub number: u64,
+    /// Its kind.
+    pub kind: OpKind,
+    /// The key or prefix.
+    pub key: String,
+}
+
+type Plan = Box<dyn FnMut(&OpInfo) -> Option<Fault> + Send>;
+
+/// How many of the last written objects a stale listing misses.
+const STALE: usize = 4;
+
+#[derive(Default)]
+struct Inside {
+    plan: Option<Plan>,
+    ops: u64,
+    fired: u64,
+    dead: bool,
+    /// Keys in the order in which they were last written, for stale listings.
+    written: Vec<Path>,
+    /// When each object was written, by the clock of the runtime.
+    times: HashMap<Path, DateTime<Utc>>,
+    delays: Option<Random>,
+}
+
+struct Shared {
+    inner: Arc<dyn ObjectStore>,
+    inside: Mutex<Inside>,
+    /// Set if `last_modified` follows the clock of the runtime, which a test can set.
+    start: Option<Instant>,
+}
+
+/// An object store around another one that fails on command, counts requests, and can be slow.
+#[derive(Clone)]
+pub struct FaultStore {
+    shared: Arc<Shared>,
+}
+
+impl FaultStore {
+    /// A store that does what `inner` does until it is told otherwise.
+    #[must_use]
+    pub fn new(inner: Arc<dyn ObjectStore>) -> Self {
+        Self { shared: Arc::new(Shared { inner, inside: Mutex::default(), start: None }) }
+    }
+
+    /// As [`FaultStore::new`]; the times of objects follow the clock of the runtime, so that a test
+    /// that pauses it can let days pass.
+    #[must_use]
+    pub fn with_runtime_clock(inner: Arc<dyn ObjectStore>) -> Self {
+        let start = Some(Instant::now());
+        Self { shared: Arc::new(Shared { inner, inside: Mutex::default(), start }) }
+    }
+
+    /// From now on `plan` decides what goes wrong. Numbers start at 0 again.
+    pub fn set_plan(&self, plan: impl FnMut(&OpInfo) -> Option<Fault> + Send + 'static) {
+        let mut inside = self.inside();
+        inside.plan = Some(Box::new(plan));
+        inside.ops = 0;
+        inside.fired = 0;
+        inside.dead = false;
+    }
+
+    /// From now on only the request with this number goes wrong.
+    pub fn fail_nth(&self, nth: u64, fault: Fault) {
+        self.set_plan(move |op| (op.number == nth).then_some(fault));
+    }
+
+    /// From now on nothing goes wrong, and the dead live. Numbers start at 0 again.
+    pub fn heal(&self) {
+        self.set_plan(|_| None);
+        self.inside().delays = None;
+    }
+
+    /// From now on each request takes a pseudo-random time of up to 20 ms.
+    pub fn set_delays(&self, seed: u64) {
+        self.inside().delays = Some(Random::new(seed));
+    }
+
+    /// Requests since the plan was set.
+    #[must_use]
+    pub fn ops(&self) -> u64 {
+        self.inside().ops
+    }
+
+    /// Faults that had an effect since the plan was set: not every fault fits every request.
+    #[must_use]
+    pub fn fired(&self) -> u64 {
+        self.inside().fired
+    }
+
+    fn inside(&self) -> MutexGuard<'_, Inside> {
+        self.shared.inside.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    async fn delay(&self) {
+        let pause = self.inside().delays.as_mut().map(|random| random.below(20));
+        if let Some(ms) = pause {
+            tokio::time::sleep(Duration::from_millis(ms)).await;
+        }
+    }
+
+    /// Counts a request and says what goes wrong with it, if that fits its kind.
+    async fn begin(&self, kind: OpKind, key: &Path) -> Result<Option<Fault>> {
+        self.delay().await;
+        let mut inside = self.inside();
+        let op = OpInfo { number: inside.ops, kind, key: key.to_string() };
+        inside.ops += 1;
+        if inside.dead {
+            return Err(injected("the process is dead"));
+        }
+        let fault = inside.plan.as_mut().and_then(|plan| plan(&op)).filter(|f| fits(*f, kind));
+        inside.fired += u64::from(fault.is_some());
+        match fault {
+            Some(Fault::Before) => Err(injected("not done")),
+            Some(Fault::Conflict) => Err(taken(key)),
+            Some(Fault::Crash) => {
+                inside.dead = true;
+                Err(injected("the process died before the request"))
+            }
+            other => Ok(other),
+        }
+    }
+
+    /// Turns the answer of a request that was carried out into what the caller sees.
+    async fn end<T>(&self, fault: Option<Fault>, key: &Path, answer: Result<T>) -> Result<T> {
+        self.delay().await;
+        match fault {
+            Some(Fault::After) => Err(injected("done, the answer is lost")),
+            Some(Fault::TakenByUs) => answer.and(Err(taken(key))),
+            Some(Fault::CrashAfter) => {
+                self.inside().dead = true;
+                Err(injected("the process died after the request"))
+            }
+            _ => answer,
+        }
+    }
+
+    fn note_written(&self, key: &Path) {
+        let now = self.now();
+        let mut inside = self.inside();
+        inside.written.retain(|k| k != key);
+        inside.written.push(key.clone());
+        if let Some(now) = now {
+            inside.times.insert(key.clone(), now);
+        }
+    }
+
+    fn now(&self) -> Option<DateTime<Utc>> {
+        let elapsed = self.shared.start?.elapsed();
+        Some(DateTime::<Utc>::UNIX_EPOCH + TimeDelta::from_std(elapsed).unwrap_or_default())
+    }
+
+    fn dated(&self, mut meta: ObjectMeta) -> ObjectMeta {
+        if let Some(time) = self.inside().times.get(&meta.location) {
+            meta.last_modified = *time;
+        }
+        meta
+    }
+
+    fn listing(
+        &self,
+        prefix: Option<Path>,
+        offset: Option<Path>,
+    ) -> BoxStream<'static, Result<ObjectMeta>> {
+        let this = self.clone();
+        let listed = async move {
+            let key = prefix.clone().unwrap_or_default();
+            let fault = this.begin(OpKind::List, &key).await?;
+            let inner = &this.shared.inner;
+            let listing = match &offset {
+                Some(offset) => inner.list_with_offset(prefix.as_ref(), offset),
+                None => inner.list(prefix.as_ref()),
+            };
+            let mut metas: Vec<_> = listing.try_collect().await?;
+            if fault == Some(Fault::Stale) {
+                let inside = this.inside();
+                let fresh = inside.written.iter().rev().take(STALE).cloned().collect::<Vec<_>>();
+                metas.retain(|m| !fresh.contains(&m.location));
+            }
+            let metas = metas.into_iter().map(|m| Ok(this.dated(m)));
+            Ok::<_, Error>(futures::stream::iter(metas.collect::<Vec<Result<_>>>()))
+        };
+        futures::stream::once(listed).try_flatten().boxed()
+    }
+}
+
+fn fits(fault: Fault, kind: OpKind) -> bool {
+    match fault {
+        Fault::Before | Fault::Crash => true,
+        Fault::After | Fault::CrashAfter => {
+            matches!(kind, OpKind::Put | OpKind::Create | OpKind::Delete)
+        }
+        Fault::TakenByUs | Fault::Conflict => kind == OpKind::Create,
+        Fault::Short | Fault::Flipped => kind == OpKind::Get,
+        Fault::Stale => kind == OpKind::List,
+    }
+}
+
+fn injected(what: &'static str) -> Error {
+    Error::Generic { store: "fault", source: format!("injected: {what}").into() }
+}
+
+fn taken(key: &Path) -> Error {
+    Error::AlreadyExists { path: key.to_string(), source: "injected: 412 or 409".into() }
+}
+
+impl fmt::Display for FaultStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "FaultStore({})", self.shared.inner)
+    }
+}
+
+impl fmt::Debug for FaultStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+#[async_trait]
+impl ObjectStore for FaultStore {
+    async fn put_opts(
+        &self,
+        key: &Path,
+        payload: PutPayload,
+        opts: PutOptions,
+    ) -> Result<PutResult> {
+        let kind = if opts.mode == PutMode::Create { OpKind::Create } else { OpKind::Put };
+        let fault = self.begin(kind, key).await?;
+        let answer = self.shared.inner.put_opts(key, payload, opts).await;
+        if answer.is_ok() {
+            self.note_written(key);
+        }
+        self.end(fault, key, answer).await
+    }
+
+    async fn put_multipart_opts(
+        &self,
+        key: &Path,
+        opts: PutMultipartOptions,
+    ) -> Result<Box<dyn MultipartUpload>> {
+        self.shared.inner.put_multipart_opts(key, opts).await
+    }
+
+    async fn get_opts(&self, key: &Path, options: GetOptions) -> Result<GetResult> {
+        let kind = if options.head { OpKind::Head } else { OpKind::Get };
+        let fault = self.begin(kind, key).await?;
+        let mut result = self.shared.inner.get_opts(key, options).await?;
+        self.delay().await;
+        result.meta = self.dated(result.meta);
+        if !matches!(fault, Some(Fault::Short | Fault::Flipped)) {
+            return Ok(result);
+        }
+        let (meta, range) = (result.meta.clone(), result.range.clone());
+        let (attributes, extensions) = (result.attributes.clone(), result.extensions.clone());
+        let bytes = damage(result.bytes().await?, fault);
+        let payload = GetResultPayload::Stream(futures::stream::once(async { Ok(bytes) }).boxed());
+        Ok(GetResult { payload, meta, range, attributes, extensions })
+    }
+
+    async fn get_ranges(&self, key: &Path, ranges: &[Range<u64>]) -> Result<Vec<Bytes>> {
+        self.begin(OpKind::Get, key).await?;
+        self.shared.inner.get_ranges(key, ranges).await
+    }
+
+    fn delete_stream(
+        &self,
+        keys: BoxStream<'static, Result<Path>>,
+    ) -> BoxStream<'static, Result<Path>> {
+        let this = self.clone();
+        keys.then(move |key| {
+            let this = this.clone();
+            async move {
+                let key = key?;
+                let fault = this.begin(OpKind::Delete, &key).await?;
+                let answer = this.shared.inner.delete(&key).await;
+                this.inside().times.remove(&key);
+                this.end(fault, &key, answer).await.map(|()| key)
+            }
+        })
+        .boxed()
+    }
+
+    fn list(&self, prefix: Option<&Path>) -> BoxStream<'static, Result<ObjectMeta>> {
+        self.listing(prefix.cloned(), None)
+    }
+
+    fn list_with_offset(
+        &self,
+        prefix: Option<&Path>,
+        offset: &Path,
+    ) -> BoxStream<'static, Result<ObjectMeta>> {
+        self.listing(prefix.cloned(), Some(offset.clone()))
+    }
+
+    async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {
+        self.shared.inner.list_with_delimiter(prefix).await
+    }
+
+    async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> Result<()> {
+        self.shared.inner.copy_opts(from, to, options).await
+    }
+}
+
+fn damage(bytes: Bytes, fault: Option<Fault>) -> Bytes {
+    let middle = bytes.len() / 2;
+    if fault == Some(Fault::Short) {
+        return bytes.slice(..middle);
+    }
+    let mut bytes = bytes.to_vec();
+    if let Some(byte) = bytes.get_mut(middle) {
+        *byte ^= 0x10;
+    }
+    bytes.into()
+}

@@ -1,0 +1,76 @@
+//! A stored copy of the replayed state, so that opening a store does not mean reading its whole log.
+//!
+//! A hint and nothing more: it may be old, absent or damaged. Whatever deletes data replays the log.
+
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+use crate::id::{CheckpointId, Hash};
+use crate::seal;
+use crate::state::{Checkpoint, Dead, State};
+use crate::store::Inner;
+
+const VERSION: u32 = 1;
+
+/// A view that is larger is not read.
+const MAX_VIEW: u64 = 1 << 30;
+
+#[derive(Serialize, Deserialize)]
+struct View {
+    v: u32,
+    repo: Uuid,
+    head: u64,
+    head_hash: Hash,
+    live: Vec<Checkpoint>,
+    dead: Vec<(CheckpointId, Dead)>,
+}
+
+/// The state of the view, if there is a good one.
+pub(crate) async fn read(inner: &Inner) -> Option<State> {
+    let key = inner.layout.view();
+    let parse = |bytes: &bytes::Bytes| seal::open::<View>(key.as_ref(), bytes);
+    match inner.io.get_checked(&key, MAX_VIEW, parse).await {
+        Ok(view) if view.v == VERSION && view.repo == inner.repo.id => Some(view.into_state()),
+        Ok(_) => None,
+        Err(e) => {
+            if !e.is_missing() {
+                tracing::warn!(error = %e, "the stored view is unusable: replaying the log");
+            }
+            None
+        }
+    }
+}
+
+/// Stores a view, or says why not.
+pub(crate) async fn write(inner: &Inner, state: &Arc<State>) {
+    let view = View {
+        v: VERSION,
+        repo: inner.repo.id,
+        head: state.head,
+        head_hash: state.head_hash,
+        live: state.live.values().cloned().collect(),
+        dead: state.dead.iter().map(|(id, dead)| (*id, *dead)).collect(),
+    };
+    let key = inner.layout.view();
+    let written = match seal::seal(key.as_ref(), &view) {
+        Ok(bytes) => inner.io.put_once(&key, bytes.into()).await.map_err(|e| e.to_string()),
+        Err(e) => Err(e.to_string()),
+    };
+    if let Err(error) = written {
+        tracing::debug!(error, "the view could not be stored; the next writer will");
+    }
+}
+
+impl View {
+    fn into_state(self) -> State {
+        State {
+            head: self.head,
+            head_hash: self.head_hash,
+            live: self.live.into_iter().map(|c| (c.id(), c)).collect(),
+            dead: self.dead.into_iter().collect(),
+            void: Vec::new(),
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! Local folders: durability, leftovers, and `object_store`'s own conformance suite.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use object_store::integration;
+use object_store::local::LocalFileSystem;
+use object_store::memory::InMemory;
+use object_store::path::Path;
+use s4_store::testing::{FaultStore, conformance, quick_options, toy};
+use s4_store::{Error, Place, Store, SweepOptions, Why};
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_local_folder_conforms() {
+    let temp = tempfile::tempdir().unwrap();
+    let store = LocalFileSystem::new_with_prefix(temp.path()).unwrap().with_fsync(true);
+    conformance(Arc::new(store), Path::from("x")).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn memory_conforms() {
+    conformance(Arc::new(InMemory::new()), Path::from("x")).await.unwrap();
+    conformance(Arc::new(FaultStore::new(Arc::new(InMemory::new()))), Path::from("x"))
+        .await
+        .unwrap();
+}
+
+#[tokio::test]
+async fn the_fault_store_is_an_object_store() {
+    let store = FaultStore::new(Arc::new(InMemory::new()));
+    integration::put_get_delete_list(&store).await;
+    integration::get_opts(&store).await;
+    integration::put_opts(&store, true).await;
+    integration::list_uses_directories_correctly(&store).await;
+    integration::list_with_delimiter(&store).await;
+    integration::list_with_offset_exclusivity(&store).await;
+    integration::rename_and_copy(&store).await;
+    integration::copy_if_not_exists(&store).await;
+    integration::stream_get(&store).await;
+}
+
+#[tokio::test]
+async fn object_stores_own_suite_on_a_synced_folder() {
+    let temp = tempfile::tempdir().unwrap();
+    let store = LocalFileSystem::new_with_prefix(temp.path()).unwrap().with_fsync(true);
+    integration::put_get_delete_list(&store).await;
+    integration::get_opts(&store).await;
+    integration::put_opts(&store, false).await;
+    integration::list_uses_directories_correctly(&store).await;
+    integration::list_with_delimiter(&store).await;
+    integration::list_with_offset_exclusivity(&store).await;
+}
+
+#[tokio::test]
+async fn a_folder_is_made_by_the_first_save_and_not_by_looking() {
+    let temp = tempfile::tempdir().unwrap();
+    let path = temp.path().join("runs/new");
+    let place = Place::folder(&path);
+    let missing = Store::open(&place, quick_options()).await;
+    assert!(matches!(missing, Err(Error::NoStore { .. })));
+    assert!(!path.exists());
+    std::fs::create_dir_all(&path).unwrap();
+    assert!(matches!(Store::open(&place, quick_options()).await, Err(Error::NoStore { .. })));
+    let store = Store::open_or_create(&place, quick_options()).await.unwrap();
+    toy::save(&store, 1, None, b"abc").await.unwrap();
+    let again = Store::open(&place, quick_options()).await.unwrap();
+    let state = again.state().await.unwrap();
+    let chain = toy::chain(&state, state.latest().unwrap()).unwrap();
+    assert_eq!(toy::restore(&again, &chain).await.unwrap(), b"abc");
+    assert!(path.join("repo.json").is_file() && path.join("log").is_dir());
+}
+
+#[tokio::test]
+async fn leftovers_of_killed_writers_are_swept() {
+    let temp = tempfile::tempdir().unwrap();
+    let place = Place::folder(temp.path());
+    let store = Store::create(&place, quick_options()).await.unwrap();
+    let saved = toy::save(&store, 1, None, b"abc").await.unwrap();
+    let retired = toy::save(&store, 2, None, b"abc").await.unwrap();
+    store.retire(&[retired.id()], "").await.unwrap();
+    let log = temp.path().join("log/00000000000000000009#1");
+    let data = temp.path().join(format!("ck/{}/d-7#23", saved.id()));
+    for path in [&log, &data] {
+        std::fs::write(path, b"half").unwrap();
+    }
+    let gentle = store.sweep(&SweepOptions::default()).await.unwrap();
+    assert!(gentle.deleted.is_empty() && log.exists());
+    let mut now = SweepOptions { grace: Duration::ZERO, exclusive: true, dry_run: true };
+    let planned = store.sweep(&now).await.unwrap();
+    assert!(log.exists() && planned.deleted.len() == 3, "{planned:?}");
+    now.dry_run = false;
+    let swept = store.sweep(&now).await.unwrap();
+    assert_eq!(swept.deleted, planned.deleted, "a dry run says what would be done");
+    assert_eq!(swept.deleted.iter().filter(|s| s.why == Why::Leftover).count(), 2);
+    assert!(!log.exists() && !data.exists());
+    assert!(!temp.path().join(format!("ck/{}", retired.id())).exists(), "its folder goes, too");
+    let state = store.state().await.unwrap();
+    let chain = toy::chain(&state, state.get(saved.id()).unwrap()).unwrap();
+    assert_eq!(toy::restore(&store, &chain).await.unwrap(), b"abc");
+    assert!(temp.path().join("tmp").read_dir().is_ok_and(|mut d| d.next().is_none()));
+}
+
+#[cfg(unix)]
+#[tokio::test]
+async fn what_no_retry_can_help_ends_at_once() {
+    let temp = tempfile::tempdir().unwrap();
+    let place = Place::folder(temp.path());
+    let store = Store::create(&place, quick_options()).await.unwrap();
+    toy::save(&store, 1, None, b"abc").await.unwrap();
+    // A file where the folder of checkpoints should be: no retry can help.
+    std::fs::rename(temp.path().join("ck"), temp.path().join("gone")).unwrap();
+    std::fs::write(temp.path().join("ck"), b"").unwrap();
+    let start = std::time::Instant::now();
+    let error = toy::save(&store, 2, None, b"abc").await.unwrap_err();
+    assert!(matches!(error, Error::Storage { .. }), "{error:?}");
+    assert!(start.elapsed() < Duration::from_secs(5));
+    assert_eq!(store.list().await.unwrap().len(), 1);
+}

@@ -1,0 +1,156 @@
+//! Sizes and speeds of checkpoints stored as differences from another one.
+//!
+//! `deltas --data DIR` looks for `NAME_s0.safetensors` and, beside it, `NAME_sK.safetensors` for any
+//! K, and stores each step K by itself and as its difference from step 0. `--threads N`: with so many
+//! threads (1 unless told).
+
+use std::error::Error;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use bytes::Bytes;
+use s4weights::{
+    Contents, MemoryParent, Preset, ReadOptions, Reader, Source, Target, TensorSource,
+    WriteOptions, Writer, Written,
+};
+use safetensors::SafeTensors;
+
+const CALLS: usize = 9;
+
+type Outcome<T> = Result<T, Box<dyn Error>>;
+
+fn main() -> Outcome<()> {
+    let (mut data, mut threads) = (None, 1);
+    let mut arguments = std::env::args().skip(1);
+    while let Some(argument) = arguments.next() {
+        match (argument.as_str(), arguments.next()) {
+            ("--data", Some(dir)) => data = Some(PathBuf::from(dir)),
+            ("--threads", Some(n)) => threads = n.parse()?,
+            _ => return Err("usage: deltas --data DIR [--threads N]".into()),
+        }
+    }
+    let data = data.ok_or("usage: deltas --data DIR [--threads N]")?;
+    println!("GB/s of values, {threads} thread(s)");
+    println!("{:28} {:>8} {:>8} {:>8} {:>8}", "", "direct", "delta", "in", "out");
+    for (name, step, base, file) in pairs(&data)? {
+        measure(&format!("{name} s0 -> s{step}"), &base, &file, threads)?;
+    }
+    Ok(())
+}
+
+/// Name, step, file of step 0 and file of the step.
+fn pairs(dir: &Path) -> Outcome<Vec<(String, u64, PathBuf, PathBuf)>> {
+    let mut out = vec![];
+    for entry in std::fs::read_dir(dir)? {
+        let path = entry?.path();
+        let stem = path.file_stem().and_then(|s| s.to_str()).unwrap_or_default();
+        let Some((name, step)) = stem.rsplit_once("_s") else { continue };
+        let Ok(step) = step.parse::<u64>() else { continue };
+        let base = dir.join(format!("{name}_s0.safetensors"));
+        if step > 0 && base.exists() {
+            out.push((name.to_owned(), step, base, path.clone()));
+        }
+    }
+    out.sort();
+    Ok(out)
+}
+
+fn measure(name: &str, base: &Path, file: &Path, threads: usize) -> Outcome<()> {
+    let (base, file) = (std::fs::read(base)?, std::fs::read(file)?);
+    let options =
+        WriteOptions { preset: Preset::Fast, threads: Some(threads), ..WriteOptions::default() };
+    let (parent_file, parent) = write(&base, options.clone())?;
+    let direct = write(&file, options.clone())?.1.report;
+    // The parent's values are still in memory, as they are when a training loop saves again.
+    let mut memory = MemoryParent::new(Arc::new(parent.snapshot), 0);
+    for (name, view) in SafeTensors::deserialize(&base)?.tensors() {
+        memory.hold(&name, Bytes::copy_from_slice(view.data()))?;
+    }
+    let options = WriteOptions { parent: Some(Arc::new(memory)), ..options };
+    let (delta_file, delta) = write(&file, options.clone())?;
+    let wrote = fastest(|| write(&file, options.clone()).map(drop))?;
+    let read = ReadOptions { threads: Some(threads), ..ReadOptions::default() };
+    let parent = Arc::new(Reader::open(Source::Bytes(parent_file), read.clone())?);
+    let reader = Reader::open(Source::Bytes(delta_file), read)?;
+    if reader.parent_digest().is_some() {
+        reader.set_parent(parent)?;
+    }
+    let sizes: Vec<_> = reader.tensors().map(|t| t.bytes as usize).collect();
+    let mut values: Vec<_> = sizes.into_iter().map(|n| vec![0; n]).collect();
+    let mut wanted: Vec<_> = values.iter_mut().map(Vec::as_mut_slice).enumerate().collect();
+    let took = fastest(|| Ok(reader.read_into(&mut wanted)?))?;
+    let tensors = SafeTensors::deserialize(&file)?;
+    for (info, values) in reader.tensors().zip(&values) {
+        if tensors.tensor(info.name)?.data() != values {
+            return Err(format!("{name}: tensor `{}` came back different", info.name).into());
+        }
+    }
+    let bytes = delta.report.bytes_in as f64;
+    println!(
+        "{name:28} {:8.4} {:8.4} {:8.2} {:8.2}",
+        bytes / direct.bytes_out as f64,
+        bytes / delta.report.bytes_out as f64,
+        bytes / wrote / 1e9,
+        bytes / took / 1e9,
+    );
+    Ok(())
+}
+
+/// Seconds of the fastest of a few calls.
+fn fastest(mut call: impl FnMut() -> Outcome<()>) -> Outcome<f64> {
+    let mut best = f64::INFINITY;
+    for _ in 0..CALLS {
+        let started = Instant::now();
+        call()?;
+        best = best.min(started.elapsed().as_secs_f64());
+    }
+    Ok(best)
+}
+
+/// A stream into memory.
+#[derive(Clone, Default)]
+struct Memory(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Memory {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap_or_else(|e| e.into_inner()).extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Writes a safetensors file's tensors; gives the file.
+fn write(file: &[u8], options: WriteOptions) -> Outcome<(Bytes, Written)> {
+    let tensors = SafeTensors::deserialize(file)?;
+    let mut named: Vec<_> = tensors.tensors();
+    named.sort_by(|a, b| a.0.cmp(&b.0));
+    let mut shapes = vec![];
+    for (name, view) in &named {
+        let dtype = match view.dtype() {
+            safetensors::Dtype::F32 => s4weights::DType::Float32,
+            safetensors::Dtype::BF16 => s4weights::DType::BFloat16,
+            safetensors::Dtype::F16 => s4weights::DType::Float16,
+            safetensors::Dtype::I64 => s4weights::DType::Int64,
+            other => return Err(format!("tensor `{name}` of {other:?}").into()),
+        };
+        shapes.push((dtype, view.shape().iter().map(|&d| d as u64).collect::<Vec<_>>()));
+    }
+    let sources: Vec<_> = (named.iter().zip(&shapes))
+        .map(|((name, view), (dtype, shape))| TensorSource {
+            name,
+            dtype: *dtype,
+            shape,
+            data: view.data(),
+        })
+        .collect();
+    let memory = Memory::default();
+    let mut writer = Writer::create(Target::Stream(Box::new(memory.clone())), options)?;
+    writer.write(&sources)?;
+    let written = writer.complete(Contents::default())?;
+    let bytes = std::mem::take(&mut *memory.0.lock().unwrap_or_else(|e| e.into_inner()));
+    Ok((bytes.into(), written))
+}

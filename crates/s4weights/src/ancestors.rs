@@ -1,0 +1,184 @@
+//! A reader's parent: found when its values are wanted, checked, asked for what a difference needs.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use s4_format::Digest;
+use s4_format::index::TensorKind;
+
+use crate::error::{At, Error, ParentProblem, Result};
+use crate::fetch::Want;
+use crate::options::Meter;
+use crate::parent::{Parent, ParentRange, ParentTensor, Snapshot, SnapshotTensor};
+use crate::reader::Reader;
+
+impl Reader {
+    /// Hash of the manifest of the checkpoint that differences are taken from, if there are any.
+    pub fn parent_digest(&self) -> Option<Digest> {
+        self.manifest.parent.map(|p| p.manifest)
+    }
+
+    /// Gives the parent, as [`crate::ReadOptions::parents`] would when it is wanted. One that is
+    /// there already stays.
+    ///
+    /// # Errors
+    /// [`Error::Parent`] if it is another checkpoint, [`Error::Argument`] if this one has none.
+    pub fn set_parent(&self, parent: Arc<Self>) -> Result<()> {
+        let checked = self.checked(None, parent)?;
+        // Two calls at once give the same checkpoint.
+        let _ = self.parent.set(checked);
+        Ok(())
+    }
+
+    /// What this checkpoint's values must be: values that were read from it and are still in memory
+    /// can be the parent of the next one ([`crate::MemoryParent`]).
+    ///
+    /// # Errors
+    /// As reading the index.
+    pub fn snapshot(&self) -> Result<Snapshot> {
+        let mut tensors = HashMap::new();
+        let hosts: Vec<usize> = (0..self.named())
+            .filter(|&t| matches!(self.tensors[t].kind, TensorKind::Chunks { .. }))
+            .collect();
+        let blocks = self.blocks(&hosts)?;
+        for number in hosts {
+            let t = &self.tensors[number];
+            let spec = self.spec(number, &blocks[&number]);
+            let snapshot = SnapshotTensor {
+                // A tensor table has at most 2^22 records.
+                number: number as u32,
+                dtype: t.dtype,
+                shape: t.shape.clone(),
+                bytes: t.bytes().at(&self.name)?,
+                chunk_log2: spec.chunk_log2,
+                checksums: blocks[&number].records.iter().map(|r| r.crc_raw).collect(),
+            };
+            tensors.insert(t.name.clone(), snapshot);
+        }
+        Ok(Snapshot { digest: self.digest(), depth: self.manifest.depth(), tensors })
+    }
+
+    fn problem(&self, tensor: Option<usize>, problem: ParentProblem) -> Error {
+        Error::Parent {
+            target: self.name.clone(),
+            tensor: tensor.map(|t| self.label(t).to_owned()),
+            parent: self.parent_digest().unwrap_or(self.digest()),
+            problem,
+        }
+    }
+
+    /// A parent that is the one that it must be. Depths fall by one along a chain and are bounded in
+    /// every manifest, so that no chain is endless.
+    fn checked(&self, tensor: Option<usize>, found: Arc<Self>) -> Result<Arc<Self>> {
+        let Some(expected) = self.manifest.parent else {
+            return Err(Error::Argument(format!("{}: it has no parent", self.name)));
+        };
+        if found.digest() != expected.manifest {
+            return Err(self.problem(tensor, ParentProblem::OtherHash(found.digest())));
+        }
+        if found.manifest.depth() != expected.depth {
+            let (expected, found) = (expected.depth, found.manifest.depth());
+            return Err(self.problem(tensor, ParentProblem::Depth { expected, found }));
+        }
+        Ok(found)
+    }
+
+    /// The parent, which a tensor needs.
+    fn parent_for(&self, tensor: usize) -> Result<&Arc<Self>> {
+        if let Some(parent) = self.parent.get() {
+            return Ok(parent);
+        }
+        let digest = self.parent_digest();
+        let missing = || self.problem(Some(tensor), ParentProblem::Missing);
+        let (resolve, digest) = self.options.parents.as_ref().zip(digest).ok_or_else(missing)?;
+        let found = resolve(&digest).map_err(|e| match e {
+            Error::Parent { .. } => e,
+            other => self.problem(Some(tensor), ParentProblem::Unreadable(Box::new(other))),
+        })?;
+        let found = self.checked(Some(tensor), found)?;
+        Ok(self.parent.get_or_init(|| found))
+    }
+
+    /// The parent and the number of the tensor there that a tensor's plan predicts from, which must
+    /// have its type and shape; `None` if it is stored by itself.
+    pub(crate) fn input(&self, tensor: usize) -> Result<Option<(&Arc<Self>, usize)>> {
+        let t = &self.tensors[tensor];
+        let Some((_, number)) = self.manifest.plans[usize::from(t.plan)].parent() else {
+            return Ok(None);
+        };
+        let parent = self.parent_for(tensor)?;
+        let Some(there) = parent.tensors[..parent.named()].get(number as usize) else {
+            return Err(self.problem(Some(tensor), ParentProblem::NoTensor(number)));
+        };
+        if (there.dtype, &there.shape) != (t.dtype, &t.shape) {
+            let (dtype, shape) = (there.dtype, there.shape.clone());
+            return Err(self.problem(Some(tensor), ParentProblem::OtherShape { dtype, shape }));
+        }
+        Ok(Some((parent, number as usize)))
+    }
+
+    /// Finds the ancestors that tensors with chunks of their own need, and reads what their index
+    /// says of them.
+    pub(crate) fn prepare(&self, hosts: &[usize]) -> Result<()> {
+        let blocks = self.blocks(hosts)?;
+        let mut above = vec![];
+        for &t in hosts {
+            let plan = &self.manifest.plans[usize::from(self.tensors[t].plan)];
+            if plan.parent().is_none() || blocks[&t].records.iter().all(|r| r.plain) {
+                continue;
+            }
+            if let Some((parent, number)) = self.input(t)? {
+                above.push(parent.host(number));
+            }
+        }
+        above.sort_unstable();
+        above.dedup();
+        match self.parent.get() {
+            Some(parent) if !above.is_empty() => parent.prepare(&above),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether this checkpoint, or an ancestor that is known, is slow to answer.
+    pub(crate) fn any_remote(&self) -> bool {
+        self.request_size() > 1 << 20 || self.parent.get().is_some_and(|p| p.any_remote())
+    }
+}
+
+impl Parent for Reader {
+    fn digest(&self) -> Digest {
+        Self::digest(self)
+    }
+
+    fn depth(&self) -> u32 {
+        self.manifest.depth()
+    }
+
+    fn find(&self, name: &str) -> Option<ParentTensor<'_>> {
+        let number = Self::find(self, name).ok()?;
+        let t = &self.tensors[number];
+        Some(ParentTensor { number: u32::try_from(number).ok()?, dtype: t.dtype, shape: &t.shape })
+    }
+
+    fn read(&self, ranges: &mut [ParentRange<'_>]) -> Result<()> {
+        let mut wants = vec![];
+        for r in ranges {
+            let tensor = r.tensor as usize;
+            let all = self.tensors.get(tensor).map_or(Ok(0), |t| t.bytes()).at(&self.name)?;
+            if r.first.checked_add(r.to.len() as u64).is_none_or(|end| end > all) {
+                return Err(Error::Argument(format!("{}: a range beyond a tensor", self.name)));
+            }
+            wants.push(Want { tensor, first: r.first, to: &mut *r.to });
+        }
+        let hosts = self.hosts(&wants);
+        self.prepare(&hosts)?;
+        if self.any_remote() {
+            return self.fetch_all(wants, Meter { callback: None, done: 0, total: 0 });
+        }
+        self.fill(wants, &self.idle)
+    }
+
+    fn is_remote(&self) -> bool {
+        self.any_remote()
+    }
+}

@@ -1,0 +1,60 @@
+//! Checkpoints in several objects: where the objects go to and come from.
+
+use std::ops::Range;
+
+use bytes::Bytes;
+
+use crate::error::{Error, Result};
+
+/// Takes the data objects of a checkpoint, whole, one after the other. How they are named and kept
+/// is the implementor's matter; an object is asked for by its number again.
+///
+/// The writer is blocked as long as a call lasts: an implementor that uploads in the background
+/// bounds how much it has under way, and reports what failed at the next call, or to whoever
+/// publishes the checkpoint. What was put for a checkpoint that is never finished is garbage.
+pub trait ObjectSink: Send {
+    /// Takes object `number`. Numbers start at 0 and come in any order, each once.
+    ///
+    /// # Errors
+    /// What keeps the checkpoint from being written.
+    fn put(&mut self, number: u32, bytes: Bytes) -> Result<()>;
+}
+
+/// Gives ranges of a checkpoint's data objects, from any thread, several at once.
+pub trait ObjectSource: Send + Sync {
+    /// Bytes of object `number`. A range that is not all there is an error or fewer bytes, which
+    /// the reader refuses.
+    ///
+    /// # Errors
+    /// What keeps the bytes from being read.
+    fn get_range(&self, number: u32, range: Range<u64>) -> Result<Bytes>;
+
+    /// Bytes that one request should ask for: large where a request is slow to answer.
+    fn request_size(&self) -> usize {
+        8 << 20
+    }
+}
+
+/// How a checkpoint is cut into objects.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ObjectOptions {
+    /// Most bytes of an object: 4 to 64 MiB. 32 MiB unless told.
+    pub bytes: usize,
+}
+
+impl Default for ObjectOptions {
+    fn default() -> Self {
+        Self { bytes: 32 << 20 }
+    }
+}
+
+impl ObjectOptions {
+    const ALLOWED: std::ops::RangeInclusive<usize> = 4 << 20..=64 << 20;
+
+    pub(crate) fn check(self) -> Result<Self> {
+        if Self::ALLOWED.contains(&self.bytes) {
+            return Ok(self);
+        }
+        Err(Error::Argument(format!("objects of {} bytes: 4 to 64 MiB are allowed", self.bytes)))
+    }
+}

@@ -1,0 +1,181 @@
+//! Where a writer's bytes go: chunks, then the index behind them or apart from them.
+
+use bytes::Bytes;
+use s4_format::Digest;
+use s4_format::file;
+use s4_format::limits::{ALIGN, MAX_OBJECTS};
+use s4_format::manifest::Object;
+
+use crate::error::{Error, Result};
+use crate::io::Sink;
+use crate::objects::{ObjectOptions, ObjectSink};
+
+/// Tensors are kept apart in at most so many groups: each may have a half-filled object in memory.
+pub(crate) const MAX_GROUPS: u8 = 4;
+
+/// One file, or objects and an index. Chunks are put first, then everything else.
+pub(crate) struct Output {
+    to: To,
+    /// Bytes of chunks that went to objects of their own.
+    chunk_bytes: u64,
+}
+
+enum To {
+    File { sink: Box<dyn Sink>, hasher: Box<blake3::Hasher>, offset: u64 },
+    Objects(Objects),
+}
+
+struct Objects {
+    sink: Box<dyn ObjectSink>,
+    options: ObjectOptions,
+    open: Vec<Open>,
+    /// By number; absent while an object is open.
+    done: Vec<Option<Object>>,
+    index: Vec<u8>,
+}
+
+/// An object that is being filled.
+struct Open {
+    group: u8,
+    number: u32,
+    bytes: Vec<u8>,
+    hasher: blake3::Hasher,
+}
+
+impl Output {
+    /// One file.
+    pub(crate) fn file(sink: Box<dyn Sink>) -> Result<Self> {
+        let to = To::File { sink, hasher: Box::default(), offset: 0 };
+        let mut out = Self { to, chunk_bytes: 0 };
+        out.put(&file::header())?;
+        Ok(out)
+    }
+
+    /// Objects, and an index that [`Output::commit`] returns.
+    pub(crate) fn objects(sink: Box<dyn ObjectSink>, options: ObjectOptions) -> Result<Self> {
+        let index = file::header().to_vec();
+        let options = options.check()?;
+        let to = To::Objects(Objects { sink, options, open: vec![], done: vec![], index });
+        Ok(Self { to, chunk_bytes: 0 })
+    }
+
+    /// Writes a chunk: the number of its object, and its offset there. In objects, chunks of one
+    /// group only lie together.
+    pub(crate) fn chunk(&mut self, group: u8, bytes: &[u8]) -> Result<(u32, u64)> {
+        match &mut self.to {
+            To::Objects(objects) => objects.chunk(group, bytes),
+            To::File { .. } => {
+                self.align()?;
+                let at = self.offset();
+                self.put(bytes)?;
+                Ok((0, at))
+            }
+        }
+    }
+
+    /// Tells that all chunks are written; gives the objects that hold them.
+    pub(crate) fn end_chunks(&mut self) -> Result<Vec<Object>> {
+        self.align()?;
+        match &mut self.to {
+            To::File { hasher, offset, .. } => {
+                let blake3 = Digest(*hasher.finalize().as_bytes());
+                Ok(vec![Object { name: None, bytes: *offset, blake3 }])
+            }
+            To::Objects(objects) => {
+                let list = objects.close_all()?;
+                self.chunk_bytes = list.iter().map(|o| o.bytes).sum();
+                Ok(list)
+            }
+        }
+    }
+
+    /// Writes part of the index.
+    pub(crate) fn put(&mut self, bytes: &[u8]) -> Result<()> {
+        match &mut self.to {
+            To::File { sink, hasher, offset } => {
+                hasher.update(bytes);
+                sink.write(bytes)?;
+                *offset += bytes.len() as u64;
+            }
+            To::Objects(objects) => objects.index.extend_from_slice(bytes),
+        }
+        Ok(())
+    }
+
+    /// Where the next part of the index starts, in the file that holds it.
+    pub(crate) fn offset(&self) -> u64 {
+        match &self.to {
+            To::File { offset, .. } => *offset,
+            To::Objects(objects) => objects.index.len() as u64,
+        }
+    }
+
+    /// Bytes of everything.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.chunk_bytes + self.offset()
+    }
+
+    /// Makes a file visible; gives the index of objects.
+    pub(crate) fn commit(self) -> Result<Option<Bytes>> {
+        match self.to {
+            To::File { sink, .. } => sink.commit().map(|()| None),
+            To::Objects(objects) => Ok(Some(objects.index.into())),
+        }
+    }
+
+    fn align(&mut self) -> Result<()> {
+        let gap = self.offset().next_multiple_of(ALIGN as u64) - self.offset();
+        self.put(&[0; ALIGN][..gap as usize])
+    }
+}
+
+impl Objects {
+    fn chunk(&mut self, group: u8, bytes: &[u8]) -> Result<(u32, u64)> {
+        if let Some(i) = self.open.iter().position(|o| o.group == group) {
+            let open = &mut self.open[i];
+            let at = open.bytes.len().next_multiple_of(ALIGN);
+            if at + bytes.len() <= self.options.bytes {
+                let from = open.bytes.len();
+                open.bytes.resize(at, 0);
+                open.bytes.extend_from_slice(bytes);
+                open.hasher.update(&open.bytes[from..]);
+                return Ok((open.number, at as u64));
+            }
+            let full = self.open.swap_remove(i);
+            self.close(full)?;
+        }
+        let number = self.done.len();
+        if number == MAX_OBJECTS || group >= MAX_GROUPS {
+            let what = format!("object {number} of group {group}: more than are allowed");
+            return Err(Error::Argument(what));
+        }
+        self.done.push(None);
+        let number = number as u32;
+        let mut open = Open {
+            group,
+            number,
+            bytes: Vec::with_capacity(self.options.bytes),
+            hasher: blake3::Hasher::new(),
+        };
+        open.bytes.extend_from_slice(bytes);
+        open.hasher.update(bytes);
+        self.open.push(open);
+        Ok((number, 0))
+    }
+
+    fn close(&mut self, open: Open) -> Result<()> {
+        self.done[open.number as usize] = Some(Object {
+            name: Some(open.number.to_string()),
+            bytes: open.bytes.len() as u64,
+            blake3: Digest(*open.hasher.finalize().as_bytes()),
+        });
+        self.sink.put(open.number, open.bytes.into())
+    }
+
+    fn close_all(&mut self) -> Result<Vec<Object>> {
+        let mut open = std::mem::take(&mut self.open);
+        open.sort_unstable_by_key(|o| o.number);
+        open.into_iter().try_for_each(|o| self.close(o))?;
+        Ok(std::mem::take(&mut self.done).into_iter().flatten().collect())
+    }
+}

