@@ -75,16 +75,41 @@ impl<'s, 'a> Decoder<'s, 'a> {
         fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         let room = self.room();
-        let lane = self.lanes.get_mut(&ordinal).ok_or_else(|| {
-            let what = format!("frames for CUDA device {ordinal}, which is not decoded to");
-            CudaError::from(GpuError::Argument(what))
-        })?;
+        let lane = self.lane(ordinal)?;
         check(ordinal, len, room, &jobs)?;
         let slot = lane.free_slot()?;
         // SAFETY: what used the slot is done.
         fill(unsafe { lane.session.worker.slots[slot].pinned.slice_mut(0, len) })?;
         lane.start(slot, len, jobs)?;
         Ok(())
+    }
+
+    /// Copies values that need no decoding: `fill` writes them into pinned memory. As with
+    /// [`Decoder::push`] the copy is under way when this returns.
+    ///
+    /// # Errors
+    /// As [`Decoder::push`].
+    pub fn put<E: From<CudaError>>(
+        &mut self,
+        to: DeviceMemory,
+        fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let len = usize::try_from(to.bytes()).unwrap_or(usize::MAX);
+        let room = self.room();
+        let lane = self.lane(to.ordinal())?;
+        check(to.ordinal(), len, room, &[])?;
+        let slot = lane.free_slot()?;
+        // SAFETY: what used the slot is done.
+        fill(unsafe { lane.session.worker.slots[slot].pinned.slice_mut(0, len) })?;
+        lane.send(slot, to, len)?;
+        Ok(())
+    }
+
+    fn lane(&mut self, ordinal: u32) -> Result<&mut Lane<'s, 'a>> {
+        self.lanes.get_mut(&ordinal).ok_or_else(|| {
+            let what = format!("values for CUDA device {ordinal}, which is not decoded to");
+            GpuError::Argument(what).into()
+        })
     }
 
     pub(super) fn finish(&mut self) -> Result<()> {
@@ -178,6 +203,17 @@ impl<'s, 'a> Lane<'s, 'a> {
         for i in 0..SLOTS {
             self.complete((self.next + i) % SLOTS)?;
         }
+        Ok(())
+    }
+
+    /// Queues the copy of a slot's values.
+    fn send(&mut self, slot: usize, to: DeviceMemory, len: usize) -> Result<()> {
+        let worker = &self.session.worker;
+        let place = &worker.slots[slot];
+        // SAFETY: the caller's memory, which nothing else uses; the slot stays until it was waited for.
+        unsafe { worker.copy.copy_to_device(&place.pinned, 0, len, to.address()) }?;
+        place.worked.record(&worker.copy)?;
+        self.busy[slot] = Some(Busy::default());
         Ok(())
     }
 
