@@ -7,6 +7,8 @@
 //!
 //! What is deliberately absent: where chunks are kept, names of tensors, threads, clocks.
 
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod decode;
 mod encode;
 mod planner;

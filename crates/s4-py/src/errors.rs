@@ -3,7 +3,7 @@
 use std::error::Error as StdError;
 use std::io;
 
-use pyo3::exceptions::{PyKeyError, PyKeyboardInterrupt, PyValueError};
+use pyo3::exceptions::{PyKeyError, PyKeyboardInterrupt, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use s4weights::{Error, ParentProblem, format};
 
@@ -33,6 +33,7 @@ pub(crate) fn to_python(py: Python<'_>, error: Error) -> PyErr {
             }
             _ => raise(py, "CorruptDataError", (error.to_string(),)),
         },
+        Error::Device { .. } => PyRuntimeError::new_err(error.to_string()),
         Error::Argument(what) => PyValueError::new_err(what),
         Error::Cancelled => PyKeyboardInterrupt::new_err("cancelled"),
         Error::Io { target, action, source } => io_error(py, target, action, source),
