@@ -89,6 +89,10 @@ pub mod status {
     pub const NO_ROOM: u32 = header("kNoRoom") as u32;
 }
 
+/// [`EncodeChunk::flags`], fused routes: raw planes go into scratch memory while values are encoded, and
+/// are copied by the gather; takes `n * (width - 1)` bytes more of it, rounded up to 32.
+pub const KEEP_PLANES: u32 = header("kKeepPlanes") as u32;
+
 /// `Coding`: how a plane is to be coded.
 pub mod coding {
     use super::header;
@@ -160,7 +164,7 @@ pub struct EncodeChunk {
     pub reserved0: u8,
     /// [`coding`] of each plane.
     pub coding: [u8; MAX_PLANES],
-    /// Zero.
+    /// 0 or [`KEEP_PLANES`].
     pub flags: u32,
     /// Zero.
     pub reserved1: u32,

@@ -27,7 +27,9 @@ pub(crate) fn measure(
     let count = values.bytes().div_ceil(CHUNK);
     let mut routes = [0; 3];
     routes[route as usize] = u32::try_from(count)?;
-    let scratch = abi::encode_scratch(route, CHUNK / width as u64, width as u64);
+    let n = CHUNK / width as u64;
+    let scratch =
+        abi::encode_scratch(route, n, width as u64) + (n * (width as u64 - 1)).next_multiple_of(32);
     let scratch_memory = lab.alloc(count * scratch)?;
     let chunks: Vec<_> = (0..count)
         .map(|i| encode_chunk(width, values, i, scratch_memory.address() + i * scratch))
@@ -44,8 +46,13 @@ pub(crate) fn measure(
         capacity: frames.bytes(),
         routes,
     };
+    // All that is stored lies in slots, as libraries leave it: raw planes, too.
+    let mut keeping = chunks.clone();
+    keeping.iter_mut().for_each(|c| c.flags = abi::KEEP_PLANES);
+    let keeping = lab.upload(bytemuck::cast_slice(&keeping))?;
+    let in_slots = EncodeBatch { chunks: keeping.address(), ..batch };
     // SAFETY: all memory is this function's, of the sizes that abi.h asks for, and used by one stream.
-    let slots = lab.time(|| Ok(unsafe { lab.stream.encode_streams(&batch) }?))?;
+    let slots = lab.time(|| Ok(unsafe { lab.stream.encode_streams(&in_slots) }?))?;
     // SAFETY: as above.
     let whole = lab.time(|| Ok(unsafe { lab.stream.encode(&batch) }?))?;
     let done = lab.download(&results, count as usize * size_of::<EncodeResult>())?;
@@ -79,7 +86,12 @@ pub(crate) fn measure(
     if status.iter().any(|b| *b != 0) || !lab.holds(back, &tile.data)? {
         return Err("decoded values differ".into());
     }
-    group.row("s4weights, streams in slots; unchecked", Some(slots), Some(bare), Some(ratio));
+    group.row(
+        "s4weights, planes and streams in slots; unchecked",
+        Some(slots),
+        Some(bare),
+        Some(ratio),
+    );
     group.row("s4weights, frames in order with checksums", Some(whole), Some(checked), Some(ratio));
     Ok(())
 }

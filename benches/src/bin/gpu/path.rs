@@ -58,9 +58,12 @@ fn measure(lab: &Lab, tile: &Tile, sizes: &[u64], mut group: Group) -> Outcome<G
     let engine = CudaEngine::new(lab.cuda.clone(), CudaOptions::default());
     let (mut encoded, mut decoded) = (vec![], vec![]);
     let mut ratio = 0.0;
+    let mut planned = vec![];
     for round in 0..=ROUNDS {
         let started = Instant::now();
         let plans = engine.plan(Preset::Fast, &tensors)?;
+        let planning = started.elapsed().as_secs_f64();
+        let started = Instant::now();
         let mut stored = 0;
         engine.encode::<CudaError>(&tensors, &plans, |frame| {
             stored += frame.bytes.len() as u64 + 24;
@@ -72,6 +75,7 @@ fn measure(lab: &Lab, tile: &Tile, sizes: &[u64], mut group: Group) -> Outcome<G
         let started = Instant::now();
         decode(&engine, &tensors, &plans, &sides, &frames, &targets)?;
         if round > 0 {
+            planned.push(1e3 * planning);
             encoded.push(took);
             decoded.push(started.elapsed().as_secs_f64());
         }
@@ -80,7 +84,8 @@ fn measure(lab: &Lab, tile: &Tile, sizes: &[u64], mut group: Group) -> Outcome<G
         return Err("decoded values differ, or the kernels refused a chunk".into());
     }
     let scratch = engine.scratch_high_water(0)? >> 20;
-    let name = format!("s4weights, plan included; {scratch} MiB of scratch");
+    let planned = median(planned);
+    let name = format!("s4weights, {scratch} MiB of scratch; before it {planned:.1} ms to plan");
     group.row(&name, Some(median(encoded)), Some(median(decoded)), Some(ratio));
     eprintln!("{}", group.text());
     Ok(group)
