@@ -9,6 +9,7 @@ and nothing is broken. Of the many calls that creating a store makes, every 25th
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,12 +24,21 @@ CALLS = [
     "mkdir,mkdirat",
 ]
 LIFE = sys.argv[1]
+# Seconds after which a life that takes a fraction of one is taken for hung, and killed.
+HANG = 5
 
 
 def live(folder: str, *strace: str) -> tuple[int, str, str]:
     command = ["strace", "-f", "-qq", *strace, LIFE, "live", folder]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    return done.returncode, done.stdout, done.stderr
+    pipe = subprocess.PIPE
+    group = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    try:
+        said, trace = group.communicate(timeout=HANG)
+    except subprocess.TimeoutExpired:
+        # A failing write may be one that wakes a thread of the process itself: it sleeps for good.
+        os.killpg(group.pid, signal.SIGKILL)
+        said, trace = group.communicate()
+    return group.returncode, said, trace
 
 
 def count(calls: str, start: str | None) -> int:
