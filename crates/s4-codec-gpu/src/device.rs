@@ -223,6 +223,11 @@ impl Stream {
         self.handle
     }
 
+    /// The handle as a number: what [`crate::nvcomp::GpuCodec`] takes.
+    pub(crate) fn id(&self) -> u64 {
+        self.handle as u64
+    }
+
     /// What is queued here from now on waits for all that `other` was given so far.
     ///
     /// # Errors

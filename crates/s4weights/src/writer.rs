@@ -1,6 +1,6 @@
 //! Writes a checkpoint, front to back: one `.s4w` file, or objects and an index.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -9,8 +9,8 @@ use s4_engine::{CpuEngine, TensorView};
 use s4_format::file::{Footer, Version};
 use s4_format::index::{self, Block, Tensor, TensorKind};
 use s4_format::limits::MAX_CHAIN;
-use s4_format::manifest::{self, Form, Manifest, Object, Roles, Section, TensorTable};
-use s4_format::{DType, Digest, Plan, crc32c};
+use s4_format::manifest::{self, ClosedCodec, Form, Manifest, Object, Roles, Section, TensorTable};
+use s4_format::{CodecId, DType, Digest, Plan, crc32c};
 use serde_json::value::RawValue;
 
 use crate::error::{At, Error, ParentProblem, Result};
@@ -58,6 +58,9 @@ pub struct Writer {
     pub(crate) out: Output,
     pub(crate) engine: Arc<CpuEngine>,
     pub(crate) options: WriteOptions,
+    /// Closed bitstreams that the engine may use, and those that it did use.
+    pub(crate) closed: Vec<ClosedCodec>,
+    pub(crate) closed_used: BTreeSet<CodecId>,
     started: Instant,
     tensors: Vec<Tensor>,
     names: HashMap<String, ()>,
@@ -91,7 +94,8 @@ impl Writer {
     ///
     /// # Errors
     /// `Io` if the target cannot be written, `Argument` if an option does not fit, `Parent` if the
-    /// parent's chain is as long as is allowed.
+    /// parent's chain is as long as is allowed, `Format` of type `Unsupported` if the preset needs a
+    /// GPU or a library that is not there.
     pub fn create(target: Target, options: WriteOptions) -> Result<Self> {
         let (name, sink) = open_sink(target)?;
         Self::start(name, Output::file(sink)?, options)
@@ -112,13 +116,16 @@ impl Writer {
     }
 
     fn start(name: String, out: Output, options: WriteOptions) -> Result<Self> {
-        let engine = Arc::new(CpuEngine::new(simd(options.simd)?));
+        let (engine, closed) =
+            CpuEngine::writing(simd(options.simd)?, options.preset).at(&name)?;
         check_depth(&name, &options)?;
         Ok(Self {
             name,
             out,
-            engine,
+            engine: Arc::new(engine),
             options,
+            closed,
+            closed_used: BTreeSet::new(),
             started: Instant::now(),
             tensors: vec![],
             names: HashMap::new(),
@@ -402,6 +409,8 @@ impl Writer {
         form: Form,
         parent: Option<manifest::Parent>,
     ) -> Manifest {
+        let used = |c: &ClosedCodec| self.closed_used.contains(&c.codec);
+        let closed_codecs = self.closed.iter().filter(|c| used(c)).cloned().collect();
         Manifest {
             format: Version::CURRENT,
             writer: concat!("s4weights ", env!("CARGO_PKG_VERSION")).into(),
@@ -415,7 +424,7 @@ impl Writer {
             metadata: BTreeMap::new(),
             roles: None,
             parent,
-            closed_codecs: vec![],
+            closed_codecs,
         }
     }
 

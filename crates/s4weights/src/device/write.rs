@@ -4,7 +4,7 @@ use std::sync::Mutex;
 
 use rayon::prelude::*;
 use s4_engine::cuda::{CudaEngine, DeviceMemory, DeviceTensor};
-use s4_engine::{Scratch, TensorPlan};
+use s4_engine::{Preset, Scratch, TensorPlan};
 use s4_format::DType;
 
 use super::Failure;
@@ -14,7 +14,12 @@ use crate::output::check_groups;
 use crate::pack::SMALL;
 use crate::parallel::pool;
 use crate::pipeline::{ChunkOf, Coded};
-use crate::writer::Writer;
+use crate::writer::{TensorSource, Writer};
+
+/// Bytes of values that are copied to the host at a time: of one tensor at least.
+const FETCHED: u64 = 256 << 20;
+/// Bytes of one copy.
+const PIECE: u64 = 1 << 20;
 
 /// A tensor in device memory, to be written.
 #[derive(Debug, Clone, Copy)]
@@ -39,7 +44,8 @@ struct Registered<'a> {
 impl Writer {
     /// Writes tensors of CUDA devices, as [`Writer::write_grouped`] writes those of the host: the same
     /// bytes. Values are encoded where they are. Calls of both kinds may follow each other. Tensors are
-    /// stored by themselves, also where there is a parent.
+    /// stored by themselves, also where there is a parent. (Preset `nvcomp` splits values on the host:
+    /// they are copied there first, and their planes come back to be coded.)
     ///
     /// # Errors
     /// As [`Writer::write_grouped`]; `Device`.
@@ -50,6 +56,9 @@ impl Writer {
         groups: &[u8],
     ) -> Result<()> {
         check_groups(groups, tensors.len())?;
+        if self.options.preset == Preset::Nvcomp {
+            return self.write_fetched(engine, tensors, groups);
+        }
         let total = tensors.iter().map(|t| t.memory.bytes()).sum();
         let callback = self.options.progress.clone();
         let mut meter = Meter { callback, done: 0, total };
@@ -64,6 +73,63 @@ impl Writer {
         }
         self.pack_small(engine, &small, &mut meter)?;
         self.write_large(engine, &large, &mut meter)
+    }
+
+    /// Writes tensors as those of the host, some at a time.
+    fn write_fetched(
+        &mut self,
+        engine: &CudaEngine,
+        tensors: &[DeviceSource<'_>],
+        groups: &[u8],
+    ) -> Result<()> {
+        let mut first = 0;
+        while first < tensors.len() {
+            let mut bytes = 0;
+            let fits = tensors[first..].iter().take_while(|t| {
+                let fits = bytes == 0 || bytes + t.memory.bytes() <= FETCHED;
+                bytes += t.memory.bytes();
+                fits
+            });
+            let end = first + fits.count();
+            let batch = &tensors[first..end];
+            let values = self.fetch_values(engine, batch)?;
+            let sources = batch.iter().zip(&values).map(|(t, data)| {
+                let DeviceSource { name, dtype, shape, .. } = *t;
+                TensorSource { name, dtype, shape, data }
+            });
+            let groups = if groups.is_empty() { groups } else { &groups[first..end] };
+            self.write_grouped(&sources.collect::<Vec<_>>(), groups)?;
+            first = end;
+        }
+        Ok(())
+    }
+
+    /// The values of tensors.
+    fn fetch_values(
+        &self,
+        engine: &CudaEngine,
+        tensors: &[DeviceSource<'_>],
+    ) -> Result<Vec<Vec<u8>>> {
+        let (mut items, mut owners) = (vec![], vec![]);
+        for (number, t) in tensors.iter().enumerate() {
+            let mut done = 0;
+            while done < t.memory.bytes() {
+                let len = PIECE.min(t.memory.bytes() - done);
+                let part = t.memory.part(done, len);
+                let part = part.map_err(|e| Failure::Engine(e.into()).named(&self.name, |_| None))?;
+                items.push(vec![part]);
+                owners.push(number);
+                done += len;
+            }
+        }
+        let mut values: Vec<Vec<u8>> = tensors.iter().map(|_| vec![]).collect();
+        let done = engine.fetch::<Failure>(&items, |batch| {
+            // Items come in order, so that a tensor's pieces do.
+            batch.iter().for_each(|&(item, bytes)| values[owners[item]].extend_from_slice(bytes));
+            Ok(())
+        });
+        done.map_err(|e| e.named(&self.name, |i| Some(tensors.get(*owners.get(i)?)?.name)))?;
+        Ok(values)
     }
 
     fn pack_small(
