@@ -11,6 +11,7 @@ mod bench;
 mod ci;
 mod demo;
 mod error;
+mod kernels;
 mod proc;
 mod python;
 mod servers;
@@ -40,6 +41,8 @@ enum Verb {
     Demo,
     /// Measure the kernels, and s4weights beside its peers
     Bench(bench::Args),
+    /// Make the PTX of the GPU kernels from their sources, or check that it is what they make
+    Kernels(kernels::Args),
     /// Check what compilers do not: crate directions, file sizes, specifications, formatting
     Tidy,
     /// Everything that must pass before a merge: tidy, clippy, docs, test, cargo-deny
@@ -54,6 +57,7 @@ fn main() -> ExitCode {
         Verb::Test(args) => ("test", test::run(&root, args)),
         Verb::Demo => ("demo", demo::run(&root)),
         Verb::Bench(args) => ("bench", bench::run(&root, args)),
+        Verb::Kernels(args) => ("kernels", kernels::run(&root, args)),
         Verb::Tidy => ("tidy", tidy::run(&root)),
         Verb::Ci => ("ci", ci::run(&root)),
     };

@@ -57,6 +57,22 @@ impl Venv {
         Ok((venv, missing))
     }
 
+    /// An environment at `folder`, which lies anywhere, with just these packages.
+    ///
+    /// # Errors
+    /// If no suitable Python is found, or an installation fails.
+    pub(crate) fn with_packages(root: &Path, folder: &Path, packages: &[&str]) -> Result<Self> {
+        let venv = Self::at(root, &folder.to_string_lossy())?;
+        let wanted = packages.join("\n");
+        let stamp = venv.folder.join("installed-packages.txt");
+        if fs::read_to_string(&stamp).is_ok_and(|installed| installed == wanted) {
+            return Ok(venv);
+        }
+        venv.pip(&[&["--no-deps"], packages].concat())?;
+        fs::write(&stamp, wanted).map_err(|e| Error::at(&stamp, &e))?;
+        Ok(venv)
+    }
+
     /// Installs the peers whose name starts with `prefix`, one by one: a peer that cannot be
     /// installed here must not take the others with it. Returns those that could not.
     ///

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use crate::error::Result;
+use crate::kernels;
 use crate::proc;
 use crate::python::Venv;
 use crate::servers::Servers;
@@ -29,6 +30,9 @@ pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
     // Both sides test the store against real servers, which run beside them.
     let servers = Servers::start(root)?;
     let mut said = Vec::new();
+    if args.side.is_none() {
+        said.push(kernels::check(root)?);
+    }
     if args.side != Some(Side::Python) {
         said.push(rust(root, &servers)?);
     }

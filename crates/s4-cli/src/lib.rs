@@ -3,7 +3,8 @@
 //! What is deliberately absent: logic. Commands parse arguments, call `s4weights`, and print.
 //!
 //! Exit codes: 0 done; 1 the data is damaged, or a test failed; 2 wrong usage; 3 something could not
-//! be found, read or written; 4 the file needs another version or another machine.
+//! be found, read or written; 4 the file needs another version or another machine; 5 the state of a
+//! store forbids it, or another process was faster.
 #![forbid(unsafe_code)]
 
 mod convert;
@@ -11,6 +12,7 @@ mod error;
 mod inspect;
 mod progress;
 mod selftest;
+mod store;
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -26,7 +28,8 @@ use error::{Failure, Result};
     version,
     about = "Lossless compression of training checkpoints",
     after_help = "Exit codes: 0 done; 1 damaged data or a failed test; 2 wrong usage; \
-                  3 not found, or not readable or writable; 4 not supported by this version."
+                  3 not found, or not readable or writable; 4 not supported by this version or \
+                  machine; 5 the state of a store forbids it."
 )]
 struct Cli {
     #[command(subcommand)]
@@ -77,6 +80,9 @@ enum Command {
         #[command(flatten)]
         common: Common,
     },
+    /// Keep, list, restore and check many checkpoints in a folder or a bucket
+    #[command(subcommand)]
+    Store(store::Verb),
     /// Prove on this machine that every dtype comes back bit by bit
     Selftest {
         /// Damage one byte on the way, to prove that the test can fail
@@ -134,7 +140,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     match execute(cli.command) {
         Ok(()) => 0,
         Err(e) => {
-            let _ = writeln!(std::io::stderr(), "s4w: {e}");
+            let _ = writeln!(std::io::stderr(), "s4w: {}", e.explain());
             e.exit_code()
         }
     }
@@ -183,6 +189,7 @@ fn execute(command: Command) -> Result<()> {
                 )
             })
         }
+        Command::Store(verb) => store::execute(verb),
         Command::Selftest { inject_fault, common } => {
             say(&selftest::run(inject_fault, common.threads, common.simd)?)
         }

@@ -4,7 +4,9 @@
 // Blocks run one after the other, so races between blocks, memory ordering and timing are not seen.
 #pragma once
 
+#if !defined(__x86_64__)
 #include <ucontext.h>
+#endif
 
 #include <algorithm>
 #include <cstdint>
@@ -18,6 +20,7 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline
+#define __noinline__
 #define __shared__ static
 #define __align__(n) alignas(n)
 #define __launch_bounds__(...)
@@ -41,8 +44,58 @@ namespace emulator {
 constexpr uint32_t kMaxThreads = 1024;
 constexpr size_t kStackBytes = 128 << 10;
 
+// ---- switching between stacks ----
+
+#if defined(__x86_64__)
+// A stack pointer, with the registers that a call keeps on that stack. (`swapcontext` asks the kernel for the
+// signal mask each time, which takes most of a test's time.)
+typedef void* Context;
+extern "C" void emulator_switch(Context* from, Context to);
+asm(R"(
+.text
+.globl emulator_switch
+.type emulator_switch, @function
+emulator_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size emulator_switch, . - emulator_switch
+)");
+inline void switch_to(Context& from, Context& to) { emulator_switch(&from, to); }
+inline void make_context(Context& context, std::vector<char>& stack, void (*entry)()) {
+  uintptr_t top = reinterpret_cast<uintptr_t>(stack.data() + stack.size()) / 16 * 16;
+  void** p = reinterpret_cast<void**>(top) - 2;  // as after a call: 8 below a multiple of 16
+  p[0] = reinterpret_cast<void*>(entry);
+  context = std::fill_n(p - 6, 6, nullptr) - 6;
+}
+#else
+typedef ucontext_t Context;
+inline void switch_to(Context& from, Context& to) { swapcontext(&from, &to); }
+inline void make_context(Context& context, std::vector<char>& stack, void (*entry)()) {
+  getcontext(&context);
+  context.uc_stack.ss_sp = stack.data();
+  context.uc_stack.ss_size = stack.size();
+  context.uc_link = nullptr;
+  makecontext(&context, entry, 0);
+}
+#endif
+
+// ---- threads ----
+
 struct Fiber {
-  ucontext_t context;
+  Context context;
   std::vector<char> stack;
   bool done;
   uint32_t collectives;  // of its warp, so far: parity picks the exchange buffer
@@ -54,7 +107,7 @@ struct Barrier {
 };
 
 struct State {
-  ucontext_t scheduler;
+  Context scheduler;
   std::vector<Fiber> fibers{kMaxThreads};
   std::function<void()> body;
   Barrier block, warps[kMaxThreads / 32];
@@ -66,7 +119,7 @@ inline State state;
 
 inline void yield() {
   const uint32_t me = threadIdx.x;
-  swapcontext(&state.fibers[me].context, &state.scheduler);
+  switch_to(state.fibers[me].context, state.scheduler);
   threadIdx.x = me;
 }
 
@@ -97,14 +150,10 @@ inline const uint64_t* exchange(uint64_t value) {
 }
 
 inline void start_fiber(Fiber& f) {
-  f.stack.resize(kStackBytes);
+  if (f.stack.empty()) f.stack.resize(kStackBytes);
   f.done = false;
   f.collectives = 0;
-  getcontext(&f.context);
-  f.context.uc_stack.ss_sp = f.stack.data();
-  f.context.uc_stack.ss_size = kStackBytes;
-  f.context.uc_link = nullptr;
-  makecontext(&f.context, run_fiber, 0);
+  make_context(f.context, f.stack, run_fiber);
 }
 
 inline void run_block(uint32_t threads) {
@@ -116,7 +165,7 @@ inline void run_block(uint32_t threads) {
     for (uint32_t i = 0; i < threads; i++) {
       if (state.fibers[i].done) continue;
       threadIdx.x = i;
-      swapcontext(&state.scheduler, &state.fibers[i].context);
+      switch_to(state.scheduler, state.fibers[i].context);
       left -= state.fibers[i].done;
     }
     if (state.progress == before) {

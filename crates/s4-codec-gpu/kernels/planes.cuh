@@ -9,12 +9,9 @@
 // No host headers: NVRTC has none.
 #pragma once
 
-namespace s4 {
+#include "abi.h"
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+namespace s4 {
 
 // Values that one lane owns in each block.
 constexpr u32 kOctet = 8;

@@ -1,4 +1,4 @@
-// The decoder: safe on any bytes. Headers are checked before they are used; words are read through a
+// The decoder of plane E of values, and what it shares with that of planes: safe on any bytes. Headers are checked before they are used; words are read through a
 // ring that never asks for one behind its segment; the final states and word counts say whether the
 // stream was sound.
 #pragma once
@@ -7,24 +7,19 @@
 
 namespace s4 {
 
-enum Status : u32 { kOk = 0, kCorrupt = 1, kUnsupported = 2 };
-
-// A chunk to decode: any number of values in at most `kMaxSegments` segments. `stream` and the raw
-// planes are 16-byte aligned; plane A has `a_len` bytes, which must be `n` less those that are carried.
-struct DecodeChunk {
+// A stream of plane E to decode, and the raw planes beside it, 16-byte aligned. Plane A has `a_len` bytes,
+// which must be `n` less those that are carried.
+struct FusedStreams {
   const u8* stream;
   RawPlanes raw;
   u8* values;
   u32 stream_len;
   u32 n;
   u32 a_len;
-  u32 reserved;
 };
 
-// Most segments of a chunk: 2^18 values in the smallest ones.
-constexpr u32 kMaxSegments = 2 * kLanes;
-
 // Slots of a table that is being read, and where the parts of a stream are.
+template <u32 kMaxSegments>
 struct Header {
   u32 escape;
   u32 kept;
@@ -38,86 +33,121 @@ struct Header {
   u16 start[256];                 // first slot of the i-th symbol
 };
 
-// How to take one symbol off the state, by slot: bits 0..7 slot - start, 8..15 symbol, 16 escape,
-// 17..25 frequency.
+// How to take one symbol off the state, by slot. P = 8: bits 0..7 slot - start, 8..15 symbol, 16 escape,
+// 17..25 frequency. P = 12: bits 0..11 slot - start, 12..19 symbol, 20..31 frequency - 1.
 constexpr u32 kEscapeEntry = 1u << 16;
+
+template <u32 kBits>
+__device__ __forceinline__ u32 make_entry(u32 freq, u32 symbol, u32 bias, bool escape) {
+  if (kBits == 8) return freq << 17 | (escape ? kEscapeEntry : 0) | symbol << 8 | bias;
+  return (freq - 1) << 20 | symbol << 12 | bias;
+}
 
 __device__ __forceinline__ u32 load_u16(const u8* p) { return p[0] | p[1] << 8; }
 __device__ __forceinline__ u32 load_u32(const u8* p) { return load_u16(p) | load_u16(p + 2) << 16; }
 
-// Reads what stands before the table; the table fits into the stream if the answer is `kOk`.
-__device__ __forceinline__ Status read_fixed(const u8* stream, u32 len, u32 n, Header& h) {
-  if (len < kHeaderBytes + 4) return kCorrupt;
+// The table of a stream: its own, or one that the host vouches for.
+struct TableBytes {
+  const SharedTable* shared;  // null: the table stands in the stream
+  const u8* own;              // its symbols, frequencies behind them
+  u32 kept;
+
+  __device__ __forceinline__ u32 symbol(u32 i) const { return shared ? shared->symbol[i] : own[i]; }
+  template <u32 kBits>
+  __device__ __forceinline__ u32 freq(u32 i) const {
+    if (shared) return shared->freq[i];
+    return kBits == 8 ? own[kept + i] : load_u16(own + kept + 2 * i);
+  }
+};
+
+// Reads what stands before the table; table and word counts fit into the stream if the answer is `kOk`.
+template <u32 kBits, u32 kMaxSegments>
+__device__ __forceinline__ Status read_fixed(const u8* stream, u32 len, u32 n, const SharedTable* table,
+                                             Header<kMaxSegments>& h) {
+  if (len < kHeaderBytes) return kCorrupt;
   if (load_u32(stream) != n) return kCorrupt;
   const u32 lanes_log2 = stream[4], tables = stream[6], flags = stream[7];
   h.segment_log2 = stream[5];
-  if (lanes_log2 != 5 || tables != 1 || (flags & ~kFlagCarries) != 0) return kUnsupported;
+  if (lanes_log2 != 5 || tables != 1 || flags > (kFlagShared | kFlagCarries)) return kUnsupported;
   if (h.segment_log2 < 12 || h.segment_log2 > 15) return kUnsupported;
-  h.kept = load_u16(stream + kHeaderBytes);
-  h.escape = load_u16(stream + kHeaderBytes + 2);
-  if (h.kept > 256 || h.escape > kTotal) return kCorrupt;
-  h.segments = n == 0 ? 0 : ((n - 1) >> h.segment_log2) + 1;
+  h.counts_at = kHeaderBytes;
+  if (flags & kFlagShared) {
+    if (table == nullptr || table->precision == 0) return kCorrupt;
+    if (table->precision != kBits) return kUnsupported;
+    h.kept = table->count;
+    h.escape = table->escape;
+  } else {
+    if (len < kHeaderBytes + 4) return kCorrupt;
+    h.kept = load_u16(stream + kHeaderBytes);
+    h.escape = load_u16(stream + kHeaderBytes + 2);
+    h.counts_at += 4 + (kBits == 8 ? 2 : 3) * h.kept;
+  }
+  if (h.kept > 256 || h.escape > 1u << kBits) return kCorrupt;
+  h.segments = ((n - 1) >> h.segment_log2) + 1;
   if (h.segments > kMaxSegments) return kUnsupported;
   h.carried = flags & kFlagCarries ? kCarryBytes * h.segments : 0;
-  if (h.carried > n) return kCorrupt;
-  h.counts_at = kHeaderBytes + 4 + 2 * h.kept;
   return h.counts_at + 2 * h.segments > len ? kCorrupt : kOk;
 }
 
-// Finds the segments; false if they do not fill the stream. One warp, two segments a lane.
-__device__ __forceinline__ bool find_segments(const u8* stream, u32 len, Header& h) {
-  const u32 counts_end = h.counts_at + 2 * h.segments;
-  u32 size[2];
-  for (u32 k = 0; k < 2; k++) {
-    const u32 i = 2 * lane_id() + k, words = i < h.segments ? load_u16(stream + h.counts_at + 2 * i) : 0;
-    h.words[i] = static_cast<u16>(words);
-    size[k] = i < h.segments ? kStatesBytes + 2 * words : 0;
-  }
-  u32 at = round_up(counts_end, kAlign) + warp_sum_below(round_up(size[0], kAlign) + round_up(size[1], kAlign));
-  u32 end = counts_end;
-  for (u32 k = 0; k < 2; k++) {
-    h.segment_at[2 * lane_id() + k] = at;
-    if (size[k] > 0) end = at + size[k];
-    at += round_up(size[k], kAlign);
+// Finds the segments; false if they do not fill the stream. One warp.
+template <u32 kMaxSegments>
+__device__ __forceinline__ bool find_segments(const u8* stream, u32 len, Header<kMaxSegments>& h) {
+  u32 end = h.counts_at + 2 * h.segments, at = round_up(end, kAlign);
+#pragma unroll 1
+  for (u32 first = 0; first < h.segments; first += kLanes) {
+    const u32 i = first + lane_id(), words = i < h.segments ? load_u16(stream + h.counts_at + 2 * i) : 0;
+    const u32 size = i < h.segments ? kStatesBytes + 2 * words : 0, padded = round_up(size, kAlign);
+    const u32 mine = at + warp_sum_below(padded);
+    if (i < h.segments) {
+      h.words[i] = static_cast<u16>(words);
+      h.segment_at[i] = mine;
+      end = mine + size;
+    }
+    at += warp_sum(padded);
   }
   return warp_max(end) == len;
 }
 
-// Reads header and table and fills `entries[256]`. All threads; all return the same; barriers.
-__device__ __forceinline__ Status read_header(const u8* stream, u32 len, u32 n, Header& h, u32* entries) {
-  if (threadIdx.x == 0) h.status = read_fixed(stream, len, n, h);
+// First slots of all symbols; false if they do not fill the table. One warp.
+template <u32 kBits, u32 kMaxSegments>
+__device__ __forceinline__ bool find_slots(const TableBytes& table, Header<kMaxSegments>& h) {
+  u32 freq[8], sum = 0;
+  for (u32 k = 0; k < 8; k++) {
+    const u32 i = lane_id() * 8 + k;
+    sum += freq[k] = i < h.kept ? table.freq<kBits>(i) : 0;
+  }
+  u32 at = h.escape + warp_sum_below(sum);
+  for (u32 k = 0; k < 8; k++) {
+    h.start[lane_id() * 8 + k] = static_cast<u16>(at);
+    at += freq[k];
+  }
+  return lane_id() != kLanes - 1 || at == 1u << kBits;
+}
+
+// Reads header and table of a stream of `n` > 0 symbols and fills `entries[2^P]`. All threads, two warps at
+// least; all return the same; barriers.
+template <u32 kBits, u32 kMaxSegments>
+__device__ __forceinline__ Status read_header(const u8* stream, u32 len, u32 n, const SharedTable* shared,
+                                              Header<kMaxSegments>& h, u32* entries) {
+  if (threadIdx.x == 0) h.status = read_fixed<kBits>(stream, len, n, shared, h);
   __syncthreads();
   if (h.status != kOk) return static_cast<Status>(h.status);
 
-  const u8* symbols = stream + kHeaderBytes + 4;
-  const u8* freqs = symbols + h.kept;
+  const TableBytes table{stream[7] & kFlagShared ? shared : nullptr, stream + kHeaderBytes + 4, h.kept};
   for (u32 s = threadIdx.x; s < 256; s += blockDim.x) entries[s] = 0;
   __syncthreads();
   bool bad = false;
   for (u32 i = threadIdx.x; i < h.kept; i += blockDim.x) {
-    bad |= freqs[i] == 0;
-    bad |= atomicAdd(&entries[symbols[i]], 1u) != 0;
+    bad |= table.freq<kBits>(i) == 0;
+    bad |= atomicAdd(&entries[table.symbol(i)], 1u) != 0;
   }
-  if (warp_id() == 0) {
-    u32 freq[8], sum = 0;
-    for (u32 k = 0; k < 8; k++) {
-      const u32 i = lane_id() * 8 + k;
-      sum += freq[k] = i < h.kept ? freqs[i] : 0;
-    }
-    u32 at = h.escape + warp_sum_below(sum);
-    for (u32 k = 0; k < 8; k++) {
-      h.start[lane_id() * 8 + k] = static_cast<u16>(at);
-      at += freq[k];
-    }
-    bad |= lane_id() == kLanes - 1 && at != kTotal;
-  } else if (warp_id() == 1) {
-    bad |= !find_segments(stream, len, h);
-  }
+  if (warp_id() == 0) bad |= !find_slots<kBits>(table, h);
+  else if (warp_id() == 1) bad |= !find_segments(stream, len, h);
   if (__syncthreads_or(bad)) return kCorrupt;
 
-  for (u32 slot = threadIdx.x; slot < kTotal; slot += blockDim.x) {
+  for (u32 slot = threadIdx.x; slot < 1u << kBits; slot += blockDim.x) {
     if (slot < h.escape) {
-      entries[slot] = h.escape << 17 | kEscapeEntry | slot;
+      entries[slot] = make_entry<kBits>(h.escape, 0, slot, true);
       continue;
     }
     u32 low = 0, high = h.kept;  // start[low] <= slot < start[high]
@@ -125,7 +155,7 @@ __device__ __forceinline__ Status read_header(const u8* stream, u32 len, u32 n, 
       const u32 middle = (low + high) / 2;
       (h.start[middle] <= slot ? low : high) = middle;
     }
-    entries[slot] = static_cast<u32>(freqs[low]) << 17 | symbols[low] << 8 | (slot - h.start[low]);
+    entries[slot] = make_entry<kBits>(table.freq<kBits>(low), table.symbol(low), slot - h.start[low], false);
   }
   __syncthreads();
   return kOk;
@@ -142,7 +172,7 @@ struct WordSource {
   static constexpr u32 kPieceBytes = 2 * kPiece;
   static constexpr u32 kRing = 3 * kPieceBytes;
   static constexpr u32 kBytes = 2 * kRing;
-  static constexpr int kMost = 2 * (4 * kLanes + 8 * kLanes);  // bytes that pairs and escapes of a block take
+  static constexpr int kMost = 2 * 12 * kLanes;  // bytes that a block takes (docs/codecs/rans.md, "Why one word")
 
   Shared ring;       // kBytes, of this warp, 16-byte aligned
   Shared cursor;     // the next word
@@ -207,7 +237,7 @@ struct WordSource {
 
 // ---- segment ----
 
-// `entries` is aligned to its size, so that the index can be put into the address by an or.
+// `entries` is an `AlignedTable`.
 __device__ __forceinline__ u32 pop(u32& x, Shared entries) {
   const u32 entry = load_shared(entries | (4 * x & (4 * kTotal - 1)));
   x = (entry >> 17) * (x >> 8) + (entry & 0xff);
@@ -257,7 +287,7 @@ __device__ __forceinline__ void pop_block(u32& x, WordSource& words, Shared entr
 // end of their plane become anything. One warp. (`chunk` is in shared memory, so that it takes no
 // registers.)
 template <int kWidth>
-__device__ __forceinline__ bool decode_segment(const DecodeChunk& chunk, u32 first, u32 end, u32& x, Shared entries,
+__device__ __forceinline__ bool decode_segment(const FusedStreams& chunk, u32 first, u32 end, u32& x, Shared entries,
                                                WordSource& words) {
   if (!__all_sync(kAllLanes, x >= kLow)) return false;
   const u32 mine = lane_id() * kOctet;

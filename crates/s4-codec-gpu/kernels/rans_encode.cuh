@@ -1,8 +1,9 @@
-// The encoder: a warp codes its segment backwards into the end of a slot; `copy_stream` puts the
-// parts of a chunk's stream together.
+// The encoder of plane E of values: a warp codes its segment backwards into the end of a slot; `copy_stream`
+// puts the parts of a chunk's stream together.
 #pragma once
 
-#include "rans.cuh"
+#include "frame.cuh"
+#include "model.cuh"
 
 namespace s4 {
 
@@ -29,6 +30,7 @@ struct Slot {
 };
 static_assert(sizeof(Slot<2>) % 16 == 0 && sizeof(Slot<4>) % 16 == 0 && 2 * kSlotWords % 16 == 0,
               "pieces are 16-byte aligned");
+static_assert(sizeof(Slot<2>) <= kFusedScratch2 && sizeof(Slot<4>) <= kFusedScratch4, "as abi.h says");
 
 // ---- table of the encoder ----
 
@@ -67,7 +69,7 @@ __device__ __forceinline__ Coder make_coder(u32 freq, u32 start, bool escape) {
   return c;
 }
 
-// All 256 coders, aligned so that an index can be put into their address by an or.
+// All 256 coders (`AlignedTable`).
 constexpr u32 kCodersBytes = 256 * sizeof(Coder);
 
 // The coder of byte `k` of `symbols`.
@@ -167,11 +169,8 @@ __device__ __forceinline__ u32 minus_freq(const Coder& c) {
   return __byte_perm(c.packed, ~0u, 0x4441);
 }
 
-// Codes the raw values of a block's escapes, last round first.
-__device__ __forceinline__ void push_escapes(u32& x, WordSink& sink, const Coder* coder, const u32* symbols) {
-  u32 left = 0;  // bit k: symbol k is an escape
-#pragma unroll
-  for (int k = 0; k < 8; k++) left |= coder[k].packed & kEscapeBit ? 1u << k : 0;
+// Codes the raw values of a block's escapes, last round first. Bit k of `left`: symbol k is an escape.
+__device__ __forceinline__ void push_escapes(u32& x, WordSink& sink, u32 left, const u32* symbols) {
   const u32 count = __popc(left);
 #pragma unroll 1
   for (u32 round = warp_max(count); round > 0; round--) {
@@ -196,7 +195,12 @@ __device__ __forceinline__ void push_block(u32& x, WordSink& sink, Shared coders
     c[k] = load_coder(coders, symbols[k / 4], k % 4);
     any |= c[k].packed;
   }
-  if (__any_sync(kAllLanes, any & kEscapeBit)) push_escapes(x, sink, c, symbols);
+  if (__any_sync(kAllLanes, any & kEscapeBit)) {
+    u32 left = 0;
+#pragma unroll
+    for (int k = 0; k < 8; k++) left |= c[k].packed & kEscapeBit ? 1u << k : 0;
+    push_escapes(x, sink, left, symbols);
+  }
 #pragma unroll
   for (int k = 6; k >= 0; k -= 2) {
     const u32 f0 = minus_freq(c[k]), f1 = minus_freq(c[k + 1]);
@@ -211,7 +215,7 @@ __device__ __forceinline__ void push_block(u32& x, WordSink& sink, Shared coders
 template <int kWidth>
 struct SegmentSource {
   const u8* values;  // of the chunk
-  RawPlanes raw;
+  RawPlanes raw;     // where the raw planes go; null if they go nowhere
   u32 n;        // values of the chunk
   u32 padding;  // symbol that fills the last block, four times
   bool aligned;
@@ -222,7 +226,7 @@ template <int kWidth>
 __device__ __forceinline__ Octet<kWidth> take_block_slow(const SegmentSource<kWidth>& src, u32 at) {
   const u32 left = values_left(at, src.n);
   Octet<kWidth> o = split(load_values_slow<kWidth>(src.values, at, left));
-  store_raw_slow(src.raw, at, o, left);
+  if (src.raw.a != nullptr) store_raw_slow(src.raw, at, o, left);
 #pragma unroll
   for (u32 i = 0; i < 2; i++) {
     const u32 here = left <= 4 * i ? 0 : min(left - 4 * i, 4u);
@@ -265,7 +269,7 @@ __device__ __forceinline__ const u8* encode_segment(const SegmentSource<kWidth>&
     const Octet<kWidth> o = split(next);
     if (at > first) next = load_values<kWidth>(src.values, at - kBlock + mine);
     if (at >= first + 3 * kBlock) prefetch_values<kWidth>(src.values, at - 3 * kBlock + mine);
-    store_raw(src.raw, at + mine, o);
+    if (src.raw.a != nullptr) store_raw(src.raw, at + mine, o);
     push_block<kRound>(x, sink, coders, o.e);
     if (at == first) return sink.finish(x);
     at -= kBlock;
@@ -274,43 +278,67 @@ __device__ __forceinline__ const u8* encode_segment(const SegmentSource<kWidth>&
 
 // ---- stream ----
 
-// Writes header, table and word counts into `slot.head` and the sizes beside it. All threads; the
-// caller has put `words` into shared memory.
-template <int kWidth>
-__device__ __forceinline__ void write_head(Slot<kWidth>& slot, const Model& model, u32 n, const u32* words) {
-  const u32 segments = segments_of(n);
-  const u32 counts_at = kHeaderBytes + 4 + 2 * model.kept, counts_end = counts_at + 2 * segments;
-  const u32 head_len = round_up(counts_end, kAlign);
-  for (u32 i = threadIdx.x; i < head_len; i += kThreads<kWidth>) {
+// The head of a stream of `n` symbols with one table: byte `i` of it. `words`: of each segment.
+struct Head {
+  const Model& model;
+  const u32* words;
+  u32 n, freq_bytes;  // 1 for P = 8, 2 for P = 12
+  u32 flags;
+
+  __device__ __forceinline__ u32 table_len() const {
+    return flags & kFlagShared ? 0 : 4 + (1 + freq_bytes) * model.kept;
+  }
+  __device__ __forceinline__ u32 counts_end() const { return kHeaderBytes + table_len() + 2 * segments_of(n); }
+  __device__ __forceinline__ u32 len() const { return round_up(counts_end(), kAlign); }
+
+  __device__ __forceinline__ u32 table_byte(u32 i) const {
+    if (i < 2) return model.kept >> (8 * i);
+    if (i < 4) return model.escape >> (8 * (i - 2));
+    if (i < 4 + model.kept) return model.symbol[i - 4];
+    const u32 k = i - 4 - model.kept;
+    return freq_bytes == 1 ? model.freq[k] : model.freq[k / 2] >> (8 * (k % 2));
+  }
+
+  __device__ __forceinline__ u8 byte(u32 i) const {
+    const u32 counts_at = kHeaderBytes + table_len();
     u32 v = 0;
     if (i < 4) v = n >> (8 * i);
     else if (i == 4) v = 5;
     else if (i == 5) v = kSegmentLog2;
     else if (i == 6) v = 1;
-    else if (i < kHeaderBytes) v = carried_bytes(n) > 0 ? kFlagCarries : 0;
-    else if (i < kHeaderBytes + 2) v = model.kept >> (8 * (i - kHeaderBytes));
-    else if (i < kHeaderBytes + 4) v = model.escape >> (8 * (i - kHeaderBytes - 2));
-    else if (i < kHeaderBytes + 4 + model.kept) v = model.symbol[i - kHeaderBytes - 4];
-    else if (i < counts_at) v = model.freq[i - kHeaderBytes - 4 - model.kept];
-    else if (i < counts_end) v = words[(i - counts_at) / 2] >> (8 * ((i - counts_at) % 2));
-    slot.head[i] = static_cast<u8>(v);
+    else if (i == 7) v = flags;
+    else if (i < counts_at) v = table_byte(i - kHeaderBytes);
+    else if (i < counts_end()) v = words[(i - counts_at) / 2] >> (8 * ((i - counts_at) % 2));
+    return static_cast<u8>(v);
   }
-  if (threadIdx.x < segments) slot.words[threadIdx.x] = words[threadIdx.x];
-  if (threadIdx.x == 0) {
-    u32 len = head_len;
-    for (u32 i = 0; i < segments; i++) len = round_up(len, kAlign) + kStatesBytes + 2 * words[i];
-    slot.stream_len = len;
-    slot.head_len = head_len;
+
+  // Bytes of the whole stream.
+  __device__ __forceinline__ u32 stream_len() const {
+    u32 at = len();
+    for (u32 i = 0; i < segments_of(n); i++) at = round_up(at, kAlign) + kStatesBytes + 2 * words[i];
+    return at;
   }
+};
+
+// Writes the head of a stream into `slot.head` and the sizes beside it. All threads.
+template <int kWidth>
+__device__ __forceinline__ void write_head(Slot<kWidth>& slot, const Head& head) {
+  const u32 len = head.len();
+  for (u32 i = threadIdx.x; i < len; i += kThreads<kWidth>) slot.head[i] = head.byte(i);
+  if (threadIdx.x < segments_of(head.n)) slot.words[threadIdx.x] = head.words[threadIdx.x];
+  if (threadIdx.x == 0) slot.stream_len = head.stream_len(), slot.head_len = len;
 }
 
 // Copies `len` bytes (even) from a 2-byte aligned `from` to a 4-byte aligned `to`, and zeros up to a
-// multiple of 4. One warp. (Two bytes in front of `from` may be read: a slot has them.)
+// multiple of 4. One warp.
 __device__ __forceinline__ void copy_shifted(const u8* from, u8* to, u32 len) {
   const u32 skew = static_cast<u32>(reinterpret_cast<u64>(from) & 2);
   const u32* src = reinterpret_cast<const u32*>(from - skew);
   const u32 loads = (len + skew + 3) / 4, stores = (len + 3) / 4;
-  auto load = [&](u32 i) { return i < loads ? src[i] : 0; };
+  auto load = [&](u32 i) -> u32 {
+    if (i == 0 && skew > 0) return static_cast<u32>(*reinterpret_cast<const u16*>(from)) << 16;
+    return i < loads ? src[i] : 0;
+  };
   auto word = [&](u32 i, u32 low, u32 high) {
     const u32 v = __funnelshift_r(low, high, 8 * skew);
     return 4 * i + 2 == len ? v & 0xffff : v;
@@ -350,26 +378,6 @@ __device__ __forceinline__ void copy_stream(const Slot<kWidth>& slot, u32 n, u8*
   }
   const u32 gap = at + 4 * threadIdx.x;
   if (gap < round_up(at, 16)) *reinterpret_cast<u32*>(to + gap) = 0;
-}
-
-// Writes plane E as it is, zeros up to a multiple of 16 behind it. All threads.
-template <int kWidth>
-__device__ void copy_plane(const u8* values, u32 n, u8* to) {
-  for (u32 at = kOctet * threadIdx.x; at < round_up(n, 16); at += kOctet * kThreads<kWidth>) {
-    const Octet<kWidth> o = split(load_values_slow<kWidth>(values, at, values_left(at, n)));
-    *reinterpret_cast<uint2*>(to + at) = make_uint2(o.e[0], o.e[1]);
-  }
-}
-
-// What a chunk's plane E takes: its stream, or itself if the stream is not shorter.
-template <int kWidth>
-__device__ __forceinline__ u32 stored_len(const Slot<kWidth>& slot, u32 n) { return min(slot.stream_len, n); }
-
-// Writes that, 16-byte aligned and filled with zeros up to a multiple of 16. All threads.
-template <int kWidth>
-__device__ __forceinline__ void store_plane(const Slot<kWidth>& slot, const u8* values, u32 n, u8* to) {
-  if (slot.stream_len < n) copy_stream(slot, n, to);
-  else copy_plane<kWidth>(values, n, to);
 }
 
 }  // namespace s4

@@ -59,6 +59,20 @@ inline u32 load_shared_u16(Shared at) { return *reinterpret_cast<const u16*>(at)
 inline void store_shared_u16(Shared at, u32 v) { *reinterpret_cast<u16*>(at) = static_cast<u16>(v); }
 #endif
 
+// `kCount` elements, a power of two in bytes, aligned to their size, so that an index can be put into the
+// address by an or. At run time: the shared memory of a block starts wherever the driver leaves off, and that
+// is a multiple of 1024 at best, whatever alignment is asked for.
+template <class T, u32 kCount>
+struct AlignedTable {
+  static constexpr u32 kBytes = kCount * sizeof(T);
+  static_assert((kBytes & (kBytes - 1)) == 0, "a power of two");
+  __align__(16) u8 room[2 * kBytes - 16];
+
+  __device__ __forceinline__ T* get() {
+    return reinterpret_cast<T*>(room + (-shared_address(room) & (kBytes - 1)));
+  }
+};
+
 // Every lane whose state is below 2^16 takes a word from `cursor` on, in the order of lanes; the
 // cursor moves behind the words taken. `below` has a bit for each lower lane. Full warp.
 __device__ __forceinline__ void take_words(u32& x, Shared& cursor, u32 below) {

@@ -11,7 +11,16 @@ use crate::io::Sink;
 use crate::objects::{ObjectOptions, ObjectSink};
 
 /// Tensors are kept apart in at most so many groups: each may have a half-filled object in memory.
-pub(crate) const MAX_GROUPS: u8 = 4;
+const MAX_GROUPS: u8 = 4;
+
+/// Checks the groups of some tensors: none, or one for each.
+pub(crate) fn check_groups(groups: &[u8], tensors: usize) -> Result<()> {
+    let fits = groups.is_empty() || groups.len() == tensors;
+    if !fits || groups.iter().any(|g| *g >= MAX_GROUPS) {
+        return Err(Error::Argument(format!("groups {groups:?} of {tensors} tensors")));
+    }
+    Ok(())
+}
 
 /// One file, or objects and an index. Chunks are put first, then everything else.
 pub(crate) struct Output {

@@ -22,6 +22,8 @@ pub use model::{Counts, cost, entropy};
 pub use stream::Place;
 pub use table::{Entry, MAX_TABLES, Precision, Table, parse_tables, write_tables};
 
+#[cfg(target_arch = "x86_64")]
+use avx512::singles;
 use part::Part;
 use stream::{
     CARRY_LEN, COUNT_LEN, Carry, LONG_SEGMENT_LOG2, SEGMENT_LOG2, START, STATES_LEN, Stream,
@@ -174,12 +176,19 @@ impl Rans {
     ) -> Result<()> {
         #[cfg(target_arch = "x86_64")]
         if matches!(self.simd, Simd::Avx2 | Simd::Avx512) {
-            if let (Precision::P8, [table], Simd::Avx512) =
-                (precision, &stream.tables[..], self.simd)
-                && let Some(decoder) = avx512::Decoder::new(table)
-            {
-                // SAFETY: `new` has checked that the machine has the set.
-                return unsafe { decoder.segments(stream.segments(), symbols, carries) };
+            if let ([table], Simd::Avx512) = (&stream.tables[..], self.simd) {
+                if precision == Precision::P12
+                    && let Some(decoder) = singles::Decoder::new(table)
+                {
+                    // SAFETY: `new` has checked that the machine has the set.
+                    return unsafe { decoder.segments(stream.segments(), symbols, carries) };
+                }
+                if precision == Precision::P8
+                    && let Some(decoder) = avx512::Decoder::new(table)
+                {
+                    // SAFETY: `new` has checked that the machine has the set.
+                    return unsafe { decoder.segments(stream.segments(), symbols, carries) };
+                }
             }
             if let Some(decoder) = avx2::Decoder::new(&stream.tables) {
                 let mut rest = symbols;
@@ -222,6 +231,8 @@ enum Encoder {
     Avx2(avx2::Encoder),
     #[cfg(target_arch = "x86_64")]
     Avx512(avx512::Encoder),
+    #[cfg(target_arch = "x86_64")]
+    Singles(singles::Encoder),
 }
 
 impl Encoder {
@@ -235,6 +246,12 @@ impl Encoder {
             if let (Simd::Avx512 | Simd::Avx2, Some(encoder)) = (simd, avx2::Encoder::new(table)) {
                 return Self::Avx2(encoder);
             }
+        }
+        #[cfg(target_arch = "x86_64")]
+        if let ([table], Simd::Avx512) = (tables, simd)
+            && let Some(encoder) = singles::Encoder::new(table)
+        {
+            return Self::Singles(encoder);
         }
         let _ = simd;
         Self::Scalar(precision, scalar::Encoder::new(tables))
@@ -257,6 +274,9 @@ impl Encoder {
             #[cfg(target_arch = "x86_64")]
             // SAFETY: `Rans::new` has checked that the machine has the set.
             Self::Avx512(encoder) => unsafe { encoder.group(parts) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: `Rans::new` has checked that the machine has the set.
+            Self::Singles(encoder) => unsafe { encoder.group(parts) },
         }
     }
 }

@@ -3,6 +3,7 @@
 
 mod decode;
 mod encode;
+pub(super) mod singles;
 mod transpose;
 
 pub(super) use decode::Decoder;

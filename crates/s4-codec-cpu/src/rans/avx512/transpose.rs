@@ -93,6 +93,20 @@ pub(super) fn to_steps(rows: &[__m512i; ROWS]) -> [__m512i; RUN / 2] {
     ]
 }
 
+/// Double words of two registers, in turns: those of the first half (0) or the second one (1).
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(super) fn zip_dwords(a: __m512i, b: __m512i, half: usize) -> __m512i {
+    _mm512_permutex2var_epi32(a, load(&ZIP_DWORDS[half]), b)
+}
+
+/// The even and the odd double words of two registers.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(super) fn unzip_dwords(a: __m512i, b: __m512i) -> [__m512i; 2] {
+    [0, 1].map(|odd| _mm512_permutex2var_epi32(a, load(&UNZIP_DWORDS[odd]), b))
+}
+
 /// 64 bytes as a register.
 #[inline]
 #[target_feature(enable = "avx512f")]

@@ -1,0 +1,229 @@
+// What a host needs to know to call the kernels: structures, entry points, sizes of scratch memory.
+// Included by the kernels themselves; it is plain C++17 without host headers, so that NVRTC, nvcc and a
+// host compiler read it alike. All integers are little-endian; a structure has no hidden padding.
+//
+// All pointers are device-accessible addresses (device memory, or mapped host memory where said). The
+// kernels allocate nothing, keep no state, know no names and never wait for the host. Every grid and
+// block is one-dimensional; no launch uses dynamic shared memory.
+//
+// ENCODE a batch of chunks, of any tensors. The host sorts the batch so that each of the kinds below is
+// one run of it, uploads the `EncodeChunk`s, and enqueues on one stream (`c`, `r` point to the first
+// chunk and result of the run; `chunks`, `results` to the first of the batch):
+//
+//   1. s4_encode_fused_w2 (c, r)                           grid = chunks of the run, block = kFusedThreads2
+//      s4_encode_fused_w4 (c, r)                           grid = chunks of the run, block = kFusedThreads4
+//      s4_encode_composed (c, r)                           grid = chunks of the run, block = kComposedThreads
+//   2. s4_frame_offsets (results, count, total)            grid = 1, block = kOffsetsThreads
+//   3. s4_gather_fused_w2 (c, r, frames, capacity)         grid and block as in 1.
+//      s4_gather_fused_w4 (c, r, frames, capacity)
+//      s4_gather_composed (c, r, frames, capacity)
+//   4. s4_encode_crcs (chunks, results, frames, capacity)  grid = 2 x count, block = kCrcThreads
+//
+// Afterwards `results` holds one `EncodeResult` for each chunk, `*total` the bytes of `frames` in use, and
+// `frames` the frames, one behind the other in the order of the batch, each at a multiple of 16, gaps
+// zero. `frames` is 16-byte aligned; it may be mapped host memory for 3., but 4. reads it again. A
+// capacity of the sum of `round_up(n * width, 16)` over the batch is always enough; of a frame that
+// passes `capacity` nothing is written, and its status becomes `kNoRoom`. `scratch` and the values are in
+// use until 4. is done. Which kind a chunk is:
+//
+//   fused w2, w4   layout `fields`, width 2 or 4, residual `id`, coding rANS P = 8 for plane 0 and raw for
+//                  all others, at most kFusedValues2 or kFusedValues4 values
+//   composed       any chunk, up to kMaxPlaneBytes of values (slower where the fused kernels will do)
+//                  With a residual, planes of at most 8192 symbols become the CPU's bytes. Larger ones become
+//                  sound streams that every decoder reads, but from sampled counts and in segments of 2^14,
+//                  where the CPU's engine counts all differences and may write longer segments.
+//   neither        codecs and layouts that are not listed here (zstd, token, rank1): the CPU's
+//
+// DECODE a batch, sorted by kind alike:
+//
+//   1. s4_check_frames (chunks, status)                    grid = count, block = kCrcThreads
+//   2. s4_decode_fused_w2 (c, s)                           grid = chunks of the run, block = kFusedThreads2
+//      s4_decode_fused_w4 (c, s)                           grid = chunks of the run, block = kFusedThreads4
+//      s4_decode_composed (c, s)                           grid = chunks of the run, block = kComposedThreads
+//   3. s4_check_values (chunks, status)                    grid = count, block = kCrcThreads
+//
+// 1. sets every `status[i]`; a host that has checked the frames itself clears the array instead. A chunk
+// whose status is not `kOk` is skipped by what follows. The host finds the streams of a frame
+// (`StreamEntry::parse_chunk`) and puts them into `DecodeChunk::streams`; every offset and length must lie
+// within the frame. What the streams hold is checked here: whatever their bytes, nothing outside of the
+// chunk's own frame, tables, scratch and values is touched. A host that meets `kCorrupt` or
+// `kUnsupported` has the CPU decode the chunk, for an error that says why. Which kind a chunk is:
+//
+//   fused w2, w4   not plain, layout `fields`, width 2 or 4, residual `id`, stream 0 `rans` P = 8, all
+//                  others `raw`, at most kFusedDecodeValues values
+//   composed       plain chunks, and any with streams raw, const, bits, rans (P = 8 or 12, one table), up to
+//                  kMaxDecodeBytes of values
+//
+// OTHERS:
+//   s4_copy_spans (spans)         grid = spans, block = kCopyThreads: packs small tensors and takes them
+//                                 apart again. One block copies a span: keep them below 1 MiB.
+//   s4_crc_spans (spans, crcs)    grid = spans, block = kCrcThreads: CRC-32C of each span.
+#pragma once
+
+#ifdef __CUDACC__
+#define S4_ANYWHERE __host__ __device__
+#else
+#define S4_ANYWHERE
+#endif
+
+namespace s4 {
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+// Numbers of docs/format.md.
+enum Layout : u8 { kWhole = 0, kBytes = 1, kFields = 2, kFieldsSign = 3 };
+enum Residual : u8 { kId = 0, kXor = 1, kSub = 2 };
+enum Codec : u8 { kRaw = 0, kConst = 1, kBits = 2, kRans = 3 };
+
+// How a plane is to be coded (`PlaneCoding` of the planner). A constant plane becomes `const`, and one
+// that does not get smaller stays raw, as in the CPU's encoder.
+enum Coding : u8 { kCodeRaw = 0, kCodeBits7 = 7, kCodeRans8 = 8, kCodeRans12 = 12 };
+
+enum Status : u32 {
+  kOk = 0,
+  kCorrupt = 1,        // streams that are no streams
+  kUnsupported = 2,    // sound perhaps, but not for these kernels; or a descriptor that is out of range
+  kFrameChecksum = 3,  // the stored bytes are not those that were written
+  kValueChecksum = 4,  // the decoded values are not those that were encoded
+  kNoRoom = 5,         // encode: the frame passes `capacity`
+};
+
+constexpr u32 kMaxPlanes = 8;
+
+constexpr u32 kFusedThreads2 = 256, kFusedThreads4 = 128;
+constexpr u32 kComposedThreads = 256;
+constexpr u32 kOffsetsThreads = 1024;
+constexpr u32 kCrcThreads = 128;
+constexpr u32 kCopyThreads = 256;
+
+constexpr u32 kFusedValues2 = 1u << 17, kFusedValues4 = 1u << 16;  // of a chunk, encode
+constexpr u32 kFusedDecodeValues = 1u << 18;
+constexpr u32 kMaxPlaneBytes = 512u << 10;   // n * width of a chunk, encode
+constexpr u32 kMaxDecodeBytes = 2048u << 10;  // n * width of a chunk, decode
+
+// A table that the chunks of a tensor share, for one plane: valid (the host has made or parsed it), with
+// slots in this order behind those of the escape. `precision` 0: the plane has none.
+struct SharedTable {
+  u16 precision;  // 0, 8 or 12
+  u16 count;      // symbols
+  u16 escape;     // frequency of the escape; an encoder uses no table where this or `count` is 0
+  u16 reserved;
+  u8 symbol[256];
+  u16 freq[256];
+};
+static_assert(sizeof(SharedTable) == 776, "");
+
+constexpr u32 kKeepPlanes = 1;  // EncodeChunk::flags, fused: raw planes go through scratch (see below)
+
+// A chunk to encode, 8-byte aligned.
+struct EncodeChunk {
+  const u8* values;           // n * width bytes, at any address; fast if 16-byte aligned
+  const u8* parent;           // as many bytes to predict from; null with residual `id`
+  const SharedTable* tables;  // one for each plane, or null; 8-byte aligned
+  u8* scratch;                // 16-byte aligned; sizes below; not shared with another chunk of the batch
+  u32 n;                      // values, at least 1
+  u8 width;                   // 1, 2, 4, 8
+  u8 layout;                  // `Layout`
+  u8 residual;                // `Residual`
+  u8 reserved0;
+  u8 coding[kMaxPlanes];      // `Coding` of each plane
+  u32 flags;
+  u32 reserved1;
+};
+static_assert(sizeof(EncodeChunk) == 56, "");
+
+// A stream of a frame, as it stands in the frame's header.
+struct StreamEntry {
+  u8 codec;   // `Codec`
+  u8 param;
+  u16 zero;
+  u32 len;    // stored bytes
+};
+static_assert(sizeof(StreamEntry) == 8, "");
+
+// What a chunk became, 8-byte aligned. All of it is written.
+struct EncodeResult {
+  u64 offset;       // of the frame in `frames`
+  u32 len;          // bytes of the frame
+  u32 crc_encoded;  // first checksum of docs/format.md: header and coded streams; plain: as crc_raw
+  u32 crc_raw;      // CRC-32C of the values (of the parent's difference, too: of the values)
+  u8 plain;         // 1: the frame is the values as they are, and there are no streams
+  u8 shared;        // 1: a stream uses one of `tables`
+  u8 streams;       // number of streams
+  u8 status;        // `Status`
+  u64 reserved;
+  StreamEntry stream[kMaxPlanes];  // zero behind the last one
+};
+static_assert(sizeof(EncodeResult) == 96, "");
+
+struct DecodeStream {
+  u32 offset;  // in the frame; a multiple of 16
+  u32 len;     // stored bytes
+  u8 codec;
+  u8 param;
+  u16 reserved;
+};
+static_assert(sizeof(DecodeStream) == 12, "");
+
+// A chunk to decode, 8-byte aligned.
+struct DecodeChunk {
+  const u8* frame;            // 16-byte aligned, readable up to the next multiple of 16; may be mapped memory
+  u8* values;                 // n * width bytes, at any address; fast if 16-byte aligned
+  const u8* parent;           // null with residual `id`
+  const SharedTable* tables;  // one for each plane, or null; 8-byte aligned
+  u8* scratch;                // composed, not plain: 16-byte aligned; fused: unused
+  u32 frame_len;
+  u32 n;                      // values, at least 1
+  u8 width;
+  u8 layout;
+  u8 residual;
+  u8 plain;                   // 1: the frame is the values
+  u8 planes;                  // number of streams: that of the layout
+  u8 reserved[3];
+  u32 crc_encoded;
+  u32 crc_raw;
+  DecodeStream streams[kMaxPlanes];
+};
+static_assert(sizeof(DecodeChunk) == 160, "");
+
+struct CopySpan {
+  const u8* from;
+  u8* to;
+  u64 len;
+};
+static_assert(sizeof(CopySpan) == 24, "");
+
+struct CrcSpan {
+  const u8* data;
+  u64 len;  // below 2^31
+};
+static_assert(sizeof(CrcSpan) == 16, "");
+
+// ---- scratch ----
+
+S4_ANYWHERE constexpr u64 round_up64(u64 v, u64 to) { return (v + to - 1) / to * to; }
+
+// Fused encode: this, for any n; with `kKeepPlanes` (raw planes are stored while encoding and copied by the
+// gather, instead of being split off twice) also `n * (width - 1)`, rounded up to 32. On an H200 that is
+// faster by 5% for width 2 and slower by 9% for width 4, encode and gather together.
+constexpr u64 kFusedScratch2 = 267008, kFusedScratch4 = 133792;
+
+// All planes of `n` values, each 16-byte aligned.
+S4_ANYWHERE constexpr u64 planes_bytes(u64 n, u64 width) { return round_up64(n * width + n / 8, 16) + 16 * kMaxPlanes; }
+
+// A segment of 16384 symbols: states and the most words that P = 12 makes of it.
+constexpr u64 kSegmentScratch = 49664;
+
+S4_ANYWHERE constexpr u64 composed_encode_scratch(u64 n, u64 width) {
+  return 2 * planes_bytes(n, width) + (n * width + 16383) / 16384 * kSegmentScratch;
+}
+
+// `frame_len` as in the descriptor.
+S4_ANYWHERE constexpr u64 composed_decode_scratch(u64 n, u64 width, u64 frame_len) {
+  return planes_bytes(n, width) + round_up64(frame_len, 16) + 3 * (round_up64(n * width / 64, 16) + 64);
+}
+
+}  // namespace s4

@@ -1,0 +1,192 @@
+// Chunks of every layout, width and coding: split into planes in scratch memory, code each, put the frame
+// together; and back. One thread block a chunk.
+#pragma once
+
+#include "layouts.cuh"
+#include "plane_decode.cuh"
+#include "plane_encode.cuh"
+
+namespace s4 {
+
+// ---- encode ----
+
+struct ComposedShared {
+  PlaneShared plane;
+  PlaneSet planes;
+  Coded coded[kMaxPlanes + 1];  // one behind the last, empty
+};
+
+// Whether the descriptor is in range: what follows divides and allots by it.
+__device__ __forceinline__ bool fits(const EncodeChunk& c, u32 planes) {
+  if (planes == 0 || c.n == 0 || static_cast<u64>(c.n) * c.width > kMaxPlaneBytes) return false;
+  if (c.residual > kSub || (c.residual != kId) != (c.parent != nullptr)) return false;
+  for (u32 i = 0; i < planes; i++) {
+    const u32 coding = c.coding[i];
+    if (coding != kCodeRaw && coding != kCodeBits7 && coding != kCodeRans8 && coding != kCodeRans12) return false;
+    // Only this plane is known to have values below 128.
+    if (coding == kCodeBits7 && !(c.layout == kFieldsSign && i == 2)) return false;
+  }
+  return true;
+}
+
+// Whether there is anything to code: without, planes are not even looked at. All threads; ends with a barrier.
+__device__ __forceinline__ bool may_shrink(const EncodeChunk& c, u32 planes, PlaneShared& shared) {
+  for (u32 i = 0; i < planes; i++)
+    if (c.coding[i] != kCodeRaw) return true;
+  if (warp_id() == 0) {
+    const u32 unit = head_unit(c.n * c.width, [&](u32 i) { return c.values[i]; }, shared.head);
+    if (lane_id() == 0) shared.unit = unit;
+  }
+  __syncthreads();
+  const bool repeats = shared.unit > 0;
+  __syncthreads();
+  return repeats;
+}
+
+// Codes all planes, the last one first, because a stream may carry the end of the one behind it. All threads.
+__device__ __forceinline__ void encode_planes(const EncodeChunk& c, u32 planes, ComposedShared& shared) {
+  u8* streams = c.scratch + planes_bytes(c.n, c.width);
+  u8* segments = streams + planes_bytes(c.n, c.width);
+  if (threadIdx.x == 0) shared.coded[planes] = Coded{c.scratch, 0, 0, kRaw, 0, false};
+  __syncthreads();
+#pragma unroll 1
+  for (u32 i = planes; i-- > 0;) {
+    const PlaneJob job{shared.planes.at[i],
+                       plane_size(c.layout, c.width, c.n, i),
+                       c.coding[i],
+                       c.tables == nullptr ? nullptr : c.tables + i,
+                       shared.coded[i + 1],
+                       streams + plane_at(c.layout, c.width, c.n, i),
+                       segments};
+    const Coded coded = encode_plane(job, shared.plane);
+    __syncthreads();
+    if (threadIdx.x == 0) shared.coded[i] = coded;
+    __syncthreads();
+  }
+}
+
+__device__ __forceinline__ void encode_composed(const EncodeChunk& c, EncodeResult& result) {
+  __shared__ ComposedShared shared;
+  const u32 planes = planes_of(c.layout, c.width);
+  const bool good = fits(c, planes), codes = good && may_shrink(c, planes, shared.plane);
+  if (codes) {
+    if (threadIdx.x < planes)
+      shared.planes.at[threadIdx.x] = c.scratch + plane_at(c.layout, c.width, c.n, threadIdx.x);
+    __syncthreads();
+    split_chunk(c.layout, c.width, ValueSpan{c.values, c.parent, c.n, c.residual}, shared.planes);
+    __syncthreads();
+    encode_planes(c, planes, shared);
+  }
+  if (threadIdx.x != 0) return;
+  clear_result(result, good ? kOk : kUnsupported);
+  if (!good) return;
+  for (u32 i = 0; codes && i < planes; i++) {
+    const Coded& coded = shared.coded[i];
+    const u32 carried = i > 0 ? shared.coded[i - 1].carried : 0;
+    result.stream[i] = StreamEntry{coded.codec, coded.param, 0, coded.len - carried};
+    result.shared |= coded.shared;
+  }
+  finish_result(result, codes ? planes : 0, c.n * c.width);
+}
+
+// Writes the frame. All threads.
+__device__ __forceinline__ void gather_composed(const EncodeChunk& c, EncodeResult& result, u8* frames,
+                                                u64 capacity) {
+  if (!has_room(result, capacity)) return;
+  u8* to = frames + result.offset;
+  if (result.plain) {
+    copy_bytes(c.values, to, result.len);
+    if (threadIdx.x < round_up(result.len, 16) - result.len) to[result.len + threadIdx.x] = 0;
+    return;
+  }
+  write_frame_header(result, to);
+  u32 at = header_len(result.streams);
+  for (u32 i = 0; i < result.streams; i++) {
+    const StreamEntry& e = result.stream[i];
+    const bool in_planes = e.codec == kRaw || e.codec == kConst;
+    const u8* from = c.scratch + (in_planes ? 0 : planes_bytes(c.n, c.width));
+    copy_padded(from + plane_at(c.layout, c.width, c.n, i), to + at, e.len);
+    at += round_up(e.len, 16);
+  }
+}
+
+// ---- decode ----
+
+// The parts of a chunk's scratch memory, and its planes.
+struct DecodeState {
+  PlaneSet planes;  // in scratch or, where they are stored raw, in the frame
+  u8* buffers;      // the planes that are not
+  u8* joined;       // a stream that was carried in part
+  u8* carries[2];   // what the last stream carried, and the one before it
+};
+
+__device__ __forceinline__ bool fits(const DecodeChunk& c, u32 planes) {
+  if (planes == 0 || planes != c.planes) return false;
+  if (c.n == 0 || static_cast<u64>(c.n) * c.width > kMaxDecodeBytes) return false;
+  return c.residual <= kSub && (c.residual != kId) == (c.parent != nullptr);
+}
+
+__device__ __forceinline__ DecodeState make_state(const DecodeChunk& c) {
+  DecodeState s{};
+  const u64 carry = round_up64(static_cast<u64>(c.n) * c.width / 64, 16) + 64;
+  s.buffers = c.scratch;
+  s.carries[0] = c.scratch + planes_bytes(c.n, c.width);
+  s.carries[1] = s.carries[0] + carry;
+  s.joined = s.carries[1] + carry;  // the third of its size is for what was carried
+  return s;
+}
+
+// Decodes stream `i`, whose last `tail` bytes the one before carried; `tail` becomes what this one carries.
+// All threads; ends with a barrier.
+__device__ __forceinline__ Status decode_stream(const DecodeChunk& c, u32 i, DecodeState& s, u32& tail,
+                                                PlaneDecodeShared& shared) {
+  const DecodeStream& e = c.streams[i];
+  const u32 size = plane_size(c.layout, c.width, c.n, i);
+  const u8* from = c.frame + e.offset;
+  if (e.codec == kRaw && e.param == 0 && tail == 0 && e.len == size) {
+    s.planes.at[i] = const_cast<u8*>(from);  // it is only read
+    return kOk;
+  }
+  StreamBytes stream{from, e.len};
+  if (tail > 0) {
+    copy_padded(from, s.joined, e.len);
+    __syncthreads();
+    copy_bytes(s.carries[1 - i % 2], s.joined + e.len, tail);
+    __syncthreads();
+    stream = StreamBytes{s.joined, e.len + tail};
+  }
+  s.planes.at[i] = s.buffers + plane_at(c.layout, c.width, c.n, i);
+  tail = 0;
+  const PlaneTarget to{s.planes.at[i], size, c.tables == nullptr ? nullptr : c.tables + i, s.carries[i % 2]};
+  return decode_plane(e.codec, e.param, stream, to, tail, shared);
+}
+
+__device__ __forceinline__ Status decode_composed_chunk(const DecodeChunk& c, PlaneDecodeShared& shared) {
+  const u32 planes = planes_of(c.layout, c.width);
+  if (c.plain) {
+    if (static_cast<u64>(c.n) * c.width != c.frame_len) return kCorrupt;
+    copy_bytes(c.frame, c.values, c.frame_len);
+    return kOk;
+  }
+  if (!fits(c, planes)) return kUnsupported;
+  DecodeState s = make_state(c);
+  u32 tail = 0;
+#pragma unroll 1
+  for (u32 i = 0; i < planes; i++) {
+    const Status status = decode_stream(c, i, s, tail, shared);
+    if (status != kOk) return status;
+  }
+  if (tail > 0) return kCorrupt;  // the last stream carries bytes of another
+  merge_chunk(c.layout, c.width, ValueSpan{nullptr, c.parent, c.n, c.residual}, s.planes, c.values);
+  return kOk;
+}
+
+__device__ __forceinline__ void decode_composed(const DecodeChunk& c, u32& status) {
+  __shared__ PlaneDecodeShared shared;
+  if (status != kOk) return;
+  __syncthreads();  // all have read it
+  const Status result = decode_composed_chunk(c, shared);
+  if (threadIdx.x == 0) status = result;
+}
+
+}  // namespace s4

@@ -1,0 +1,348 @@
+// The common case without a detour: layout `fields` of 2- and 4-byte values, plane E coded by rANS with
+// P = 8, the others as they are. Values are split while they are coded and merged while they are decoded; the
+// gather splits the raw planes off again, which costs no more than storing and copying them.
+//
+// The stream of plane E carries the last `carried_bytes(n)` bytes of plane A, so that plane A is stored
+// without them; but for a constant plane A, and where plane E is not stored as a stream.
+#pragma once
+
+#include "rans_decode.cuh"
+#include "rans_encode.cuh"
+
+namespace s4 {
+
+static_assert(kThreads<2> == kFusedThreads2 && kThreads<4> == kFusedThreads4, "as abi.h says");
+static_assert(kMaxChunk<2> == kFusedValues2 && kMaxChunk<4> == kFusedValues4, "as abi.h says");
+
+// ---- encode ----
+
+template <int kWidth>
+constexpr u32 kFieldPlanes = kWidth == 2 ? 2 : 3;
+
+template <int kWidth>
+struct EncodeShared {
+  AlignedTable<Coder, 256> coders;
+  Model model;
+  u32 words[kWarps<kWidth>];
+  u32 unit[3];  // of a plane that is constant; 0: it is not
+  u8 heads[3][kHeadBytes];
+  union {
+    struct {
+      Histogram hist;
+      u32 counts[256];
+    } count;
+    __align__(16) u16 words[kWarps<kWidth>][WordSink::kBytes / 2];
+  } u;
+};
+
+// Byte `i` of plane `plane` of values.
+template <int kWidth>
+__device__ __forceinline__ u32 plane_byte(const u8* values, u32 plane, u32 i) {
+  const u8* p = values + static_cast<u64>(plane == 2 ? i / 2 : i) * kWidth;
+  if (plane == 0) return (p[kWidth - 1] << 1 | p[kWidth - 2] >> 7) & 0xff;
+  if (plane == 1) return a_of<kWidth>(p);
+  return i % 2 ? (p[1] << 1 | p[0] >> 7) & 0xff : (p[0] << 1 | p[kWidth - 1] >> 7) & 0xff;
+}
+
+template <int kWidth>
+__device__ __forceinline__ bool is_fused(const EncodeChunk& c) {
+  if (c.layout != kFields || c.width != kWidth || c.residual != kId || c.n == 0 || c.n > kMaxChunk<kWidth>)
+    return false;
+  return c.coding[0] == kCodeRans8 && c.coding[1] == kCodeRaw && (kWidth == 2 || c.coding[2] == kCodeRaw);
+}
+
+// Looks at the heads of the planes for a repeated unit, a warp each.
+template <int kWidth>
+__device__ __forceinline__ void look_for_units(const EncodeChunk& c, EncodeShared<kWidth>& shared) {
+  const u32 plane = warp_id();
+  if (plane >= 3) return;
+  u32 unit = 0;
+  if (plane < kFieldPlanes<kWidth>) {
+    auto get = [&](u32 i) { return plane_byte<kWidth>(c.values, plane, i); };
+    unit = head_unit(plane == 2 ? 2 * c.n : c.n, get, shared.heads[plane]);
+  }
+  if (lane_id() == 0) shared.unit[plane] = unit;
+}
+
+// Forgets units that only the head repeats. All threads; ends with a barrier if there was any.
+template <int kWidth>
+__device__ __forceinline__ void check_units(const EncodeChunk& c, EncodeShared<kWidth>& shared) {
+  for (u32 plane = 0; plane < kFieldPlanes<kWidth>; plane++) {
+    const u32 unit = shared.unit[plane], size = plane == 2 ? 2 * c.n : c.n;
+    if (unit == 0 || size <= kHeadBytes) continue;
+    auto get = [&](u32 i) { return plane_byte<kWidth>(c.values, plane, i); };
+    const bool repeats = repeats_unit(size, get, unit);
+    __syncthreads();
+    if (threadIdx.x == 0 && !repeats) shared.unit[plane] = 0;
+    __syncthreads();
+  }
+}
+
+// Codes plane E into the slot. Returns the flags of the stream. All threads; ends with a barrier.
+template <int kWidth>
+__device__ __forceinline__ u32 encode_e(const EncodeChunk& c, u32 start, bool carries, Slot<kWidth>& slot,
+                                        EncodeShared<kWidth>& shared) {
+  const u32 n = c.n;
+  const u32* counts = shared.u.count.counts;
+  make_model(counts, n, kTotal, shared.model);
+  const bool tensors = choose_table(counts, c.tables, n, kTotal, shared.model);
+  Coder* const table = shared.coders.get();
+  const bool round = make_coders(shared.model, table);
+  const u32 warp = uniform_warp_id(), first = warp * kSegment;
+  if (first < n) {
+    const u32 padding = shared.model.symbol[shared.model.kept - 1];
+    u8* planes = c.flags & kKeepPlanes ? c.scratch + sizeof(Slot<kWidth>) : nullptr;
+    const RawPlanes raw{planes, planes + round_up(n, 16)};
+    const SegmentSource<kWidth> src{c.values, raw, n, padding * 0x01010101u, is_aligned(c.values)};
+    const Shared coders = shared_address(table);
+    u16* end = slot.segments[warp] + kSlotWords;
+    WordSink sink(shared.u.words[warp], end);
+    const u8* states = round ? encode_segment<kWidth, true>(src, first, start, coders, sink)
+                             : encode_segment<kWidth, false>(src, first, start, coders, sink);
+    const u64 bytes = reinterpret_cast<const u8*>(end) - states;
+    if (lane_id() == 0) shared.words[warp] = static_cast<u32>(bytes - kStatesBytes) / 2;
+  }
+  __syncthreads();
+  const u32 flags = (tensors ? kFlagShared : 0) | (carries ? kFlagCarries : 0);
+  write_head(slot, Head{shared.model, shared.words, n, 1, flags});
+  __syncthreads();
+  return flags;
+}
+
+// One thread.
+template <int kWidth>
+__device__ __forceinline__ void name_streams(const EncodeChunk& c, u32 flags, u32 stream_len,
+                                             const u32* unit, EncodeResult& result) {
+  const u32 n = c.n;
+  u32 carried = 0;
+  auto stored = [&](u32 plane, u32 size) {
+    return unit[plane] > 0 ? StreamEntry{kConst, 0, 0, unit[plane]} : StreamEntry{kRaw, 0, 0, size};
+  };
+  clear_result(result, kOk);
+  result.stream[0] = stored(0, n);
+  if (unit[0] == 0 && stream_len < n) {
+    result.stream[0] = StreamEntry{kRans, 8, 0, stream_len};
+    result.shared = (flags & kFlagShared) != 0;
+    carried = flags & kFlagCarries ? carried_bytes(n) : 0;
+  }
+  result.stream[1] = stored(1, n - carried);
+  if (kWidth == 4) result.stream[2] = stored(2, 2 * n);
+  finish_result(result, kFieldPlanes<kWidth>, n * kWidth);
+}
+
+template <int kWidth>
+__device__ __forceinline__ void encode_fused(const EncodeChunk& c, EncodeResult& result) {
+  __shared__ EncodeShared<kWidth> shared;
+  if (!is_fused<kWidth>(c)) {
+    if (threadIdx.x == 0) clear_result(result, kUnsupported);
+    return;
+  }
+  Slot<kWidth>& slot = *reinterpret_cast<Slot<kWidth>*>(c.scratch);
+  u32 start = start_state<kWidth>(c.values, c.n);  // early: the load takes its time
+  look_for_units(c, shared);
+  count_symbols<kWidth>(c.values, c.n, shared.u.count.hist, shared.u.count.counts);
+  check_units(c, shared);
+  u32 flags = 0;
+  if (shared.unit[0] == 0) {
+    const bool carries = shared.unit[1] == 0 && carried_bytes(c.n) > 0;
+    if (!carries) start = kLow;
+    flags = encode_e(c, start, carries, slot, shared);
+  }
+  if (threadIdx.x == 0)
+    name_streams<kWidth>(c, flags, shared.unit[0] == 0 ? slot.stream_len : c.n, shared.unit, result);
+}
+
+// ---- gather ----
+
+// Where the planes of a chunk go in its frame; null if they are not stored as they are.
+struct PlaneTargets {
+  u8 *e, *a, *b;
+  u32 a_len;
+};
+
+__device__ __forceinline__ void store16(u8* plane, u32 at, u32 len, const u32* words) {
+  if (plane == nullptr || at >= len) return;
+  uint4 v = make_uint4(words[0], words[1], words[2], words[3]);
+  if (len - at < 16) v = masked(words, len - at);
+  __stcs(reinterpret_cast<uint4*>(plane + at), v);
+}
+
+// The planes of sixteen values: two octets.
+__device__ __forceinline__ void store_planes(const PlaneTargets& to, u32 at, u32 n, const Octet<2>* o) {
+  const u32 e[4] = {o[0].e[0], o[0].e[1], o[1].e[0], o[1].e[1]};
+  const u32 a[4] = {o[0].a[0], o[0].a[1], o[1].a[0], o[1].a[1]};
+  store16(to.e, at, n, e);
+  store16(to.a, at, to.a_len, a);
+}
+
+__device__ __forceinline__ void store_planes(const PlaneTargets& to, u32 at, u32 n, const Octet<4>* o) {
+  const u32 e[4] = {o[0].e[0], o[0].e[1], o[1].e[0], o[1].e[1]};
+  const u32 a[4] = {o[0].a[0], o[0].a[1], o[1].a[0], o[1].a[1]};
+  store16(to.e, at, n, e);
+  store16(to.a, at, to.a_len, a);
+  store16(to.b, 2 * at, 2 * n, o[0].b);
+  store16(to.b, 2 * at + 16, 2 * n, o[1].b);
+}
+
+// Eight values, wherever they lie and however many exist.
+template <int kWidth>
+__device__ __forceinline__ Values<kWidth> load_octet(const u8* values, u32 at, u32 n) {
+  if (is_aligned(values) && at + kOctet <= n) return load_values<kWidth>(values, at);
+  u32 w[16];
+  load_some(values + static_cast<u64>(at) * kWidth, w, values_left(at, n) * kWidth);
+  Values<kWidth> out;
+#pragma unroll
+  for (int i = 0; i < kWidth / 2; i++)
+    out.v[i] = make_uint4(w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]);
+  return out;
+}
+
+// Splits the values again and stores the planes that stay raw, zeros behind them up to a multiple of 16.
+template <int kWidth>
+__device__ __forceinline__ void store_raw_planes(const u8* values, u32 n, const PlaneTargets& to) {
+  constexpr u32 kEach = 2 * kOctet, kStep = kEach * kThreads<kWidth>;
+  constexpr u32 kAtOnce = 8 / kWidth;  // nothing else hides the latency of the loads
+  const u32 fast = is_aligned(values) ? n / kEach * kEach : 0;
+  u32 at = kEach * threadIdx.x;
+#pragma unroll 1
+  for (; at + (kAtOnce - 1) * kStep < fast; at += kAtOnce * kStep) {
+    Values<kWidth> v[2 * kAtOnce];
+#pragma unroll
+    for (u32 k = 0; k < 2 * kAtOnce; k++)
+      v[k] = load_values<kWidth>(values, at + k / 2 * kStep + k % 2 * kOctet);
+#pragma unroll
+    for (u32 k = 0; k < kAtOnce; k++) {
+      const Octet<kWidth> o[2] = {split(v[2 * k]), split(v[2 * k + 1])};
+      store_planes(to, at + k * kStep, n, o);
+    }
+  }
+#pragma unroll 1
+  for (; at < n; at += kStep) {
+    const Octet<kWidth> o[2] = {split(load_octet<kWidth>(values, at, n)),
+                                split(load_octet<kWidth>(values, at + kOctet, n))};
+    store_planes(to, at, n, o);
+  }
+}
+
+// As that, from planes that were kept while encoding.
+template <int kWidth>
+__device__ __forceinline__ void copy_kept_planes(const EncodeChunk& c, const PlaneTargets& to) {
+  const u8* planes = c.scratch + sizeof(Slot<kWidth>);
+  if (to.a != nullptr) copy_padded(planes, to.a, to.a_len);
+  if (to.b != nullptr) copy_padded(planes + round_up(c.n, 16), to.b, 2 * c.n);
+}
+
+template <int kWidth>
+__device__ __forceinline__ void gather_fused(const EncodeChunk& c, EncodeResult& result, u8* frames,
+                                             u64 capacity) {
+  if (!has_room(result, capacity)) return;
+  u8* to = frames + result.offset;
+  if (result.plain) {
+    copy_bytes(c.values, to, result.len);
+    if (threadIdx.x < round_up(result.len, 16) - result.len) to[result.len + threadIdx.x] = 0;
+    return;
+  }
+  const Slot<kWidth>& slot = *reinterpret_cast<const Slot<kWidth>*>(c.scratch);
+  write_frame_header(result, to);
+  u8* raw[3] = {nullptr, nullptr, nullptr};
+  u32 at = header_len(kFieldPlanes<kWidth>);
+#pragma unroll
+  for (u32 plane = 0; plane < kFieldPlanes<kWidth>; plane++) {
+    const StreamEntry& e = result.stream[plane];
+    if (e.codec == kRaw) raw[plane] = to + at;
+    if (e.codec == kConst && threadIdx.x < 16)
+      to[at + threadIdx.x] =
+          static_cast<u8>(threadIdx.x < e.len ? plane_byte<kWidth>(c.values, plane, threadIdx.x) : 0);
+    if (e.codec == kRans) copy_stream(slot, c.n, to + at);
+    at += round_up(e.len, 16);
+  }
+  const PlaneTargets targets{raw[0], raw[1], raw[2], result.stream[1].len};
+  if (c.flags & kKeepPlanes && result.stream[0].codec == kRans) copy_kept_planes<kWidth>(c, targets);
+  else store_raw_planes<kWidth>(c.values, c.n, targets);
+}
+
+// ---- decode ----
+
+constexpr u32 kFusedSegments = kFusedDecodeValues >> 12;
+
+template <int kWidth>
+struct DecodeShared {
+  AlignedTable<u32, kTotal> entries;
+  FusedStreams chunk;
+  Header<kFusedSegments> header;
+  u16 carry[kFusedSegments * kLanes];
+  __align__(16) u16 rings[kWarps<kWidth>][WordSource::kBytes / 2];
+};
+
+// Decodes every `kWarps`-th segment of a chunk; false if one is not sound. One warp.
+template <int kWidth>
+__device__ __forceinline__ bool decode_segments(DecodeShared<kWidth>& shared) {
+  const FusedStreams& chunk = shared.chunk;
+  const auto& h = shared.header;
+  const Shared entries = shared_address(shared.entries.get());
+  const u32 warp = uniform_warp_id();
+  for (u32 i = warp; i < h.segments; i += kWarps<kWidth>) {
+    const u32 at = h.segment_at[i], first = i << h.segment_log2;
+    u32 x = *reinterpret_cast<const u32*>(chunk.stream + at + 4 * lane_id());
+    WordSource words(shared.rings[warp], chunk.stream, at + kStatesBytes, h.words[i]);
+    const u32 end = min(chunk.n - first, 1u << h.segment_log2) + first;
+    const bool sound = decode_segment<kWidth>(chunk, first, end, x, entries, words);
+    if (!__all_sync(kAllLanes, sound && x - kLow < (h.carried > 0 ? kLow : 1))) return false;
+    shared.carry[i * kLanes + lane_id()] = static_cast<u16>(x);
+  }
+  return true;
+}
+
+// Gives the last values their bytes A, once they have all other bits. All threads.
+template <int kWidth>
+__device__ __forceinline__ void restore_carried(const DecodeShared<kWidth>& shared) {
+  const FusedStreams& chunk = shared.chunk;
+  const u32 carried = shared.header.carried;
+  for (u32 i = threadIdx.x; 2 * i < carried; i += kThreads<kWidth>) {
+    const u32 pair = shared.carry[i];
+    u8* p = chunk.values + static_cast<u64>(chunk.n - carried + 2 * i) * kWidth;
+    replace_a<kWidth>(p, pair & 0xff);
+    replace_a<kWidth>(p + kWidth, pair >> 8);
+  }
+}
+
+template <int kWidth>
+__device__ __forceinline__ Status fused_streams(const DecodeChunk& c, FusedStreams& out) {
+  const bool right = !c.plain && c.layout == kFields && c.width == kWidth && c.residual == kId && c.n > 0 &&
+                     c.n <= kFusedDecodeValues && c.planes == kFieldPlanes<kWidth>;
+  if (!right || c.streams[0].codec != kRans || c.streams[0].param != 8) return kUnsupported;
+  for (u32 i = 1; i < kFieldPlanes<kWidth>; i++)
+    if (c.streams[i].codec != kRaw || c.streams[i].param != 0) return kUnsupported;
+  if (c.streams[1].len > c.n || (kWidth == 4 && c.streams[2].len != 2 * c.n)) return kCorrupt;
+  // The planes are only read.
+  u8* frame = const_cast<u8*>(c.frame);
+  out = FusedStreams{frame + c.streams[0].offset,
+                     {frame + c.streams[1].offset, kWidth == 4 ? frame + c.streams[2].offset : nullptr},
+                     c.values,
+                     c.streams[0].len,
+                     c.n,
+                     c.streams[1].len};
+  return kOk;
+}
+
+template <int kWidth>
+__device__ __forceinline__ void decode_fused(const DecodeChunk& c, u32& status) {
+  __shared__ DecodeShared<kWidth> shared;
+  if (status != kOk) return;
+  FusedStreams chunk{};
+  u32 result = fused_streams<kWidth>(c, chunk);
+  if (threadIdx.x == 0) shared.chunk = chunk;
+  __syncthreads();  // all have read the status
+  if (result == kOk)
+    result = read_header<8>(chunk.stream, chunk.stream_len, chunk.n, c.tables, shared.header,
+                            shared.entries.get());
+  if (result == kOk && chunk.a_len + shared.header.carried != chunk.n) result = kCorrupt;
+  if (result == kOk) {
+    const bool sound = decode_segments<kWidth>(shared);
+    result = __syncthreads_or(!sound) ? kCorrupt : kOk;
+    if (result == kOk) restore_carried<kWidth>(shared);
+  }
+  if (threadIdx.x == 0) status = result;
+}
+
+}  // namespace s4

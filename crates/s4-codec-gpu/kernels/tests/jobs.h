@@ -1,0 +1,217 @@
+// Batches of chunks from a file, through the kernels, into a file: for the emulator (emulated.cpp) and for a
+// GPU (device.cu), which differ in where memory is and in how a kernel is launched.
+//
+// A file of jobs holds batches, each an operation (`u32`: 1 encode, 2 decode, 3 checksums, 4 copies), a count
+// (`u32`) and as many items as the structures below say. The answers are the results, in order.
+#pragma once
+
+#include "jobs_io.h"
+
+// What a run needs of its machine:
+//   Memory      buffers, each an allocation of its own, `skew` bytes above a multiple of 16:
+//                 u8* add(bytes, skew), u8* add(len, skew), Bytes read(address, len), void check()
+//   S4_LAUNCH(kernel, grid, block, arguments...)
+
+// Runs `body(first, count)` for each run of chunks of one kind.
+template <class Body>
+static void for_runs(const std::vector<uint32_t>& kinds, const Body& body) {
+  for (size_t i = 0; i < kinds.size();) {
+    size_t end = i;
+    while (end < kinds.size() && kinds[end] == kinds[i]) end++;
+    body(kinds[i], i, static_cast<uint32_t>(end - i));
+    i = end;
+  }
+}
+
+// ---- encode ----
+
+struct EncodeItem {
+  uint8_t kind;  // 2, 4: fused; 0: composed
+  uint8_t width, layout, residual;
+  uint8_t coding[s4::kMaxPlanes];
+  uint32_t n, flags, skew, tables;
+  // then: tables, values, and with a residual the parent's values
+};
+static_assert(sizeof(EncodeItem) == 28, "");
+
+static s4::EncodeChunk read_encode(Input& in, Memory& pool, std::vector<uint32_t>& kinds) {
+  const auto item = in.get<EncodeItem>();
+  kinds.push_back(item.kind);
+  s4::EncodeChunk c{};
+  const size_t bytes = size_t(item.n) * item.width;
+  if (item.tables > 0)
+    c.tables = reinterpret_cast<s4::SharedTable*>(pool.add(in.bytes(item.tables * sizeof(s4::SharedTable))));
+  c.values = pool.add(in.bytes(bytes), item.skew);
+  if (item.residual != 0) c.parent = pool.add(in.bytes(bytes), item.skew * 3 % 16);
+  const uint64_t planes =
+      item.flags & s4::kKeepPlanes ? s4::round_up64(uint64_t(item.n) * (item.width - 1), 32) : 0;
+  c.scratch = pool.add(item.kind == 2   ? s4::kFusedScratch2 + planes
+                       : item.kind == 4 ? s4::kFusedScratch4 + planes
+                                        : s4::composed_encode_scratch(item.n, item.width));
+  c.n = item.n;
+  c.width = item.width;
+  c.layout = item.layout;
+  c.residual = item.residual;
+  memcpy(c.coding, item.coding, sizeof c.coding);
+  c.flags = item.flags;
+  return c;
+}
+
+static void encode(Input& in, Output& out, uint32_t count) {
+  Memory pool;
+  std::vector<uint32_t> kinds;
+  std::vector<s4::EncodeChunk> chunks;
+  uint64_t capacity = 0;
+  for (uint32_t i = 0; i < count; i++) {
+    chunks.push_back(read_encode(in, pool, kinds));
+    capacity += s4::round_up64(uint64_t(chunks[i].n) * chunks[i].width, 16);
+  }
+  auto* all = pool.array(chunks);
+  auto* results = reinterpret_cast<s4::EncodeResult*>(pool.add(count * sizeof(s4::EncodeResult)));
+  auto* total = reinterpret_cast<s4::u64*>(pool.add(sizeof(s4::u64)));
+  uint8_t* to = pool.add(capacity);
+  for_runs(kinds, [&](uint32_t kind, size_t first, uint32_t n) {
+    const auto* c = all + first;
+    auto* r = results + first;
+    if (kind == 2) S4_LAUNCH(s4_encode_fused_w2, n, s4::kFusedThreads2, c, r);
+    else if (kind == 4) S4_LAUNCH(s4_encode_fused_w4, n, s4::kFusedThreads4, c, r);
+    else S4_LAUNCH(s4_encode_composed, n, s4::kComposedThreads, c, r);
+  });
+  S4_LAUNCH(s4_frame_offsets, 1, s4::kOffsetsThreads, results, count, total);
+  for_runs(kinds, [&](uint32_t kind, size_t first, uint32_t n) {
+    const auto* c = all + first;
+    auto* r = results + first;
+    if (kind == 2) S4_LAUNCH(s4_gather_fused_w2, n, s4::kFusedThreads2, c, r, to, capacity);
+    else if (kind == 4) S4_LAUNCH(s4_gather_fused_w4, n, s4::kFusedThreads4, c, r, to, capacity);
+    else S4_LAUNCH(s4_gather_composed, n, s4::kComposedThreads, c, r, to, capacity);
+  });
+  S4_LAUNCH(s4_encode_crcs, 2 * count, s4::kCrcThreads, all, results, to, capacity);
+  pool.check();
+  const Bytes bytes = pool.read(results, count * sizeof(s4::EncodeResult));
+  const Bytes used = pool.read(total, sizeof(s4::u64));
+  s4::u64 end = 0;
+  memcpy(&end, used.data(), sizeof end);
+  if (end > capacity) fail("the frames take more than their bound");
+  const Bytes frames = pool.read(to, end);
+  for (uint32_t i = 0; i < count; i++) {
+    s4::EncodeResult r;
+    memcpy(static_cast<void*>(&r), &bytes[i * sizeof r], sizeof r);
+    for (uint64_t k = r.len; k < s4::round_up64(r.len, 16); k++)
+      if (frames.at(r.offset + k) != 0) fail("a gap behind a frame that is not zero");
+    out.put(&r, sizeof r);
+    out.put(frames.data() + r.offset, r.len);
+  }
+}
+
+// ---- decode ----
+
+struct DecodeItem {
+  uint8_t kind, width, layout, residual, plain, planes, check, reserved;
+  uint32_t n, frame_len, crc_encoded, crc_raw, skew, tables;
+  s4::DecodeStream streams[s4::kMaxPlanes];
+  // then: tables, frame, and with a residual the parent's values
+};
+static_assert(sizeof(DecodeItem) == 128, "");
+
+static s4::DecodeChunk read_decode(Input& in, Memory& pool, std::vector<uint32_t>& kinds, bool& check) {
+  const auto item = in.get<DecodeItem>();
+  kinds.push_back(item.kind);
+  check = item.check;
+  s4::DecodeChunk c{};
+  const size_t bytes = size_t(item.n) * item.width;
+  if (item.tables > 0)
+    c.tables = reinterpret_cast<s4::SharedTable*>(pool.add(in.bytes(item.tables * sizeof(s4::SharedTable))));
+  c.frame = pool.add(in.bytes(item.frame_len));
+  if (item.residual != 0) c.parent = pool.add(in.bytes(bytes), item.skew * 3 % 16);
+  c.values = pool.add(bytes, item.skew);
+  c.scratch = pool.add(item.kind == 0 ? s4::composed_decode_scratch(item.n, item.width, item.frame_len) : 0);
+  c.frame_len = item.frame_len;
+  c.n = item.n;
+  c.width = item.width;
+  c.layout = item.layout;
+  c.residual = item.residual;
+  c.plain = item.plain;
+  c.planes = item.planes;
+  c.crc_encoded = item.crc_encoded;
+  c.crc_raw = item.crc_raw;
+  memcpy(c.streams, item.streams, sizeof c.streams);
+  return c;
+}
+
+static void decode(Input& in, Output& out, uint32_t count) {
+  Memory pool;
+  std::vector<uint32_t> kinds;
+  std::vector<s4::DecodeChunk> chunks;
+  bool check = false;
+  for (uint32_t i = 0; i < count; i++) chunks.push_back(read_decode(in, pool, kinds, check));
+  auto* all = pool.array(chunks);
+  auto* status = pool.array(std::vector<s4::u32>(count, s4::kOk));
+  if (check) S4_LAUNCH(s4_check_frames, count, s4::kCrcThreads, all, status);
+  for_runs(kinds, [&](uint32_t kind, size_t first, uint32_t n) {
+    const auto* c = all + first;
+    auto* s = status + first;
+    if (kind == 2) S4_LAUNCH(s4_decode_fused_w2, n, s4::kFusedThreads2, c, s);
+    else if (kind == 4) S4_LAUNCH(s4_decode_fused_w4, n, s4::kFusedThreads4, c, s);
+    else S4_LAUNCH(s4_decode_composed, n, s4::kComposedThreads, c, s);
+  });
+  S4_LAUNCH(s4_check_values, count, s4::kCrcThreads, all, status);
+  pool.check();
+  const Bytes states = pool.read(status, 4 * count);
+  for (uint32_t i = 0; i < count; i++) {
+    out.put(&states[4 * i], 4);
+    // Values of a chunk that is refused are unspecified.
+    const size_t len = size_t(chunks[i].n) * chunks[i].width;
+    const bool sound = states[4 * i] == s4::kOk;
+    out.put(sound ? pool.read(chunks[i].values, len).data() : Bytes(len).data(), len);
+  }
+}
+
+// ---- others ----
+
+struct SpanItem {
+  uint32_t len, from_skew, to_skew;
+  // then: the bytes
+};
+
+static void checksums(Input& in, Output& out, uint32_t count) {
+  Memory pool;
+  std::vector<s4::CrcSpan> spans;
+  for (uint32_t i = 0; i < count; i++) {
+    const auto item = in.get<SpanItem>();
+    spans.push_back({pool.add(in.bytes(item.len), item.from_skew), item.len});
+  }
+  const auto* all = pool.array(spans);
+  auto* crcs = reinterpret_cast<s4::u32*>(pool.add(4 * count));
+  S4_LAUNCH(s4_crc_spans, count, s4::kCrcThreads, all, crcs);
+  out.put(pool.read(crcs, 4 * count).data(), 4 * count);
+}
+
+static void copies(Input& in, Output& out, uint32_t count) {
+  Memory pool;
+  std::vector<s4::CopySpan> spans;
+  for (uint32_t i = 0; i < count; i++) {
+    const auto item = in.get<SpanItem>();
+    const uint8_t* from = pool.add(in.bytes(item.len), item.from_skew);
+    spans.push_back({from, pool.add(item.len, item.to_skew), item.len});
+  }
+  const auto* all = pool.array(spans);
+  S4_LAUNCH(s4_copy_spans, count, s4::kCopyThreads, all);
+  pool.check();
+  for (const auto& span : spans) out.put(pool.read(span.to, span.len).data(), span.len);
+}
+
+// Runs all batches of a file.
+static int run_jobs(int argc, char** argv) {
+  if (argc != 3) fail("two arguments: the file of jobs, and that of the answers");
+  Input in(argv[1]);
+  Output out(argv[2]);
+  while (!in.done()) {
+    const auto op = in.get<uint32_t>(), count = in.get<uint32_t>();
+    if (op == 1) encode(in, out, count);
+    else if (op == 2) decode(in, out, count);
+    else if (op == 3) checksums(in, out, count);
+    else if (op == 4) copies(in, out, count);
+    else fail("unknown operation");
+  }
+  return 0;
+}
