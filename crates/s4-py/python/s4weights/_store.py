@@ -149,7 +149,7 @@ class CheckpointStore:
         self._native: _core.Store | None = None
         self._pid = os.getpid()
         self._executor: ThreadPoolExecutor | None = None
-        self._buffer = HostBuffer()
+        self._buffer = HostBuffer(threads)
         self._pending: PendingSave | None = None
         self._deadline = Deadline()
         self._saving_here = False
