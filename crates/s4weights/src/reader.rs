@@ -66,7 +66,16 @@ impl Reader {
     /// # Errors
     /// `NotFound`, `Io`, or `Format` if it is no `.s4w` file, damaged, cut or of another version.
     pub fn open(source: Source, options: ReadOptions) -> Result<Self> {
-        Self::open_with(source, None, options)
+        Self::open_with(source, None, options, Manifest::parse)
+    }
+
+    /// As [`Reader::open`], also if the file needs closed codecs: to look at it with
+    /// [`Reader::inspect`]. Values that such a codec holds cannot be read.
+    ///
+    /// # Errors
+    /// As [`Reader::open`], but for closed codecs.
+    pub fn open_to_inspect(source: Source, options: ReadOptions) -> Result<Self> {
+        Self::open_with(source, None, options, Manifest::parse_closed)
     }
 
     /// Opens a checkpoint whose chunks are in objects: `index` is what
@@ -79,13 +88,14 @@ impl Reader {
         objects: Box<dyn ObjectSource>,
         options: ReadOptions,
     ) -> Result<Self> {
-        Self::open_with(index, Some(objects), options)
+        Self::open_with(index, Some(objects), options, Manifest::parse)
     }
 
     fn open_with(
         source: Source,
         objects: Option<Box<dyn ObjectSource>>,
         options: ReadOptions,
+        parse: fn(&[u8], u64) -> s4_format::Result<Manifest>,
     ) -> Result<Self> {
         let engine = CpuEngine::new(simd(options.simd)?);
         let (name, source) = open_source(source)?;
@@ -100,7 +110,7 @@ impl Reader {
         let known = Known { source: &*source, name: &name, tail: &tail, tail_at };
         let section = Section { offset: footer.offset, bytes: footer.len, blake3: footer.digest };
         let json = known.section(&section, "manifest")?;
-        let manifest = Manifest::parse(&json, footer.offset).at(&name)?;
+        let manifest = parse(&json, footer.offset).at(&name)?;
         let table = known.section(&manifest.tensors.section, "tensor table")?;
         let tensors = index::parse_table(&table, footer.offset, manifest.plans.len()).at(&name)?;
         if tensors.len() != manifest.tensors.count as usize {
