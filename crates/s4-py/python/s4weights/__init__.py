@@ -7,6 +7,13 @@
     s4weights.save({"model": model.state_dict(), "step": step}, "step100.s4w")
     checkpoint = s4weights.load("step100.s4w", map_location="cuda")
 
+`CheckpointStore` keeps many checkpoints of a run, most as small differences from the one before::
+
+    with s4weights.CheckpointStore("runs/a") as store:
+        store.save_checkpoint({"model": model.state_dict()}, step, blocking=False)
+        ...
+        checkpoint = store.load_checkpoint()
+
 `verify` checks a file without PyTorch, and `inspect` tells what is in it.
 """
 
@@ -16,6 +23,7 @@ import logging
 
 from ._core import __version__
 from ._errors import (
+    ConflictError,
     CorruptDataError,
     LimitError,
     NotFoundError,
@@ -25,20 +33,36 @@ from ._errors import (
     UnsupportedFormatError,
 )
 from ._load import inspect, load, verify
+from ._pending import PendingSave, finish_on_sigterm
 from ._save import save
+from ._store import (
+    CheckpointEntry,
+    CheckpointStore,
+    Retention,
+    load_checkpoint,
+    save_checkpoint,
+)
 
 __all__ = [
+    "CheckpointEntry",
+    "CheckpointStore",
+    "ConflictError",
     "CorruptDataError",
     "LimitError",
     "NotFoundError",
+    "PendingSave",
+    "Retention",
     "S4Error",
     "StorageError",
     "UnsafeLoadError",
     "UnsupportedFormatError",
     "__version__",
+    "finish_on_sigterm",
     "inspect",
     "load",
+    "load_checkpoint",
     "save",
+    "save_checkpoint",
     "verify",
 ]
 

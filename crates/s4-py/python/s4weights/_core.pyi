@@ -43,6 +43,74 @@ class TensorCodec:
     def decompress(self, tensor: Compressed, address: int, nbytes: int) -> None:
         """Decompresses into memory of the tensor's size."""
 
+Described: TypeAlias = tuple[str | None, Mapping[str, bytes], Mapping[str, str], str | None]
+"""Tree, blobs, metadata, and roles as JSON."""
+
+class Store:
+    """A checkpoint store. Calls may come from several threads. What is returned is JSON."""
+
+    def __new__(
+        cls,
+        url: str,
+        mode: str,
+        storage_options: Mapping[str, str],
+        preset: str,
+        threads: int | None,
+        max_chain: int | None,
+        every: int | None,
+        parent_memory: int | None,
+        bandwidth: int | None,
+        allow_network_fs: bool,
+    ) -> Store: ...
+    def save(
+        self,
+        step: int,
+        tensors: Sequence[TensorSource],
+        groups: bytes,
+        described: Described,
+        metrics: Mapping[str, float],
+        tags: Mapping[str, str],
+        base: bool,
+        callback: Progress | None,
+    ) -> str:
+        """Saves a checkpoint. The tensors' memory is read during the call."""
+
+    def list(self) -> str:
+        """All listed checkpoints, from the oldest to the newest."""
+
+    def latest(self) -> str | None:
+        """The newest checkpoint."""
+
+    def open(self, id: str) -> Reader:
+        """Opens a checkpoint."""
+
+    def pin(self, id: str, pinned: bool) -> None:
+        """Protects a checkpoint, or ends that."""
+
+    def retire(self, ids: Sequence[str], reason: str) -> int:
+        """Takes checkpoints off the list."""
+
+    def apply_retention(
+        self,
+        keep_last: int | None,
+        keep_every: int | None,
+        best: Sequence[tuple[str, int, bool]],
+        protect: Sequence[str],
+    ) -> Sequence[str]:
+        """Retires what a policy does not keep."""
+
+    def rebase(self, id: str, callback: Progress | None) -> str:
+        """Writes a checkpoint anew as a base."""
+
+    def sweep(self, grace_s: float, exclusive: bool, dry_run: bool) -> str:
+        """Deletes what nothing needs."""
+
+    def check(self, read_data: bool, only: Sequence[str]) -> str:
+        """Checks checkpoints; all if none is named."""
+
+    def repo(self) -> str:
+        """What the store says of itself."""
+
 class Writer:
     """Writes one file, to one of a path, a URL and a stream with a ``write`` method.
 
@@ -58,11 +126,19 @@ class Writer:
         threads: int | None,
         storage_options: Mapping[str, str],
     ) -> Writer: ...
-    def write(self, tensors: Sequence[TensorSource], progress: Progress | None) -> None:
-        """Encodes tensors. Their memory is read during the call."""
+    def write(
+        self, tensors: Sequence[TensorSource], groups: bytes, progress: Progress | None
+    ) -> None:
+        """Encodes tensors. Their memory is read during the call. ``groups``: none, or one byte for
+        each tensor.
+        """
 
     def finish(
-        self, tree: str | None, blobs: Mapping[str, bytes], metadata: Mapping[str, str]
+        self,
+        tree: str | None,
+        blobs: Mapping[str, bytes],
+        metadata: Mapping[str, str],
+        roles: str | None,
     ) -> str:
         """Makes the file visible and tells, as JSON, what was written."""
 

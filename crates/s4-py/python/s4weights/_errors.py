@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 __all__ = [
+    "ConflictError",
     "CorruptDataError",
     "LimitError",
     "NotFoundError",
@@ -29,6 +30,12 @@ class NotFoundError(S4Error, FileNotFoundError):
 
 class UnsupportedFormatError(S4Error):
     """Well-formed, but this version or this machine cannot read or write it."""
+
+
+class ConflictError(S4Error):
+    """The state of a checkpoint store forbids it, and nothing was changed: a checkpoint is pinned or
+    needed by another, or another writer was faster.
+    """
 
 
 class LimitError(S4Error):

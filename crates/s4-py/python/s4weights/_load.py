@@ -8,12 +8,14 @@ import os
 import pickle
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from . import _core, _pickled
+from ._errors import UnsupportedFormatError
 from ._progress import Progress, ProgressArgument
-from ._save import _require_little_endian
+from ._save import require_little_endian
+from ._select import select
 from ._sources import FileLike, Foreign, open_source, require_s4w
 from ._storages import StorageReader, require_device
 from ._tree import TreeDecoder
@@ -64,21 +66,44 @@ def load(
     import torch
 
     require_device(device)
-    _require_little_endian()
+    require_little_endian()
     source = open_source(f, storage_options, threads)
     if isinstance(source, Foreign):
         if source.is_safetensors:
             return _load_safetensors(source.file, map_location)
         arguments = dict(pickle_load_args, weights_only=weights_only, mmap=mmap)
         return torch.load(source.file, map_location, pickle_module, **arguments)
+    return read(
+        source, map_location, pickle_module, weights_only, progress, None, pickle_load_args
+    )
+
+
+def read(
+    source: _core.Reader,
+    map_location: Any,
+    pickle_module: Any,
+    weights_only: bool | None,
+    progress: ProgressArgument,
+    keys: Iterable[str] | None,
+    pickle_load_args: dict[str, Any],
+) -> Any:
+    """The object of an open file or checkpoint; ``keys`` name the parts of it that are wanted."""
     pickle_module = _choose_unpickler(pickle_module, weights_only, pickle_load_args)
     pickle_load_args.setdefault("encoding", "utf-8")
     start = time.perf_counter()
     infos = source.tensors()
-    tracker = Progress(progress, sum(info[3] for info in infos), "load")
-    storages = StorageReader(source, infos, map_location, tracker)
+    tree, wanted = source.tree(), None
+    if keys is not None:
+        if source.form() != "tree" or tree is None:
+            raise UnsupportedFormatError(
+                "keys=: the object was saved as a pickle, which can be loaded as a whole only"
+            )
+        tree, wanted = select(tree, keys)
+    total = sum(info[3] for n, info in enumerate(infos) if wanted is None or n in wanted)
+    tracker = Progress(progress, total, "load")
+    storages = StorageReader(source, infos, map_location, tracker, wanted)
     try:
-        obj = _build(source, storages, map_location, pickle_module, pickle_load_args)
+        obj = _build(source, tree, storages, map_location, pickle_module, pickle_load_args)
         tracker.finish()
     finally:
         tracker.close()
@@ -152,6 +177,7 @@ def _choose_unpickler(
 
 def _build(
     reader: _core.Reader,
+    tree: str | None,
     storages: StorageReader,
     map_location: Any,
     pickle_module: Any,
@@ -162,7 +188,6 @@ def _build(
         stream = reader.blob("pickle")
         return _pickled.load(stream, storages, map_location, pickle_module, pickle_load_args)
     decoder = TreeDecoder(storages)
-    tree = reader.tree()
     if form == "tree" and tree is not None:
         return decoder.decode(tree)
     return decoder.tensors()

@@ -14,6 +14,7 @@ from typing import Any
 from . import _core, _pickled
 from ._errors import S4Error, UnsupportedFormatError
 from ._progress import Progress, ProgressArgument
+from ._roles import find_roles
 from ._sources import FileLike, is_url
 from ._storages import StorageWriter, require_device
 from ._tree import NotPlain, TreeEncoder
@@ -65,19 +66,21 @@ def save(
     import torch
 
     require_device(device)
-    _require_little_endian()
+    require_little_endian()
     if torch.serialization._serialization_tls.skip_data:
         raise UnsupportedFormatError("torch.serialization.skip_data: .s4w files hold their data")
     torch.serialization._check_dill_version(pickle_module)
     start = time.perf_counter()
-    storages, tree, stream = _describe(obj, pickle_module, pickle_protocol)
+    storages, tree, stream = describe(obj, pickle_module, pickle_protocol)
+    groups, roles = find_roles(obj, storages)
     tracker = Progress(progress, storages.nbytes, "save")
     try:
         writer = _open_writer(f, preset, threads, storage_options)
         try:
-            storages.write(writer, tracker)
+            storages.write(writer, groups, tracker)
             blobs = {} if stream is None else {"pickle": stream}
-            report: dict[str, Any] = json.loads(writer.finish(tree, blobs, dict(metadata or {})))
+            done = writer.finish(tree, blobs, dict(metadata or {}), roles)
+            report: dict[str, Any] = json.loads(done)
         except BaseException:
             writer.abort()
             raise
@@ -89,7 +92,7 @@ def save(
     return report
 
 
-def _describe(
+def describe(
     obj: object, pickle_module: Any, protocol: int
 ) -> tuple[StorageWriter, str | None, bytes | None]:
     """The storages of an object, and its tree or, if it is not plain, its pickle."""
@@ -117,6 +120,6 @@ def _open_writer(
     )
 
 
-def _require_little_endian() -> None:
+def require_little_endian() -> None:
     if sys.byteorder != "little":
         raise S4Error("s4weights runs on little-endian machines only")

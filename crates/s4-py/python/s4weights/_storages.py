@@ -91,28 +91,51 @@ class StorageWriter:
         """What has been noted of a storage."""
         return self._entries[number]
 
-    def write(self, writer: _core.Writer, progress: Progress) -> None:
-        """Hands all storages to the native writer; those of other devices a few at a time."""
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def entries(self) -> list[Entry]:
+        """Everything that has been noted, in order."""
+        return self._entries
+
+    def find(self, tensor: Any) -> int | None:
+        """The number of the storage of a tensor, if it has been met."""
+        try:
+            return self._numbers.get(tensor.untyped_storage()._cdata)
+        except Exception:  # Wrappers without a storage of their own.
+            return None
+
+    def write(self, writer: _core.Writer, groups: Sequence[int], progress: Progress) -> None:
+        """Hands all storages, and the group of each, to the native writer; those of other devices
+        a few at a time.
+        """
         batch: list[_core.TensorSource] = []
+        kinds: list[int] = []
         staged: list[torch.UntypedStorage] = []
         staged_bytes = 0
-        for entry in self._entries:
+        for entry, group in zip(self._entries, groups, strict=True):
             storage = entry.storage
             nbytes = storage.nbytes()
             if storage.device.type != "cpu":
                 if staged and staged_bytes + nbytes > STAGING_BYTES:
-                    _write_batch(writer, batch, progress)
-                    batch, staged, staged_bytes = [], [], 0
+                    _write_batch(writer, batch, kinds, progress)
+                    batch, kinds, staged, staged_bytes = [], [], [], 0
                 storage = storage.cpu()
                 staged.append(storage)
                 staged_bytes += nbytes
             address = storage.data_ptr() if nbytes else 0
             batch.append((entry.name, entry.dtype, entry.shape, address, nbytes))
-        _write_batch(writer, batch, progress)
+            kinds.append(group)
+        _write_batch(writer, batch, kinds, progress)
 
 
-def _write_batch(writer: _core.Writer, batch: list[_core.TensorSource], progress: Progress) -> None:
-    writer.write(batch, progress.native())
+def _write_batch(
+    writer: _core.Writer,
+    batch: list[_core.TensorSource],
+    groups: list[int],
+    progress: Progress,
+) -> None:
+    writer.write(batch, bytes(groups), progress.native())
     progress.advance(sum(tensor[4] for tensor in batch))
 
 
@@ -125,10 +148,12 @@ class StorageReader:
         infos: list[_core.TensorInfo],
         map_location: Any,
         progress: Progress,
+        wanted: frozenset[int] | None = None,
     ) -> None:
         import torch
 
         self._reader = reader
+        self._wanted = wanted
         self._progress = progress
         self._tls = torch.serialization._serialization_tls
         self._restore = torch.serialization._get_restore_location(map_location)
@@ -188,6 +213,8 @@ class StorageReader:
         for number in range(first, len(self._infos)):
             nbytes = self._infos[number][3]
             if number in self._host or number in self._done:
+                continue
+            if self._wanted is not None and number not in self._wanted:
                 continue
             if batch and nbytes > budget:
                 break
