@@ -170,7 +170,8 @@ fn execute(command: Command) -> Result<()> {
             say(&format!("{output}: {tensors} tensors"))
         }
         Command::Inspect { input, bits, json } => {
-            let reader = Reader::open(Source::from(input.as_str()), ReadOptions::default())?;
+            let source = Source::from(input.as_str());
+            let reader = Reader::open(source, ReadOptions::default())?;
             let report = reader.inspect(bits)?;
             say(&if json { to_json(&report)? } else { inspect::table(&report) })
         }

@@ -116,3 +116,41 @@ fn exit_codes_are_those_of_the_help() {
     let out = s4w(&["compress", sample, &path("c.s4w"), "--preset", "nvcomp"]);
     assert!(out.status.code() == Some(2) && text(&out).contains("CUDA"), "{}", text(&out));
 }
+
+/// The file with another manifest, hashes mended.
+fn with_manifest(file: &[u8], change: impl FnOnce(&mut s4weights::Manifest)) -> Vec<u8> {
+    use s4weights::format::file::Footer;
+    let footer = Footer::parse(file, file.len() as u64).expect("a sound file");
+    let (start, end) = (footer.offset as usize, (footer.offset + footer.len) as usize);
+    let json = &file[start..end];
+    let mut manifest = s4weights::Manifest::parse(json, footer.offset).expect("a sound manifest");
+    change(&mut manifest);
+    let json = manifest.to_json().expect("plain values");
+    let digest = s4weights::format::Digest::of(&json);
+    let footer = Footer { len: json.len() as u64, digest, ..footer };
+    [&file[..start], &json, &footer.to_bytes()].concat()
+}
+
+#[test]
+fn files_that_need_a_closed_codec_are_looked_at_and_not_read() {
+    use s4weights::format::{CodecId, manifest::ClosedCodec};
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.s4w");
+    let packed = path.to_str().unwrap();
+    assert!(s4w(&["compress", samples()[0].to_str().unwrap(), packed]).status.success());
+    let closed = with_manifest(&std::fs::read(&path).unwrap(), |m| {
+        m.closed_codecs = vec![ClosedCodec { codec: CodecId::NVCOMP_ANS, library_major: 6 }];
+    });
+    std::fs::write(&path, closed).unwrap();
+    let out = s4w(&["inspect", packed]);
+    assert!(out.status.success(), "{}", text(&out));
+    assert!(text(&out).contains("needs     nvcomp-ans 6: a closed codec"), "{}", text(&out));
+    let json = text(&s4w(&["inspect", "--bits", "--json", packed]));
+    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(json["closed_codecs"], serde_json::json!(["nvcomp-ans 6"]));
+    for verb in ["verify", "decompress"] {
+        let out = s4w(&[verb, packed]);
+        assert_eq!(out.status.code(), Some(4));
+        assert!(text(&out).contains("nvcomp-ans") && text(&out).contains("version 6"));
+    }
+}
