@@ -3,12 +3,14 @@
 //! Without a device these tests say so and pass; with `S4_REQUIRE_GPU=1` they fail then.
 #![expect(clippy::unwrap_used, reason = "tests, and what they share")]
 
+#[path = "common/gpu.rs"]
+mod gpu;
+
 use std::path::Path;
 use std::sync::Arc;
 
-use s4_codec_gpu::{Cuda, Device, DeviceBuffer, Pinned, Pool, Stream};
+use gpu::{Gpu, gpu, memory};
 use s4_planes::patterns::{self, Kind};
-use s4weights::cuda::{CudaEngine, CudaOptions, DeviceMemory};
 use s4weights::{DType, DeviceSource, Error, Reader, TensorSource, WriteOptions, Writer};
 
 struct Tensor {
@@ -38,69 +40,12 @@ fn tensors(slow: bool) -> Vec<Tensor> {
     out
 }
 
-struct Gpu {
-    device: Arc<Device>,
-    stream: Arc<Stream>,
-    pool: Arc<Pool>,
-    engine: CudaEngine,
-}
-
-fn gpu() -> Option<Gpu> {
-    let cuda = match Cuda::discover() {
-        Ok(cuda) => cuda,
-        Err(e) => {
-            let required = std::env::var("S4_REQUIRE_GPU").is_ok_and(|v| v == "1");
-            assert!(!required, "a GPU is required: {e}");
-            println!("skipped: no CUDA device");
-            return None;
-        }
-    };
-    let device = cuda.device(0).expect("opens");
-    let stream = Arc::new(Stream::new(&device).unwrap());
-    let pool = Pool::new(&device, 4 << 30).unwrap();
-    Some(Gpu { device, stream, pool, engine: CudaEngine::new(cuda, CudaOptions::default()) })
-}
-
-impl Gpu {
-    fn is_slow(&self) -> bool {
-        self.device.info().name == "emulated"
-    }
-
-    fn upload(&self, bytes: &[u8]) -> DeviceBuffer {
-        let buffer = self.pool.alloc(&self.stream, bytes.len() as u64, "a test").unwrap();
-        let pinned = Pinned::new(&self.device, bytes.len()).unwrap();
-        // SAFETY: memory of this test alone, and the copy is waited for.
-        unsafe {
-            pinned.slice_mut(0, bytes.len()).copy_from_slice(bytes);
-            self.stream.copy_to_device(&pinned, 0, bytes.len(), buffer.address()).unwrap();
-        }
-        self.stream.synchronize().unwrap();
-        buffer
-    }
-
-    fn download(&self, buffer: &DeviceBuffer) -> Vec<u8> {
-        let len = buffer.bytes() as usize;
-        let pinned = Pinned::new(&self.device, len).unwrap();
-        // SAFETY: as above.
-        unsafe {
-            self.stream.copy_to_host(buffer.address(), &pinned, 0, len).unwrap();
-            self.stream.synchronize().unwrap();
-            pinned.slice(0, len).to_vec()
-        }
-    }
-
-    fn read(&self, reader: &Reader, tensors: &[Tensor]) -> Result<Vec<Vec<u8>>, Error> {
-        let to: Vec<_> = tensors.iter().map(|t| self.upload(&vec![0xee; t.data.len()])).collect();
-        // From the last to the first: the order of requests does not matter.
-        let requests: Vec<_> = to.iter().map(memory).enumerate().rev().collect();
-        reader.read_into_device(&self.engine, &requests)?;
-        Ok(to.iter().map(|b| self.download(b)).collect())
-    }
-}
-
-fn memory(buffer: &DeviceBuffer) -> DeviceMemory {
-    // SAFETY: the buffers live longer than the calls they are passed to, and nothing else uses them.
-    unsafe { DeviceMemory::new(0, buffer.address(), buffer.bytes(), 0) }
+fn read_on(gpu: &Gpu, reader: &Reader, tensors: &[Tensor]) -> Result<Vec<Vec<u8>>, Error> {
+    let to: Vec<_> = tensors.iter().map(|t| gpu.upload(&vec![0xee; t.data.len()])).collect();
+    // From the last to the first: the order of requests does not matter.
+    let requests: Vec<_> = to.iter().map(memory).enumerate().rev().collect();
+    reader.read_into_device(&gpu.engine, &requests)?;
+    Ok(to.iter().map(|b| gpu.download(b)).collect())
 }
 
 fn write_host(path: &Path, tensors: &[Tensor], options: WriteOptions) -> s4weights::Report {
@@ -140,7 +85,7 @@ fn a_file_of_device_tensors_is_that_of_host_tensors_and_both_come_back() {
     let chunks = gpu.engine.chunks();
     assert!(chunks.device > 0 && chunks.refused == 0, "{chunks:?}");
     let reader = Reader::open(on_device.as_path().into(), Default::default()).unwrap();
-    for (t, back) in tensors.iter().zip(gpu.read(&reader, &tensors).unwrap()) {
+    for (t, back) in tensors.iter().zip(read_on(&gpu, &reader, &tensors).unwrap()) {
         assert!(back == t.data, "{}: to the device", t.name);
         assert!(reader.read(&t.name).unwrap() == t.data, "{}: to the host", t.name);
     }
@@ -163,7 +108,7 @@ fn differences_from_a_parent_come_back_on_the_device() {
     let reader = Reader::open(delta.as_path().into(), Default::default()).unwrap();
     reader.set_parent(parent).unwrap();
     assert!(reader.parent_digest().is_some(), "nothing is stored as a difference");
-    for (t, back) in after.iter().zip(gpu.read(&reader, &after).unwrap()) {
+    for (t, back) in after.iter().zip(read_on(&gpu, &reader, &after).unwrap()) {
         assert!(back == t.data, "{}", t.name);
     }
 }
@@ -180,7 +125,7 @@ fn damage_is_named_by_tensor_and_chunk() {
     bytes[400] ^= 1;
     std::fs::write(&path, bytes).unwrap();
     let reader = Reader::open(path.as_path().into(), Default::default()).unwrap();
-    match gpu.read(&reader, &tensors) {
+    match read_on(&gpu, &reader, &tensors) {
         Err(Error::Format { source, .. }) => {
             let place = source.place();
             assert_eq!(place.tensor.as_deref(), Some("bfloat16.4096"), "{source}");

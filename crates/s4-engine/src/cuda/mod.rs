@@ -8,6 +8,7 @@
 //! What the kernels lack (`zstd`, `token`) is copied to the host and done by the CPU engine: the same
 //! bytes. What is deliberately absent: plans with predictors, threads, where frames are kept.
 
+mod copies;
 mod decode;
 mod encode;
 mod error;
@@ -25,6 +26,7 @@ pub use s4_codec_gpu::{Cuda, DeviceInfo, GpuError};
 use s4_format::{DType, PredictorId};
 use s4_planes::Simd;
 
+pub use copies::CodedTensor;
 pub use decode::{DecodeJob, Decoder, Piece};
 pub use encode::DeviceFrame;
 pub use error::{CudaError, Result};
