@@ -31,6 +31,7 @@
 
 mod adversarial;
 mod ancestors;
+mod behind;
 #[cfg(feature = "cuda")]
 mod device;
 mod error;
@@ -53,7 +54,7 @@ mod writer;
 
 pub use adversarial::adversarial;
 #[cfg(feature = "cuda")]
-pub use device::DeviceSource;
+pub use device::{DeviceSource, Place, PlacedSource};
 pub use error::{Error, ParentProblem, Result};
 pub use io::{Source, StorageOptions, Target, is_url};
 pub use memory::{Compressed, MemoryOptions, TensorCodec};

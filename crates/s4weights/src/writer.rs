@@ -187,7 +187,7 @@ impl Writer {
 
     /// The number of the parent's tensor that a tensor may be stored as its difference from: the
     /// one of its name, if it has its type and shape.
-    fn parent_of(&mut self, t: &TensorSource<'_>) -> Option<u32> {
+    pub(crate) fn parent_of(&mut self, t: &TensorSource<'_>) -> Option<u32> {
         let there = self.options.parent.as_ref()?.find(t.name)?;
         let alike = there.dtype == t.dtype && there.shape == t.shape;
         let number = Some(there.number).filter(|_| alike && self.deltas < MAX_DELTAS)?;

@@ -11,7 +11,9 @@ use std::sync::Arc;
 
 use gpu::{Gpu, gpu, memory};
 use s4_planes::patterns::{self, Kind};
-use s4weights::{DType, DeviceSource, Error, Reader, TensorSource, WriteOptions, Writer};
+use s4weights::{
+    DType, DeviceSource, Error, Place, PlacedSource, Reader, TensorSource, WriteOptions, Writer,
+};
 
 struct Tensor {
     name: String,
@@ -88,6 +90,35 @@ fn a_file_of_device_tensors_is_that_of_host_tensors_and_both_come_back() {
     for (t, back) in tensors.iter().zip(read_on(&gpu, &reader, &tensors).unwrap()) {
         assert!(back == t.data, "{}: to the device", t.name);
         assert!(reader.read(&t.name).unwrap() == t.data, "{}: to the host", t.name);
+    }
+}
+
+#[test]
+fn tensors_of_host_and_device_lie_in_one_file_as_those_of_the_host() {
+    let Some(gpu) = gpu() else { return };
+    let tensors = tensors(gpu.is_slow());
+    let dir = tempfile::tempdir().unwrap();
+    let (on_host, mixed) = (dir.path().join("host.s4w"), dir.path().join("mixed.s4w"));
+    write_host(&on_host, &tensors, WriteOptions::default());
+    let buffers: Vec<_> = tensors.iter().map(|t| gpu.upload(&t.data)).collect();
+    // Every third stays on the host: small and large ones, first and last ones among them.
+    for first in 0..3 {
+        let place = |i: usize| match i % 3 == first {
+            true => Place::Host(&tensors[i].data),
+            false => Place::Device(memory(&buffers[i])),
+        };
+        let sources: Vec<_> = (tensors.iter().enumerate())
+            .map(|(i, t)| PlacedSource {
+                name: &t.name,
+                dtype: t.dtype,
+                shape: &t.shape,
+                place: place(i),
+            })
+            .collect();
+        let mut writer = Writer::create(mixed.as_path().into(), WriteOptions::default()).unwrap();
+        writer.write_placed(&gpu.engine, &sources, &[]).unwrap();
+        writer.finish(Default::default()).unwrap();
+        assert!(std::fs::read(&on_host).unwrap() == std::fs::read(&mixed).unwrap(), "{first}");
     }
 }
 
