@@ -11,6 +11,7 @@ mod error;
 mod inspect;
 mod progress;
 mod selftest;
+mod transcode;
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -74,6 +75,21 @@ enum Command {
         /// As JSON
         #[arg(long)]
         json: bool,
+        #[command(flatten)]
+        common: Common,
+    },
+    /// Write what a .s4w file holds into another one, of open codecs, and compare the two
+    Transcode {
+        /// File or URL to read
+        input: String,
+        /// File or URL to write
+        output: String,
+        /// How much is tried to make it smaller: fast, balanced or small
+        #[arg(long, default_value = "balanced")]
+        preset: Preset,
+        /// The input comes from a program that you trust: decode a vendor's closed codecs, on a GPU
+        #[arg(long)]
+        trusted: bool,
         #[command(flatten)]
         common: Common,
     },
@@ -182,6 +198,20 @@ fn execute(command: Command) -> Result<()> {
                     report.tensors, report.chunks, report.bytes, report.hashes
                 )
             })
+        }
+        Command::Transcode { input, output, preset, trusted, common } => {
+            let bar = progress::Bar::new(common.quiet);
+            let read = ReadOptions { trusted, progress: None, ..common.read(&bar) };
+            let write = common.write(preset, &bar);
+            let report = transcode::run(&input, &output, read, write, &bar)?;
+            drop(bar);
+            say(&format!(
+                "{output}: {} tensors, {} -> {} bytes, ratio {:.4}, compared",
+                report.tensors,
+                report.bytes_in,
+                report.bytes_out,
+                report.bytes_in as f64 / report.bytes_out as f64
+            ))
         }
         Command::Selftest { inject_fault, common } => {
             say(&selftest::run(inject_fault, common.threads, common.simd)?)

@@ -66,7 +66,11 @@ impl Codec for Refuse {
     }
 }
 
-fn refuse_all(codecs: Codecs, closed: &[ClosedCodec], why: impl Fn(&ClosedCodec) -> Error) -> Codecs {
+fn refuse_all(
+    codecs: Codecs,
+    closed: &[ClosedCodec],
+    why: impl Fn(&ClosedCodec) -> Error,
+) -> Codecs {
     closed.iter().fold(codecs, |all, c| all.with(Refuse { id: c.codec, why: why(c) }))
 }
 

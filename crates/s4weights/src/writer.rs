@@ -116,8 +116,7 @@ impl Writer {
     }
 
     fn start(name: String, out: Output, options: WriteOptions) -> Result<Self> {
-        let (engine, closed) =
-            CpuEngine::writing(simd(options.simd)?, options.preset).at(&name)?;
+        let (engine, closed) = CpuEngine::writing(simd(options.simd)?, options.preset).at(&name)?;
         check_depth(&name, &options)?;
         Ok(Self {
             name,

@@ -211,7 +211,8 @@ impl Codec for HostDecoder {
     fn decode(&self, param: u8, _: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<()> {
         let codec = reader(&self.host.library, self.id, param)?;
         if !dst.len().is_multiple_of(codec.unit()) {
-            let what = format!("`{}` of {} bytes, in units of {}", self.id, dst.len(), codec.unit());
+            let what =
+                format!("`{}` of {} bytes, in units of {}", self.id, dst.len(), codec.unit());
             return Err(Error::corrupt(what));
         }
         let blocks = Blocks::parse(src, dst.len(), codec.block())?;
@@ -302,7 +303,8 @@ impl Lane {
     ) -> Result<usize> {
         let block = codec.block();
         let sizes: Vec<usize> = src.chunks(block).map(<[u8]>::len).collect();
-        let shape = Shape { blocks: sizes.len(), max_block: block.min(src.len()), total: src.len() };
+        let shape =
+            Shape { blocks: sizes.len(), max_block: block.min(src.len()), total: src.len() };
         let needs = {
             let _current = host.device.enter().map_err(gpu)?;
             codec.encode_needs(shape, self.stream.id())?
@@ -312,7 +314,8 @@ impl Lane {
         let parts = Parts { count: sizes.len(), data: src.len(), out: slot * sizes.len() };
         let call = self.call(host, parts, &needs)?;
         let places = sizes.iter().enumerate();
-        let places = places.map(|(i, len)| Place { from: i * block, len: *len, to: i * slot, room });
+        let places =
+            places.map(|(i, len)| Place { from: i * block, len: *len, to: i * slot, room });
         call.fill(places, src);
         let at = |offset: usize| call.device.address() + offset as u64;
         let parts = &call.parts;
@@ -340,7 +343,8 @@ impl Lane {
             let (at, len) = (call.parts.out_at() + next * slot, coded[next] as usize);
             next += 1;
             let to = to.get_mut(..len);
-            let to = to.ok_or_else(|| Error::limit(format!("no room for a block of {len} bytes")))?;
+            let to =
+                to.ok_or_else(|| Error::limit(format!("no room for a block of {len} bytes")))?;
             to.copy_from_slice(call.bytes(at, len));
             Ok(len)
         })
@@ -386,7 +390,9 @@ impl Lane {
         };
         // SAFETY: as in `encode`; who made the decoder promised that nvCOMP wrote the blocks.
         call.run(host, |stream| unsafe { codec.decode(shape, batch, stream) })?;
-        for (number, (len, block)) in call.answers(codec.id())?.iter().zip(blocks.iter()).enumerate() {
+        for (number, (len, block)) in
+            call.answers(codec.id())?.iter().zip(blocks.iter()).enumerate()
+        {
             if *len != block.plane.len() as u64 {
                 let expected = block.plane.len();
                 let what = format!("block {number}: {len} bytes decoded, {expected} expected");

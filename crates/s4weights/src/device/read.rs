@@ -86,7 +86,8 @@ impl<'a> Call<'a> {
     /// Whether a tensor's chunks need nothing but themselves and what the engine has.
     fn is_direct(&self, host: usize) -> bool {
         let plan = usize::from(self.reader.tensors[host].plan);
-        self.reader.manifest.closed_codecs.is_empty() && self.reader.manifest.plans[plan].predictor == PredictorId::NONE
+        self.reader.manifest.closed_codecs.is_empty()
+            && self.reader.manifest.plans[plan].predictor == PredictorId::NONE
     }
 
     /// The chunks of requests, in the order in which they lie, in spans of at most `room` bytes.

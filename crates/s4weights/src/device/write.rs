@@ -116,7 +116,8 @@ impl Writer {
             while done < t.memory.bytes() {
                 let len = PIECE.min(t.memory.bytes() - done);
                 let part = t.memory.part(done, len);
-                let part = part.map_err(|e| Failure::Engine(e.into()).named(&self.name, |_| None))?;
+                let part =
+                    part.map_err(|e| Failure::Engine(e.into()).named(&self.name, |_| None))?;
                 items.push(vec![part]);
                 owners.push(number);
                 done += len;
