@@ -3,7 +3,8 @@
 //! What is deliberately absent: logic. Commands parse arguments, call `s4weights`, and print.
 //!
 //! Exit codes: 0 done; 1 the data is damaged, or a test failed; 2 wrong usage; 3 something could not
-//! be found, read or written; 4 the file needs another version or another machine.
+//! be found, read or written; 4 the file needs another version or another machine; 5 the state of a
+//! store forbids it, or another process was faster.
 #![forbid(unsafe_code)]
 
 mod convert;
@@ -11,6 +12,7 @@ mod error;
 mod inspect;
 mod progress;
 mod selftest;
+mod store;
 mod transcode;
 
 use std::ffi::OsString;
@@ -27,7 +29,8 @@ use error::{Failure, Result};
     version,
     about = "Lossless compression of training checkpoints",
     after_help = "Exit codes: 0 done; 1 damaged data or a failed test; 2 wrong usage; \
-                  3 not found, or not readable or writable; 4 not supported by this version."
+                  3 not found, or not readable or writable; 4 not supported by this version or \
+                  machine; 5 the state of a store forbids it."
 )]
 struct Cli {
     #[command(subcommand)]
@@ -78,6 +81,9 @@ enum Command {
         #[command(flatten)]
         common: Common,
     },
+    /// Keep, list, restore and check many checkpoints in a folder or a bucket
+    #[command(subcommand)]
+    Store(store::Verb),
     /// Write what a .s4w file holds into another one, of open codecs, and compare the two
     Transcode {
         /// File or URL to read
@@ -150,7 +156,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     match execute(cli.command) {
         Ok(()) => 0,
         Err(e) => {
-            let _ = writeln!(std::io::stderr(), "s4w: {e}");
+            let _ = writeln!(std::io::stderr(), "s4w: {}", e.explain());
             e.exit_code()
         }
     }
@@ -199,6 +205,7 @@ fn execute(command: Command) -> Result<()> {
                 )
             })
         }
+        Command::Store(verb) => store::execute(verb),
         Command::Transcode { input, output, preset, trusted, common } => {
             let bar = progress::Bar::new(common.quiet);
             let read = ReadOptions { trusted, progress: None, ..common.read(&bar) };

@@ -10,6 +10,7 @@ mod codec;
 mod errors;
 mod reader;
 mod sink;
+mod store;
 mod watch;
 mod writer;
 
@@ -17,6 +18,7 @@ use pyo3::prelude::*;
 
 use codec::{Compressed, TensorCodec};
 use reader::Reader;
+use store::Store;
 use writer::Writer;
 
 /// Whether bytes start like a `.s4w` file.
@@ -54,6 +56,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(command_line, m)?)?;
     m.add_class::<TensorCodec>()?;
     m.add_class::<Compressed>()?;
+    m.add_class::<Store>()?;
     m.add_class::<Writer>()?;
     m.add_class::<Reader>()
 }

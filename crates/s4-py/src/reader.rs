@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use pyo3::exceptions::PyValueError;
@@ -22,7 +23,14 @@ type TensorInfo<'a, 'py> = (&'a str, &'static str, Bound<'py, PyTuple>, u64);
 /// Reads one file. Calls may come from several threads at once.
 #[pyclass(frozen, module = "s4weights._core")]
 pub(crate) struct Reader {
-    inner: s4weights::Reader,
+    inner: Arc<s4weights::Reader>,
+}
+
+impl Reader {
+    /// A checkpoint of a store, which opened it.
+    pub(crate) fn of(inner: Arc<s4weights::Reader>) -> Self {
+        Self { inner }
+    }
 }
 
 #[pymethods]
@@ -44,7 +52,7 @@ impl Reader {
         };
         let options = ReadOptions { threads, progress: Some(progress()), ..Default::default() };
         let inner = watched(py, None, || s4weights::Reader::open(source, options))?;
-        Ok(Self { inner })
+        Ok(Self { inner: Arc::new(inner) })
     }
 
     fn tensors<'py>(&self, py: Python<'py>) -> PyResult<Vec<TensorInfo<'_, 'py>>> {

@@ -7,14 +7,14 @@ use std::sync::{Mutex, PoisonError};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
-use s4weights::{Contents, DType, Preset, Target, TensorSource, WriteOptions};
-use serde_json::value::RawValue;
+use s4weights::{DType, Preset, Target, TensorSource, WriteOptions};
 
 use crate::sink::PySink;
+use crate::store::contents;
 use crate::watch::{progress, watched};
 
 /// Name, dtype, shape, address, bytes.
-type Tensor = (String, String, Vec<u64>, usize, usize);
+pub(crate) type Tensor = (String, String, Vec<u64>, usize, usize);
 
 /// Writes one file. It cannot be used any more after `finish`, `abort` or an error.
 #[pyclass(frozen, module = "s4weights._core")]
@@ -52,11 +52,14 @@ impl Writer {
         &self,
         py: Python<'_>,
         tensors: Vec<Tensor>,
+        groups: Vec<u8>,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<()> {
         let sources = tensors.iter().map(source).collect::<PyResult<Vec<_>>>()?;
         let mut writer = self.take()?;
-        let writer = watched(py, progress, move || writer.write(&sources).map(|()| writer))?;
+        let writer = watched(py, progress, move || {
+            writer.write_grouped(&sources, &groups).map(|()| writer)
+        })?;
         self.lock().replace(writer);
         Ok(())
     }
@@ -68,13 +71,11 @@ impl Writer {
         tree: Option<String>,
         blobs: HashMap<String, PyBackedBytes>,
         metadata: BTreeMap<String, String>,
+        roles: Option<String>,
     ) -> PyResult<String> {
-        let tree = tree.map(RawValue::from_string).transpose().map_err(to_value_error)?;
+        let contents = contents((tree, blobs, metadata, roles))?;
         let writer = self.take()?;
-        let report = watched(py, None, move || {
-            let blobs = blobs.into_iter().map(|(name, bytes)| (name, bytes.to_vec())).collect();
-            writer.finish(Contents { tree, blobs, metadata, roles: None })
-        })?;
+        let report = watched(py, None, move || writer.finish(contents))?;
         serde_json::to_string(&report).map_err(to_value_error)
     }
 

@@ -24,8 +24,9 @@
 //! A checkpoint may be stored as its difference from the one before ([`Parent`]), and in several
 //! objects instead of one file ([`ObjectSink`], [`ObjectSource`]).
 //!
-//! What is deliberately absent: Python objects (the wheel's matter), which checkpoints there are and
-//! which is kept (the store's).
+//! [`store::CheckpointStore`] keeps many checkpoints in a folder or a bucket.
+//!
+//! What is deliberately absent: Python objects (the wheel's matter).
 #![forbid(unsafe_code)]
 
 mod adversarial;
@@ -46,6 +47,7 @@ mod pipeline;
 mod reader;
 mod report;
 mod slice;
+pub mod store;
 mod verify;
 mod writer;
 

@@ -178,7 +178,7 @@ impl Objects {
             bytes: open.bytes.len() as u64,
             blake3: Digest(*open.hasher.finalize().as_bytes()),
         });
-        self.sink.put(open.number, open.bytes.into())
+        self.sink.put_group(open.number, open.group, open.bytes.into())
     }
 
     fn close_all(&mut self) -> Result<Vec<Object>> {

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use s4_engine::{CpuEngine, TensorSpec};
 use s4_format::file::{self, FOOTER_LEN, Footer, HEADER_LEN};
 use s4_format::index::{self, Tensor, TensorKind, chunk_count};
-use s4_format::manifest::{Manifest, Section};
+use s4_format::manifest::{self, Manifest, Section};
 use s4_format::side::Side;
 use s4_format::{ChunkRecord, DType, Digest};
 
@@ -49,6 +49,8 @@ pub struct Reader {
     blocks: Mutex<HashMap<usize, Arc<LoadedBlock>>>,
     /// The parent, once it is known.
     pub(crate) parent: OnceLock<Arc<Reader>>,
+    /// Another checkpoint of the same values that this one took the place of.
+    pub(crate) stands_for: OnceLock<manifest::Parent>,
     pub(crate) idle: Mutex<Vec<Buffers>>,
 }
 
@@ -127,6 +129,7 @@ impl Reader {
             options,
             blocks: Mutex::default(),
             parent: OnceLock::new(),
+            stands_for: OnceLock::new(),
             idle: Mutex::default(),
         })
     }
@@ -238,7 +241,7 @@ impl Reader {
         self.fetch(wants)
     }
 
-    fn buffer(&self, bytes: u64) -> Result<Vec<u8>> {
+    pub(crate) fn buffer(&self, bytes: u64) -> Result<Vec<u8>> {
         let too_large = || s4_format::Error::limit(format!("{bytes} bytes do not fit in memory"));
         let len = usize::try_from(bytes).map_err(|_| too_large()).at(&self.name)?;
         let mut out = Vec::new();

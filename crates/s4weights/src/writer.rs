@@ -40,7 +40,7 @@ pub struct TensorSource<'a> {
 }
 
 /// What a file holds besides tensors.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Contents {
     /// The saved object as typed JSON.
     pub tree: Option<Box<RawValue>>,

@@ -265,3 +265,19 @@ async fn opening_a_large_store_takes_few_requests() {
     assert_eq!(rebuilt.list().await.unwrap(), reader.list().await.unwrap());
     println!("{requests} requests to open a store of {MANY} and read the newest");
 }
+
+/// A listing that misses the newest entries changes nothing: they are asked for by name.
+#[tokio::test]
+async fn a_stale_listing_of_the_log_is_made_up_for() {
+    let (faults, place) = faulty();
+    let store = Store::create(&place, quick_options()).await.unwrap();
+    for step in 0..3 {
+        save(&store, step, None, 0.0).await;
+    }
+    let stale = s4_store::testing::Fault::Stale;
+    faults.set_plan(move |op| (op.kind == OpKind::List).then_some(stale));
+    let report = store.check(&s4_store::CheckOptions::default(), None).await.unwrap();
+    assert!(faults.fired() > 0 && report.is_clean());
+    assert_eq!(report.checkpoints, 3);
+    assert_eq!(Store::open(&place, quick_options()).await.unwrap().list().await.unwrap().len(), 3);
+}
