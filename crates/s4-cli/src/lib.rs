@@ -13,6 +13,7 @@ mod inspect;
 mod progress;
 mod selftest;
 mod store;
+mod transcode;
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -83,6 +84,21 @@ enum Command {
     /// Keep, list, restore and check many checkpoints in a folder or a bucket
     #[command(subcommand)]
     Store(store::Verb),
+    /// Write what a .s4w file holds into another one, of open codecs, and compare the two
+    Transcode {
+        /// File or URL to read
+        input: String,
+        /// File or URL to write
+        output: String,
+        /// How much is tried to make it smaller: fast, balanced or small
+        #[arg(long, default_value = "balanced")]
+        preset: Preset,
+        /// The input comes from a program that you trust: decode a vendor's closed codecs, on a GPU
+        #[arg(long)]
+        trusted: bool,
+        #[command(flatten)]
+        common: Common,
+    },
     /// Prove on this machine that every dtype comes back bit by bit
     Selftest {
         /// Damage one byte on the way, to prove that the test can fail
@@ -194,6 +210,20 @@ fn execute(command: Command) -> Result<()> {
             })
         }
         Command::Store(verb) => store::execute(verb),
+        Command::Transcode { input, output, preset, trusted, common } => {
+            let bar = progress::Bar::new(common.quiet);
+            let read = ReadOptions { trusted, progress: None, ..common.read(&bar) };
+            let write = common.write(preset, &bar);
+            let report = transcode::run(&input, &output, read, write, &bar)?;
+            drop(bar);
+            say(&format!(
+                "{output}: {} tensors, {} -> {} bytes, ratio {:.4}, compared",
+                report.tensors,
+                report.bytes_in,
+                report.bytes_out,
+                report.bytes_in as f64 / report.bytes_out as f64
+            ))
+        }
         Command::Selftest { inject_fault, require_gpu, common } => {
             if require_gpu {
                 say(&selftest::gpu(inject_fault, common.simd)?)?;

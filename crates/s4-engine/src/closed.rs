@@ -8,7 +8,8 @@ use s4_planes::Simd;
 use crate::{CpuEngine, Preset};
 
 /// How to get out of it.
-const WAY_OUT: &str = "or have `s4w transcode` turn the file into an open one where there are both";
+const WAY_OUT: &str = "or have `s4w transcode --trusted` turn the file into an open one on a machine \
+                       with a GPU and nvCOMP";
 
 impl CpuEngine {
     /// An engine that reads a checkpoint whose manifest lists these closed bitstreams. Streams of open
@@ -102,7 +103,7 @@ fn not_trusted(c: &ClosedCodec) -> Error {
     Error::unsupported(format!(
         "closed codec `{}` (nvCOMP {}) is decoded only if the file is trusted, because the vendor's \
          decoder is not safe on bytes of unknown origin: if you know who wrote it, read it with \
-         `trusted`, {WAY_OUT}",
+         `trusted=True`, {WAY_OUT}",
         c.codec, c.library_major
     ))
 }

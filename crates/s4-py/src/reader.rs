@@ -36,6 +36,7 @@ impl Reader {
 #[pymethods]
 impl Reader {
     #[new]
+    #[pyo3(signature = (path, url, data, threads, storage_options, trusted=false))]
     fn new(
         py: Python<'_>,
         path: Option<PathBuf>,
@@ -43,6 +44,7 @@ impl Reader {
         data: Option<PyBackedBytes>,
         threads: Option<usize>,
         storage_options: HashMap<String, String>,
+        trusted: bool,
     ) -> PyResult<Self> {
         let source = match (path, url, data) {
             (Some(path), None, None) => Source::Path(path),
@@ -50,7 +52,8 @@ impl Reader {
             (None, None, Some(data)) => Source::Bytes(Bytes::from_owner(data)),
             _ => return Err(PyValueError::new_err("one of path, URL and bytes expected")),
         };
-        let options = ReadOptions { threads, progress: Some(progress()), ..Default::default() };
+        let options =
+            ReadOptions { threads, progress: Some(progress()), trusted, ..Default::default() };
         let inner = watched(py, None, || s4weights::Reader::open(source, options))?;
         Ok(Self { inner: Arc::new(inner) })
     }

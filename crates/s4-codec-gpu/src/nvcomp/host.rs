@@ -279,7 +279,7 @@ impl Lane {
     fn call(&mut self, host: &Host, parts: Parts, needs: &Needs) -> Result<Call<'_>> {
         let Alignments { input, output, scratch } = needs.alignments;
         // Blocks of a stream start at multiples of 16.
-        if [input, output, scratch].iter().any(|a| *a == 0 || blocks::ALIGN % *a != 0) {
+        if [input, output, scratch].iter().any(|a| *a == 0 || !blocks::ALIGN.is_multiple_of(*a)) {
             return Err(Error::unsupported(format!("alignments of {:?}", needs.alignments)));
         }
         let bytes = (parts.scratch_at() + needs.scratch.max(1)) as u64;
@@ -485,11 +485,13 @@ mod tests {
         for count in [1, 2, 31, 500] {
             for data in [1, 255, 256, 100_000] {
                 let p = Parts { count, data, out: 3 * data };
-                assert!(p.data_at() >= 32 * count && p.data_at() % ALIGN == 0);
+                assert!(p.data_at() >= 32 * count && p.data_at().is_multiple_of(ALIGN));
                 assert!(p.answers_at() >= p.data_at() + data + ALIGN);
                 assert_eq!(p.statuses_at(), p.answers_at() + 8 * count);
-                assert!(p.out_at() >= p.statuses_at() + 4 * count && p.out_at() % ALIGN == 0);
-                assert!(p.scratch_at() >= p.end() && p.scratch_at() % ALIGN == 0);
+                assert!(
+                    p.out_at() >= p.statuses_at() + 4 * count && p.out_at().is_multiple_of(ALIGN)
+                );
+                assert!(p.scratch_at() >= p.end() && p.scratch_at().is_multiple_of(ALIGN));
             }
         }
     }

@@ -160,6 +160,7 @@ class Reader:
         data: bytes | None,
         threads: int | None,
         storage_options: Mapping[str, str],
+        trusted: bool = ...,
     ) -> Reader: ...
     def tensors(self) -> list[TensorInfo]:
         """The tensors, in the order in which they were written."""

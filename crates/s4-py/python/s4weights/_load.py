@@ -36,6 +36,7 @@ def load(
     device: str = "auto",
     progress: ProgressArgument = None,
     storage_options: Mapping[str, str] | None = None,
+    trusted: bool = False,
     **pickle_load_args: Any,
 ) -> Any:
     """Loads what `save` saved, with the arguments of `torch.load` and some more.
@@ -54,6 +55,9 @@ def load(
         device: where decoding runs: ``"auto"`` or ``"cpu"``.
         progress: as in `save`.
         storage_options: as in `save`.
+        trusted: the file comes from a program that you trust: a vendor's closed codecs, which
+            preset ``"nvcomp"`` writes, are decoded on a GPU. Their decoders are not safe on files
+            of unknown origin. It has no effect on what is unpickled.
         pickle_load_args: for the unpickler, such as ``encoding``.
 
     Raises:
@@ -67,7 +71,7 @@ def load(
 
     require_device(device)
     require_little_endian()
-    source = open_source(f, storage_options, threads)
+    source = open_source(f, storage_options, threads, trusted)
     if isinstance(source, Foreign):
         if source.is_safetensors:
             return _load_safetensors(source.file, map_location)
@@ -116,6 +120,7 @@ def verify(
     *,
     threads: int | None = None,
     storage_options: Mapping[str, str] | None = None,
+    trusted: bool = False,
 ) -> dict[str, Any]:
     """Reads and decodes all of a ``.s4w`` file and compares every checksum; needs no PyTorch.
 
@@ -126,7 +131,7 @@ def verify(
         CorruptDataError: something is damaged; it tells what and where.
         S4Error: another of its kinds.
     """
-    reader = require_s4w(open_source(f, storage_options, threads))
+    reader = require_s4w(open_source(f, storage_options, threads, trusted))
     report: dict[str, Any] = json.loads(reader.verify())
     return report
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from . import _core, _pickled
 from ._errors import S4Error, UnsupportedFormatError
+from ._nvcomp import load_nvcomp
 from ._progress import Progress, ProgressArgument
 from ._roles import find_roles
 from ._sources import FileLike, is_url
@@ -48,7 +49,8 @@ def save(
         pickle_protocol: the protocol of that; `torch.load` and `load` want 2 for weights.
         _use_new_zipfile_serialization: taken for the sake of callers; there is one format.
         _disable_byteorder_record: likewise; files are little-endian.
-        preset: ``"fast"``, ``"balanced"`` or ``"small"``.
+        preset: ``"fast"``, ``"balanced"`` or ``"small"``; ``"nvcomp"`` needs a GPU and nvCOMP, also
+            to read the file again, with ``trusted=True``.
         threads: native threads; ``None`` means one for each core.
         device: where encoding runs: ``"auto"`` or ``"cpu"``.
         progress: ``True`` for a bar, or a callable that is given the bytes done and the total.
@@ -108,6 +110,8 @@ def describe(
 def _open_writer(
     f: FileLike, preset: str, threads: int | None, storage_options: Mapping[str, str] | None
 ) -> _core.Writer:
+    if preset == "nvcomp":
+        load_nvcomp()
     options = dict(storage_options or {})
     if is_url(f):
         return _core.Writer(None, str(f), None, preset, threads, options)
