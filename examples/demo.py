@@ -157,14 +157,14 @@ def with_stores(folder: Path, args: argparse.Namespace, unbroken: object) -> lis
     print("\n7. The same over S3's protocol")
     # What servers that check no credentials are given.
     options = {"endpoint_url": args.s3, "key": "test", "secret": "test", "region": "us-east-1"}
-    url = f"s3://{args.bucket}/demo"
+    url = f"s3://{args.bucket}/demo-{time.time_ns()}"
     return [*done, demo.run(url, options, folder / "s3.pt", unbroken)]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path(".demo"))
-    parser.add_argument("--s3", help="endpoint of an S3 server with an empty bucket")
+    parser.add_argument("--s3", help="endpoint of an S3 server that checks no credentials")
     parser.add_argument("--bucket", default="s4test")
     args = parser.parse_args()
     folder: Path = args.folder
