@@ -77,8 +77,9 @@ impl Servers {
     fn spawn_ministack(&mut self, root: &Path, venv: &Venv) -> Result<()> {
         self.spawn("ministack", |port| {
             let mut command = proc::command(root, venv.program("ministack"));
-            // It listens to the whole network unless it is told not to.
+            // It listens to the whole network, and offers many services, unless it is told not to.
             command.env("BIND_HOST", "127.0.0.1").env("GATEWAY_PORT", port.to_string());
+            command.envs([("SERVICES", "s3"), ("IOT_MTLS_ENABLED", "0"), ("SFTP_ENABLED", "0")]);
             command
         })
     }

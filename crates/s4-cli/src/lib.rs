@@ -88,6 +88,9 @@ enum Command {
         /// Damage one byte on the way, to prove that the test can fail
         #[arg(long)]
         inject_fault: bool,
+        /// Also hold every CUDA device against the processor, and fail if there is none
+        #[arg(long)]
+        require_gpu: bool,
         #[command(flatten)]
         common: Common,
     },
@@ -171,7 +174,7 @@ fn execute(command: Command) -> Result<()> {
         }
         Command::Inspect { input, bits, json } => {
             let source = Source::from(input.as_str());
-            let reader = Reader::open_to_inspect(source, ReadOptions::default())?;
+            let reader = Reader::open(source, ReadOptions::default())?;
             let report = reader.inspect(bits)?;
             say(&if json { to_json(&report)? } else { inspect::table(&report) })
         }
@@ -191,7 +194,13 @@ fn execute(command: Command) -> Result<()> {
             })
         }
         Command::Store(verb) => store::execute(verb),
-        Command::Selftest { inject_fault, common } => {
+        Command::Selftest { inject_fault, require_gpu, common } => {
+            if require_gpu {
+                say(&selftest::gpu(inject_fault, common.simd)?)?;
+                if inject_fault {
+                    return Ok(()); // not noticed: success here is the failure
+                }
+            }
             say(&selftest::run(inject_fault, common.threads, common.simd)?)
         }
     }

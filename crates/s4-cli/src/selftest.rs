@@ -1,5 +1,7 @@
 //! Proves that every dtype comes back bit by bit, on this machine.
 
+mod gpu;
+
 use std::sync::{Arc, Mutex};
 
 use s4weights::{
@@ -25,6 +27,11 @@ impl std::io::Write for Memory {
     fn flush(&mut self) -> std::io::Result<()> {
         Ok(())
     }
+}
+
+/// Holds the CUDA devices against the processor, as `s4w selftest --require-gpu` does.
+pub(crate) fn gpu(fault: bool, simd: Option<Simd>) -> Result<String> {
+    gpu::run(fault, simd)
 }
 
 /// Runs everything; gives a summary, or fails with the first difference.

@@ -82,6 +82,25 @@ fn the_selftest_passes_and_can_fail() {
 }
 
 #[test]
+fn a_required_gpu_is_tested_or_missed() {
+    let required = std::env::var("S4_REQUIRE_GPU").is_ok_and(|v| v == "1");
+    let gpu = s4weights::cuda::Cuda::discover();
+    let out = s4w(&["selftest", "--require-gpu", "--simd", "scalar"]);
+    let fault = s4w(&["selftest", "--require-gpu", "--inject-fault"]);
+    if let Err(e) = gpu {
+        assert!(!required, "{e}");
+        assert_eq!(out.status.code(), Some(4), "{}", text(&out));
+        assert!(String::from_utf8_lossy(&out.stderr).contains("a GPU is required"));
+        assert_eq!(fault.status.code(), Some(4));
+        return;
+    }
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    assert!(text(&out).contains("passed on"), "{}", text(&out));
+    assert_eq!(fault.status.code(), Some(1), "{}", text(&fault));
+    assert!(String::from_utf8_lossy(&fault.stderr).contains("every injected fault was noticed"));
+}
+
+#[test]
 fn exit_codes_are_those_of_the_help() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();

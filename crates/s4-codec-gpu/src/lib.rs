@@ -1,17 +1,26 @@
-//! GPU codecs and kernels.
+//! The CUDA handle, the project's kernels, and codecs of GPU libraries.
 //!
-//! `kernels/` holds the CUDA sources: `planes.cuh` splits and merges values, `rans*.cuh` code and
-//! decode plane E (docs/codecs/rans.md, `P` = 8, one table in the stream), `rans.cu` has the entry
-//! points. They need sm_75 and no host headers, so NVRTC can compile them.
+//! - [`Cuda`] finds the driver and its devices at run time; where there is none it says so. A
+//!   [`Device`] is used on its primary context, a framework's [`Stream`]s are borrowed, [`Pool`]s hand
+//!   out scratch within a budget, [`Pinned`] memory is the host's end of copies.
+//! - `kernels/` holds the CUDA sources and `s4.ptx`, which is made of them and serves every driver of
+//!   CUDA 12.0 and later. [`abi`] mirrors what `kernels/abi.h` says of calling them; a [`Stream`] queues
+//!   the encoding and decoding of batches of chunks, the same bytes as the CPU's.
+//! - [`nvcomp`] has the codecs of nvCOMP.
 //!
-//! `kernels/tests/run_emulated.sh` compares them with a plain reference on a machine without a GPU;
-//! `kernels/tests/bench.cu` does so on a GPU, and times them.
-//!
-//! A chunk is encoded as the CPU engine does it, byte for byte: at most 2^17 values of 2 bytes or 2^16 of
-//! 4, a thread block for each, a warp for each segment. The stream of plane E carries the end of the
-//! chunk's plane A, so both kernels know of plane A only in layout `fields` with plane A stored raw.
-//!
-//! Absent: `P` = 12 (not in the stream, so the caller must not bring one), contexts and shared tables
-//! (the decoder says `kUnsupported`; the CPU's reads them), and carrying the end of a coded plane A.
+//! Everything builds without CUDA. What is deliberately absent: plans, tensors, how memory is shared out
+//! among chunks (`s4-engine`).
 
+pub mod abi;
+mod cuda;
+mod device;
+mod error;
+mod kernels;
+mod memory;
 pub mod nvcomp;
+
+pub use cuda::{Cuda, DeviceInfo};
+pub use device::{Device, Event, Stream};
+pub use error::{GpuError, Result};
+pub use kernels::{DecodeBatch, EncodeBatch};
+pub use memory::{DeviceBuffer, Pinned, Pool};

@@ -32,6 +32,10 @@ pub enum PlaneCoding {
     Bits,
     /// Zstandard.
     Zstd,
+    /// GDeflate.
+    Gdeflate,
+    /// nvCOMP's ANS, which is closed: an engine of [`CpuEngine::writing`] has it.
+    NvcompAns,
 }
 
 /// What the planner chose for a tensor.
@@ -104,17 +108,33 @@ impl CpuEngine {
     /// Errors of a codec.
     pub fn plan(
         &self,
-        _preset: Preset,
+        preset: Preset,
         view: &TensorView<'_>,
         scratch: &mut Scratch,
     ) -> Result<TensorPlan> {
         let sample = sample(view.data, view.dtype.value_width());
-        let best = self.best(view.dtype, &sample, false, scratch)?;
-        Ok(finish(view, best, Plan::direct))
+        self.plan_sample(preset, view.dtype, view.data.len(), &sample, scratch)
+    }
+
+    /// [`CpuEngine::plan`] for a tensor of `bytes` bytes whose sampled runs lie in `sample`.
+    pub(crate) fn plan_sample(
+        &self,
+        preset: Preset,
+        dtype: DType,
+        bytes: usize,
+        sample: &[u8],
+        scratch: &mut Scratch,
+    ) -> Result<TensorPlan> {
+        if preset == Preset::Nvcomp {
+            return Ok(nvcomp(dtype));
+        }
+        let best = self.best(dtype, sample, false, scratch)?;
+        Ok(finish(dtype, bytes, best, Plan::direct))
     }
 
     /// As [`CpuEngine::plan`], with a parent: the tensor is stored as its exclusive or with the
-    /// parent's values if that is clearly smaller, and otherwise as if there were no parent.
+    /// parent's values if that is clearly smaller, and otherwise as if there were no parent. Preset
+    /// `nvcomp` stores every tensor by itself.
     ///
     /// # Errors
     /// As [`CpuEngine::plan`]; `Corrupt` if the parent's sample has another size.
@@ -125,6 +145,9 @@ impl CpuEngine {
         parent: &ParentSample<'_>,
         scratch: &mut Scratch,
     ) -> Result<TensorPlan> {
+        if preset == Preset::Nvcomp {
+            return Ok(nvcomp(view.dtype));
+        }
         let width = view.dtype.value_width();
         let values = (view.data.len() / width) as u64;
         let mut sample = vec![];
@@ -147,7 +170,8 @@ impl CpuEngine {
         if saved == 0 || saved < direct / 128 || whole <= PLAN_BITS {
             return self.plan(preset, view, scratch);
         }
-        Ok(finish(view, delta, |layout| Plan::delta(layout, parent.manifest, parent.tensor)))
+        let plan = |layout| Plan::delta(layout, parent.manifest, parent.tensor);
+        Ok(finish(view.dtype, view.data.len(), delta, plan))
     }
 
     /// The cheapest layout of a sample. `delta`: of differences, which may be anything where the
@@ -222,15 +246,36 @@ impl CpuEngine {
     }
 }
 
+/// The plan of preset `nvcomp`, which depends on the dtype alone. In each chunk a plane that does not get
+/// smaller is stored as it is.
+fn nvcomp(dtype: DType) -> TensorPlan {
+    use PlaneCoding::{Gdeflate, NvcompAns, Raw};
+    let (layout, planes) = match (dtype.form(), dtype.value_width()) {
+        // Signs are bits already.
+        (Form::Float, 2) => (LayoutId::FIELDS_SIGN, vec![Raw, NvcompAns, Gdeflate]),
+        (Form::Float, _) => (LayoutId::FIELDS_SIGN, vec![Raw, NvcompAns, Gdeflate, Gdeflate]),
+        (Form::Bytes, 1) => (LayoutId::WHOLE, vec![Gdeflate]),
+        (Form::Bytes, width) => (LayoutId::BYTES, vec![Gdeflate; width]),
+    };
+    TensorPlan {
+        plan: Plan::direct(layout),
+        planes,
+        chunk_log2: chunk_log2(dtype),
+        side: s4_format::side::Side::default(),
+        shared: vec![],
+    }
+}
+
 /// The plan of a tensor whose layout is chosen.
 fn finish(
-    view: &TensorView<'_>,
+    dtype: DType,
+    bytes: usize,
     best: Option<Candidate>,
     plan: impl FnOnce(LayoutId) -> Plan,
 ) -> TensorPlan {
     let (layout, planes) = best.map_or((LayoutId::WHOLE, vec![]), |b| (b.layout, b.planes));
-    let chunk_log2 = chunk_log2(view.dtype);
-    let several = view.data.len() > view.dtype.value_width() << chunk_log2;
+    let chunk_log2 = chunk_log2(dtype);
+    let several = bytes > dtype.value_width() << chunk_log2;
     let shared = planes.iter().map(|(coding, counts, _)| match coding {
         // The sample need not have seen every symbol of the tensor.
         PlaneCoding::Rans(p) if several => Some(counts.clone().partial().table(*p)),
@@ -264,16 +309,22 @@ fn layouts(dtype: DType) -> &'static [LayoutId] {
     }
 }
 
-/// Runs of values, evenly spaced over the tensor; all of a small one.
+/// The runs of values that are looked at, evenly spaced over the tensor: the whole of a small one.
+pub(crate) fn sampled_runs(values: u64) -> impl Iterator<Item = Range<u64>> {
+    let all = values <= (PROBES * PROBE) as u64;
+    let (runs, len) = if all { (1, values) } else { (PROBES, PROBE as u64) };
+    (0..runs as u64).map(move |i| {
+        let first = values.saturating_sub(PROBE as u64) / (PROBES as u64 - 1) * i;
+        first..first + len
+    })
+}
+
 fn sample(data: &[u8], width: usize) -> Vec<u8> {
     let values = data.len() / width;
-    if values <= PROBES * PROBE {
-        return data.to_vec();
-    }
-    let mut out = Vec::with_capacity(PROBES * PROBE * width);
-    for i in 0..PROBES {
-        let first = (values - PROBE) / (PROBES - 1) * i;
-        out.extend_from_slice(&data[first * width..(first + PROBE) * width]);
+    let mut out = Vec::with_capacity(values.min(PROBES * PROBE) * width);
+    for run in sampled_runs(values as u64) {
+        // Runs lie within the tensor.
+        out.extend_from_slice(&data[run.start as usize * width..run.end as usize * width]);
     }
     out
 }

@@ -3,7 +3,7 @@
 use std::error::Error as StdError;
 use std::io;
 
-use pyo3::exceptions::{PyKeyError, PyKeyboardInterrupt, PyValueError};
+use pyo3::exceptions::{PyKeyError, PyKeyboardInterrupt, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use s4weights::store::StoreError;
 use s4weights::{Error, ParentProblem, format};
@@ -34,6 +34,7 @@ pub(crate) fn to_python(py: Python<'_>, error: Error) -> PyErr {
             }
             _ => raise(py, "CorruptDataError", (error.to_string(),)),
         },
+        Error::Device { .. } => PyRuntimeError::new_err(error.to_string()),
         Error::Checkpoint { .. } | Error::Store { .. } => store_error(py, error),
         Error::Argument(what) => PyValueError::new_err(what),
         Error::Cancelled => PyKeyboardInterrupt::new_err("cancelled"),

@@ -7,6 +7,7 @@
 //! What is deliberately absent: Python objects and PyTorch, which the package's Python part knows.
 
 mod codec;
+mod copy;
 mod errors;
 mod reader;
 mod sink;
@@ -17,6 +18,7 @@ mod writer;
 use pyo3::prelude::*;
 
 use codec::{Compressed, TensorCodec};
+use copy::copy_memory;
 use reader::Reader;
 use store::Store;
 use writer::Writer;
@@ -50,6 +52,7 @@ fn command_line(py: Python<'_>, arguments: Vec<String>) -> u8 {
 #[pymodule]
 fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    m.add_function(wrap_pyfunction!(copy_memory, m)?)?;
     m.add_function(wrap_pyfunction!(dtypes, m)?)?;
     m.add_function(wrap_pyfunction!(is_s4w, m)?)?;
     m.add_function(wrap_pyfunction!(is_url, m)?)?;

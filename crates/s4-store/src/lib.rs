@@ -1,4 +1,3 @@
-#![forbid(unsafe_code)]
 //! The checkpoint store: chains of checkpoints in a folder or a bucket, published atomically, never
 //! losing what is needed.
 //!
@@ -33,6 +32,7 @@
 //! Deliberately absent: compression and the meaning of the bytes; multipart uploads, which object
 //! stores keep and bill when a client dies; locks and leases, which a paused process outlives;
 //! decisions by the clock of a client.
+#![forbid(unsafe_code)]
 
 mod attempt;
 mod check;

@@ -53,6 +53,15 @@ pub enum Error {
         /// What is wrong with it.
         problem: ParentProblem,
     },
+    /// A CUDA device or its driver: no memory left, a budget that is too small, a failed call.
+    #[cfg(feature = "cuda")]
+    #[error("{target}: {source}")]
+    Device {
+        /// File or URL.
+        target: String,
+        /// What is wrong.
+        source: s4_engine::cuda::GpuError,
+    },
     /// A checkpoint store refused or failed.
     #[error("{target}: {source}")]
     Store {

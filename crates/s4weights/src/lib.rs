@@ -31,6 +31,9 @@
 
 mod adversarial;
 mod ancestors;
+mod behind;
+#[cfg(feature = "cuda")]
+mod device;
 mod error;
 mod fetch;
 mod io;
@@ -50,6 +53,8 @@ mod verify;
 mod writer;
 
 pub use adversarial::adversarial;
+#[cfg(feature = "cuda")]
+pub use device::{DeviceSource, Place, PlacedSource};
 pub use error::{Error, ParentProblem, Result};
 pub use io::{Source, StorageOptions, Target, is_url};
 pub use memory::{Compressed, MemoryOptions, TensorCodec};
@@ -60,6 +65,8 @@ pub use options::{
 pub use parent::{MemoryParent, Parent, ParentRange, ParentTensor, Snapshot};
 pub use reader::{Reader, TensorInfo};
 pub use report::{Inspection, PlaneReport, Report, StreamTotal, TensorReport, Verification};
+#[cfg(feature = "cuda")]
+pub use s4_engine::cuda;
 pub use s4_engine::{CpuEngine, Preset, TensorView};
 pub use s4_format::{self as format, DType, Manifest};
 pub use s4_planes::Simd;

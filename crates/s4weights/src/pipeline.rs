@@ -9,7 +9,7 @@ use s4_engine::{
 };
 use s4_format::index::chunk_count;
 use s4_format::layout::Planes;
-use s4_format::{ChunkRecord, Digest};
+use s4_format::{ChunkRecord, CodecId, DType, Digest};
 
 use crate::error::{At, Result};
 use crate::options::{Meter, thread_count};
@@ -35,6 +35,25 @@ pub(crate) struct Item<'a> {
     pub(crate) plan: TensorPlan,
     pub(crate) records: Vec<ChunkRecord>,
     pub(crate) shared: bool,
+}
+
+/// A tensor whose chunks are written.
+pub(crate) struct Coded {
+    pub(crate) plan: TensorPlan,
+    pub(crate) records: Vec<ChunkRecord>,
+    /// Whether a chunk uses the plan's shared tables.
+    pub(crate) shared: bool,
+}
+
+/// What a chunk's place in the file and in the totals depends on.
+pub(crate) struct ChunkOf<'a> {
+    pub(crate) dtype: DType,
+    /// Bytes of the tensor.
+    pub(crate) bytes: u64,
+    pub(crate) group: u8,
+    pub(crate) plan: &'a TensorPlan,
+    /// Number of the chunk.
+    pub(crate) chunk: u64,
 }
 
 /// Reused from call to call.
@@ -185,27 +204,50 @@ impl Writer {
         let item = &items[job.item];
         let missing = || Err(s4_format::Error::corrupt("chunk was not encoded")).at(&self.name);
         let chunk = frame.chunk.take().unwrap_or_else(missing)?;
-        let (object, offset) = self.out.chunk(item.large.group, &frame.bytes)?;
-        let record = ChunkRecord {
+        let of = ChunkOf {
+            dtype: item.large.view.dtype,
+            bytes: item.large.view.data.len() as u64,
+            group: item.large.group,
+            plan: &item.plan,
+            chunk: job.chunk,
+        };
+        let record = self.put_chunk(&of, &chunk, &frame.bytes, meter)?;
+        Ok((record, chunk.shared))
+    }
+
+    /// Writes the frame of a chunk; gives its record.
+    pub(crate) fn put_chunk(
+        &mut self,
+        of: &ChunkOf<'_>,
+        chunk: &EncodedChunk,
+        frame: &[u8],
+        meter: &mut Meter,
+    ) -> Result<ChunkRecord> {
+        let (object, offset) = self.out.chunk(of.group, frame)?;
+        let width = of.dtype.value_width();
+        let size = (width as u64) << of.plan.chunk_log2;
+        let bytes = size.min(of.bytes - of.chunk * size);
+        let values = bytes / width as u64;
+        if chunk.plain {
+            self.totals.plain(values, chunk.len as u64);
+        } else {
+            let plan = &of.plan.plan;
+            let planes = Planes::new(plan.layout, width, 0).at(&self.name)?.sizes().len();
+            let streams = &chunk.streams[..planes];
+            self.totals.chunk(plan, values, streams);
+            let codecs = streams.iter().map(|s| s.codec);
+            let closed = |c: &CodecId| self.closed.iter().any(|k| k.codec == *c);
+            self.closed_used.extend(codecs.filter(closed));
+        }
+        meter.add(bytes)?;
+        Ok(ChunkRecord {
             offset,
             object,
             len: u32::try_from(chunk.len).unwrap_or(u32::MAX),
             plain: chunk.plain,
             crc_encoded: chunk.crc_encoded,
             crc_raw: chunk.crc_raw,
-        };
-        let (from, to) = item.bytes_of(job.chunk);
-        let width = item.large.view.dtype.value_width();
-        let values = ((to - from) / width) as u64;
-        if chunk.plain {
-            self.totals.plain(values, chunk.len as u64);
-        } else {
-            let plan = &item.plan.plan;
-            let planes = Planes::new(plan.layout, width, 0).at(&self.name)?.sizes().len();
-            self.totals.chunk(plan, values, &chunk.streams[..planes]);
-        }
-        meter.add((to - from) as u64)?;
-        Ok((record, chunk.shared))
+        })
     }
 }
 
@@ -316,6 +358,10 @@ impl Encoder<'_> {
 }
 
 impl Item<'_> {
+    pub(crate) fn coded(self) -> Coded {
+        Coded { plan: self.plan, records: self.records, shared: self.shared }
+    }
+
     /// First byte of a chunk's values, and the end.
     fn bytes_of(&self, chunk: u64) -> (usize, usize) {
         let view = &self.large.view;

@@ -61,21 +61,14 @@ pub(crate) struct LoadedBlock {
 }
 
 impl Reader {
-    /// Opens a file: reads its end, its manifest and its tensor table.
+    /// Opens a file: reads its end, its manifest and its tensor table. One that needs closed
+    /// bitstreams opens anywhere; reading values that need them is an error of type `Format` that says
+    /// what is missing, or that the file must be trusted ([`ReadOptions::trusted`]).
     ///
     /// # Errors
     /// `NotFound`, `Io`, or `Format` if it is no `.s4w` file, damaged, cut or of another version.
     pub fn open(source: Source, options: ReadOptions) -> Result<Self> {
-        Self::open_with(source, None, options, Manifest::parse)
-    }
-
-    /// As [`Reader::open`], also if the file needs closed codecs: to look at it with
-    /// [`Reader::inspect`]. Values that such a codec holds cannot be read.
-    ///
-    /// # Errors
-    /// As [`Reader::open`], but for closed codecs.
-    pub fn open_to_inspect(source: Source, options: ReadOptions) -> Result<Self> {
-        Self::open_with(source, None, options, Manifest::parse_closed)
+        Self::open_with(source, None, options)
     }
 
     /// Opens a checkpoint whose chunks are in objects: `index` is what
@@ -88,16 +81,15 @@ impl Reader {
         objects: Box<dyn ObjectSource>,
         options: ReadOptions,
     ) -> Result<Self> {
-        Self::open_with(index, Some(objects), options, Manifest::parse)
+        Self::open_with(index, Some(objects), options)
     }
 
     fn open_with(
         source: Source,
         objects: Option<Box<dyn ObjectSource>>,
         options: ReadOptions,
-        parse: fn(&[u8], u64) -> s4_format::Result<Manifest>,
     ) -> Result<Self> {
-        let engine = CpuEngine::new(simd(options.simd)?);
+        let simd = simd(options.simd)?;
         let (name, source) = open_source(source)?;
         let len = source.len();
         let mut start = vec![0; HEADER_LEN.min(usize::try_from(len).unwrap_or(HEADER_LEN))];
@@ -110,7 +102,8 @@ impl Reader {
         let known = Known { source: &*source, name: &name, tail: &tail, tail_at };
         let section = Section { offset: footer.offset, bytes: footer.len, blake3: footer.digest };
         let json = known.section(&section, "manifest")?;
-        let manifest = parse(&json, footer.offset).at(&name)?;
+        let manifest = Manifest::parse_closed(&json, footer.offset).at(&name)?;
+        let engine = CpuEngine::reading(simd, &manifest.closed_codecs, options.trusted);
         let table = known.section(&manifest.tensors.section, "tensor table")?;
         let tensors = index::parse_table(&table, footer.offset, manifest.plans.len()).at(&name)?;
         if tensors.len() != manifest.tensors.count as usize {

@@ -1,6 +1,6 @@
 //! Writes a checkpoint, front to back: one `.s4w` file, or objects and an index.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -9,18 +9,18 @@ use s4_engine::{CpuEngine, TensorView};
 use s4_format::file::{Footer, Version};
 use s4_format::index::{self, Block, Tensor, TensorKind};
 use s4_format::limits::MAX_CHAIN;
-use s4_format::manifest::{self, Form, Manifest, Object, Roles, Section, TensorTable};
-use s4_format::{DType, Digest, Plan, crc32c};
+use s4_format::manifest::{self, ClosedCodec, Form, Manifest, Object, Roles, Section, TensorTable};
+use s4_format::{CodecId, DType, Digest, Plan, crc32c};
 use serde_json::value::RawValue;
 
 use crate::error::{At, Error, ParentProblem, Result};
 use crate::io::{Target, open_sink};
 use crate::objects::{ObjectOptions, ObjectSink};
 use crate::options::{DEFAULT_MAX_CHAIN, Meter, WriteOptions, simd};
-use crate::output::{MAX_GROUPS, Output};
+use crate::output::{Output, check_groups};
 use crate::pack::{Class, Pack, SMALL};
 use crate::parent::{Snapshot, SnapshotTensor};
-use crate::pipeline::{Buffers, Item, Large};
+use crate::pipeline::{Buffers, Coded, Large};
 use crate::report::{Report, Totals};
 
 /// Plans that a manifest can number; the last ones are left to tensors stored by themselves.
@@ -58,6 +58,9 @@ pub struct Writer {
     pub(crate) out: Output,
     pub(crate) engine: Arc<CpuEngine>,
     pub(crate) options: WriteOptions,
+    /// Closed bitstreams that the engine may use, and those that it did use.
+    pub(crate) closed: Vec<ClosedCodec>,
+    pub(crate) closed_used: BTreeSet<CodecId>,
     started: Instant,
     tensors: Vec<Tensor>,
     names: HashMap<String, ()>,
@@ -91,7 +94,8 @@ impl Writer {
     ///
     /// # Errors
     /// `Io` if the target cannot be written, `Argument` if an option does not fit, `Parent` if the
-    /// parent's chain is as long as is allowed.
+    /// parent's chain is as long as is allowed, `Format` of type `Unsupported` if the preset needs a
+    /// GPU or a library that is not there.
     pub fn create(target: Target, options: WriteOptions) -> Result<Self> {
         let (name, sink) = open_sink(target)?;
         Self::start(name, Output::file(sink)?, options)
@@ -112,13 +116,15 @@ impl Writer {
     }
 
     fn start(name: String, out: Output, options: WriteOptions) -> Result<Self> {
-        let engine = Arc::new(CpuEngine::new(simd(options.simd)?));
+        let (engine, closed) = CpuEngine::writing(simd(options.simd)?, options.preset).at(&name)?;
         check_depth(&name, &options)?;
         Ok(Self {
             name,
             out,
-            engine,
+            engine: Arc::new(engine),
             options,
+            closed,
+            closed_used: BTreeSet::new(),
             started: Instant::now(),
             tensors: vec![],
             names: HashMap::new(),
@@ -153,11 +159,7 @@ impl Writer {
     /// As [`Writer::write`]; `Argument` for a group of 4 or more, or if there is not one for each
     /// tensor.
     pub fn write_grouped(&mut self, tensors: &[TensorSource<'_>], groups: &[u8]) -> Result<()> {
-        let fits = groups.is_empty() || groups.len() == tensors.len();
-        if !fits || groups.iter().any(|g| *g >= MAX_GROUPS) {
-            let what = format!("groups {groups:?} of {} tensors", tensors.len());
-            return Err(Error::Argument(what));
-        }
+        check_groups(groups, tensors.len())?;
         let total = tensors.iter().map(|t| t.data.len() as u64).sum();
         let callback = self.options.progress.clone();
         let mut meter = Meter { callback, done: 0, total };
@@ -165,29 +167,27 @@ impl Writer {
         let mut numbers = vec![];
         for (i, t) in tensors.iter().enumerate() {
             let group = groups.get(i).copied().unwrap_or(0);
-            let values = self.register(t)?;
+            let number = self.tensors.len();
+            let values = self.register(t.name, t.dtype, t.shape, t.data.len() as u64)?;
             if values < SMALL {
-                self.pack(t, values, group)?;
+                self.pack(number, t.data, group)?;
                 meter.add(t.data.len() as u64)?;
             } else {
                 let view = TensorView { dtype: t.dtype, shape: t.shape, data: t.data };
-                numbers.push(self.tensors.len() - 1);
+                numbers.push(number);
                 large.push(Large { name: t.name, view, group, parent: self.parent_of(t) });
             }
         }
         let items = self.encode(large, &mut meter)?;
         for (number, item) in numbers.into_iter().zip(items) {
-            self.remember(number, &item);
-            let (plan, kind) = self.close_item(number, item, false)?;
-            self.tensors[number].plan = plan;
-            self.tensors[number].kind = kind;
+            self.close_tensor(number, item.coded())?;
         }
         Ok(())
     }
 
     /// The number of the parent's tensor that a tensor may be stored as its difference from: the
     /// one of its name, if it has its type and shape.
-    fn parent_of(&mut self, t: &TensorSource<'_>) -> Option<u32> {
+    pub(crate) fn parent_of(&mut self, t: &TensorSource<'_>) -> Option<u32> {
         let there = self.options.parent.as_ref()?.find(t.name)?;
         let alike = there.dtype == t.dtype && there.shape == t.shape;
         let number = Some(there.number).filter(|_| alike && self.deltas < MAX_DELTAS)?;
@@ -195,41 +195,54 @@ impl Writer {
         Some(number)
     }
 
-    fn remember(&mut self, number: usize, item: &Item<'_>) {
-        let view = &item.large.view;
-        let tensor = SnapshotTensor {
+    /// Closes a tensor with chunks of its own, and remembers what a next checkpoint must know of it.
+    pub(crate) fn close_tensor(&mut self, number: usize, coded: Coded) -> Result<()> {
+        let tensor = &self.tensors[number];
+        let name = tensor.name.clone();
+        let snapshot = SnapshotTensor {
             // A tensor table has at most 2^22 records.
             number: number as u32,
-            dtype: view.dtype,
-            shape: view.shape.to_vec(),
-            bytes: view.data.len() as u64,
-            chunk_log2: item.plan.chunk_log2,
-            checksums: item.records.iter().map(|r| r.crc_raw).collect(),
+            dtype: tensor.dtype,
+            shape: tensor.shape.clone(),
+            bytes: tensor.bytes().at(&self.name)?,
+            chunk_log2: coded.plan.chunk_log2,
+            checksums: coded.records.iter().map(|r| r.crc_raw).collect(),
         };
-        self.snapshot.insert(item.large.name.to_owned(), tensor);
+        let (plan, kind) = self.close_block(number, &name, coded, false)?;
+        self.snapshot.insert(name, snapshot);
+        self.tensors[number].plan = plan;
+        self.tensors[number].kind = kind;
+        Ok(())
     }
 
-    /// Checks a tensor and adds it to the index; its place follows.
-    fn register(&mut self, t: &TensorSource<'_>) -> Result<u64> {
+    /// The number that the next tensor gets.
+    pub(crate) fn next_number(&self) -> usize {
+        self.tensors.len()
+    }
+
+    /// Checks a tensor and adds it to the index; its place follows. Gives its number of values.
+    pub(crate) fn register(
+        &mut self,
+        name: &str,
+        dtype: DType,
+        shape: &[u64],
+        len: u64,
+    ) -> Result<u64> {
         let tensor = Tensor {
-            name: t.name.to_owned(),
-            dtype: t.dtype,
-            shape: t.shape.to_vec(),
+            name: name.to_owned(),
+            dtype,
+            shape: shape.to_vec(),
             plan: 0,
             kind: TensorKind::Packed { pack: 0, first: 0 },
         };
-        let bytes = tensor.bytes().map_err(|e| e.in_tensor(t.name)).at(&self.name)?;
-        if bytes != t.data.len() as u64 {
+        let bytes = tensor.bytes().map_err(|e| e.in_tensor(name)).at(&self.name)?;
+        if bytes != len {
             return Err(Error::Argument(format!(
-                "tensor `{}`: {} bytes of data for shape {:?} of {}, which has {bytes}",
-                t.name,
-                t.data.len(),
-                t.shape,
-                t.dtype
+                "tensor `{name}`: {len} bytes of data for shape {shape:?} of {dtype}, which has {bytes}"
             )));
         }
-        if t.name.is_empty() || self.names.insert(t.name.to_owned(), ()).is_some() {
-            return Err(Error::Argument(format!("tensor name `{}` is empty or taken", t.name)));
+        if name.is_empty() || self.names.insert(name.to_owned(), ()).is_some() {
+            return Err(Error::Argument(format!("tensor name `{name}` is empty or taken")));
         }
         let values = tensor.values().at(&self.name)?;
         self.bytes_in += bytes;
@@ -238,8 +251,10 @@ impl Writer {
     }
 
     /// Puts a small tensor into the open pack of its class.
-    fn pack(&mut self, t: &TensorSource<'_>, values: u64, group: u8) -> Result<()> {
-        let class = Class::of(t.dtype, t.data, group);
+    pub(crate) fn pack(&mut self, tensor: usize, data: &[u8], group: u8) -> Result<()> {
+        let dtype = self.tensors[tensor].dtype;
+        let values = (data.len() / dtype.value_width()) as u64;
+        let class = Class::of(dtype, data, group);
         let open = self.open_packs.iter().position(|p| p.class == class);
         if let Some(i) = open.filter(|&i| !self.open_packs[i].has_room(values)) {
             let full = self.open_packs.swap_remove(i);
@@ -251,7 +266,7 @@ impl Writer {
                 let number = u32::try_from(self.packs.len()).unwrap_or(u32::MAX);
                 self.packs.push(Tensor {
                     name: String::new(),
-                    dtype: t.dtype,
+                    dtype,
                     shape: vec![],
                     plan: 0,
                     kind: TensorKind::Packed { pack: 0, first: 0 },
@@ -262,10 +277,8 @@ impl Writer {
         };
         let pack = &mut self.open_packs[i];
         let kind = TensorKind::Packed { pack: pack.number, first: pack.values() as u64 };
-        pack.data.extend_from_slice(t.data);
-        if let Some(last) = self.tensors.last_mut() {
-            last.kind = kind;
-        }
+        pack.data.extend_from_slice(data);
+        self.tensors[tensor].kind = kind;
         Ok(())
     }
 
@@ -278,7 +291,8 @@ impl Writer {
         let large = Large { name: "small tensors", view, group, parent: None };
         let items = self.encode(vec![large], &mut meter)?;
         for item in items {
-            let (plan, kind) = self.close_item(usize::MAX - pack.number as usize, item, true)?;
+            let number = usize::MAX - pack.number as usize;
+            let (plan, kind) = self.close_block(number, "small tensors", item.coded(), true)?;
             let tensor = &mut self.packs[pack.number as usize];
             (tensor.plan, tensor.kind, tensor.shape) = (plan, kind, shape.to_vec());
         }
@@ -286,23 +300,24 @@ impl Writer {
     }
 
     /// Makes the block of a tensor whose chunks are written; blocks follow behind all chunks.
-    fn close_item(
+    fn close_block(
         &mut self,
         number: usize,
-        item: Item<'_>,
+        name: &str,
+        coded: Coded,
         pack: bool,
     ) -> Result<(u16, TensorKind)> {
+        let Coded { plan, records, shared } = coded;
         let mut block = vec![];
-        let side = item.plan.side_data(item.shared).at(&self.name)?;
+        let side = plan.side_data(shared).at(&self.name)?;
         side.write(&mut block).at(&self.name)?;
-        item.records.iter().for_each(|r| r.write(&mut block));
+        records.iter().for_each(|r| r.write(&mut block));
         let len = u32::try_from(block.len());
-        let len =
-            len.map_err(|_| Error::Argument(format!("tensor `{}` is too large", item.large.name)))?;
+        let len = len.map_err(|_| Error::Argument(format!("tensor `{name}` is too large")))?;
         let place = Block { offset: 0, len, crc: crc32c(&block) };
-        let kind = TensorKind::Chunks { block: place, chunk_log2: item.plan.chunk_log2, pack };
+        let kind = TensorKind::Chunks { block: place, chunk_log2: plan.chunk_log2, pack };
         self.blocks.push((number, block));
-        Ok((self.plan_number(item.plan.plan)?, kind))
+        Ok((self.plan_number(plan.plan)?, kind))
     }
 
     fn plan_number(&mut self, plan: Plan) -> Result<u16> {
@@ -393,6 +408,8 @@ impl Writer {
         form: Form,
         parent: Option<manifest::Parent>,
     ) -> Manifest {
+        let used = |c: &ClosedCodec| self.closed_used.contains(&c.codec);
+        let closed_codecs = self.closed.iter().filter(|c| used(c)).cloned().collect();
         Manifest {
             format: Version::CURRENT,
             writer: concat!("s4weights ", env!("CARGO_PKG_VERSION")).into(),
@@ -406,7 +423,7 @@ impl Writer {
             metadata: BTreeMap::new(),
             roles: None,
             parent,
-            closed_codecs: vec![],
+            closed_codecs,
         }
     }
 

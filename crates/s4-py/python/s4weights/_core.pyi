@@ -14,6 +14,11 @@ TensorInfo: TypeAlias = tuple[str, str, tuple[int, ...], int]
 Progress: TypeAlias = Callable[[int], object]
 """Called now and then with the bytes that a call has done; what it raises cancels the call."""
 
+def copy_memory(items: Sequence[tuple[int, int, int]], threads: int | None) -> None:
+    """Copies host memory on several threads: for each item the address to copy to, the address to
+    copy from, and bytes.
+    """
+
 def dtypes() -> list[str]:
     """The names of the dtypes that the format has: PyTorch's, without ``torch.``."""
 

@@ -33,8 +33,8 @@ class UnsupportedFormatError(S4Error):
 
 
 class ConflictError(S4Error):
-    """The state of a checkpoint store forbids it, and nothing was changed: a checkpoint is pinned or
-    needed by another, or another writer was faster.
+    """The state of a checkpoint store forbids it, and nothing was changed: a checkpoint is pinned,
+    or needed by another, or another writer was faster.
     """
 
 

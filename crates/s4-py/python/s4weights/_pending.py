@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from . import _core
 from ._errors import S4Error
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ class PendingSave:
 class HostBuffer:
     """Host memory that snapshots are copied to, used again for the next one."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int | None) -> None:
+        self._threads = threads
         self._buffer: torch.Tensor | None = None
 
     def copy(self, storages: StorageWriter) -> list[tuple[int, int]]:
@@ -79,14 +81,18 @@ class HostBuffer:
         total = sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
         buffer = self._grown(total, any(e.storage.device.type == "cuda" for e in entries))
         start, at = buffer.data_ptr(), 0
-        places = []
+        places, host = [], []
         for entry, size in zip(entries, sizes, strict=True):
             places.append((start + at, size))
-            if size:
-                storage = entry.storage
+            storage = entry.storage
+            if size and storage.device.type == "cpu":
+                host.append((start + at, storage.data_ptr(), size))
+            elif size:
                 source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
                 buffer[at : at + size].copy_(source[:size], non_blocking=buffer.is_pinned())
             at += -(-size // _ALIGN) * _ALIGN
+        # While the GPU copies what is its own, the CPU copies the rest.
+        _core.copy_memory(host, self._threads)
         if buffer.is_pinned():
             torch.cuda.synchronize()
         return places

@@ -8,7 +8,7 @@ import os
 import pickle
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -62,6 +62,11 @@ class CheckpointEntry:
     time: float
     #: Of a checkpoint that was just saved: sizes and times, and why it is a base.
     report: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+
+#: The class below has a method that is called `list`.
+Entries = list[CheckpointEntry]
+Ids = list[str]
 
 
 @dataclass(frozen=True)
@@ -123,15 +128,28 @@ class CheckpointStore:
         allow_network_fs: bool = False,
     ) -> None:
         self.url = os.fspath(url)
-        self.retention = Retention(keep_last=retention) if type(retention) is int else retention
-        self._options = (preset, threads, max_chain, every, parent_memory, bandwidth)
-        self._allow_network_fs = allow_network_fs
-        self._storage_options = dict(storage_options or {})
+        if isinstance(retention, int):
+            retention = Retention(keep_last=retention)
+        self.retention: Retention | None = retention
+        options = dict(storage_options or {})
+        # Where the options stand in the native constructor is told here alone.
+        self._connect: Callable[[str], _core.Store] = lambda mode: _core.Store(
+            self.url,
+            mode,
+            options,
+            preset,
+            threads,
+            max_chain,
+            every,
+            parent_memory,
+            bandwidth,
+            allow_network_fs,
+        )
         self._lock = threading.RLock()
         self._native: _core.Store | None = None
         self._pid = os.getpid()
         self._executor: ThreadPoolExecutor | None = None
-        self._buffer = HostBuffer()
+        self._buffer = HostBuffer(threads)
         self._pending: PendingSave | None = None
         self._deadline = Deadline()
         self._saving_here = False
@@ -174,7 +192,12 @@ class CheckpointStore:
         metrics: Mapping[str, float] | None = ...,
         tags: Mapping[str, str] | None = ...,
         blocking: Literal[True] = ...,
-        **options: Any,
+        *,
+        base: bool = ...,
+        progress: ProgressArgument = ...,
+        metadata: Mapping[str, str] | None = ...,
+        pickle_module: Any = ...,
+        pickle_protocol: int = ...,
     ) -> CheckpointEntry: ...
 
     @overload
@@ -186,7 +209,11 @@ class CheckpointStore:
         tags: Mapping[str, str] | None = ...,
         *,
         blocking: Literal[False],
-        **options: Any,
+        base: bool = ...,
+        progress: ProgressArgument = ...,
+        metadata: Mapping[str, str] | None = ...,
+        pickle_module: Any = ...,
+        pickle_protocol: int = ...,
     ) -> PendingSave: ...
 
     def save_checkpoint(
@@ -245,7 +272,7 @@ class CheckpointStore:
         words = {str(name): str(value) for name, value in (tags or {}).items()}
         tracker = Progress(progress, storages.nbytes, "save")
 
-        def save(sources: list[_core.TensorSource]) -> CheckpointEntry:
+        def save(sources: Sequence[_core.TensorSource]) -> CheckpointEntry:
             try:
                 native = self._open("open_or_create")
                 done = native.save(
@@ -273,7 +300,7 @@ class CheckpointStore:
         self,
         step: int,
         storages: StorageWriter,
-        save: Callable[[list[_core.TensorSource]], CheckpointEntry],
+        save: Callable[[Sequence[_core.TensorSource]], CheckpointEntry],
     ) -> PendingSave:
         pending = PendingSave(step)
         places = self._buffer.copy(storages)
@@ -355,7 +382,7 @@ class CheckpointStore:
         self._settle()
         native = self._open("open")
         # Read once: if there were several passes, an iterator would be empty for the second.
-        parts = keys if keys is None or isinstance(keys, str) else list(keys)
+        parts = keys if keys is None or isinstance(keys, str) else [*keys]
 
         def load(id: str) -> Any:
             reader = native.open(id)
@@ -392,7 +419,7 @@ class CheckpointStore:
             return None
         return None if found is None else _entry(json.loads(found))
 
-    def list(self) -> list[CheckpointEntry]:
+    def list(self) -> Entries:
         """All checkpoints, from the oldest to the newest."""
         try:
             return [_entry(item) for item in json.loads(self._open("open").list())]
@@ -446,9 +473,7 @@ class CheckpointStore:
         report: dict[str, Any] = json.loads(self._open("open").sweep(seconds, exclusive, dry_run))
         return report
 
-    def rebase(
-        self, step: int | str, *, progress: ProgressArgument = None
-    ) -> CheckpointEntry:
+    def rebase(self, step: int | str, *, progress: ProgressArgument = None) -> CheckpointEntry:
         """Writes a difference anew as a base, which takes its place once every value was compared.
         Then what it was a difference from can be deleted.
         """
@@ -460,17 +485,17 @@ class CheckpointStore:
         finally:
             tracker.close()
 
-    def apply_retention(self, retention: Retention | None = None) -> list[str]:
-        """Takes off the list what a policy, or that of the store, does not keep. Returns the ids."""
+    def apply_retention(self, retention: Retention | None = None) -> Ids:
+        """Takes off the list what a policy, or the store's, does not keep. Returns the ids."""
         policy = retention or self.retention
         if policy is None:
             raise ValueError("no retention was given, neither here nor to the store")
         return self._retain(policy)
 
-    def _retain(self, policy: Retention) -> list[str]:
+    def _retain(self, policy: Retention) -> Ids:
         native = self._open("open")
         best = policy._native()
-        return list(native.apply_retention(policy.keep_last, policy.keep_every, best, []))
+        return [*native.apply_retention(policy.keep_last, policy.keep_every, best, [])]
 
     def _open(self, mode: str) -> _core.Store:
         with self._lock:
@@ -479,12 +504,7 @@ class CheckpointStore:
             if self._pid != os.getpid():
                 self._forget_parent_process()
             if self._native is None:
-                preset, *rest = self._options
-                self._native = _core.Store(
-                    *(self.url, mode, self._storage_options, preset),
-                    *rest,  # type: ignore[arg-type]
-                    self._allow_network_fs,
-                )
+                self._native = self._connect(mode)
             return self._native
 
     def _forget_parent_process(self) -> None:
@@ -524,7 +544,7 @@ class CheckpointStore:
             return entry
         return self._all(step)[-1]
 
-    def _all(self, step: int | str) -> list[CheckpointEntry]:
+    def _all(self, step: int | str) -> Entries:
         found = [entry for entry in self.list() if step in (entry.step, entry.id)]
         if not found:
             raise self._nothing(step)
@@ -552,9 +572,7 @@ def save_checkpoint(
     ``store_options`` are those of that class.
     """
     with CheckpointStore(url, **store_options) as store:
-        return store.save_checkpoint(
-            state, step, metrics, tags, base=base, progress=progress
-        )
+        return store.save_checkpoint(state, step, metrics, tags, base=base, progress=progress)
 
 
 def load_checkpoint(

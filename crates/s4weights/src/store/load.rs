@@ -96,7 +96,7 @@ impl CheckpointStore {
             threads: self.options.threads,
             simd: self.options.simd,
             progress,
-            parents: None,
+            ..ReadOptions::default()
         };
         let reader = self.opener.open(&chain, &options)?;
         let missing = || self.error(StoreError::NoCheckpoint { what: id.to_string() });

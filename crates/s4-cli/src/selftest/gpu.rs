@@ -1,0 +1,201 @@
+//! Holds every CUDA device against the processor: the same frames, and values that come back both ways.
+
+use s4weights::cuda::{CodedTensor, Cuda, CudaEngine, CudaOptions, DeviceInfo};
+use s4weights::{CpuEngine, DType, Preset, Simd, TensorView, adversarial};
+
+use crate::error::{Failure, Result};
+
+/// Values of a pattern: one, a part of a segment, one segment, and more than one chunk of the smallest
+/// values; the last is no round number.
+const SIZES: [usize; 4] = [1, 255, 4096, (1 << 17) + 1234];
+
+const PRESETS: [Preset; 3] = [Preset::Fast, Preset::Balanced, Preset::Small];
+
+/// A byte to be flipped in what a device gives back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fault {
+    /// In the first frame that it wrote.
+    Frame,
+    /// In the first values that it decoded.
+    Values,
+}
+
+/// One tensor of the test.
+struct Case {
+    name: String,
+    dtype: DType,
+    shape: [u64; 1],
+    data: Vec<u8>,
+}
+
+impl Case {
+    fn view(&self) -> TensorView<'_> {
+        TensorView { dtype: self.dtype, shape: &self.shape, data: &self.data }
+    }
+}
+
+/// Runs everything on every device; gives a summary, or fails with the first difference. With `fault`
+/// it fails if each fault was noticed, and gives a summary if one was not.
+pub(super) fn run(fault: bool, simd: Option<Simd>) -> Result<String> {
+    let cuda = Cuda::discover()
+        .map_err(|e| Failure::Unsupported(format!("a GPU is required, and there is {e}")))?;
+    let simd = simd.unwrap_or_else(Simd::detect);
+    if fault {
+        return inject(&cuda, simd);
+    }
+    let mut said = vec![];
+    for device in cuda.devices() {
+        said.push(test_device(&cuda, device, simd, None)?);
+    }
+    Ok(said.join("\n"))
+}
+
+fn inject(cuda: &Cuda, simd: Simd) -> Result<String> {
+    let mut noticed = vec![];
+    for device in cuda.devices() {
+        for fault in [Fault::Frame, Fault::Values] {
+            match test_device(cuda, device, simd, Some(fault)) {
+                Err(Failure::Test(what)) => noticed.push(what),
+                Err(e) => return Err(e),
+                Ok(_) => return Ok(format!("a fault was not noticed: {fault:?}, {}", device.name)),
+            }
+        }
+    }
+    Err(Failure::Test(format!("every injected fault was noticed:\n  {}", noticed.join("\n  "))))
+}
+
+fn test_device(
+    cuda: &Cuda,
+    device: &DeviceInfo,
+    simd: Simd,
+    fault: Option<Fault>,
+) -> Result<String> {
+    let options = CudaOptions { simd, ..CudaOptions::default() };
+    let engine = CudaEngine::new(cuda.clone(), options);
+    let both = Both { engine, cpu: CpuEngine::new(simd), ordinal: device.ordinal };
+    let mut count = 0;
+    for preset in PRESETS {
+        for &dtype in DType::ALL {
+            let cases = cases(dtype, preset);
+            both.hold(preset, &cases, fault)?;
+            count += cases.len();
+        }
+    }
+    let chunks = both.engine.chunks();
+    if chunks.refused > 0 || chunks.device == 0 {
+        return Err(Failure::Test(format!(
+            "{}: the device did not do its part: {chunks:?}",
+            device.name
+        )));
+    }
+    Ok(format!(
+        "selftest passed on {} (device {}): {count} tensors of {} dtypes, encoded and decoded on both \
+         sides; {} chunks by the device, {} by the processor for codecs that devices lack",
+        device.name,
+        device.ordinal,
+        DType::ALL.len(),
+        chunks.device,
+        chunks.host
+    ))
+}
+
+/// Tensors of one dtype: every pattern in every size for the default preset, small ones for the others.
+fn cases(dtype: DType, preset: Preset) -> Vec<Case> {
+    let sizes = if preset == Preset::default() { &SIZES[..] } else { &SIZES[1..3] };
+    let mut out = vec![];
+    let mut add = |name: String, data: Vec<u8>| {
+        let shape = [(data.len() / dtype.size()) as u64];
+        out.push(Case { name: format!("{dtype}, {preset:?}, {name}"), dtype, shape, data });
+    };
+    for &n in sizes {
+        for (pattern, data) in adversarial(dtype, n) {
+            add(format!("{pattern}, {n} elements"), data);
+        }
+    }
+    add("no elements".into(), vec![]);
+    out
+}
+
+/// A device and the processor.
+struct Both {
+    engine: CudaEngine,
+    cpu: CpuEngine,
+    ordinal: u32,
+}
+
+impl Both {
+    /// Tensors go through both; all of a call at once on the device, so that chunks of many tensors
+    /// share their launches.
+    fn hold(&self, preset: Preset, cases: &[Case], fault: Option<Fault>) -> Result<()> {
+        let views: Vec<_> = cases.iter().map(Case::view).collect();
+        let failed = |e: &dyn std::fmt::Display| {
+            let first = cases.first().map_or("", |c| c.name.as_str());
+            Failure::Test(format!("device {}, tensors from `{first}` on: {e}", self.ordinal))
+        };
+        let mut coded =
+            self.engine.encode_copies(self.ordinal, preset, &views).map_err(|e| failed(&e))?;
+        if fault == Some(Fault::Frame) {
+            damage(coded.iter_mut().flat_map(|c| &mut c.chunks).map(|c| &mut c.1));
+        }
+        let mut by_cpu = Vec::with_capacity(cases.len());
+        for (case, by_device) in cases.iter().zip(&coded) {
+            by_cpu.push(self.check_frames(preset, case, by_device)?);
+        }
+        // The processor's frames: the device reads what it did not write.
+        let mut back =
+            self.engine.decode_copies(self.ordinal, &views, &by_cpu).map_err(|e| failed(&e))?;
+        if fault == Some(Fault::Values) {
+            damage(back.iter_mut());
+        }
+        for (case, back) in cases.iter().zip(&back) {
+            if *back != case.data {
+                return Err(differs(&case.name, "values that the device decoded"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Frames of the device are those of the processor, which reads them; gives the processor's.
+    fn check_frames(
+        &self,
+        preset: Preset,
+        case: &Case,
+        by_device: &CodedTensor,
+    ) -> Result<CodedTensor> {
+        let failed = |e: s4weights::format::Error| Failure::Test(format!("{}: {e}", case.name));
+        let by_cpu = CodedTensor::by_cpu(&self.cpu, preset, &case.view()).map_err(failed)?;
+        if format!("{:?}", by_cpu.plan) != format!("{:?}", by_device.plan) {
+            return Err(differs(&case.name, "the plan"));
+        }
+        if by_cpu.chunks.len() != by_device.chunks.len() {
+            return Err(differs(&case.name, "the number of chunks"));
+        }
+        for (i, (cpu, device)) in by_cpu.chunks.iter().zip(&by_device.chunks).enumerate() {
+            if cpu.1 != device.1 {
+                let at = cpu.1.iter().zip(&device.1).position(|(a, b)| a != b);
+                let at = at.unwrap_or(cpu.1.len().min(device.1.len()));
+                return Err(differs(&case.name, &format!("the frame of chunk {i}, at byte {at},")));
+            }
+            if format!("{:?}", cpu.0) != format!("{:?}", device.0) {
+                return Err(differs(&case.name, &format!("the record of chunk {i}")));
+            }
+        }
+        let back = by_device.decode_by_cpu(&self.cpu, &case.view()).map_err(failed)?;
+        match back == case.data {
+            true => Ok(by_cpu),
+            false => Err(differs(&case.name, "values of the device's frames")),
+        }
+    }
+}
+
+fn differs(name: &str, what: &str) -> Failure {
+    Failure::Test(format!("{name}: {what} differ from the processor's"))
+}
+
+/// Flips a bit in the middle of the first bytes that there are.
+fn damage<'a>(mut bytes: impl Iterator<Item = &'a mut Vec<u8>>) {
+    if let Some(first) = bytes.find(|b| !b.is_empty()) {
+        let middle = first.len() / 2;
+        first[middle] ^= 0x10;
+    }
+}

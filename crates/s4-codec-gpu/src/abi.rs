@@ -1,0 +1,385 @@
+//! What is handed to the kernels: the structures and sizes of `kernels/abi.h`, field by field.
+//!
+//! Addresses are those of device memory unless a field says otherwise.
+
+use bytemuck::{Pod, Zeroable};
+use s4_codec_cpu::rans::Table;
+
+/// The header that host and kernels share: the one place where its numbers stand.
+const HEADER: &[u8] = include_bytes!("../kernels/abi.h");
+
+/// The number that the header gives a name: `name = 12`, or `name = 1u << 4`.
+const fn header(name: &str) -> u64 {
+    let (text, name) = (HEADER, name.as_bytes());
+    let mut at = 0;
+    while !stands_at(text, at, name) || !stands_at(text, at + name.len(), b" = ") {
+        at += 1;
+        assert!(at < text.len(), "a name that the header does not have");
+    }
+    let (value, end) = number(text, at + name.len() + 3);
+    if !stands_at(text, end, b" << ") {
+        return value;
+    }
+    value << number(text, end + 4).0
+}
+
+const fn stands_at(text: &[u8], at: usize, what: &[u8]) -> bool {
+    let mut i = 0;
+    while i < what.len() && at + i < text.len() && text[at + i] == what[i] {
+        i += 1;
+    }
+    i == what.len()
+}
+
+/// A decimal number, and where it ends, with a `u` behind it.
+const fn number(text: &[u8], mut at: usize) -> (u64, usize) {
+    let mut value = 0;
+    assert!(text[at].is_ascii_digit(), "a number of the header that is not decimal");
+    while text[at].is_ascii_digit() {
+        value = 10 * value + (text[at] - b'0') as u64;
+        at += 1;
+    }
+    (value, if text[at] == b'u' { at + 1 } else { at })
+}
+
+/// Most planes of a layout.
+pub const MAX_PLANES: usize = header("kMaxPlanes") as usize;
+/// Most values of a chunk that the fused kernels encode, of 2 and of 4 bytes.
+pub const FUSED_VALUES: [u64; 2] = [header("kFusedValues2"), header("kFusedValues4")];
+/// Most values of a chunk that the fused kernels decode.
+pub const FUSED_DECODE_VALUES: u64 = header("kFusedDecodeValues");
+/// Most bytes of values of a chunk that the kernels encode.
+pub const MAX_ENCODE_BYTES: u64 = header("kMaxPlaneBytes");
+/// Most bytes of values of a chunk that the kernels decode.
+pub const MAX_DECODE_BYTES: u64 = header("kMaxDecodeBytes");
+/// Bytes that a block copies of one [`CopySpan`] in good time; longer ones are cut.
+pub const COPY_SPAN_BYTES: u64 = 256 << 10;
+
+const FUSED_SCRATCH: [u64; 2] = [header("kFusedScratch2"), header("kFusedScratch4")];
+const SEGMENT_SCRATCH: u64 = header("kSegmentScratch");
+const SEGMENT: u64 = 16_384;
+
+/// Threads of a block of each kernel.
+pub(crate) mod threads {
+    use super::header;
+
+    pub(crate) const FUSED2: u32 = header("kFusedThreads2") as u32;
+    pub(crate) const FUSED4: u32 = header("kFusedThreads4") as u32;
+    pub(crate) const COMPOSED: u32 = header("kComposedThreads") as u32;
+    pub(crate) const OFFSETS: u32 = header("kOffsetsThreads") as u32;
+    pub(crate) const CRC: u32 = header("kCrcThreads") as u32;
+    pub(crate) const COPY: u32 = header("kCopyThreads") as u32;
+}
+
+/// `Status`: what the kernels say of a chunk.
+pub mod status {
+    use super::header;
+
+    /// Nothing is wrong.
+    pub const OK: u32 = header("kOk") as u32;
+    /// Streams that are no streams.
+    pub const CORRUPT: u32 = header("kCorrupt") as u32;
+    /// Not for these kernels.
+    pub const UNSUPPORTED: u32 = header("kUnsupported") as u32;
+    /// The stored bytes are not those that were written.
+    pub const FRAME_CHECKSUM: u32 = header("kFrameChecksum") as u32;
+    /// The decoded values are not those that were encoded.
+    pub const VALUE_CHECKSUM: u32 = header("kValueChecksum") as u32;
+    /// The frame passes the capacity.
+    pub const NO_ROOM: u32 = header("kNoRoom") as u32;
+}
+
+/// `Coding`: how a plane is to be coded.
+pub mod coding {
+    use super::header;
+
+    /// As it is.
+    pub const RAW: u8 = header("kCodeRaw") as u8;
+    /// Codec `bits`, 7 bits a value.
+    pub const BITS7: u8 = header("kCodeBits7") as u8;
+    /// rANS, P = 8.
+    pub const RANS8: u8 = header("kCodeRans8") as u8;
+    /// rANS, P = 12.
+    pub const RANS12: u8 = header("kCodeRans12") as u8;
+}
+
+/// A table that the chunks of a tensor share, for one plane. All zero: the plane has none.
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub struct SharedTable {
+    /// 8 or 12; 0: none.
+    pub precision: u16,
+    /// Number of symbols.
+    pub count: u16,
+    /// Frequency of the escape.
+    pub escape: u16,
+    /// Zero.
+    pub reserved: u16,
+    /// The symbols, in the order of their slots.
+    pub symbol: [u8; 256],
+    /// Their frequencies.
+    pub freq: [u16; 256],
+}
+
+impl From<&Table> for SharedTable {
+    fn from(table: &Table) -> Self {
+        let mut out = Self::zeroed();
+        out.precision = table.precision().bits() as u16;
+        // At most 256 entries.
+        out.count = table.entries().len() as u16;
+        out.escape = table.escape();
+        for (i, entry) in table.entries().iter().enumerate() {
+            out.symbol[i] = entry.symbol;
+            out.freq[i] = entry.freq;
+        }
+        out
+    }
+}
+
+/// A chunk to encode.
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub struct EncodeChunk {
+    /// Address of `n * width` bytes, of any alignment.
+    pub values: u64,
+    /// Address of as many bytes to predict from; 0 with residual `id`.
+    pub parent: u64,
+    /// Address of a [`SharedTable`] for each plane, or 0.
+    pub tables: u64,
+    /// Address of the chunk's own scratch, a multiple of 16; [`encode_scratch`] bytes.
+    pub scratch: u64,
+    /// Values, at least 1.
+    pub n: u32,
+    /// Bytes of a value.
+    pub width: u8,
+    /// Number of the layout.
+    pub layout: u8,
+    /// Number of the residual.
+    pub residual: u8,
+    /// Zero.
+    pub reserved0: u8,
+    /// [`coding`] of each plane.
+    pub coding: [u8; MAX_PLANES],
+    /// Zero.
+    pub flags: u32,
+    /// Zero.
+    pub reserved1: u32,
+}
+
+/// A stream as a frame's header has it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct ResultStream {
+    /// Number of the codec.
+    pub codec: u8,
+    /// Its parameter.
+    pub param: u8,
+    /// Zero.
+    pub zero: u16,
+    /// Bytes in the frame.
+    pub len: u32,
+}
+
+/// What a chunk became.
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub struct EncodeResult {
+    /// Where the frame starts in the batch's frames.
+    pub offset: u64,
+    /// Bytes of the frame.
+    pub len: u32,
+    /// CRC-32C of the frame.
+    pub crc_encoded: u32,
+    /// CRC-32C of the values.
+    pub crc_raw: u32,
+    /// 1: the frame is the values.
+    pub plain: u8,
+    /// 1: a stream uses a shared table.
+    pub shared: u8,
+    /// Number of streams.
+    pub streams: u8,
+    /// [`status`].
+    pub status: u8,
+    /// Zero.
+    pub reserved: u64,
+    /// The streams; zero behind the last one.
+    pub stream: [ResultStream; MAX_PLANES],
+}
+
+/// A stream to decode.
+#[derive(Debug, Clone, Copy, Default, Pod, Zeroable)]
+#[repr(C)]
+pub struct DecodeStream {
+    /// Where it starts in the frame.
+    pub offset: u32,
+    /// Its bytes there.
+    pub len: u32,
+    /// Number of the codec.
+    pub codec: u8,
+    /// Its parameter.
+    pub param: u8,
+    /// Zero.
+    pub reserved: u16,
+}
+
+/// A chunk to decode.
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub struct DecodeChunk {
+    /// Address of the frame, a multiple of 16, readable up to the next multiple of 16.
+    pub frame: u64,
+    /// Address of `n * width` bytes to write, of any alignment.
+    pub values: u64,
+    /// Address of as many bytes that were predicted from; 0 with residual `id`.
+    pub parent: u64,
+    /// Address of a [`SharedTable`] for each plane, or 0.
+    pub tables: u64,
+    /// Address of the chunk's own scratch, a multiple of 16; [`decode_scratch`] bytes.
+    pub scratch: u64,
+    /// Bytes of the frame.
+    pub frame_len: u32,
+    /// Values, at least 1.
+    pub n: u32,
+    /// Bytes of a value.
+    pub width: u8,
+    /// Number of the layout.
+    pub layout: u8,
+    /// Number of the residual.
+    pub residual: u8,
+    /// 1: the frame is the values.
+    pub plain: u8,
+    /// Number of streams.
+    pub planes: u8,
+    /// Zero.
+    pub reserved: [u8; 3],
+    /// CRC-32C of the frame.
+    pub crc_encoded: u32,
+    /// CRC-32C of the values.
+    pub crc_raw: u32,
+    /// The streams.
+    pub streams: [DecodeStream; MAX_PLANES],
+}
+
+/// Bytes to copy.
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub struct CopySpan {
+    /// Address of the source.
+    pub from: u64,
+    /// Address of the destination.
+    pub to: u64,
+    /// How many; see [`COPY_SPAN_BYTES`].
+    pub len: u64,
+}
+
+/// Bytes to take the CRC-32C of.
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub struct CrcSpan {
+    /// Address.
+    pub data: u64,
+    /// How many, below 2^32.
+    pub len: u64,
+}
+
+const _: () = {
+    assert!(size_of::<SharedTable>() == 776);
+    assert!(size_of::<EncodeChunk>() == 56);
+    assert!(size_of::<ResultStream>() == 8);
+    assert!(size_of::<EncodeResult>() == 96);
+    assert!(size_of::<DecodeStream>() == 12);
+    assert!(size_of::<DecodeChunk>() == 160);
+    assert!(size_of::<CopySpan>() == 24);
+    assert!(size_of::<CrcSpan>() == 16);
+};
+
+/// Which kernels a chunk is for. A batch is sorted by it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Route {
+    /// Layout `fields` of 2-byte values, exponents by rANS with P = 8, the rest as it is.
+    Fused2,
+    /// The same of 4-byte values.
+    Fused4,
+    /// Everything else that the kernels do.
+    Composed,
+}
+
+impl Route {
+    /// The fused route for values of a width, if there is one.
+    pub fn fused(width: usize) -> Option<Self> {
+        match width {
+            2 => Some(Self::Fused2),
+            4 => Some(Self::Fused4),
+            _ => None,
+        }
+    }
+}
+
+/// All planes of `n` values, each at a multiple of 16.
+const fn planes_bytes(n: u64, width: u64) -> u64 {
+    (n * width + n / 8).next_multiple_of(16) + 16 * MAX_PLANES as u64
+}
+
+/// Bytes of scratch that encoding a chunk of `n` values of `width` bytes takes.
+pub const fn encode_scratch(route: Route, n: u64, width: u64) -> u64 {
+    match route {
+        Route::Fused2 => FUSED_SCRATCH[0],
+        Route::Fused4 => FUSED_SCRATCH[1],
+        Route::Composed => {
+            2 * planes_bytes(n, width) + (n * width).div_ceil(SEGMENT) * SEGMENT_SCRATCH
+        }
+    }
+}
+
+/// Bytes of scratch that decoding a chunk of `n` values of `width` bytes takes.
+pub const fn decode_scratch(route: Route, n: u64, width: u64, frame_len: u64) -> u64 {
+    match route {
+        Route::Fused2 | Route::Fused4 => 0,
+        Route::Composed => {
+            planes_bytes(n, width)
+                + frame_len.next_multiple_of(16)
+                + 3 * ((n * width / 64).next_multiple_of(16) + 64)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_read_from_the_header() {
+        // Facts of the format, which the header repeats.
+        assert_eq!(MAX_PLANES, s4_format::layout::MAX_PLANES);
+        assert_eq!((coding::RANS8, coding::RANS12, status::OK), (8, 12, 0));
+        assert_eq!(number(b"17u)", 0), (17, 3));
+        assert_eq!(MAX_DECODE_BYTES, 8 << s4_format::limits::CHUNK_LOG2.end());
+        assert_eq!(FUSED_VALUES, [1 << 17, 1 << 16]);
+    }
+
+    #[test]
+    fn scratch_grows_with_the_chunk_and_is_aligned() {
+        for width in [1, 2, 4, 8] {
+            let mut before = 0;
+            for n in [1, 255, 16_384, 65_536] {
+                let bytes = encode_scratch(Route::Composed, n, width);
+                assert!(bytes > before && bytes.is_multiple_of(16), "{n} {width}");
+                assert!(decode_scratch(Route::Composed, n, width, n).is_multiple_of(16));
+                before = bytes;
+            }
+        }
+    }
+
+    #[test]
+    fn shared_tables_keep_the_order_of_slots() {
+        use s4_codec_cpu::rans::{Entry, Precision};
+        let entries = [Entry { symbol: 9, freq: 5 }, Entry { symbol: 3, freq: 250 }];
+        let table = Table::new(Precision::P8, &entries).unwrap();
+        let shared = SharedTable::from(&table);
+        assert_eq!((shared.precision, shared.count, shared.escape), (8, 2, 1));
+        assert_eq!(
+            (shared.symbol[..3].to_vec(), shared.freq[..3].to_vec()),
+            (vec![9, 3, 0], vec![5, 250, 0])
+        );
+    }
+}

@@ -1,0 +1,149 @@
+//! Finding CUDA, and the devices that it has.
+
+use std::sync::Arc;
+
+use cudarc::driver::{result, sys};
+
+use crate::device::Device;
+use crate::error::{GpuError, On, Result, words};
+
+/// The oldest driver interface that is used: that of CUDA 12.0 (drivers r525 and later), which also
+/// reads the committed PTX.
+const OLDEST_DRIVER: i32 = 12_000;
+
+/// A machine's CUDA driver.
+///
+/// It is opened at run time; where there is none, [`Cuda::discover`] says so.
+#[derive(Debug, Clone)]
+pub struct Cuda {
+    devices: Vec<DeviceInfo>,
+    driver: i32,
+}
+
+/// A device, as the driver describes it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DeviceInfo {
+    /// Its number: that of the framework, with the same `CUDA_VISIBLE_DEVICES`.
+    pub ordinal: u32,
+    /// Its name.
+    pub name: String,
+    /// Bytes of device memory.
+    pub memory: u64,
+    /// Compute capability, major and minor.
+    pub capability: (u32, u32),
+    /// Multiprocessors.
+    pub multiprocessors: u32,
+}
+
+impl Cuda {
+    /// Opens the driver and lists its devices. No context is made and no memory taken.
+    ///
+    /// # Errors
+    /// `Unavailable`, with the reason: no driver, a driver that is too old, no device. An ordinary
+    /// answer: work on the CPU then.
+    pub fn discover() -> Result<Self> {
+        let unavailable = |reason: String| GpuError::Unavailable { reason };
+        // SAFETY: opens and closes the driver's library, whose initialisers are the vendor's own.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(unavailable("the driver's library (libcuda) is not installed".into()));
+        }
+        result::init()
+            .map_err(|e| unavailable(format!("the driver does not start ({})", words(e))))?;
+        let mut driver = 0;
+        // SAFETY: `driver` is a place for one `int`.
+        let version = unsafe { sys::cuDriverGetVersion(&mut driver) };
+        version.result().map_err(|e| unavailable(words(e)))?;
+        if driver < OLDEST_DRIVER {
+            return Err(unavailable(format!(
+                "the driver is of CUDA {}.{}, and 12.0 (driver 525) is the oldest that is used",
+                driver / 1000,
+                driver % 1000 / 10
+            )));
+        }
+        let count = result::device::get_count().map_err(|e| unavailable(words(e)))?;
+        let devices = (0..count).map(info).collect::<Result<Vec<_>>>()?;
+        if devices.is_empty() {
+            return Err(unavailable("the driver lists no device".into()));
+        }
+        Ok(Self { devices, driver })
+    }
+
+    /// The devices, in the order of their numbers.
+    pub fn devices(&self) -> &[DeviceInfo] {
+        &self.devices
+    }
+
+    /// Version of CUDA that the driver implements, major and minor.
+    pub fn version(&self) -> (u32, u32) {
+        ((self.driver / 1000).unsigned_abs(), (self.driver % 1000 / 10).unsigned_abs())
+    }
+
+    /// The device whose context is current on the calling thread; without one the first.
+    pub fn current(&self) -> u32 {
+        let mut device = 0;
+        // SAFETY: a place for one handle.
+        let found = unsafe { sys::cuCtxGetDevice(&raw mut device) };
+        if found != sys::CUresult::CUDA_SUCCESS {
+            return 0;
+        }
+        let is = |d: &&DeviceInfo| {
+            i32::try_from(d.ordinal).is_ok_and(|n| result::device::get(n) == Ok(device))
+        };
+        self.devices.iter().find(is).map_or(0, |d| d.ordinal)
+    }
+
+    /// Opens a device on its primary context, which frameworks use too, and loads the kernels.
+    ///
+    /// # Errors
+    /// `Argument` if there is no such device; `Driver`.
+    pub fn device(&self, ordinal: u32) -> Result<Arc<Device>> {
+        let info = self.devices.get(ordinal as usize).ok_or_else(|| {
+            let n = self.devices.len();
+            GpuError::Argument(format!("no CUDA device {ordinal}: there are {n}"))
+        })?;
+        Device::open(info.clone())
+    }
+}
+
+fn info(ordinal: i32) -> Result<DeviceInfo> {
+    use sys::CUdevice_attribute as A;
+    let number = ordinal.unsigned_abs();
+    let action = "read its properties";
+    let device = result::device::get(ordinal).on(number, action)?;
+    let attribute = |a| {
+        // SAFETY: `device` is one that the driver gave.
+        let value = unsafe { result::device::get_attribute(device, a) };
+        value.on(number, action).map(i32::unsigned_abs)
+    };
+    Ok(DeviceInfo {
+        ordinal: number,
+        name: result::device::get_name(device).on(number, action)?,
+        // SAFETY: as above.
+        memory: unsafe { result::device::total_mem(device) }.on(number, action)? as u64,
+        capability: (
+            attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        ),
+        multiprocessors: attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_machine_without_cuda_is_an_ordinary_answer() {
+        match Cuda::discover() {
+            Ok(cuda) => {
+                assert!(!cuda.devices().is_empty() && cuda.version() >= (12, 0));
+                let none = cuda.device(u32::MAX).unwrap_err();
+                assert!(matches!(none, GpuError::Argument(_)), "{none}");
+            }
+            Err(e) => {
+                assert!(matches!(e, GpuError::Unavailable { .. }), "{e}");
+                assert!(e.to_string().starts_with("no CUDA here: "), "{e}");
+            }
+        }
+    }
+}

@@ -1,0 +1,355 @@
+//! One device: its primary context, streams and events.
+
+use std::marker::PhantomData;
+use std::sync::Arc;
+
+use cudarc::driver::{result, sys};
+
+use crate::cuda::DeviceInfo;
+use crate::error::{GpuError, On, Result};
+use crate::kernels::Kernels;
+
+/// A device whose primary context is held, with the kernels loaded into it.
+///
+/// Frameworks use the primary context too, so their pointers, streams and events are at home in it.
+#[derive(Debug)]
+pub struct Device {
+    info: DeviceInfo,
+    handle: sys::CUdevice,
+    context: sys::CUcontext,
+    pools: bool,
+    kernels: Option<Kernels>,
+}
+
+// SAFETY: contexts, modules and functions are handles that the driver lets every thread use.
+unsafe impl Send for Device {}
+// SAFETY: as above; the driver synchronises calls by itself.
+unsafe impl Sync for Device {}
+
+/// While it lives, a device's context is the current one of this thread; then the one before it is
+/// again, so that a framework finds the thread as it left it.
+pub(crate) struct Current<'a> {
+    /// A context is current for one thread.
+    _thread: PhantomData<(*const (), &'a Device)>,
+}
+
+impl Drop for Current<'_> {
+    fn drop(&mut self) {
+        let mut popped = std::ptr::null_mut();
+        // SAFETY: takes off what `Device::enter` put on. An error leaves nothing to be done.
+        let _ = unsafe { sys::cuCtxPopCurrent_v2(&mut popped) };
+    }
+}
+
+impl Device {
+    pub(crate) fn open(info: DeviceInfo) -> Result<Arc<Self>> {
+        let number = info.ordinal;
+        let ordinal = i32::try_from(number).unwrap_or(i32::MAX);
+        let handle = result::device::get(ordinal).on(number, "open the device")?;
+        let pools = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED;
+        // SAFETY: `handle` is one that the driver gave.
+        let pools = unsafe { result::device::get_attribute(handle, pools) };
+        let pools = pools.on(number, "open the device")? != 0;
+        // SAFETY: as above; released in `drop`.
+        let context = unsafe { result::primary_ctx::retain(handle) };
+        let context = context.on(number, "use its primary context")?;
+        let mut device = Self { info, handle, context, pools, kernels: None };
+        let kernels = {
+            let _current = device.enter()?;
+            Kernels::load(number)?
+        };
+        device.kernels = Some(kernels);
+        Ok(Arc::new(device))
+    }
+
+    /// Its number, name and size.
+    pub fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    /// Its number.
+    pub fn ordinal(&self) -> u32 {
+        self.info.ordinal
+    }
+
+    pub(crate) fn handle(&self) -> sys::CUdevice {
+        self.handle
+    }
+
+    pub(crate) fn has_pools(&self) -> bool {
+        self.pools
+    }
+
+    pub(crate) fn kernels(&self) -> Result<&Kernels> {
+        self.kernels.as_ref().ok_or_else(|| GpuError::Driver {
+            device: self.ordinal(),
+            action: "find its kernels",
+            reason: "they are not loaded".into(),
+        })
+    }
+
+    /// Makes this device's context the current one of the calling thread for a while.
+    pub(crate) fn enter(&self) -> Result<Current<'_>> {
+        // SAFETY: the context is held as long as `self` lives.
+        let pushed = unsafe { sys::cuCtxPushCurrent_v2(self.context) };
+        pushed.result().on(self.ordinal(), "enter its context")?;
+        Ok(Current { _thread: PhantomData })
+    }
+
+    /// Free and total device memory, in bytes, as the driver counts them for all processes.
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub fn memory(&self) -> Result<(u64, u64)> {
+        let _current = self.enter()?;
+        let (free, total) = result::mem_get_info().on(self.ordinal(), "read its free memory")?;
+        Ok((free as u64, total as u64))
+    }
+
+    /// Checks that `bytes` bytes at `address` are memory of this device.
+    ///
+    /// # Errors
+    /// `Argument` if they are not: memory of the host, of another device, or too few.
+    pub fn check_pointer(&self, address: u64, bytes: u64) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        let _current = self.enter()?;
+        let bad = |what: &str| {
+            let device = self.ordinal();
+            Err(GpuError::Argument(format!(
+                "{bytes} bytes at {address:#x} are {what} CUDA device {device}"
+            )))
+        };
+        let (mut memory, mut ordinal, mut start, mut size) = (0u32, 0i32, 0u64, 0usize);
+        use sys::CUpointer_attribute as P;
+        let mut asked = [
+            P::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+            P::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+            P::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+            P::CU_POINTER_ATTRIBUTE_RANGE_SIZE,
+        ];
+        let mut places: [*mut std::ffi::c_void; 4] = [
+            (&raw mut memory).cast(),
+            (&raw mut ordinal).cast(),
+            (&raw mut start).cast(),
+            (&raw mut size).cast(),
+        ];
+        // SAFETY: one place of the attribute's type for each attribute.
+        let known = unsafe {
+            sys::cuPointerGetAttributes(4, asked.as_mut_ptr(), places.as_mut_ptr(), address)
+        };
+        known.result().on(self.ordinal(), "look at a pointer")?;
+        if memory != sys::CUmemorytype::CU_MEMORYTYPE_DEVICE as u32 {
+            return bad("no memory of");
+        }
+        if ordinal.unsigned_abs() != self.ordinal() {
+            return bad("memory of another device than");
+        }
+        // Memory mapped piece by piece reports the piece: there a range may go on behind it.
+        let end = start.saturating_add(size as u64);
+        if size > 0 && address.checked_add(bytes).is_none_or(|e| e > end) && !self.goes_on(end) {
+            return bad("more than was allocated there on");
+        }
+        Ok(())
+    }
+
+    /// Whether device memory follows at an address.
+    fn goes_on(&self, address: u64) -> bool {
+        let mut memory = 0u32;
+        let asked = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
+        // SAFETY: a place of the attribute's type.
+        let known = unsafe { sys::cuPointerGetAttribute((&raw mut memory).cast(), asked, address) };
+        known == sys::CUresult::CUDA_SUCCESS
+            && memory == sys::CUmemorytype::CU_MEMORYTYPE_DEVICE as u32
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        if let (Some(kernels), Ok(_current)) = (self.kernels.take(), self.enter()) {
+            kernels.unload();
+        }
+        // SAFETY: retained in `open`. An error here (the driver shutting down) leaves nothing to do.
+        let _ = unsafe { result::primary_ctx::release(self.handle) };
+    }
+}
+
+/// A queue of work on a device.
+#[derive(Debug)]
+pub struct Stream {
+    device: Arc<Device>,
+    handle: sys::CUstream,
+    own: bool,
+}
+
+// SAFETY: a stream is a handle that the driver lets every thread use.
+unsafe impl Send for Stream {}
+// SAFETY: as above.
+unsafe impl Sync for Stream {}
+
+impl Stream {
+    /// A stream of one's own, of the lowest priority: its kernels yield to the framework's. It does
+    /// not wait for the legacy default stream by itself; [`Stream::wait_for`] does.
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub fn new(device: &Arc<Device>) -> Result<Self> {
+        let _current = device.enter()?;
+        let range = result::stream::get_priority_range();
+        let (least, _) = range.on(device.ordinal(), "read stream priorities")?;
+        let kind = result::stream::StreamKind::NonBlocking;
+        let handle = result::stream::create_with_priority(kind, least);
+        let handle = handle.on(device.ordinal(), "make a stream")?;
+        Ok(Self { device: Arc::clone(device), handle, own: true })
+    }
+
+    /// A stream of the framework, by its handle (`torch.cuda.current_stream().cuda_stream`; 0 is the
+    /// legacy default stream). It is not destroyed.
+    ///
+    /// # Safety
+    /// The handle is a stream of this device's primary context, and stays one while this value and
+    /// what was made from it live.
+    pub unsafe fn borrow(device: &Arc<Device>, handle: u64) -> Self {
+        Self { device: Arc::clone(device), handle: handle as usize as sys::CUstream, own: false }
+    }
+
+    /// The device that the work runs on.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    pub(crate) fn handle(&self) -> sys::CUstream {
+        self.handle
+    }
+
+    /// The handle as a number: what [`crate::nvcomp::GpuCodec`] takes.
+    pub(crate) fn id(&self) -> u64 {
+        self.handle as u64
+    }
+
+    /// What is queued here from now on waits for all that `other` was given so far.
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub fn wait_for(&self, other: &Self) -> Result<()> {
+        let event = Event::new(&other.device)?;
+        event.record(other)?;
+        self.wait(&event)
+    }
+
+    /// What is queued here from now on waits for an event.
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub fn wait(&self, event: &Event) -> Result<()> {
+        let _current = self.device.enter()?;
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: both handles are alive.
+        let done = unsafe { result::stream::wait_event(self.handle, event.handle, flags) };
+        done.on(self.device.ordinal(), "wait for an event")
+    }
+
+    /// Blocks the calling thread until all that was queued is done.
+    ///
+    /// # Errors
+    /// `Driver`, also for a kernel that failed.
+    pub fn synchronize(&self) -> Result<()> {
+        let _current = self.device.enter()?;
+        // SAFETY: the handle is alive.
+        let done = unsafe { result::stream::synchronize(self.handle) };
+        done.on(self.device.ordinal(), "finish the work on a stream")
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        if let (true, Ok(_current)) = (self.own, self.device.enter()) {
+            // SAFETY: made in `new`; work that is still queued is finished by the driver.
+            let _ = unsafe { result::stream::destroy(self.handle) };
+        }
+    }
+}
+
+/// A point in a stream's work.
+#[derive(Debug)]
+pub struct Event {
+    device: Arc<Device>,
+    handle: sys::CUevent,
+}
+
+// SAFETY: an event is a handle that the driver lets every thread use.
+unsafe impl Send for Event {}
+// SAFETY: as above.
+unsafe impl Sync for Event {}
+
+impl Event {
+    /// An event that is not recorded yet. A thread that waits for it sleeps.
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub fn new(device: &Arc<Device>) -> Result<Self> {
+        use sys::CUevent_flags as F;
+        let (untimed, sleeps) = (F::CU_EVENT_DISABLE_TIMING, F::CU_EVENT_BLOCKING_SYNC);
+        Self::with_flags(device, untimed as u32 | sleeps as u32)
+    }
+
+    /// An event that can be timed.
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub fn timed(device: &Arc<Device>) -> Result<Self> {
+        Self::with_flags(device, sys::CUevent_flags::CU_EVENT_DEFAULT as u32)
+    }
+
+    fn with_flags(device: &Arc<Device>, flags: u32) -> Result<Self> {
+        let _current = device.enter()?;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: a place for one handle.
+        let made = unsafe { sys::cuEventCreate(&mut handle, flags) };
+        made.result().on(device.ordinal(), "make an event")?;
+        Ok(Self { device: Arc::clone(device), handle })
+    }
+
+    /// Marks the end of what a stream was given so far.
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub fn record(&self, stream: &Stream) -> Result<()> {
+        let _current = stream.device.enter()?;
+        // SAFETY: both handles are alive.
+        let done = unsafe { result::event::record(self.handle, stream.handle) };
+        done.on(stream.device.ordinal(), "record an event")
+    }
+
+    /// Blocks the calling thread until the work before the event is done.
+    ///
+    /// # Errors
+    /// `Driver`, also for a kernel that failed.
+    pub fn synchronize(&self) -> Result<()> {
+        let _current = self.device.enter()?;
+        // SAFETY: the handle is alive.
+        let done = unsafe { result::event::synchronize(self.handle) };
+        done.on(self.device.ordinal(), "finish the work on a stream")
+    }
+
+    /// Milliseconds from `start` to this event; both must be timed and done.
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub fn since(&self, start: &Self) -> Result<f32> {
+        let _current = self.device.enter()?;
+        // SAFETY: both handles are alive.
+        let ms = unsafe { result::event::elapsed(start.handle, self.handle) };
+        ms.on(self.device.ordinal(), "time an event")
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if let Ok(_current) = self.device.enter() {
+            // SAFETY: made in `with_flags`.
+            let _ = unsafe { result::event::destroy(self.handle) };
+        }
+    }
+}

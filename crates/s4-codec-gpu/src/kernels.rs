@@ -1,0 +1,281 @@
+//! The kernels, loaded and launched.
+
+use std::ffi::{CString, c_void};
+
+use cudarc::driver::{result, sys};
+
+use crate::abi::{Route, threads};
+use crate::device::Stream;
+use crate::error::{GpuError, On, Result};
+
+/// The committed PTX, which the driver translates for its device (and remembers).
+const PTX: &str = include_str!("../kernels/s4.ptx");
+
+/// The entry points of the module.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Kernels {
+    module: sys::CUmodule,
+    encode_fused: [sys::CUfunction; 2],
+    encode_composed: sys::CUfunction,
+    frame_offsets: sys::CUfunction,
+    gather_fused: [sys::CUfunction; 2],
+    gather_composed: sys::CUfunction,
+    encode_crcs: sys::CUfunction,
+    check_frames: sys::CUfunction,
+    decode_fused: [sys::CUfunction; 2],
+    decode_composed: sys::CUfunction,
+    check_values: sys::CUfunction,
+    copy_spans: sys::CUfunction,
+    crc_spans: sys::CUfunction,
+}
+
+impl Kernels {
+    /// Loads the module into the current context.
+    pub(crate) fn load(device: u32) -> Result<Self> {
+        let image = CString::new(PTX).map_err(|e| GpuError::Driver {
+            device,
+            action: "load the kernels",
+            reason: e.to_string(),
+        })?;
+        // SAFETY: `image` is PTX that ends with a NUL.
+        let module = unsafe { result::module::load_data(image.as_ptr().cast()) };
+        let module = module.on(device, "load the kernels")?;
+        let kernels = Self::resolve(device, module);
+        if kernels.is_err() {
+            // SAFETY: loaded above, and nothing of it is in use.
+            let _ = unsafe { result::module::unload(module) };
+        }
+        kernels
+    }
+
+    fn resolve(device: u32, module: sys::CUmodule) -> Result<Self> {
+        let get = |name: &str| {
+            let name = CString::new(name).unwrap_or_default();
+            // SAFETY: the module is loaded.
+            unsafe { result::module::get_function(module, name) }.on(device, "find a kernel")
+        };
+        Ok(Self {
+            module,
+            encode_fused: [get("s4_encode_fused_w2")?, get("s4_encode_fused_w4")?],
+            encode_composed: get("s4_encode_composed")?,
+            frame_offsets: get("s4_frame_offsets")?,
+            gather_fused: [get("s4_gather_fused_w2")?, get("s4_gather_fused_w4")?],
+            gather_composed: get("s4_gather_composed")?,
+            encode_crcs: get("s4_encode_crcs")?,
+            check_frames: get("s4_check_frames")?,
+            decode_fused: [get("s4_decode_fused_w2")?, get("s4_decode_fused_w4")?],
+            decode_composed: get("s4_decode_composed")?,
+            check_values: get("s4_check_values")?,
+            copy_spans: get("s4_copy_spans")?,
+            crc_spans: get("s4_crc_spans")?,
+        })
+    }
+
+    /// Takes the module out of the current context.
+    pub(crate) fn unload(self) {
+        // SAFETY: loaded in `load`; streams that could still use it hold the device, which calls this.
+        let _ = unsafe { result::module::unload(self.module) };
+    }
+}
+
+/// A batch of chunks to encode, in device memory.
+#[derive(Debug, Clone, Copy)]
+pub struct EncodeBatch {
+    /// Address of the [`EncodeChunk`](crate::abi::EncodeChunk)s, sorted by route.
+    pub chunks: u64,
+    /// Address of as many [`EncodeResult`](crate::abi::EncodeResult)s.
+    pub results: u64,
+    /// Address of a `u64` that becomes the bytes of `frames` in use.
+    pub total: u64,
+    /// Address of the frames, a multiple of 16.
+    pub frames: u64,
+    /// Bytes there: the sum of the chunks' bytes, each rounded up to 16, is always enough.
+    pub capacity: u64,
+    /// Chunks of each [`Route`], in the order of routes.
+    pub routes: [u32; 3],
+}
+
+/// A batch of chunks to decode, in device memory.
+#[derive(Debug, Clone, Copy)]
+pub struct DecodeBatch {
+    /// Address of the [`DecodeChunk`](crate::abi::DecodeChunk)s, sorted by route.
+    pub chunks: u64,
+    /// Address of a `u32` for each: its [`status`](crate::abi::status).
+    pub status: u64,
+    /// Chunks of each [`Route`], in the order of routes.
+    pub routes: [u32; 3],
+}
+
+const ROUTES: [Route; 3] = [Route::Fused2, Route::Fused4, Route::Composed];
+
+/// Bytes of a chunk's descriptor, and of what becomes of it.
+const ENCODE: (u64, u64) =
+    (size_of::<crate::abi::EncodeChunk>() as u64, size_of::<crate::abi::EncodeResult>() as u64);
+const DECODE: (u64, u64) = (size_of::<crate::abi::DecodeChunk>() as u64, 4);
+
+impl Stream {
+    /// Queues the encoding of a batch.
+    ///
+    /// # Safety
+    /// All addresses, those within the chunks included, are memory of this device of the sizes that
+    /// `kernels/abi.h` asks for, and nothing else uses what is written until the work is done.
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub unsafe fn encode(&self, batch: &EncodeBatch) -> Result<()> {
+        let k = *self.device().kernels()?;
+        let count: u32 = batch.routes.iter().sum();
+        if count == 0 {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.each_route(&batch.routes, ENCODE, |route, n, (c, r)| {
+                let (at, threads) = (route as usize, route_threads(route));
+                let f = [k.encode_fused[0], k.encode_fused[1], k.encode_composed][at];
+                self.launch(f, n, threads, &mut [batch.chunks + c, batch.results + r])
+            })?;
+            let mut args = [batch.results, count.into(), batch.total];
+            self.launch(k.frame_offsets, 1, threads::OFFSETS, &mut args)?;
+            self.each_route(&batch.routes, ENCODE, |route, n, (c, r)| {
+                let (at, threads) = (route as usize, route_threads(route));
+                let f = [k.gather_fused[0], k.gather_fused[1], k.gather_composed][at];
+                let (c, r) = (batch.chunks + c, batch.results + r);
+                self.launch(f, n, threads, &mut [c, r, batch.frames, batch.capacity])
+            })?;
+            let mut args = [batch.chunks, batch.results, batch.frames, batch.capacity];
+            self.launch(k.encode_crcs, 2 * count, threads::CRC, &mut args)
+        }
+    }
+
+    /// Queues the decoding of a batch, with all its checks.
+    ///
+    /// # Safety
+    /// As [`Stream::encode`].
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub unsafe fn decode(&self, batch: &DecodeBatch) -> Result<()> {
+        let k = *self.device().kernels()?;
+        let count: u32 = batch.routes.iter().sum();
+        if count == 0 {
+            return Ok(());
+        }
+        let mut all = [batch.chunks, batch.status];
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.launch(k.check_frames, count, threads::CRC, &mut all)?;
+            self.each_route(&batch.routes, DECODE, |route, n, (c, s)| {
+                let (at, threads) = (route as usize, route_threads(route));
+                let f = [k.decode_fused[0], k.decode_fused[1], k.decode_composed][at];
+                self.launch(f, n, threads, &mut [batch.chunks + c, batch.status + s])
+            })?;
+            self.launch(k.check_values, count, threads::CRC, &mut all)
+        }
+    }
+
+    /// Queues copies from device memory to device memory, each of any alignment: `count`
+    /// [`CopySpan`](crate::abi::CopySpan)s at `spans`.
+    ///
+    /// # Safety
+    /// The spans lie in memory of this device, as do the bytes that they name; no destination
+    /// overlaps anything else that is copied.
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub unsafe fn copy_spans(&self, spans: u64, count: u32) -> Result<()> {
+        let k = self.device().kernels()?;
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(k.copy_spans, count, threads::COPY, &mut [spans]) }
+    }
+
+    /// Queues the CRC-32C of each of `count` [`CrcSpan`](crate::abi::CrcSpan)s at `spans` into as
+    /// many `u32`s at `crcs`.
+    ///
+    /// # Safety
+    /// As [`Stream::copy_spans`].
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub unsafe fn crc_spans(&self, spans: u64, count: u32, crcs: u64) -> Result<()> {
+        let k = self.device().kernels()?;
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(k.crc_spans, count, threads::CRC, &mut [spans, crcs]) }
+    }
+
+    /// Calls `run` for each route that has chunks, with their number and the offsets of the first
+    /// one in the two lists.
+    fn each_route(
+        &self,
+        routes: &[u32; 3],
+        (chunk, result): (u64, u64),
+        mut run: impl FnMut(Route, u32, (u64, u64)) -> Result<()>,
+    ) -> Result<()> {
+        let mut before = 0u64;
+        for (route, &n) in ROUTES.into_iter().zip(routes) {
+            if n > 0 {
+                run(route, n, (before * chunk, before * result))?;
+            }
+            before += u64::from(n);
+        }
+        Ok(())
+    }
+
+    /// Launches a kernel. Every parameter is passed as 8 bytes: of an integer of 4 the driver takes the
+    /// first four, which on little-endian machines are the number.
+    ///
+    /// # Safety
+    /// `args` are the kernel's parameters.
+    unsafe fn launch(
+        &self,
+        f: sys::CUfunction,
+        grid: u32,
+        block: u32,
+        args: &mut [u64],
+    ) -> Result<()> {
+        if grid == 0 {
+            return Ok(());
+        }
+        let _current = self.device().enter()?;
+        let mut params: [*mut c_void; 4] = [std::ptr::null_mut(); 4];
+        for (param, arg) in params.iter_mut().zip(args.iter_mut()) {
+            *param = (&raw mut *arg).cast();
+        }
+        let (grid, block) = ((grid, 1, 1), (block, 1, 1));
+        let count = args.len().min(params.len());
+        // SAFETY: the caller's promise; the driver copies the parameters before it returns.
+        let done = unsafe {
+            result::launch_kernel(f, grid, block, 0, self.handle(), &mut params[..count])
+        };
+        done.on(self.device().ordinal(), "launch a kernel")
+    }
+}
+
+/// Threads of a block of a route's kernels.
+fn route_threads(route: Route) -> u32 {
+    match route {
+        Route::Fused2 => threads::FUSED2,
+        Route::Fused4 => threads::FUSED4,
+        Route::Composed => threads::COMPOSED,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::PTX;
+
+    /// A block's shared memory starts where the driver's own ends, 1024 bytes in on the devices seen, and
+    /// a larger alignment is not kept: tables whose index is put into the address by an or align
+    /// themselves (`AlignedTable`). PTX made before that coded symbols from 128 on as escapes.
+    #[test]
+    fn no_kernel_relies_on_the_alignment_of_shared_memory() {
+        let mut shared = 0;
+        for line in PTX.lines().filter(|l| l.contains(".shared .align ")) {
+            let align = line.split_whitespace().skip_while(|w| *w != ".align").nth(1);
+            let align: u32 = align.and_then(|a| a.parse().ok()).expect("a number");
+            assert!(align <= 16, "{line}");
+            shared += 1;
+        }
+        assert!(shared >= 6, "the kernels' shared memory was not found: {shared} declarations");
+    }
+}

@@ -1,0 +1,252 @@
+//! Tensors of the host by way of a device: copied there, worked on and copied back.
+//!
+//! For self-tests, and for tests that hold both engines against each other. Who has tensors in device
+//! memory uses [`CudaEngine::encode`] and [`CudaEngine::decode`], which copy no values.
+
+use std::sync::Arc;
+
+use s4_codec_gpu::{Device, DeviceBuffer, GpuError, Pinned, Pool, Stream};
+use s4_format::ChunkRecord;
+use s4_format::side::Side;
+
+use super::error::{Of, Result};
+use super::{CudaEngine, CudaError, DecodeJob, Decoder, DeviceMemory, DeviceTensor, Piece};
+use crate::{CpuEngine, EncodedChunk, Preset, Scratch, TensorPlan, TensorSpec, TensorView};
+
+/// A tensor as an engine encoded it.
+#[derive(Debug, Clone)]
+pub struct CodedTensor {
+    /// The plan.
+    pub plan: TensorPlan,
+    /// Side data, shared tables included if a chunk uses them.
+    pub side: Side,
+    /// What each chunk became, and its frame.
+    pub chunks: Vec<(EncodedChunk, Vec<u8>)>,
+}
+
+impl CodedTensor {
+    fn new(plan: TensorPlan, chunks: Vec<(EncodedChunk, Vec<u8>)>) -> s4_format::Result<Self> {
+        let side = plan.side_data(chunks.iter().any(|c| c.0.shared))?;
+        Ok(Self { plan, side, chunks })
+    }
+
+    /// Encodes a tensor on the CPU.
+    ///
+    /// # Errors
+    /// Errors of a codec.
+    pub fn by_cpu(
+        cpu: &CpuEngine,
+        preset: Preset,
+        view: &TensorView<'_>,
+    ) -> s4_format::Result<Self> {
+        let mut scratch = Scratch::default();
+        let plan = cpu.plan(preset, view, &mut scratch)?;
+        let values = (view.data.len() / view.dtype.value_width()) as u64;
+        let chunk = |chunk| {
+            let mut frame = vec![];
+            let e = cpu.encode_chunk(view, &plan, chunk, &mut scratch, &mut frame)?;
+            Ok((e, frame))
+        };
+        let count = s4_format::index::chunk_count(values, plan.chunk_log2);
+        let chunks = (0..count).map(chunk).collect::<s4_format::Result<_>>()?;
+        Self::new(plan, chunks)
+    }
+
+    /// Decodes the tensor on the CPU; `view` says its type and size.
+    ///
+    /// # Errors
+    /// As [`CpuEngine::decode_chunk`].
+    pub fn decode_by_cpu(
+        &self,
+        cpu: &CpuEngine,
+        view: &TensorView<'_>,
+    ) -> s4_format::Result<Vec<u8>> {
+        let mut scratch = Scratch::default();
+        let mut values = vec![0; view.data.len()];
+        let spec = self.spec(view);
+        for (i, part) in values.chunks_mut(self.chunk_bytes(view)).enumerate() {
+            let (record, frame) = (self.record(i), &self.chunks[i].1);
+            cpu.decode_chunk(&spec, i as u64, &record, frame, &mut scratch, part)?;
+        }
+        Ok(values)
+    }
+
+    fn spec<'a>(&'a self, view: &TensorView<'a>) -> TensorSpec<'a> {
+        TensorSpec {
+            dtype: view.dtype,
+            shape: view.shape,
+            plan: &self.plan.plan,
+            side: &self.side,
+            chunk_log2: self.plan.chunk_log2,
+        }
+    }
+
+    fn record(&self, chunk: usize) -> ChunkRecord {
+        let (e, frame) = &self.chunks[chunk];
+        ChunkRecord {
+            offset: 0,
+            object: 0,
+            // A frame is never longer than the chunk's values.
+            len: u32::try_from(frame.len()).unwrap_or(u32::MAX),
+            plain: e.plain,
+            crc_encoded: e.crc_encoded,
+            crc_raw: e.crc_raw,
+        }
+    }
+
+    fn chunk_bytes(&self, view: &TensorView<'_>) -> usize {
+        view.dtype.value_width() << self.plan.chunk_log2
+    }
+}
+
+/// A device with a stream and memory of its own.
+struct Place {
+    device: Arc<Device>,
+    stream: Arc<Stream>,
+    pool: Arc<Pool>,
+}
+
+impl Place {
+    fn copy_there(&self, bytes: &[u8]) -> Result<DeviceBuffer> {
+        let buffer = self.pool.alloc(&self.stream, bytes.len() as u64, "a copy of a tensor")?;
+        let pinned = Pinned::new(&self.device, bytes.len())?;
+        // SAFETY: memory that only this call knows; the copy is waited for.
+        unsafe {
+            pinned.slice_mut(0, bytes.len()).copy_from_slice(bytes);
+            self.stream.copy_to_device(&pinned, 0, bytes.len(), buffer.address())?;
+        }
+        self.stream.synchronize()?;
+        Ok(buffer)
+    }
+
+    fn copy_back(&self, buffer: &DeviceBuffer) -> Result<Vec<u8>> {
+        let len = usize::try_from(buffer.bytes()).unwrap_or(usize::MAX);
+        let pinned = Pinned::new(&self.device, len)?;
+        // SAFETY: as above.
+        unsafe {
+            self.stream.copy_to_host(buffer.address(), &pinned, 0, len)?;
+            self.stream.synchronize()?;
+            Ok(pinned.slice(0, len).to_vec())
+        }
+    }
+
+    fn memory(&self, buffer: &DeviceBuffer) -> DeviceMemory {
+        // SAFETY: the buffers outlive the engine's call that they are made for, and are used by
+        // nothing else meanwhile; what was queued before was waited for.
+        unsafe { DeviceMemory::new(self.device.ordinal(), buffer.address(), buffer.bytes(), 0) }
+    }
+}
+
+impl CudaEngine {
+    fn place(&self, ordinal: u32) -> Result<Place> {
+        let device = self.cuda.device(ordinal)?;
+        let stream = Arc::new(Stream::new(&device)?);
+        let pool = Pool::new(&device, u64::MAX)?;
+        Ok(Place { device, stream, pool })
+    }
+
+    /// Copies tensors to a device and encodes them there.
+    ///
+    /// # Errors
+    /// As [`CudaEngine::plan`] and [`CudaEngine::encode`].
+    pub fn encode_copies(
+        &self,
+        ordinal: u32,
+        preset: Preset,
+        tensors: &[TensorView<'_>],
+    ) -> Result<Vec<CodedTensor>> {
+        let place = self.place(ordinal)?;
+        let there = tensors.iter().map(|t| place.copy_there(t.data));
+        let there = there.collect::<Result<Vec<_>>>()?;
+        let on_device = tensors.iter().zip(&there).map(|(t, buffer)| DeviceTensor {
+            dtype: t.dtype,
+            shape: t.shape,
+            memory: place.memory(buffer),
+        });
+        let on_device: Vec<_> = on_device.collect();
+        let plans = self.plan(preset, &on_device)?;
+        let mut chunks: Vec<Vec<_>> = tensors.iter().map(|_| vec![]).collect();
+        self.encode::<CudaError>(&on_device, &plans, |frame| {
+            chunks[frame.tensor].push((frame.encoded, frame.bytes.to_vec()));
+            Ok(())
+        })?;
+        let coded = plans.into_iter().zip(chunks).enumerate();
+        coded.map(|(i, (plan, chunks))| CodedTensor::new(plan, chunks).of(i)).collect()
+    }
+
+    /// Decodes tensors on a device and copies their values back. The views say types and sizes.
+    ///
+    /// # Errors
+    /// As [`CudaEngine::decode`]; `Argument` if the lists differ in length, or a tensor has another
+    /// number of chunks than its size asks for.
+    pub fn decode_copies(
+        &self,
+        ordinal: u32,
+        tensors: &[TensorView<'_>],
+        coded: &[CodedTensor],
+    ) -> Result<Vec<Vec<u8>>> {
+        let sizes = |(t, c): (&TensorView<'_>, &CodedTensor)| {
+            t.data.len().div_ceil(c.chunk_bytes(t)) == c.chunks.len()
+        };
+        if tensors.len() != coded.len() || !tensors.iter().zip(coded).all(sizes) {
+            let what = "encoded tensors that are not those of the views";
+            return Err(GpuError::Argument(what.into()).into());
+        }
+        let place = self.place(ordinal)?;
+        // No zeros: what is not written is seen.
+        let there = tensors.iter().map(|t| place.copy_there(&vec![0xee; t.data.len()]));
+        let there = there.collect::<Result<Vec<_>>>()?;
+        let memory: Vec<_> = there.iter().map(|b| place.memory(b)).collect();
+        self.decode::<CudaError>(&memory, |decoder| {
+            let mut span = Span::default();
+            for (number, (t, c)) in tensors.iter().zip(coded).enumerate() {
+                for chunk in 0..c.chunks.len() {
+                    if span.bytes.len() + c.chunks[chunk].1.len() + 16 > decoder.room() {
+                        std::mem::take(&mut span).push(decoder, ordinal)?;
+                    }
+                    span.add((number, t, c), chunk, memory[number])?;
+                }
+            }
+            span.push(decoder, ordinal)
+        })?;
+        there.iter().map(|b| place.copy_back(b)).collect()
+    }
+}
+
+/// Frames one behind the other, as they lie in a file.
+#[derive(Default)]
+struct Span<'a> {
+    bytes: Vec<u8>,
+    jobs: Vec<DecodeJob<'a>>,
+}
+
+impl<'a> Span<'a> {
+    fn add(
+        &mut self,
+        (number, view, coded): (usize, &TensorView<'a>, &'a CodedTensor),
+        chunk: usize,
+        to: DeviceMemory,
+    ) -> Result<()> {
+        let size = coded.chunk_bytes(view);
+        let bytes = size.min(view.data.len() - chunk * size) as u64;
+        self.bytes.resize(self.bytes.len().next_multiple_of(16), 0);
+        self.jobs.push(DecodeJob {
+            tensor: number,
+            spec: coded.spec(view),
+            chunk: chunk as u64,
+            record: coded.record(chunk),
+            at: self.bytes.len(),
+            bytes,
+            pieces: vec![Piece { from: 0, to: to.part((chunk * size) as u64, bytes)? }],
+        });
+        self.bytes.extend_from_slice(&coded.chunks[chunk].1);
+        Ok(())
+    }
+
+    fn push(self, decoder: &mut Decoder<'_, 'a>, ordinal: u32) -> Result<()> {
+        decoder.push(ordinal, self.bytes.len(), self.jobs, |to| {
+            to.copy_from_slice(&self.bytes);
+            Ok(())
+        })
+    }
+}

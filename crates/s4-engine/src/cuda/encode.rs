@@ -1,0 +1,447 @@
+//! Chunks of device tensors into frames in pinned memory, group by group.
+
+use std::collections::VecDeque;
+use std::sync::atomic::Ordering;
+
+use s4_codec_gpu::abi::{self, CopySpan, EncodeChunk, EncodeResult, Route, status};
+use s4_codec_gpu::{EncodeBatch, GpuError};
+use s4_format::index::chunk_count;
+use s4_format::layout::MAX_PLANES;
+use s4_format::limits::ALIGN;
+use s4_format::{CodecId, StreamEntry};
+
+use super::Host;
+use super::error::{Of, Result};
+use super::route::{codings, encode_route, plan_tables};
+use super::tensor::DeviceTensor;
+use super::worker::{SLOTS, Session};
+use crate::{EncodedChunk, Scratch, TensorPlan, TensorView};
+
+/// A chunk of a device tensor, encoded.
+#[derive(Debug, Clone, Copy)]
+pub struct DeviceFrame<'a> {
+    /// Number of the tensor in the caller's list.
+    pub tensor: usize,
+    /// Number of the chunk within it.
+    pub chunk: u64,
+    /// What stands in its record.
+    pub encoded: EncodedChunk,
+    /// The frame, as the CPU engine writes it.
+    pub bytes: &'a [u8],
+}
+
+/// A chunk on its way.
+#[derive(Clone, Copy)]
+struct Job {
+    tensor: usize,
+    chunk: u64,
+    /// Address and bytes of its values.
+    values: u64,
+    bytes: u64,
+    route: Option<Route>,
+    /// With a route its place in the batch, else where its values lie in the slot.
+    at: usize,
+}
+
+/// What is under way in one slot.
+struct Group {
+    slot: usize,
+    jobs: Vec<Job>,
+    /// Chunks of each route.
+    routes: [u32; 3],
+    /// Bytes of frames at most; the values of the CPU's chunks follow.
+    capacity: u64,
+    /// Sets of tables, in the order in which they lie behind the descriptors, by tensor.
+    tables: Vec<usize>,
+    /// Whether its frames were sent to the host.
+    sent: bool,
+}
+
+/// Room that a group takes, in bytes.
+#[derive(Clone, Copy, Default)]
+struct Room {
+    frames: u64,
+    scratch: u64,
+    meta: u64,
+}
+
+const TABLES: u64 = (MAX_PLANES * size_of::<abi::SharedTable>()) as u64;
+const PER_CHUNK: u64 = (size_of::<EncodeChunk>() + size_of::<EncodeResult>()) as u64;
+/// Bytes in front of the results: how many bytes of frames there are.
+const TOTAL: u64 = 16;
+const SPAN: u64 = size_of::<CopySpan>() as u64;
+
+impl Group {
+    fn count(&self) -> u32 {
+        self.routes.iter().sum()
+    }
+
+    /// Where tables and results start in the slot's meta memory: behind the descriptors, and the
+    /// span of the answer in front of the results.
+    fn places(&self) -> (u64, u64) {
+        let tables = u64::from(self.count()) * size_of::<EncodeChunk>() as u64;
+        (tables, (tables + self.tables.len() as u64 * TABLES + SPAN).next_multiple_of(16))
+    }
+}
+
+/// One device's chunks, in order.
+pub(super) struct Lane<'a> {
+    session: Session<'a>,
+    host: &'a Host,
+    tensors: &'a [DeviceTensor<'a>],
+    plans: &'a [TensorPlan],
+    /// Tensors of this device that are not cut yet; the first is cut up to a chunk.
+    waiting: VecDeque<usize>,
+    chunk: u64,
+    under_way: VecDeque<Group>,
+    /// Chunks of the first group that were handed on.
+    handed: usize,
+    free: Vec<usize>,
+    scratch: Scratch,
+    values: Vec<u8>,
+    frame: Vec<u8>,
+}
+
+impl<'a> Lane<'a> {
+    pub(super) fn new(
+        session: Session<'a>,
+        host: &'a Host,
+        tensors: &'a [DeviceTensor<'a>],
+        plans: &'a [TensorPlan],
+    ) -> Self {
+        let ordinal = session.worker.device.ordinal();
+        let waiting = (0..tensors.len()).filter(|&t| tensors[t].memory.ordinal() == ordinal);
+        Self {
+            waiting: waiting.collect(),
+            session,
+            host,
+            tensors,
+            plans,
+            chunk: 0,
+            under_way: VecDeque::new(),
+            handed: 0,
+            free: (0..SLOTS).rev().collect(),
+            scratch: Scratch::default(),
+            values: vec![],
+            frame: vec![],
+        }
+    }
+
+    /// Fills the free slots with work.
+    pub(super) fn launch(&mut self) -> Result<()> {
+        while let Some(slot) = self.free.pop() {
+            let group = self.cut(slot);
+            if group.jobs.is_empty() {
+                self.free.push(slot);
+                return Ok(());
+            }
+            self.start(&group)?;
+            self.under_way.push_back(group);
+        }
+        Ok(())
+    }
+
+    /// The next chunk that is not in a group yet.
+    fn job(&mut self) -> Option<Job> {
+        loop {
+            let tensor = *self.waiting.front()?;
+            let (t, plan) = (&self.tensors[tensor], &self.plans[tensor]);
+            let width = t.dtype.value_width();
+            let chunk = self.chunk;
+            if chunk >= chunk_count(t.memory.bytes() / width as u64, plan.chunk_log2) {
+                self.waiting.pop_front();
+                self.chunk = 0;
+                continue;
+            }
+            let first = (chunk << plan.chunk_log2) * width as u64;
+            let bytes = ((width as u64) << plan.chunk_log2).min(t.memory.bytes() - first);
+            let route = encode_route(plan, bytes / width as u64, width);
+            let values = t.memory.address() + first;
+            return Some(Job { tensor, chunk, values, bytes, route, at: 0 });
+        }
+    }
+
+    /// Takes as many chunks as a slot has room for.
+    fn cut(&mut self, slot: usize) -> Group {
+        let sizes = self.session.worker.sizes;
+        let mut group =
+            Group { slot, jobs: vec![], routes: [0; 3], capacity: 0, tables: vec![], sent: false };
+        let mut used = Room { meta: TOTAL + SPAN + 16, ..Room::default() };
+        while let Some(job) = self.job() {
+            let new_tables = job.route.is_some()
+                && group.tables.last() != Some(&job.tensor)
+                && self.plans[job.tensor].shared.iter().any(Option::is_some);
+            let more = self.room(&job, new_tables);
+            let sum = Room {
+                frames: used.frames + more.frames,
+                scratch: used.scratch + more.scratch,
+                meta: used.meta + more.meta,
+            };
+            let full =
+                sum.frames > sizes.frames || sum.scratch > sizes.scratch || sum.meta > sizes.meta;
+            // A slot has room for any single chunk.
+            if full && !group.jobs.is_empty() {
+                break;
+            }
+            used = sum;
+            self.chunk += 1;
+            if new_tables {
+                group.tables.push(job.tensor);
+            }
+            if let Some(route) = job.route {
+                group.routes[route as usize] += 1;
+                group.capacity += more.frames;
+            }
+            group.jobs.push(job);
+        }
+        place(&mut group);
+        group
+    }
+
+    fn room(&self, job: &Job, new_tables: bool) -> Room {
+        let frames = job.bytes.next_multiple_of(ALIGN as u64);
+        let Some(route) = job.route else { return Room { frames, ..Room::default() } };
+        let width = self.tensors[job.tensor].dtype.value_width() as u64;
+        Room {
+            frames,
+            scratch: abi::encode_scratch(route, job.bytes / width, width).next_multiple_of(16),
+            meta: PER_CHUNK + if new_tables { TABLES } else { 0 },
+        }
+    }
+
+    /// Queues a group's work.
+    fn start(&mut self, group: &Group) -> Result<()> {
+        let worker = &self.session.worker;
+        let slot = &worker.slots[group.slot];
+        let (frames, meta) = (self.session.frames(group.slot), self.session.meta(group.slot));
+        let pinned = self.session.pinned_meta();
+        let (_, results) = group.places();
+        // SAFETY: all of the slot's frames were handed on: nothing else uses it.
+        let to = unsafe { slot.pinned.slice_mut(pinned, worker.sizes.meta as usize) };
+        self.describe(group, meta, to);
+        // A kernel writes the answer straight into pinned memory: the device's copy engine would
+        // bring it only after the frames of the group before.
+        let answer = CopySpan {
+            from: meta + results,
+            to: slot.pinned.address(pinned + results as usize),
+            len: TOTAL + u64::from(group.count()) * size_of::<EncodeResult>() as u64,
+        };
+        to[(results - SPAN) as usize..results as usize]
+            .copy_from_slice(bytemuck::bytes_of(&answer));
+        let batch = EncodeBatch {
+            chunks: meta,
+            results: meta + results + TOTAL,
+            total: meta + results,
+            frames,
+            capacity: group.capacity,
+            routes: group.routes,
+        };
+        // SAFETY: descriptors, tables, results, frames and scratch are parts of the session's memory
+        // of the sizes that `cut` added up, used in the order of one stream; the values are the
+        // caller's, who promised that they stay. The slot's pinned memory is idle, as above.
+        unsafe {
+            if group.count() > 0 {
+                worker.compute.copy_to_device(&slot.pinned, pinned, results as usize, meta)?;
+                worker.compute.encode(&batch)?;
+                worker.compute.copy_spans(meta + results - SPAN, 1)?;
+            }
+            slot.worked.record(&worker.compute)?;
+            for job in group.jobs.iter().filter(|j| j.route.is_none()) {
+                let len = job.bytes as usize;
+                worker.copy.copy_to_host(job.values, &slot.pinned, job.at, len)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes descriptors and tables as they lie in the slot's meta memory, at `meta` on the device.
+    fn describe(&self, group: &Group, meta: u64, to: &mut [u8]) {
+        let (tables_at, _) = group.places();
+        let mut scratch = self.session.scratch();
+        for job in &group.jobs {
+            let Some(route) = job.route else { continue };
+            let (t, plan) = (&self.tensors[job.tensor], &self.plans[job.tensor]);
+            let width = t.dtype.value_width();
+            let n = job.bytes / width as u64;
+            let set = group.tables.iter().position(|&t| t == job.tensor);
+            let chunk = EncodeChunk {
+                values: job.values,
+                parent: 0,
+                tables: set.map_or(0, |i| meta + tables_at + i as u64 * TABLES),
+                scratch,
+                // At most 2^18 values of 1 to 8 bytes.
+                n: n as u32,
+                width: width as u8,
+                layout: plan.plan.layout.0,
+                residual: plan.plan.residual.0,
+                coding: codings(plan),
+                ..bytemuck::Zeroable::zeroed()
+            };
+            scratch += abi::encode_scratch(route, n, width as u64).next_multiple_of(16);
+            let at = job.at * size_of::<EncodeChunk>();
+            to[at..at + size_of::<EncodeChunk>()].copy_from_slice(bytemuck::bytes_of(&chunk));
+        }
+        for (i, &tensor) in group.tables.iter().enumerate() {
+            if let Some(set) = plan_tables(&self.plans[tensor]) {
+                let at = (tables_at + i as u64 * TABLES) as usize;
+                to[at..at + TABLES as usize].copy_from_slice(bytemuck::cast_slice(&set));
+            }
+        }
+    }
+
+    /// Sends a group's frames to the host, once they are there.
+    fn send(&mut self, number: usize) -> Result<()> {
+        let worker = &self.session.worker;
+        let Some(group) = self.under_way.get_mut(number).filter(|g| !g.sent) else {
+            return Ok(());
+        };
+        let slot = &worker.slots[group.slot];
+        slot.worked.synchronize()?;
+        if group.count() > 0 {
+            let at = self.session.pinned_meta() + group.places().1 as usize;
+            // SAFETY: the copy that wrote it is done.
+            let total = unsafe { slot.pinned.slice(at, 8) };
+            let total = u64::from_le_bytes(total.try_into().unwrap_or_default());
+            // What does not fit was not written, and says so in its status.
+            let total = total.min(group.capacity) as usize;
+            let frames = self.session.frames(group.slot);
+            // SAFETY: the kernels are done with the frames; the slot's pinned memory is idle.
+            unsafe { worker.copy.copy_to_host(frames, &slot.pinned, 0, total) }?;
+        }
+        slot.copied.record(&worker.copy)?;
+        group.sent = true;
+        Ok(())
+    }
+
+    /// The next chunk of this device's tensors; `None` behind the last one.
+    pub(super) fn next(&mut self) -> Result<Option<DeviceFrame<'_>>> {
+        if self.under_way.front().is_some_and(|g| self.handed == g.jobs.len()) {
+            if let Some(done) = self.under_way.pop_front() {
+                self.free.push(done.slot);
+            }
+            self.handed = 0;
+        }
+        if self.handed == 0 {
+            self.launch()?;
+            // The group behind it is sent while this one is handed on.
+            self.send(0)?;
+            self.send(1)?;
+            if let Some(group) = self.under_way.front() {
+                self.session.worker.slots[group.slot].copied.synchronize()?;
+            }
+        }
+        let Some(group) = self.under_way.front() else { return Ok(None) };
+        let job = group.jobs[self.handed];
+        let (slot, results) = (group.slot, group.places().1 + TOTAL);
+        self.handed += 1;
+        match self.look(&job, slot, results)? {
+            Some((offset, len, encoded)) => {
+                // SAFETY: the copy that wrote it is done; the slot is free only after the next call.
+                let bytes = unsafe { self.session.worker.slots[slot].pinned.slice(offset, len) };
+                Ok(Some(DeviceFrame { tensor: job.tensor, chunk: job.chunk, encoded, bytes }))
+            }
+            None => self.encode_here(&job).map(Some),
+        }
+    }
+
+    /// Where a chunk's frame lies in its slot; `None`: there is none, and its values are in
+    /// `self.values`.
+    fn look(
+        &mut self,
+        job: &Job,
+        slot: usize,
+        results: u64,
+    ) -> Result<Option<(usize, usize, EncodedChunk)>> {
+        let worker = &self.session.worker;
+        let pinned = &worker.slots[slot].pinned;
+        if job.route.is_none() {
+            self.host.chunks.host.fetch_add(1, Ordering::Relaxed);
+            self.values.clear();
+            // SAFETY: the copy that wrote it is done.
+            self.values.extend_from_slice(unsafe { pinned.slice(job.at, job.bytes as usize) });
+            return Ok(None);
+        }
+        let size = size_of::<EncodeResult>();
+        let at = self.session.pinned_meta() + results as usize + job.at * size;
+        // SAFETY: as above.
+        let result: EncodeResult = bytemuck::pod_read_unaligned(unsafe { pinned.slice(at, size) });
+        if u32::from(result.status) != status::OK {
+            self.host.chunks.refused.fetch_add(1, Ordering::Relaxed);
+            return self.fetch(job).map(|()| None);
+        }
+        let end = result.offset.checked_add(result.len.into());
+        if end.is_none_or(|end| end > worker.sizes.frames) {
+            return Err(bad_answer(worker.device.ordinal()).into());
+        }
+        self.host.chunks.device.fetch_add(1, Ordering::Relaxed);
+        Ok(Some((result.offset as usize, result.len as usize, encoded(&result))))
+    }
+
+    /// Copies a chunk's values to the host: the kernels would not have it.
+    fn fetch(&mut self, job: &Job) -> Result<()> {
+        let worker = &self.session.worker;
+        let len = job.bytes as usize;
+        let pinned = s4_codec_gpu::Pinned::new(&worker.device, len)?;
+        // SAFETY: the caller's values, which stay; memory of our own, used after the copy is done.
+        unsafe {
+            worker.copy.copy_to_host(job.values, &pinned, 0, len)?;
+            worker.copy.synchronize()?;
+            self.values.clear();
+            self.values.extend_from_slice(pinned.slice(0, len));
+        }
+        Ok(())
+    }
+
+    /// Encodes a chunk whose values are in `self.values`.
+    fn encode_here(&mut self, job: &Job) -> Result<DeviceFrame<'_>> {
+        let (t, plan) = (&self.tensors[job.tensor], &self.plans[job.tensor]);
+        // A chunk of a plan without prediction depends on its own values only.
+        let view = TensorView { dtype: t.dtype, shape: t.shape, data: &self.values };
+        self.frame.clear();
+        let encoded =
+            self.host.cpu.encode_chunk(&view, plan, 0, &mut self.scratch, &mut self.frame);
+        let encoded = encoded.map_err(|e| e.in_chunk(job.chunk)).of(job.tensor)?;
+        Ok(DeviceFrame { tensor: job.tensor, chunk: job.chunk, encoded, bytes: &self.frame })
+    }
+}
+
+/// Gives each chunk of a group its place: in the batch, which is sorted by route, or behind the frames.
+fn place(group: &mut Group) {
+    let mut next = [0, group.routes[0], group.routes[0] + group.routes[1]];
+    let mut behind = group.capacity;
+    for job in &mut group.jobs {
+        match job.route {
+            Some(route) => {
+                job.at = next[route as usize] as usize;
+                next[route as usize] += 1;
+            }
+            None => {
+                job.at = behind as usize;
+                behind += job.bytes.next_multiple_of(ALIGN as u64);
+            }
+        }
+    }
+}
+
+fn encoded(r: &EncodeResult) -> EncodedChunk {
+    EncodedChunk {
+        len: r.len as usize,
+        plain: r.plain != 0,
+        crc_encoded: r.crc_encoded,
+        crc_raw: r.crc_raw,
+        shared: r.shared != 0,
+        streams: r.stream.map(|s| StreamEntry {
+            codec: CodecId(s.codec),
+            param: s.param,
+            len: s.len,
+        }),
+    }
+}
+
+fn bad_answer(device: u32) -> GpuError {
+    GpuError::Driver {
+        device,
+        action: "encode",
+        reason: "the kernels' answer names bytes outside their memory".into(),
+    }
+}

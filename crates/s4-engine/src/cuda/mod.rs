@@ -1,0 +1,330 @@
+//! The CUDA engine: tensors in device memory into the frames that the CPU engine writes, and back.
+//!
+//! A [`CudaEngine`] plans with the CPU's planner, on samples that it fetches; encodes in groups of
+//! chunks on a stream of low priority, while the frames of the group before are copied into pinned
+//! memory and those before that are handed to the caller; and decodes frames straight into device
+//! memory. It keeps within a budget of device memory and one of pinned memory.
+//!
+//! What the kernels lack (`zstd`, `token`) is copied to the host and done by the CPU engine: the same
+//! bytes. What is deliberately absent: plans with predictors, threads, where frames are kept.
+
+mod copies;
+mod decode;
+mod encode;
+mod error;
+mod fetch;
+pub(crate) mod nvcomp;
+mod route;
+mod tensor;
+mod worker;
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+pub use s4_codec_gpu::{Cuda, DeviceInfo, GpuError};
+use s4_format::{DType, PredictorId};
+use s4_planes::Simd;
+
+pub use copies::CodedTensor;
+pub use decode::{DecodeJob, Decoder, Piece};
+pub use encode::DeviceFrame;
+pub use error::{CudaError, Result};
+pub use tensor::{DeviceMemory, DeviceTensor};
+
+use crate::{CpuEngine, Preset, Scratch, TensorPlan, planner};
+use encode::Lane;
+use error::Of;
+use worker::{Session, Worker};
+
+/// How much memory the engine may take.
+#[derive(Debug, Clone, Copy)]
+pub struct CudaOptions {
+    /// Device memory for scratch, in bytes, on each device, while a call works.
+    pub scratch: u64,
+    /// Page-locked host memory, in bytes, for each device that was used, as long as the engine lives.
+    pub pinned: u64,
+    /// Vector instructions of what the CPU does.
+    pub simd: Simd,
+}
+
+impl Default for CudaOptions {
+    /// 256 MiB of device memory and 96 MiB of pinned memory.
+    fn default() -> Self {
+        Self { scratch: 256 << 20, pinned: 96 << 20, simd: Simd::detect() }
+    }
+}
+
+/// Who did how many chunks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Chunks {
+    /// By the kernels.
+    pub device: u64,
+    /// By the CPU, because the kernels lack something that the plan or the frame has.
+    pub host: u64,
+    /// By the CPU, because the kernels refused them: damaged frames.
+    pub refused: u64,
+}
+
+/// Counts chunks while an engine works.
+#[derive(Debug, Default)]
+struct Counters {
+    device: AtomicU64,
+    host: AtomicU64,
+    refused: AtomicU64,
+}
+
+/// What the CPU does for the devices.
+struct Host {
+    cpu: CpuEngine,
+    chunks: Counters,
+}
+
+/// Encodes and decodes on CUDA devices. Calls that use one device wait for each other.
+pub struct CudaEngine {
+    cuda: Cuda,
+    host: Host,
+    options: CudaOptions,
+    workers: Mutex<BTreeMap<u32, Arc<Mutex<Worker>>>>,
+}
+
+impl std::fmt::Debug for CudaEngine {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CudaEngine").field("options", &self.options).finish_non_exhaustive()
+    }
+}
+
+/// The workers of some devices, in ascending order: the order in which they are locked.
+struct Workers(Vec<(u32, Arc<Mutex<Worker>>)>);
+
+impl Workers {
+    fn lock(&self, ordinal: u32) -> Option<MutexGuard<'_, Worker>> {
+        let worker = &self.0.iter().find(|w| w.0 == ordinal)?.1;
+        // What a worker keeps is whole also where a call on it ended early.
+        Some(worker.lock().unwrap_or_else(|e| e.into_inner()))
+    }
+}
+
+impl CudaEngine {
+    /// An engine on the devices of `cuda`. Devices are opened when they are first used.
+    pub fn new(cuda: Cuda, options: CudaOptions) -> Self {
+        let host = Host { cpu: CpuEngine::new(options.simd), chunks: Counters::default() };
+        Self { cuda, host, options, workers: Mutex::default() }
+    }
+
+    /// The devices.
+    pub fn cuda(&self) -> &Cuda {
+        &self.cuda
+    }
+
+    /// Who did how many chunks, of all calls so far.
+    pub fn chunks(&self) -> Chunks {
+        let Counters { device, host, refused } = &self.host.chunks;
+        let read = |n: &AtomicU64| n.load(Ordering::Relaxed);
+        Chunks { device: read(device), host: read(host), refused: read(refused) }
+    }
+
+    /// The most device memory, in bytes, that the engine held at once on a device, as its driver
+    /// counts it; 0 for one that was not used.
+    ///
+    /// # Errors
+    /// `Gpu`.
+    pub fn scratch_high_water(&self, ordinal: u32) -> Result<u64> {
+        let workers = self.workers.lock().unwrap_or_else(|e| e.into_inner());
+        let Some(worker) = workers.get(&ordinal).map(Arc::clone) else { return Ok(0) };
+        drop(workers);
+        let worker = worker.lock().unwrap_or_else(|e| e.into_inner());
+        Ok(worker.pool.high_water()?)
+    }
+
+    /// Chooses a plan for each tensor: the one that the CPU engine chooses for the same values.
+    ///
+    /// # Errors
+    /// `Gpu`; errors of a codec.
+    pub fn plan(&self, preset: Preset, tensors: &[DeviceTensor<'_>]) -> Result<Vec<TensorPlan>> {
+        let mut scratch = Scratch::default();
+        let mut plans = Vec::with_capacity(tensors.len());
+        self.samples::<CudaError>(tensors, |batch| {
+            for &(tensor, sample) in batch {
+                let DeviceTensor { dtype, memory, .. } = tensors[tensor];
+                let plan = self.plan_sample(preset, dtype, memory.bytes(), sample, &mut scratch);
+                plans.push(plan.of(tensor)?);
+            }
+            Ok(())
+        })?;
+        Ok(plans)
+    }
+
+    /// Fetches what the planner looks at: for each tensor, in order, its number and its sample, in
+    /// batches that may be planned side by side with [`CudaEngine::plan_sample`].
+    ///
+    /// # Errors
+    /// `Gpu`; those of `sink`.
+    pub fn samples<E: From<CudaError>>(
+        &self,
+        tensors: &[DeviceTensor<'_>],
+        sink: impl FnMut(&[(usize, &[u8])]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let runs = tensors.iter().map(|t| {
+            let width = t.dtype.value_width() as u64;
+            let runs = planner::sampled_runs(t.memory.bytes() / width);
+            let part = |run: std::ops::Range<u64>| {
+                t.memory.part(run.start * width, (run.end - run.start) * width)
+            };
+            runs.map(part).collect::<Result<Vec<_>, GpuError>>()
+        });
+        let runs = runs.collect::<Result<Vec<_>, _>>().map_err(CudaError::from)?;
+        self.fetch(&runs, sink)
+    }
+
+    /// The plan for a tensor of `bytes` bytes whose sample was fetched.
+    ///
+    /// # Errors
+    /// Errors of a codec.
+    pub fn plan_sample(
+        &self,
+        preset: Preset,
+        dtype: DType,
+        bytes: u64,
+        sample: &[u8],
+        scratch: &mut Scratch,
+    ) -> s4_format::Result<TensorPlan> {
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+        self.host.cpu.plan_sample(preset, dtype, bytes, sample, scratch)
+    }
+
+    /// Copies values to the host: for each item, in order, its number and the bytes of its parts one
+    /// behind the other, in batches. An item has at most 2 MiB.
+    ///
+    /// # Errors
+    /// `Gpu`; those of `sink`.
+    pub fn fetch<E: From<CudaError>>(
+        &self,
+        items: &[Vec<DeviceMemory>],
+        sink: impl FnMut(&[(usize, &[u8])]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let workers = self.workers(items.iter().flatten().map(DeviceMemory::ordinal))?;
+        let mut sessions = vec![];
+        for (ordinal, _) in &workers.0 {
+            let own = items.iter().flatten().copied().filter(|m| m.ordinal() == *ordinal);
+            sessions.extend(self.session(&workers, *ordinal, own)?);
+        }
+        fetch::run(&sessions, items, sink)
+    }
+
+    /// Encodes tensors, of any devices, by their plans. `sink` gets every chunk, in order of tensors
+    /// and chunks; when it returns an error the work ends with that error.
+    ///
+    /// # Errors
+    /// `Gpu`: memory that is no device's, budgets, the driver. `Format`: a plan with a predictor,
+    /// values that do not fill the shape. Those of `sink`.
+    pub fn encode<E: From<CudaError>>(
+        &self,
+        tensors: &[DeviceTensor<'_>],
+        plans: &[TensorPlan],
+        mut sink: impl FnMut(DeviceFrame<'_>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        check(tensors, plans)?;
+        let workers = self.workers(tensors.iter().map(|t| t.memory.ordinal()))?;
+        let mut lanes = BTreeMap::new();
+        for (ordinal, _) in &workers.0 {
+            let own = tensors.iter().map(|t| t.memory).filter(|m| m.ordinal() == *ordinal);
+            if let Some(session) = self.session(&workers, *ordinal, own)? {
+                lanes.insert(*ordinal, Lane::new(session, &self.host, tensors, plans));
+            }
+        }
+        // All devices begin before the first chunk is waited for.
+        lanes.values_mut().try_for_each(Lane::launch)?;
+        for (tensor, plan) in tensors.iter().zip(plans) {
+            let values = tensor.memory.bytes() / tensor.dtype.value_width() as u64;
+            for _ in 0..s4_format::index::chunk_count(values, plan.chunk_log2) {
+                let Some(lane) = lanes.get_mut(&tensor.memory.ordinal()) else { continue };
+                if let Some(frame) = lane.next()? {
+                    sink(frame)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Decodes frames into device memory. `memory` is all that will be written, `work` pushes the
+    /// frames; when this returns, all of it is done and checked.
+    ///
+    /// # Errors
+    /// `Gpu`: memory that is no device's, budgets, the driver. `Format`: a chunk that is damaged or
+    /// not supported, by number of tensor and chunk; what was decoded is unspecified then. Those of
+    /// `work`.
+    pub fn decode<'a, E: From<CudaError>>(
+        &self,
+        memory: &[DeviceMemory],
+        work: impl FnOnce(&mut Decoder<'_, 'a>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let workers = self.workers(memory.iter().map(DeviceMemory::ordinal))?;
+        let mut sessions = vec![];
+        for (ordinal, _) in &workers.0 {
+            let own = memory.iter().copied().filter(|m| m.ordinal() == *ordinal);
+            sessions.extend(self.session(&workers, *ordinal, own)?);
+        }
+        let mut decoder = Decoder::new(sessions, &self.host);
+        work(&mut decoder)?;
+        Ok(decoder.finish()?)
+    }
+
+    /// Opens the devices that are not open yet.
+    fn workers(&self, ordinals: impl Iterator<Item = u32>) -> Result<Workers> {
+        let mut wanted: Vec<u32> = ordinals.collect();
+        wanted.sort_unstable();
+        wanted.dedup();
+        let mut workers = self.workers.lock().unwrap_or_else(|e| e.into_inner());
+        let mut out = vec![];
+        for ordinal in wanted {
+            let worker = match workers.get(&ordinal) {
+                Some(worker) => Arc::clone(worker),
+                None => {
+                    let device = self.cuda.device(ordinal)?;
+                    let worker = Worker::new(device, self.options.scratch, self.options.pinned)?;
+                    let worker = Arc::new(Mutex::new(worker));
+                    workers.insert(ordinal, Arc::clone(&worker));
+                    worker
+                }
+            };
+            out.push((ordinal, worker));
+        }
+        Ok(Workers(out))
+    }
+
+    fn session<'a>(
+        &self,
+        workers: &'a Workers,
+        ordinal: u32,
+        memory: impl Iterator<Item = DeviceMemory>,
+    ) -> Result<Option<Session<'a>>> {
+        let Some(worker) = workers.lock(ordinal) else { return Ok(None) };
+        Ok(Some(Session::new(worker, memory)?))
+    }
+}
+
+/// Checks what the caller says of tensors.
+fn check(tensors: &[DeviceTensor<'_>], plans: &[TensorPlan]) -> Result<()> {
+    if tensors.len() != plans.len() {
+        let (t, p) = (tensors.len(), plans.len());
+        return Err(GpuError::Argument(format!("{p} plans for {t} tensors")).into());
+    }
+    for (i, (t, plan)) in tensors.iter().zip(plans).enumerate() {
+        let elements = t.shape.iter().try_fold(t.dtype.size() as u64, |n, d| n.checked_mul(*d));
+        if elements != Some(t.memory.bytes()) {
+            let what = format!(
+                "{} bytes of device memory for shape {:?} of {}",
+                t.memory.bytes(),
+                t.shape,
+                t.dtype
+            );
+            return Err(s4_format::Error::limit(what)).of(i);
+        }
+        if plan.plan.predictor != PredictorId::NONE {
+            let what = format!("predictor `{}` in the CUDA engine", plan.plan.predictor);
+            return Err(s4_format::Error::unsupported(what)).of(i);
+        }
+    }
+    Ok(())
+}

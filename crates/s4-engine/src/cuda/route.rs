@@ -1,0 +1,143 @@
+//! Which kernels a chunk is for, and its descriptor.
+
+use s4_codec_cpu::rans::{Precision, Table};
+use s4_codec_gpu::abi::{self, Route, SharedTable, coding};
+use s4_format::layout::{MAX_PLANES, Planes};
+use s4_format::side::{Side, SideKind};
+use s4_format::{ChunkRecord, CodecId, LayoutId, PredictorId, ResidualId, Result, StreamEntry};
+
+use crate::TensorSpec;
+use crate::planner::{PlaneCoding, TensorPlan};
+use crate::tables::SharedTables;
+
+/// The kernels that encode `n` values of `width` bytes by a plan; `None`: the CPU does.
+pub(super) fn encode_route(plan: &TensorPlan, n: u64, width: usize) -> Option<Route> {
+    let direct = plan.plan.predictor == PredictorId::NONE && plan.plan.residual == ResidualId::ID;
+    let known = plan.planes.iter().all(|p| code(*p).is_some());
+    if !direct
+        || !known
+        || !has_layout(plan.plan.layout)
+        || n * width as u64 > abi::MAX_ENCODE_BYTES
+    {
+        return None;
+    }
+    let fused = Route::fused(width).filter(|&route| {
+        plan.plan.layout == LayoutId::FIELDS
+            && plan.planes.first() == Some(&PlaneCoding::Rans(Precision::P8))
+            && plan.planes[1..].iter().all(|p| *p == PlaneCoding::Raw)
+            && n <= abi::FUSED_VALUES[route as usize]
+    });
+    Some(fused.unwrap_or(Route::Composed))
+}
+
+fn has_layout(layout: LayoutId) -> bool {
+    matches!(layout, LayoutId::WHOLE | LayoutId::BYTES | LayoutId::FIELDS | LayoutId::FIELDS_SIGN)
+}
+
+fn code(plane: PlaneCoding) -> Option<u8> {
+    Some(match plane {
+        PlaneCoding::Raw => coding::RAW,
+        PlaneCoding::Bits => coding::BITS7,
+        PlaneCoding::Rans(Precision::P8) => coding::RANS8,
+        PlaneCoding::Rans(Precision::P12) => coding::RANS12,
+        PlaneCoding::Zstd | PlaneCoding::Gdeflate | PlaneCoding::NvcompAns => return None,
+    })
+}
+
+/// The coding of each plane, as the kernels number them.
+pub(super) fn codings(plan: &TensorPlan) -> [u8; MAX_PLANES] {
+    let mut out = [coding::RAW; MAX_PLANES];
+    for (to, plane) in out.iter_mut().zip(&plan.planes) {
+        *to = code(*plane).unwrap_or(coding::RAW);
+    }
+    out
+}
+
+/// The tables of each plane, if any has one: for an encoder from the plan.
+pub(super) fn plan_tables(plan: &TensorPlan) -> Option<[SharedTable; MAX_PLANES]> {
+    let tables = |i: usize| plan.shared.get(i).and_then(Option::as_ref);
+    (0..MAX_PLANES).any(|i| tables(i).is_some()).then(|| set(tables))
+}
+
+/// The tables of each plane, if any has one: for a decoder from the tensor's side data. A plane
+/// whose tables are several, or none at all, has none here: its streams are the CPU's.
+///
+/// # Errors
+/// `Corrupt` if the section is none.
+pub(super) fn side_tables(side: &Side) -> Result<Option<[SharedTable; MAX_PLANES]>> {
+    let bytes = SharedTables::parse(side.get(SideKind::TABLES))?;
+    let parse = |i: usize| {
+        // Which precision it is stands in the streams; a table is of one only.
+        [Precision::P8, Precision::P12].into_iter().find_map(|precision| {
+            let (table, len) = Table::parse(precision, bytes.plane(i)).ok()?;
+            (len == bytes.plane(i).len()).then_some(table)
+        })
+    };
+    let tables: Vec<Option<Table>> = (0..MAX_PLANES).map(parse).collect();
+    Ok(tables.iter().any(Option::is_some).then(|| set(|i| tables[i].as_ref())))
+}
+
+fn set<'a>(table: impl Fn(usize) -> Option<&'a Table>) -> [SharedTable; MAX_PLANES] {
+    std::array::from_fn(|i| table(i).map_or_else(bytemuck::Zeroable::zeroed, SharedTable::from))
+}
+
+/// The kernels for a frame, and its descriptor without addresses; `None`: the CPU decodes it, or
+/// says what is wrong with it.
+pub(super) fn decode_route(
+    spec: &TensorSpec<'_>,
+    record: &ChunkRecord,
+    frame: &[u8],
+    bytes: u64,
+) -> Option<(Route, abi::DecodeChunk)> {
+    let (plan, width) = (spec.plan, spec.dtype.value_width());
+    let n = bytes / width as u64;
+    let direct = plan.predictor == PredictorId::NONE && plan.residual == ResidualId::ID;
+    let fits = bytes <= abi::MAX_DECODE_BYTES && n > 0 && frame.len() == record.len as usize;
+    if !direct || !fits {
+        return None;
+    }
+    let mut chunk: abi::DecodeChunk = bytemuck::Zeroable::zeroed();
+    chunk.frame_len = record.len;
+    // At most 2^21.
+    chunk.n = u32::try_from(n).ok()?;
+    chunk.width = u8::try_from(width).ok()?;
+    chunk.layout = plan.layout.0;
+    chunk.residual = plan.residual.0;
+    (chunk.crc_encoded, chunk.crc_raw) = (record.crc_encoded, record.crc_raw);
+    if record.plain {
+        chunk.plain = 1;
+        // The values' checksum stands there twice.
+        let sound = frame.len() as u64 == bytes && record.crc_encoded == record.crc_raw;
+        return sound.then_some((Route::Composed, chunk));
+    }
+    if !has_layout(plan.layout) {
+        return None;
+    }
+    let planes = Planes::new(plan.layout, width, 0).ok()?.sizes().len();
+    let streams = StreamEntry::parse_chunk(frame, planes).ok()?;
+    chunk.planes = u8::try_from(planes).ok()?;
+    let mut at = StreamEntry::header_len(planes);
+    for (to, (entry, stream)) in chunk.streams.iter_mut().zip(streams.items()) {
+        let open = [CodecId::RAW, CodecId::CONST, CodecId::BITS, CodecId::RANS];
+        if !open.contains(&entry.codec) {
+            return None;
+        }
+        at = at.next_multiple_of(s4_format::limits::ALIGN);
+        *to = abi::DecodeStream {
+            offset: u32::try_from(at).ok()?,
+            len: entry.len,
+            codec: entry.codec.0,
+            param: entry.param,
+            reserved: 0,
+        };
+        at += stream.len();
+    }
+    let fused = Route::fused(width).filter(|_| {
+        let (first, rest) = (&chunk.streams[0], &chunk.streams[1..planes]);
+        plan.layout == LayoutId::FIELDS
+            && (first.codec, first.param) == (CodecId::RANS.0, 8)
+            && rest.iter().all(|s| (s.codec, s.param) == (CodecId::RAW.0, 0))
+            && n <= abi::FUSED_DECODE_VALUES
+    });
+    Some((fused.unwrap_or(Route::Composed), chunk))
+}

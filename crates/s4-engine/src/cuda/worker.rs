@@ -1,0 +1,188 @@
+//! What the engine holds of one device, and how it cuts the memory that it is allowed.
+
+use std::sync::{Arc, MutexGuard};
+
+use s4_codec_gpu::{Device, DeviceBuffer, Event, GpuError, Pinned, Pool, Result, Stream};
+use s4_format::limits::MAX_CHUNK_BYTES;
+
+use super::tensor::DeviceMemory;
+
+/// Groups of chunks under way at once: one is encoded, one copied, one handed on.
+pub(super) const SLOTS: usize = 3;
+/// The most bytes of values that one group has: more would only take longer to begin.
+const MOST: u64 = 32 << 20;
+/// Shares of the device budget: one for each slot's frames, the others for the kernels' scratch.
+const SHARES: u64 = SLOTS as u64 + 6;
+/// Memory pools take device memory in pieces of this size: budgets are kept in whole ones.
+const PIECE: u64 = 32 << 20;
+/// A slot holds at least the largest frame.
+const LEAST: u64 = (MAX_CHUNK_BYTES as u64).next_multiple_of(64 << 10);
+
+/// How memory is cut; in bytes, all multiples of 256.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Sizes {
+    /// Frames of a slot, on the device and in pinned memory.
+    pub(super) frames: u64,
+    /// Descriptors and results of a slot, on both sides.
+    pub(super) meta: u64,
+    /// The kernels' scratch, which the slots share: their kernels run one after the other.
+    pub(super) scratch: u64,
+}
+
+impl Sizes {
+    /// Cuts `device` bytes of device memory and `pinned` bytes of pinned memory.
+    pub(super) fn cut(device: u64, pinned: u64) -> Result<Self> {
+        let least = (SHARES * (LEAST + LEAST / 16)).next_multiple_of(PIECE);
+        if device < least {
+            let what = "scratch memory on the device";
+            return Err(GpuError::Budget { what, needed: least, budget: device });
+        }
+        let device = device / PIECE * PIECE;
+        let least = SLOTS as u64 * (LEAST + LEAST / 16);
+        if pinned < least {
+            let what = "page-locked host memory";
+            return Err(GpuError::Budget { what, needed: least, budget: pinned });
+        }
+        let share = (device / SHARES).min(pinned / SLOTS as u64).min(MOST + MOST / 16);
+        let meta = (share / 17).min(1 << 20) & !255;
+        let frames = (share - meta).min(MOST) & !255;
+        let scratch = (device - SLOTS as u64 * (frames + meta)) & !255;
+        // Kernels get no faster with more than this.
+        Ok(Self { frames, meta, scratch: scratch.min(6 * frames) })
+    }
+
+    fn device(&self) -> u64 {
+        SLOTS as u64 * (self.frames + self.meta) + self.scratch
+    }
+}
+
+/// One place of the ring.
+pub(super) struct Slot {
+    /// Frames, and behind them descriptors and results.
+    pub(super) pinned: Pinned,
+    /// The kernels are done, and what they say has arrived.
+    pub(super) worked: Event,
+    /// The copies are done.
+    pub(super) copied: Event,
+}
+
+/// A device with the streams and the pinned ring that the engine keeps.
+pub(super) struct Worker {
+    pub(super) device: Arc<Device>,
+    pub(super) compute: Arc<Stream>,
+    pub(super) copy: Arc<Stream>,
+    pub(super) pool: Arc<Pool>,
+    pub(super) sizes: Sizes,
+    pub(super) slots: Vec<Slot>,
+}
+
+impl Worker {
+    pub(super) fn new(device: Arc<Device>, scratch: u64, pinned: u64) -> Result<Self> {
+        let sizes = Sizes::cut(scratch, pinned)?;
+        let bytes = usize::try_from(sizes.frames + sizes.meta).unwrap_or(usize::MAX);
+        let slot = |_| {
+            Ok(Slot {
+                pinned: Pinned::new(&device, bytes)?,
+                worked: Event::new(&device)?,
+                copied: Event::new(&device)?,
+            })
+        };
+        Ok(Self {
+            slots: (0..SLOTS).map(slot).collect::<Result<_>>()?,
+            compute: Arc::new(Stream::new(&device)?),
+            copy: Arc::new(Stream::new(&device)?),
+            pool: Pool::new(&device, scratch)?,
+            sizes,
+            device,
+        })
+    }
+}
+
+/// A worker at work: it has its device memory, and gives it back when dropped.
+pub(super) struct Session<'a> {
+    pub(super) worker: MutexGuard<'a, Worker>,
+    arena: Option<DeviceBuffer>,
+    start: u64,
+}
+
+impl<'a> Session<'a> {
+    /// Takes the device memory, and lets all work wait for the streams of `memory`, which must all
+    /// be this device's.
+    pub(super) fn new(
+        worker: MutexGuard<'a, Worker>,
+        memory: impl Iterator<Item = DeviceMemory>,
+    ) -> Result<Self> {
+        let bytes = worker.sizes.device();
+        let arena = worker.pool.alloc(&worker.compute, bytes, "scratch memory on the device")?;
+        let session = Self { start: arena.address(), arena: Some(arena), worker };
+        let Worker { device, compute, copy, .. } = &*session.worker;
+        let mut seen = vec![];
+        for m in memory {
+            device.check_pointer(m.address(), m.bytes())?;
+            if !seen.contains(&m.stream()) {
+                seen.push(m.stream());
+                // SAFETY: `DeviceMemory` names streams of its device's primary context.
+                let theirs = unsafe { Stream::borrow(device, m.stream()) };
+                compute.wait_for(&theirs)?;
+                copy.wait_for(&theirs)?;
+            }
+        }
+        // The arena was allocated in the order of `compute`.
+        copy.wait_for(compute)?;
+        Ok(session)
+    }
+
+    /// Address of a slot's frames.
+    pub(super) fn frames(&self, slot: usize) -> u64 {
+        let Sizes { frames, meta, .. } = self.worker.sizes;
+        self.start + slot as u64 * (frames + meta)
+    }
+
+    /// Address of a slot's descriptors and results.
+    pub(super) fn meta(&self, slot: usize) -> u64 {
+        self.frames(slot) + self.worker.sizes.frames
+    }
+
+    /// Address of the kernels' scratch.
+    pub(super) fn scratch(&self) -> u64 {
+        self.frames(SLOTS)
+    }
+
+    /// Where a slot's descriptors and results start in its pinned memory.
+    pub(super) fn pinned_meta(&self) -> usize {
+        // A part of what was allocated.
+        self.worker.sizes.frames as usize
+    }
+}
+
+impl Drop for Session<'_> {
+    fn drop(&mut self) {
+        let Worker { compute, copy, pool, .. } = &*self.worker;
+        // Nothing may be under way on memory that goes away. An error was reported before, or is of
+        // a device that is gone.
+        let _ = compute.synchronize().and(copy.synchronize());
+        self.arena = None;
+        let _ = compute.synchronize().and(pool.trim());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_cut_within_both_budgets() {
+        for device in [32 << 20, 100 << 20, 256 << 20, 4 << 30, u64::MAX] {
+            for pinned in [7 << 20, 96 << 20, 1 << 30, u64::MAX] {
+                let s = Sizes::cut(device, pinned).unwrap();
+                assert!(s.device().next_multiple_of(PIECE) <= device, "{device} {s:?}");
+                assert!(SLOTS as u64 * (s.frames + s.meta) <= pinned, "{pinned} {s:?}");
+                assert!(s.frames >= MAX_CHUNK_BYTES as u64 && s.scratch >= 3 * s.frames, "{s:?}");
+                assert!(s.frames <= MOST && s.meta >= s.frames / 32);
+            }
+        }
+        let small = Sizes::cut(8 << 20, 96 << 20).unwrap_err();
+        assert!(matches!(small, GpuError::Budget { budget: 8_388_608, .. }), "{small}");
+        assert!(matches!(Sizes::cut(256 << 20, 1 << 20), Err(GpuError::Budget { .. })));
+    }
+}

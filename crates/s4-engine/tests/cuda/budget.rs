@@ -1,0 +1,152 @@
+//! Memory: budgets kept, nothing left behind, and arguments that are refused.
+
+use s4_engine::cuda::{CudaError, CudaOptions, DeviceMemory, GpuError};
+use s4_format::DType;
+use s4_planes::patterns::{self, Kind};
+
+use crate::support::{Gpu, Host, decode, gpu, is_budget, on_cpu, on_gpu};
+
+/// A tensor of many chunks, and small ones.
+fn hosts(gpu: &Gpu) -> Vec<Host> {
+    let n = if gpu.is_slow() { 150_000 } else { 40_000_000 };
+    let of = |dtype, kind, n| {
+        let data = patterns::all(kind, n).find(|p| p.0 == "like-weights").unwrap().1;
+        Host::new(format!("{dtype} {n}"), dtype, data)
+    };
+    let mut out = vec![of(DType::BFloat16, Kind::BF16, n), of(DType::Float64, Kind::F64, n / 8)];
+    out.extend((0..300).map(|i| of(DType::Float32, Kind::F32, 1 + i % 7)));
+    out
+}
+
+#[test]
+fn scratch_stays_within_its_budget_and_nothing_is_left() {
+    let Some(gpu) = gpu() else { return };
+    let hosts = hosts(&gpu);
+    let uploads: Vec<_> = hosts.iter().map(|h| gpu.upload(&h.data, 0)).collect();
+    let cpu: Vec<_> = hosts.iter().map(|h| on_cpu(h, None)).collect();
+    // Once, so that what the driver itself keeps of kernels is there.
+    on_gpu(&gpu.engine(CudaOptions::default()), &hosts, &uploads, None).unwrap();
+    let free = || {
+        // The test's own pool keeps what it once had.
+        gpu.stream.synchronize().unwrap();
+        gpu.pool.trim().unwrap();
+        gpu.device.memory().unwrap().0
+    };
+    let before = free();
+    for scratch in [32 << 20, 100 << 20, 256 << 20] {
+        for pinned in [7 << 20, 96 << 20] {
+            let engine = gpu.engine(CudaOptions { scratch, pinned, ..CudaOptions::default() });
+            let encoded = on_gpu(&engine, &hosts, &uploads, None).unwrap();
+            for (e, cpu) in encoded.iter().zip(&cpu) {
+                assert!(e.chunks.iter().zip(&cpu.chunks).all(|(a, b)| a.1 == b.1));
+            }
+            let peak = engine.scratch_high_water(0).unwrap();
+            println!("budget {scratch}, pinned {pinned}: at most {peak} bytes of device memory");
+            if !gpu.is_slow() {
+                assert!((1..=scratch).contains(&peak), "{peak} of {scratch}");
+            }
+            // Between calls, too, the engine keeps no device memory.
+            assert_eq!(free(), before, "after encoding");
+            if scratch == 32 << 20 {
+                for (host, back) in
+                    hosts.iter().zip(decode(&gpu, &engine, &hosts, &encoded).unwrap())
+                {
+                    assert!(back == host.data, "{}", host.name);
+                }
+            }
+            drop(engine);
+        }
+    }
+    assert_eq!(free(), before, "device memory is left allocated");
+}
+
+#[test]
+fn budgets_too_small_for_a_chunk_are_refused_by_name() {
+    let Some(gpu) = gpu() else { return };
+    let host = Host::new("x", DType::Float32, vec![1; 40_000]);
+    let uploads = [gpu.upload(&host.data, 0)];
+    let hosts = [host];
+    for options in [
+        CudaOptions { scratch: 8 << 20, ..CudaOptions::default() },
+        CudaOptions { pinned: 1 << 20, ..CudaOptions::default() },
+    ] {
+        let e = on_gpu(&gpu.engine(options), &hosts, &uploads, None).err().expect("refused");
+        assert!(is_budget(&e), "{e}");
+    }
+}
+
+#[test]
+fn an_error_of_the_sink_ends_the_work_and_the_engine_goes_on() {
+    let Some(gpu) = gpu() else { return };
+    let n = if gpu.is_slow() { 300_000 } else { 20_000_000 };
+    let data = patterns::all(Kind::BF16, n).find(|p| p.0 == "like-weights").unwrap().1;
+    let host = Host::new("x", DType::BFloat16, data);
+    let upload = gpu.upload(&host.data, 0);
+    let engine = gpu.engine(CudaOptions { scratch: 32 << 20, ..CudaOptions::default() });
+    let tensors = [host.on(&upload)];
+    let plans = engine.plan(s4_engine::Preset::Fast, &tensors).unwrap();
+    let mut seen = 0;
+    let stopped = engine.encode::<CudaError>(&tensors, &plans, |_| {
+        seen += 1;
+        match seen {
+            2 => Err(GpuError::Argument("enough".into()).into()),
+            _ => Ok(()),
+        }
+    });
+    assert_eq!(stopped, Err(GpuError::Argument("enough".into()).into()));
+    assert_eq!(seen, 2);
+    let again = on_gpu(&engine, &[host], &[upload], None).unwrap();
+    assert!(again[0].chunks.len() > 2);
+}
+
+#[test]
+fn memory_that_is_not_the_devices_is_refused() {
+    let Some(gpu) = gpu() else { return };
+    let engine = gpu.engine(CudaOptions::default());
+    let host = Host::new("x", DType::Float32, vec![7; 4096]);
+    let upload = gpu.upload(&host.data, 0);
+    let on_host = host.data.as_ptr() as u64;
+    for (address, bytes) in [(on_host, 4096), (upload.address, 1 << 40), (8, 4096)] {
+        // SAFETY: it is not device memory, as the engine must find before it uses it.
+        let memory = unsafe { DeviceMemory::new(0, address, bytes, 0) };
+        let refused = engine.fetch::<CudaError>(&[vec![memory]], |_| Ok(()));
+        assert!(matches!(refused, Err(CudaError::Gpu(_))), "{refused:?}");
+    }
+    // SAFETY: never used: there is no such device.
+    let memory = unsafe { DeviceMemory::new(999, upload.address, 16, 0) };
+    let refused = engine.fetch::<CudaError>(&[vec![memory]], |_| Ok(()));
+    assert!(matches!(refused, Err(CudaError::Gpu(GpuError::Argument(_)))), "{refused:?}");
+    let plan = on_cpu(&host, None).plan;
+    let short = s4_engine::cuda::DeviceTensor { shape: &[3], ..host.on(&upload) };
+    let refused = engine.encode::<CudaError>(&[short], &[plan], |_| Ok(()));
+    assert!(matches!(refused, Err(CudaError::Format { tensor: 0, .. })), "{refused:?}");
+}
+
+#[test]
+fn small_tensors_are_fetched_in_batches_and_in_order() {
+    let Some(gpu) = gpu() else { return };
+    let engine = gpu.engine(CudaOptions { scratch: 32 << 20, ..CudaOptions::default() });
+    let bytes = |i: usize| (0..i * 37 % 5000).map(|j| (i * 31 + j) as u8).collect::<Vec<_>>();
+    let all: Vec<_> = (0..3000).map(bytes).collect();
+    let upload = gpu.upload(&all.concat(), 1);
+    let mut first = 0;
+    let item = |bytes: &Vec<u8>| {
+        let part = upload.memory().part(first, bytes.len() as u64).unwrap();
+        first += bytes.len() as u64;
+        let half = part.bytes() / 2;
+        vec![part.part(0, half).unwrap(), part.part(half, part.bytes() - half).unwrap()]
+    };
+    let items: Vec<_> = all.iter().map(item).collect();
+    let mut next = 0;
+    engine
+        .fetch::<CudaError>(&items, |batch| {
+            for (number, bytes) in batch {
+                assert_eq!(*number, next);
+                assert!(*bytes == all[next], "item {next}");
+                next += 1;
+            }
+            Ok(())
+        })
+        .unwrap();
+    assert_eq!(next, all.len());
+}

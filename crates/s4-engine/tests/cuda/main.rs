@@ -1,0 +1,12 @@
+//! The CUDA engine beside the CPU engine: the same plans, the same frames, the same values.
+//!
+//! Without a device these tests say so and pass, and then run on a driver that emulates one
+//! (`emulated/driver.cpp`); with `S4_REQUIRE_GPU=1` they fail.
+
+#![expect(clippy::unwrap_used, reason = "tests, and what they share")]
+
+mod budget;
+mod emulated;
+mod hostile;
+mod roundtrip;
+mod support;
