@@ -128,7 +128,7 @@ fn a_step_is_restored_bit_by_bit() {
         }
     }
     let text = said(&["restore", &url, "1", &path("a.pt")], 4);
-    assert!(text.contains("decompress"), "{text}");
+    assert!(text.contains("Python wheel"), "{text}");
     assert!(!dir.path().join("a.pt").exists());
 }
 
@@ -247,5 +247,42 @@ fn the_picture_shows_every_step() {
     assert!(picture.starts_with("<svg") && picture.ends_with("</svg>\n"));
     for step in 0..5 {
         assert!(picture.contains(&format!("<title>step {step}:")), "{step}");
+    }
+}
+
+/// On every server that `cargo xtask test` started: `S4_TEST_S3` is `name=endpoint,...`.
+#[test]
+fn options_and_environment_reach_a_bucket() {
+    let Ok(servers) = std::env::var("S4_TEST_S3") else { return };
+    for server in servers.split(',').filter(|s| !s.is_empty()) {
+        let (_, endpoint) = server.split_once('=').unwrap();
+        let url = format!("s3://s4test/cli-{}", std::process::id());
+        let endpoint = format!("endpoint_url={endpoint}");
+        let options =
+            ["-o", &endpoint, "-o", "key=test", "-o", "secret=hush", "-o", "region=us-east-1"];
+        let with = |verb: &[&str], code| said(&[verb, &options[..]].concat(), code);
+        assert!(with(&["ls", &url], 3).contains("`s4w store init"));
+        assert!(with(&["init", &url], 0).contains("store created"));
+        let storage: s4weights::store::StorageOptions = options
+            .iter()
+            .filter_map(|o| o.split_once('='))
+            .map(|(k, v)| (k.to_owned(), v.to_owned()))
+            .collect();
+        let store = CheckpointStore::open(&url, &storage, StoreOptions::default()).unwrap();
+        (0..3).for_each(|step| save(&store, step));
+        assert!(with(&["ls", &url], 0).contains("3 checkpoints (1 base, 2 deltas)"));
+        with(&["verify", &url, "--read-data"], 0);
+        // The same from the environment.
+        let out = Command::new(env!("CARGO_BIN_EXE_s4w"))
+            .args(["store", "show", &url, "latest"])
+            .env("AWS_ENDPOINT_URL", endpoint.trim_start_matches("endpoint_url="))
+            .env("AWS_ACCESS_KEY_ID", "test")
+            .env("AWS_SECRET_ACCESS_KEY", "hush")
+            .env("AWS_REGION", "us-east-1")
+            .output()
+            .unwrap();
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+        let text = with(&["show", &url, "9"], 3);
+        assert!(text.contains("the nearest is 2") && !text.contains("hush"), "{text}");
     }
 }

@@ -33,7 +33,6 @@
 //! stores keep and bill when a client dies; locks and leases, which a paused process outlives;
 //! decisions by the clock of a client.
 #![forbid(unsafe_code)]
-#![forbid(unsafe_code)]
 
 mod attempt;
 mod check;

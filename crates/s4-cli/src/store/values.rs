@@ -47,8 +47,8 @@ pub(crate) fn restore(
     let ending = output.rsplit('.').next().unwrap_or_default();
     if !["s4w", "safetensors"].contains(&ending) {
         return Err(Failure::Unsupported(format!(
-            "{output}: a checkpoint is restored to a .s4w or .safetensors file; `s4w decompress` of \
-             the Python wheel makes a .pt file of a .s4w file"
+            "{output}: a checkpoint is restored to a .s4w or .safetensors file, and by the Python \
+             wheel's `s4w` to a .pt file: `pip install s4weights torch`"
         )));
     }
     let bar = Bar::new(common.quiet);
