@@ -1,5 +1,6 @@
 //! The native module of the Python package `s4weights`: a [`Writer`], a [`Reader`] and a
-//! [`TensorCodec`] over host memory whose addresses Python passes, and the command line.
+//! [`TensorCodec`] over memory of the host and of CUDA devices, whose addresses Python passes, and the
+//! command line.
 //!
 //! All native work runs detached from the interpreter, on threads that end with the call, so that
 //! other Python threads go on and a process may fork between calls.
@@ -7,6 +8,7 @@
 //! What is deliberately absent: Python objects and PyTorch, which the package's Python part knows.
 
 mod codec;
+mod device;
 mod errors;
 mod reader;
 mod sink;
@@ -16,6 +18,7 @@ mod writer;
 use pyo3::prelude::*;
 
 use codec::{Compressed, TensorCodec};
+use device::CudaEngine;
 use reader::Reader;
 use writer::Writer;
 
@@ -54,6 +57,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(command_line, m)?)?;
     m.add_class::<TensorCodec>()?;
     m.add_class::<Compressed>()?;
+    m.add_class::<CudaEngine>()?;
     m.add_class::<Writer>()?;
     m.add_class::<Reader>()
 }

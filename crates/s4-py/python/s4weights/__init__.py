@@ -7,7 +7,8 @@
     s4weights.save({"model": model.state_dict(), "step": step}, "step100.s4w")
     checkpoint = s4weights.load("step100.s4w", map_location="cuda")
 
-`verify` checks a file without PyTorch, and `inspect` tells what is in it.
+Tensors on CUDA devices are encoded and decoded where they are. `load_into` fills tensors that are
+there already. `verify` checks a file without PyTorch, and `inspect` tells what is in it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ._core import __version__
 from ._errors import (
     CorruptDataError,
     LimitError,
+    MismatchError,
     NotFoundError,
     S4Error,
     StorageError,
@@ -25,11 +27,13 @@ from ._errors import (
     UnsupportedFormatError,
 )
 from ._load import inspect, load, verify
+from ._load_into import load_into
 from ._save import save
 
 __all__ = [
     "CorruptDataError",
     "LimitError",
+    "MismatchError",
     "NotFoundError",
     "S4Error",
     "StorageError",
@@ -38,6 +42,7 @@ __all__ = [
     "__version__",
     "inspect",
     "load",
+    "load_into",
     "save",
     "verify",
 ]

@@ -7,6 +7,7 @@ import pickle
 __all__ = [
     "CorruptDataError",
     "LimitError",
+    "MismatchError",
     "NotFoundError",
     "S4Error",
     "StorageError",
@@ -33,6 +34,10 @@ class UnsupportedFormatError(S4Error):
 
 class LimitError(S4Error):
     """A limit of the format or of the caller would be exceeded."""
+
+
+class MismatchError(S4Error, ValueError):
+    """The tensors to be filled are not those of the file: names, dtypes or shapes differ."""
 
 
 class StorageError(S4Error, OSError):
