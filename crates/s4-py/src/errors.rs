@@ -3,8 +3,9 @@
 use std::error::Error as StdError;
 use std::io;
 
-use pyo3::exceptions::{PyKeyError, PyKeyboardInterrupt, PyRuntimeError, PyValueError};
+use pyo3::exceptions::{PyKeyError, PyKeyboardInterrupt, PyValueError};
 use pyo3::prelude::*;
+use s4weights::cuda::GpuError;
 use s4weights::store::StoreError;
 use s4weights::{Error, ParentProblem, format};
 
@@ -34,8 +35,14 @@ pub(crate) fn to_python(py: Python<'_>, error: Error) -> PyErr {
             }
             _ => raise(py, "CorruptDataError", (error.to_string(),)),
         },
-        Error::Device { .. } => PyRuntimeError::new_err(error.to_string()),
         Error::Checkpoint { .. } | Error::Store { .. } => store_error(py, error),
+        Error::Device { ref source, .. } => {
+            let class = match source {
+                GpuError::OutOfMemory { .. } | GpuError::Budget { .. } => "LimitError",
+                _ => "S4Error",
+            };
+            raise(py, class, (error.to_string(),))
+        }
         Error::Argument(what) => PyValueError::new_err(what),
         Error::Cancelled => PyKeyboardInterrupt::new_err("cancelled"),
         Error::Io { target, action, source } => io_error(py, target, action, source),

@@ -1,5 +1,6 @@
 //! The native module of the Python package `s4weights`: a [`Writer`], a [`Reader`] and a
-//! [`TensorCodec`] over host memory whose addresses Python passes, and the command line.
+//! [`TensorCodec`] over memory of the host and of CUDA devices, whose addresses Python passes, and the
+//! command line.
 //!
 //! All native work runs detached from the interpreter, on threads that end with the call, so that
 //! other Python threads go on and a process may fork between calls.
@@ -8,6 +9,7 @@
 
 mod codec;
 mod copy;
+mod device;
 mod errors;
 mod reader;
 mod sink;
@@ -19,6 +21,7 @@ use pyo3::prelude::*;
 
 use codec::{Compressed, TensorCodec};
 use copy::copy_memory;
+use device::CudaEngine;
 use reader::Reader;
 use store::Store;
 use writer::Writer;
@@ -60,6 +63,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<TensorCodec>()?;
     m.add_class::<Compressed>()?;
     m.add_class::<Store>()?;
+    m.add_class::<CudaEngine>()?;
     m.add_class::<Writer>()?;
     m.add_class::<Reader>()
 }

@@ -12,6 +12,7 @@ use pyo3::types::{PyBytes, PyTuple};
 use s4weights::format::manifest::Form;
 use s4weights::{ReadOptions, Source};
 
+use crate::device::{self, CudaEngine, DeviceRequest};
 use crate::watch::{progress, watched};
 
 /// Number, address, bytes.
@@ -90,6 +91,19 @@ impl Reader {
         // storages that it has just made, keeps alive during the call and shows to no one else.
         let mut buffers = unsafe { buffers(&requests)? };
         watched(py, progress, move || self.inner.read_into(&mut buffers))
+    }
+
+    /// As `read_into`, into memory of CUDA devices.
+    fn read_into_device(
+        &self,
+        py: Python<'_>,
+        engine: Py<CudaEngine>,
+        requests: Vec<DeviceRequest>,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<()> {
+        let requests = device::requests(&requests)?;
+        let engine = engine.get();
+        watched(py, progress, || self.inner.read_into_device(&engine.0, &requests))
     }
 
     /// What the file says of itself, as JSON.

@@ -9,6 +9,7 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use s4weights::{DType, Preset, Target, TensorSource, WriteOptions};
 
+use crate::device::{self, CudaEngine, PlacedTensor};
 use crate::sink::PySink;
 use crate::store::contents;
 use crate::watch::{progress, watched};
@@ -64,6 +65,23 @@ impl Writer {
         Ok(())
     }
 
+    /// As `write`, for tensors of the host and of CUDA devices.
+    fn write_placed(
+        &self,
+        py: Python<'_>,
+        engine: Py<CudaEngine>,
+        tensors: Vec<PlacedTensor>,
+        groups: Vec<u8>,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<()> {
+        let sources = tensors.iter().map(device::placed).collect::<PyResult<Vec<_>>>()?;
+        let (engine, mut writer) = (engine.get(), self.take()?);
+        let work = move || writer.write_placed(&engine.0, &sources, &groups).map(|()| writer);
+        let writer = watched(py, progress, work)?;
+        self.lock().replace(writer);
+        Ok(())
+    }
+
     /// Makes the file visible. Returns the report as JSON.
     fn finish(
         &self,
@@ -101,9 +119,14 @@ impl Writer {
 pub(crate) fn source(tensor: &Tensor) -> PyResult<TensorSource<'_>> {
     let (name, dtype, shape, address, nbytes) = tensor;
     let dtype: DType = dtype.parse().map_err(to_value_error)?;
-    let data = match (*nbytes, *address) {
-        (0, _) => &[],
-        (_, 0) => return Err(PyValueError::new_err(format!("tensor `{name}` has no address"))),
+    Ok(TensorSource { name, dtype, shape, data: values(name, *address, *nbytes)? })
+}
+
+/// A tensor's values in host memory.
+pub(crate) fn values<'a>(name: &str, address: usize, nbytes: usize) -> PyResult<&'a [u8]> {
+    match (nbytes, address) {
+        (0, _) => Ok(&[]),
+        (_, 0) => Err(PyValueError::new_err(format!("tensor `{name}` has no address"))),
         (nbytes, address) => {
             let start: *const u8 = std::ptr::with_exposed_provenance(address);
             // SAFETY:
@@ -112,10 +135,9 @@ pub(crate) fn source(tensor: &Tensor) -> PyResult<TensorSource<'_>> {
             // - `u8` has no alignment and no invalid values.
             // - Whoever changes the values meanwhile from another thread saves some mixture of
             //   both, as with any save.
-            unsafe { std::slice::from_raw_parts(start, nbytes) }
+            Ok(unsafe { std::slice::from_raw_parts(start, nbytes) })
         }
-    };
-    Ok(TensorSource { name, dtype, shape, data })
+    }
 }
 
 pub(crate) fn to_value_error(error: impl std::fmt::Display) -> PyErr {

@@ -14,7 +14,8 @@
         ...
         checkpoint = store.load_checkpoint()
 
-`verify` checks a file without PyTorch, and `inspect` tells what is in it.
+Tensors on CUDA devices are encoded and decoded where they are. `load_into` fills tensors that are
+there already. `verify` checks a file without PyTorch, and `inspect` tells what is in it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ._errors import (
     ConflictError,
     CorruptDataError,
     LimitError,
+    MismatchError,
     NotFoundError,
     S4Error,
     StorageError,
@@ -33,6 +35,7 @@ from ._errors import (
     UnsupportedFormatError,
 )
 from ._load import inspect, load, verify
+from ._load_into import load_into
 from ._pending import PendingSave, finish_on_sigterm
 from ._save import save
 from ._store import (
@@ -49,6 +52,7 @@ __all__ = [
     "ConflictError",
     "CorruptDataError",
     "LimitError",
+    "MismatchError",
     "NotFoundError",
     "PendingSave",
     "Retention",
@@ -61,6 +65,7 @@ __all__ = [
     "inspect",
     "load",
     "load_checkpoint",
+    "load_into",
     "save",
     "save_checkpoint",
     "verify",

@@ -8,6 +8,15 @@ __version__: str
 TensorSource: TypeAlias = tuple[str, str, tuple[int, ...], int, int]
 """Name, dtype, shape, address, bytes."""
 
+Where: TypeAlias = tuple[int, int]
+"""Number of the CUDA device, or -1 for the host; handle of its current stream, or 0."""
+
+PlacedSource: TypeAlias = tuple[str, str, tuple[int, ...], int, int, Where]
+"""Name, dtype, shape, address, bytes, where."""
+
+PlacedRequest: TypeAlias = tuple[int, int, int, Where]
+"""Number, address, bytes, where."""
+
 TensorInfo: TypeAlias = tuple[str, str, tuple[int, ...], int]
 """Name, dtype, shape, bytes."""
 
@@ -35,6 +44,22 @@ class Compressed:
     """A compressed tensor in memory; ``len`` is its size in bytes."""
 
     def __len__(self) -> int: ...
+
+class CudaEngine:
+    """Encodes and decodes on CUDA devices, with so many bytes of memory on each while it works.
+
+    Raises `S4Error` where there is no CUDA that can be used. It keeps page-locked host memory.
+    """
+
+    def __new__(cls, scratch: int) -> CudaEngine: ...
+    def open(self, ordinal: int) -> None:
+        """Opens a device, takes the scratch memory and gives it back."""
+
+    def chunks(self) -> tuple[int, int, int]:
+        """Chunks done by the kernels, by the CPU, and by the CPU after the kernels refused them."""
+
+    def scratch_high_water(self, ordinal: int) -> int:
+        """The most device memory, in bytes, that was held at once."""
 
 class TensorCodec:
     """Compresses and decompresses tensors in memory: the codec without a file around it."""
@@ -138,6 +163,15 @@ class Writer:
         each tensor.
         """
 
+    def write_placed(
+        self,
+        engine: CudaEngine,
+        tensors: Sequence[PlacedSource],
+        groups: bytes,
+        progress: Progress | None,
+    ) -> None:
+        """As `write`, of host and device memory. Nothing reads it any more when this returns."""
+
     def finish(
         self,
         tree: str | None,
@@ -178,6 +212,14 @@ class Reader:
         self, requests: Sequence[tuple[int, int, int]], progress: Progress | None
     ) -> None:
         """Decodes tensors into memory: number, address, bytes."""
+
+    def read_into_device(
+        self,
+        engine: CudaEngine,
+        requests: Sequence[PlacedRequest],
+        progress: Progress | None,
+    ) -> None:
+        """As `read_into`, into device memory. All of it is there when this returns."""
 
     def inspect(self) -> str:
         """What the file says of itself, as JSON."""

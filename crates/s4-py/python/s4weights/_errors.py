@@ -8,6 +8,7 @@ __all__ = [
     "ConflictError",
     "CorruptDataError",
     "LimitError",
+    "MismatchError",
     "NotFoundError",
     "S4Error",
     "StorageError",
@@ -40,6 +41,10 @@ class ConflictError(S4Error):
 
 class LimitError(S4Error):
     """A limit of the format or of the caller would be exceeded."""
+
+
+class MismatchError(S4Error, ValueError):
+    """The tensors to be filled are not those of the file: names, dtypes or shapes differ."""
 
 
 class StorageError(S4Error, OSError):

@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import _core
+from ._device import Compute
 from ._errors import CorruptDataError, NotFoundError, UnsupportedFormatError
 from ._load import read
 from ._pending import Deadline, HostBuffer, PendingSave
@@ -388,7 +389,14 @@ class CheckpointStore:
             reader = native.open(id)
             arguments = dict(pickle_load_args)
             return read(
-                reader, map_location, pickle_module, weights_only, progress, parts, arguments
+                reader,
+                Compute("auto", None),
+                map_location,
+                pickle_module,
+                weights_only,
+                progress,
+                parts,
+                arguments,
             )
 
         if not fallback:
