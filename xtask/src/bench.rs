@@ -33,6 +33,9 @@ pub(crate) struct Args {
     /// Measure one part only
     #[arg(long, value_enum)]
     only: Option<Part>,
+    /// Measure the CUDA engine, and nothing else; fails where there is no device
+    #[arg(long, conflicts_with_all = ["only", "readme"])]
+    gpu: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -47,6 +50,9 @@ enum Part {
 /// If a build fails, or a peer returns other bytes than it was given.
 pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
     let data = std::path::absolute(&args.data).map_err(|e| Error::at(&args.data, &e))?;
+    if args.gpu {
+        return gpu(root, &data);
+    }
     if args.only != Some(Part::Peers) {
         kernels::run(root, &root.join(RESULTS))?;
     }
@@ -57,6 +63,15 @@ pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
         update_readme(root)?;
     }
     Ok(format!("results are in {RESULTS}"))
+}
+
+/// The CUDA engine, and nvCOMP where its library is found: one program, one run.
+fn gpu(root: &Path, data: &Path) -> Result<String> {
+    let mut bench = proc::cargo(root);
+    bench.args(["run", "--release", "--locked", "-p", "s4-benches", "--bin", "gpu", "--"]);
+    bench.arg("--data").arg(data).args(["--out", RESULTS]);
+    proc::run(&mut bench)?;
+    Ok(format!("results are in {RESULTS}/gpu.{{json,md,svg}}"))
 }
 
 /// Replaces what stands between the marks of README.md by the newest summary.

@@ -28,7 +28,8 @@ unsafe impl Sync for Device {}
 
 /// While it lives, a device's context is the current one of this thread; then the one before it is
 /// again, so that a framework finds the thread as it left it.
-pub(crate) struct Current<'a> {
+#[derive(Debug)]
+pub struct Current<'a> {
     /// A context is current for one thread.
     _thread: PhantomData<(*const (), &'a Device)>,
 }
@@ -88,8 +89,12 @@ impl Device {
         })
     }
 
-    /// Makes this device's context the current one of the calling thread for a while.
-    pub(crate) fn enter(&self) -> Result<Current<'_>> {
+    /// Makes this device's context the current one of the calling thread, as long as the answer lives:
+    /// for what is called beside this crate, as [`GpuCodec`](crate::nvcomp::GpuCodec)s.
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub fn enter(&self) -> Result<Current<'_>> {
         // SAFETY: the context is held as long as `self` lives.
         let pushed = unsafe { sys::cuCtxPushCurrent_v2(self.context) };
         pushed.result().on(self.ordinal(), "enter its context")?;
@@ -223,8 +228,8 @@ impl Stream {
         self.handle
     }
 
-    /// The handle as a number: what [`crate::nvcomp::GpuCodec`] takes.
-    pub(crate) fn id(&self) -> u64 {
+    /// Its `CUstream` as a number, for calls that take one: [`crate::nvcomp::GpuCodec`]'s, for one.
+    pub fn address(&self) -> u64 {
         self.handle as u64
     }
 

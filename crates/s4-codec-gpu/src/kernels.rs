@@ -130,11 +130,7 @@ impl Stream {
         }
         // SAFETY: the caller's promise.
         unsafe {
-            self.each_route(&batch.routes, ENCODE, |route, n, (c, r)| {
-                let (at, threads) = (route as usize, route_threads(route));
-                let f = [k.encode_fused[0], k.encode_fused[1], k.encode_composed][at];
-                self.launch(f, n, threads, &mut [batch.chunks + c, batch.results + r])
-            })?;
+            self.encode_streams(batch)?;
             let mut args = [batch.results, count.into(), batch.total];
             self.launch(k.frame_offsets, 1, threads::OFFSETS, &mut args)?;
             self.each_route(&batch.routes, ENCODE, |route, n, (c, r)| {
@@ -145,6 +141,26 @@ impl Stream {
             })?;
             let mut args = [batch.chunks, batch.results, batch.frames, batch.capacity];
             self.launch(k.encode_crcs, 2 * count, threads::CRC, &mut args)
+        }
+    }
+
+    /// Queues the first step of [`Stream::encode`] alone, which leaves each chunk's streams in its
+    /// scratch memory: for benchmarks.
+    ///
+    /// # Safety
+    /// As [`Stream::encode`].
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub unsafe fn encode_streams(&self, batch: &EncodeBatch) -> Result<()> {
+        let k = *self.device().kernels()?;
+        // SAFETY: the caller's promise.
+        unsafe {
+            self.each_route(&batch.routes, ENCODE, |route, n, (c, r)| {
+                let (at, threads) = (route as usize, route_threads(route));
+                let f = [k.encode_fused[0], k.encode_fused[1], k.encode_composed][at];
+                self.launch(f, n, threads, &mut [batch.chunks + c, batch.results + r])
+            })
         }
     }
 
@@ -165,12 +181,28 @@ impl Stream {
         // SAFETY: the caller's promise.
         unsafe {
             self.launch(k.check_frames, count, threads::CRC, &mut all)?;
+            self.decode_streams(batch)?;
+            self.launch(k.check_values, count, threads::CRC, &mut all)
+        }
+    }
+
+    /// Queues the decoding of a batch without comparing checksums: for benchmarks. Chunks whose status
+    /// is not zero before are left out.
+    ///
+    /// # Safety
+    /// As [`Stream::encode`].
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub unsafe fn decode_streams(&self, batch: &DecodeBatch) -> Result<()> {
+        let k = *self.device().kernels()?;
+        // SAFETY: the caller's promise.
+        unsafe {
             self.each_route(&batch.routes, DECODE, |route, n, (c, s)| {
                 let (at, threads) = (route as usize, route_threads(route));
                 let f = [k.decode_fused[0], k.decode_fused[1], k.decode_composed][at];
                 self.launch(f, n, threads, &mut [batch.chunks + c, batch.status + s])
-            })?;
-            self.launch(k.check_values, count, threads::CRC, &mut all)
+            })
         }
     }
 

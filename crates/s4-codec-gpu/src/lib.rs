@@ -20,7 +20,7 @@ mod memory;
 pub mod nvcomp;
 
 pub use cuda::{Cuda, DeviceInfo};
-pub use device::{Device, Event, Stream};
+pub use device::{Current, Device, Event, Stream};
 pub use error::{GpuError, Result};
 pub use kernels::{DecodeBatch, EncodeBatch};
 pub use memory::{DeviceBuffer, Pinned, Pool};

@@ -307,7 +307,7 @@ impl Lane {
             Shape { blocks: sizes.len(), max_block: block.min(src.len()), total: src.len() };
         let needs = {
             let _current = host.device.enter().map_err(gpu)?;
-            codec.encode_needs(shape, self.stream.id())?
+            codec.encode_needs(shape, self.stream.address())?
         };
         let room = codec.bound(shape.max_block)?;
         let slot = room.next_multiple_of(ALIGN);
@@ -365,7 +365,7 @@ impl Lane {
         };
         let needs = {
             let _current = host.device.enter().map_err(gpu)?;
-            codec.decode_needs(shape, self.stream.id())?
+            codec.decode_needs(shape, self.stream.address())?
         };
         let parts = Parts { count: shape.blocks, data: src.len(), out: dst.len() };
         let call = self.call(host, parts, &needs)?;
@@ -439,7 +439,7 @@ impl Call<'_> {
         unsafe { stream.copy_to_device(self.pinned, 0, up, address) }.map_err(gpu)?;
         {
             let _current = host.device.enter().map_err(gpu)?;
-            work(stream.id())?;
+            work(stream.address())?;
         }
         let len = parts.end() - down;
         // SAFETY: as above.

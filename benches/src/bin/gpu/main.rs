@@ -1,0 +1,113 @@
+//! The CUDA engine against the ceilings of its machine and against nvCOMP, in one run of one program.
+//!
+//! `gpu [--data FOLDER] [--out FOLDER] [--mib N,N,...] [--tensors N]`: values are weights of
+//! `testdata`, repeated; kernels are timed by device events, whole paths by the clock. `gpu.json`, `gpu.md` and
+//! `gpu.svg` go to the folder. nvCOMP is measured where its library is found (`NVCOMP_LIBRARY` or the
+//! system's), and named as missing otherwise.
+
+mod lab;
+mod ours;
+mod path;
+mod report;
+mod theirs;
+
+use std::path::{Path, PathBuf};
+
+use s4_format::DType;
+
+use lab::{Lab, Outcome};
+use report::Group;
+
+const MIB: u64 = 1 << 20;
+
+/// The largest size, in MiB, at which nvCOMP is measured: the one that is next to it is.
+const MOST_OF_PEERS: u64 = 1024;
+
+/// Values of one dtype.
+struct Tile {
+    dtype: DType,
+    name: &'static str,
+    data: Vec<u8>,
+}
+
+struct Args {
+    data: PathBuf,
+    out: PathBuf,
+    /// Size of each measurement, in MiB.
+    mib: Vec<u64>,
+    /// How many small tensors there are.
+    tensors: u64,
+}
+
+impl Args {
+    fn parse(mut args: impl Iterator<Item = String>) -> Outcome<Self> {
+        let (data, folder) = ("testdata".into(), "benches/results".into());
+        let mut out = Self { data, out: folder, mib: vec![64, 1024, 4096], tensors: 3000 };
+        while let Some(arg) = args.next() {
+            let value = args.next().ok_or_else(|| format!("{arg} needs a value"))?;
+            match arg.as_str() {
+                "--data" => out.data = value.into(),
+                "--out" => out.out = value.into(),
+                "--mib" => out.mib = value.split(',').map(str::parse).collect::<Result<_, _>>()?,
+                "--tensors" => out.tensors = value.parse()?,
+                _ => return Err(format!("unknown argument {arg}").into()),
+            }
+        }
+        Ok(out)
+    }
+}
+
+fn main() -> Outcome<()> {
+    let args = Args::parse(std::env::args().skip(1))?;
+    let tiles = [
+        tile(&args.data, DType::BFloat16, "bf16", "gpt34m_bf16_s0", &["h.4.fc", "wte"])?,
+        tile(&args.data, DType::Float32, "fp32", "gpt98m_fp32_s0", &["h.5.proj", "wte"])?,
+    ];
+    let lab = Lab::new()?;
+    let mut groups: Vec<Group> = vec![];
+    for tile in &tiles {
+        let of_peers = args.mib.iter().copied().filter(|m| *m <= MOST_OF_PEERS).max();
+        for mib in args.mib.iter().copied() {
+            groups.push(kernels(&lab, tile, mib * MIB, of_peers == Some(mib))?);
+            groups.push(path::large(&lab, tile, mib * MIB)?);
+        }
+        groups.push(path::small(&lab, tile, args.tensors)?);
+    }
+    let missing = theirs::missing();
+    report::write(&args.out, &lab.machine(), missing.as_deref(), &groups)
+}
+
+/// Kernels alone: values and frames stay in device memory.
+fn kernels(lab: &Lab, tile: &Tile, bytes: u64, peers: bool) -> Outcome<Group> {
+    let values = lab.fill(&tile.data, bytes)?;
+    let back = lab.alloc(bytes)?;
+    let mut group = Group::new("kernels", tile.name, bytes, "device copy");
+    let copy = lab.time(|| {
+        // SAFETY: two buffers of `bytes` bytes, used by this stream alone.
+        Ok(unsafe { lab.stream.copy_within_device(values.address(), back.address(), bytes) }?)
+    })?;
+    group.ceilings(copy, copy);
+    ours::measure(lab, tile, &values, &back, &mut group)?;
+    if peers {
+        theirs::measure(lab, tile, &values, &back, &mut group)?;
+    }
+    eprintln!("{}", group.text());
+    Ok(group)
+}
+
+fn tile(
+    folder: &Path,
+    dtype: DType,
+    name: &'static str,
+    file: &str,
+    tensors: &[&str],
+) -> Outcome<Tile> {
+    let path = folder.join(file).with_extension("safetensors");
+    let bytes = std::fs::read(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+    let file = safetensors::SafeTensors::deserialize(&bytes)?;
+    let mut data = vec![];
+    for tensor in tensors {
+        data.extend_from_slice(file.tensor(&format!("model.{tensor}.weight"))?.data());
+    }
+    Ok(Tile { dtype, name, data })
+}
