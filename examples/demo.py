@@ -2,7 +2,8 @@
 
 `cargo xtask demo` runs this. Three runs of examples/train_gpt.py: one unbroken, one that kills
 itself half way, one that resumes it. The first and the last must end in the same bits. The last
-checkpoint is then written with other tools too, for a table of sizes and times.
+checkpoint is then written with other tools too, for a table of sizes and times. At last the same
+with checkpoint stores, in a folder and on an S3 server (`demo_store.py`).
 """
 
 from __future__ import annotations
@@ -16,48 +17,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import zstandard
+from demo_store import Demo
+from same import check, differences, leaves
 
 import s4weights
 
-STEPS, SAVE_EVERY, KILL_IN = 80, 10, 47
+STEPS, SAVE_EVERY, KILL_IN = 60, 5, 37
 TRAIN = Path(__file__).with_name("train_gpt.py")
-
-
-def leaves(tree: object, path: str = "") -> Iterator[tuple[str, object]]:
-    """Every value in nested containers, with its place."""
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from leaves(value, f"{path}/{key}")
-    elif isinstance(tree, (list, tuple)):
-        for index, value in enumerate(tree):
-            yield from leaves(value, f"{path}/{index}")
-    else:
-        yield path, tree
-
-
-def bits(value: object) -> tuple:
-    """What two values must share to count as the same: type, shape and every byte."""
-    if isinstance(value, torch.Tensor):
-        flat = value.detach().contiguous().reshape(-1)
-        return value.dtype, tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
-    if isinstance(value, float):
-        return float, value.hex()
-    return type(value), value
-
-
-def differences(a: object, b: object) -> list[str]:
-    """The places where two states are not the same, bit for bit."""
-    ours, theirs = dict(leaves(a)), dict(leaves(b))
-    return sorted(
-        place
-        for place in ours.keys() | theirs.keys()
-        if place not in ours or place not in theirs or bits(ours[place]) != bits(theirs[place])
-    )
 
 
 def tensor_bytes(tree: object) -> int:
@@ -66,10 +37,12 @@ def tensor_bytes(tree: object) -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
+COMMAND = [sys.executable, str(TRAIN), "--steps", str(STEPS), "--save-every", str(SAVE_EVERY)]
+
+
 def train(folder: Path, *, final: Path | None = None, kill_in: int = 0) -> int:
     """Runs the training script; returns its exit code."""
-    command = [sys.executable, str(TRAIN), "--checkpoints", str(folder), "--steps", str(STEPS)]
-    command += ["--save-every", str(SAVE_EVERY), "--kill-in-step", str(kill_in)]
+    command = [*COMMAND, "--checkpoints", str(folder), "--kill-in-step", str(kill_in)]
     command += ["--final", str(final)] if final else []
     return subprocess.run(command, check=False).returncode
 
@@ -172,22 +145,29 @@ def table(state: dict, folder: Path) -> bool:
     return all_same
 
 
-def check(what: str, a: object, b: object) -> bool:
-    """Prints whether two states are the same, and where not."""
-    found = differences(a, b)
-    if not found:
-        print(f"  same: {what} ({sum(1 for _ in leaves(a))} values)")
-        return True
-    print(f"  DIFFERENT: {what}, in {len(found)} places:")
-    for place in found[:10]:
-        print(f"    {place}")
-    return False
+def with_stores(folder: Path, args: argparse.Namespace, unbroken: object) -> list[bool]:
+    """Trains with stores; whether each ended as it must."""
+    kill_in = (KILL_IN // SAVE_EVERY) * SAVE_EVERY
+    demo = Demo(COMMAND, folder / "unbroken", kill_in, kill_in - SAVE_EVERY)
+    print(f"\n6. With a checkpoint store in a folder, killed while step {kill_in} is saved")
+    done = [demo.run(str(folder / "store"), {}, folder / "store.pt", unbroken)]
+    if not args.s3:
+        print("\n7. No S3 server was named: `cargo xtask demo` starts one")
+        return done
+    print("\n7. The same over S3's protocol")
+    # What servers that check no credentials are given.
+    options = {"endpoint_url": args.s3, "key": "test", "secret": "test", "region": "us-east-1"}
+    url = f"s3://{args.bucket}/demo-{time.time_ns()}"
+    return [*done, demo.run(url, options, folder / "s3.pt", unbroken)]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path(".demo"))
-    folder = parser.parse_args().folder
+    parser.add_argument("--s3", help="endpoint of an S3 server that checks no credentials")
+    parser.add_argument("--bucket", default="s4test")
+    args = parser.parse_args()
+    folder: Path = args.folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
@@ -219,6 +199,7 @@ def main() -> int:
     cores = os.cpu_count()
     print(f"\n5. The last checkpoint: {size:,} bytes of tensors (s4weights {version}, {cores} cores)")
     same.append(table(unbroken, folder))
+    same += with_stores(folder, args, unbroken)
     return 0 if all(same) else 1
 
 

@@ -1,10 +1,14 @@
 """Train a small GPT on Python's own source, with checkpoints that a killed run resumes from.
 
     python examples/train_gpt.py --checkpoints runs/a
+    python examples/train_gpt.py --store s3://bucket/runs/a
 
-Run it again with the same folder, and it goes on from the newest checkpoint. What it ends in does
-not depend on how often it was killed: a checkpoint holds the model, the optimizer, the schedule,
-the step, the losses so far and the state of every random number generator.
+Run it again with the same folder or store, and it goes on from the newest checkpoint. What it ends
+in does not depend on how often it was killed: a checkpoint holds the model, the optimizer, the
+schedule, the step, the losses so far and the state of every random number generator.
+
+With `--checkpoints`, each checkpoint is a file of its own; with `--store`, most are stored as their
+difference from the one before, in a folder or a bucket.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import os
 import random
 import signal
 import sysconfig
+import threading
 import time
 from pathlib import Path
 
@@ -141,7 +146,7 @@ def schedule(step: int, steps: int) -> float:
     """A linear warm-up, then half a cosine down to a tenth."""
     if step < WARMUP:
         return (step + 1) / WARMUP
-    return 0.55 + 0.45 * math.cos(math.pi * min(1.0, (step - WARMUP) / (steps - WARMUP)))
+    return 0.55 + 0.45 * math.cos(math.pi * min(1.0, (step - WARMUP) / max(1, steps - WARMUP)))
 
 
 def standard_library() -> list[bytes]:
@@ -151,35 +156,94 @@ def standard_library() -> list[bytes]:
     return [text for text in texts if len(text) > 4 * CONTEXT]
 
 
-def newest(folder: Path) -> Path | None:
-    """The checkpoint of the last step that was saved in `folder`."""
-    return max(folder.glob("step-*.s4w"), default=None)
+class Files:
+    """Checkpoints as files in a folder."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.folder: Path = args.checkpoints
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def resume(self, run: Run) -> str | None:
+        """Restores the newest checkpoint, if there is one; gives its name."""
+        newest = max(self.folder.glob("step-*.s4w"), default=None)
+        if newest is not None:
+            run.restore(s4weights.load(newest))
+        return newest and newest.name
+
+    def save(self, run: Run) -> str:
+        """Saves a checkpoint; gives what to say of it."""
+        s4weights.save(run.state(), self.folder / f"step-{run.step:06}.s4w")
+        return ""
+
+
+class Store:
+    """Checkpoints in a store: a folder, or a URL."""
+
+    #: Bytes a second, and seconds: a save that is to be killed takes longer than until it is.
+    SLOW, KILLED_AFTER = 2_000_000, 1.0
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.store = self.open()
+
+    def open(self, bandwidth: int | None = None) -> s4weights.CheckpointStore:
+        return s4weights.CheckpointStore(
+            self.args.store,
+            storage_options=dict(option.split("=", 1) for option in self.args.storage_option),
+            max_chain=self.args.max_chain,
+            bandwidth=bandwidth,
+        )
+
+    def resume(self, run: Run) -> str | None:
+        """Restores the newest checkpoint, if there is one; gives its name."""
+        step = self.store.latest()
+        if step is None:
+            return None
+        run.restore(self.store.load_checkpoint())
+        return f"step {step} of the store"
+
+    def save(self, run: Run) -> str:
+        """Saves a checkpoint; gives what to say of it."""
+        if run.step == self.args.kill_in_save:
+            print(f"  step {run.step}: SIGKILL, while its checkpoint is uploaded", flush=True)
+            self.store = self.open(bandwidth=self.SLOW)
+            kill = (os.getpid(), signal.SIGKILL)
+            threading.Timer(self.KILLED_AFTER, os.kill, kill).start()
+        started = time.perf_counter()
+        metrics = {"loss": run.losses[-1]}
+        entry = self.store.save_checkpoint(run.state(), run.step, metrics=metrics)
+        took = time.perf_counter() - started
+        return f", saved {entry.bytes} of {entry.raw_bytes} bytes as a {entry.kind} in {took:.3f} s"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--checkpoints", type=Path, required=True, help="folder to save in")
+    place = parser.add_mutually_exclusive_group(required=True)
+    place.add_argument("--checkpoints", type=Path, help="folder to save files in")
+    place.add_argument("--store", help="folder or URL of a checkpoint store")
+    parser.add_argument("--storage-option", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--max-chain", type=int, help="most checkpoints from a delta to its base")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--save-every", type=int, default=10)
     parser.add_argument("--kill-in-step", type=int, default=0, help="die in the middle of it")
+    parser.add_argument("--kill-in-save", type=int, default=0, help="die during its save")
     parser.add_argument("--final", type=Path, help="torch.save the last state here as well")
     args = parser.parse_args()
 
     # One order of every sum: the same bits from the same numbers, however busy the machine is.
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
-    args.checkpoints.mkdir(parents=True, exist_ok=True)
     run = Run(args.steps)
-    if checkpoint := newest(args.checkpoints):
-        run.restore(s4weights.load(checkpoint))
-        print(f"  resumed from {checkpoint.name}", flush=True)
+    keeper = Store(args) if args.store else Files(args)
+    if resumed := keeper.resume(run):
+        print(f"  resumed from {resumed}", flush=True)
     started, first = time.perf_counter(), run.step
     while run.step < args.steps:
         run.train_step(killed=run.step + 1 == args.kill_in_step)
         if run.step % args.save_every == 0:
-            s4weights.save(run.state(), args.checkpoints / f"step-{run.step:06}.s4w")
             pace = (time.perf_counter() - started) / (run.step - first)
-            print(f"  step {run.step}: loss {run.losses[-1]:.4f}, {pace:.2f} s a step", flush=True)
+            said = keeper.save(run) or f", {pace:.2f} s a step"
+            print(f"  step {run.step}: loss {run.losses[-1]:.4f}{said}", flush=True)
     if args.final:
         torch.save(run.state(), args.final)
 

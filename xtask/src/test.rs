@@ -27,24 +27,24 @@ enum Side {
 /// # Errors
 /// If a build or a test fails.
 pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
+    // Both sides test the store against real servers, which run beside them.
+    let servers = Servers::start(root)?;
     let mut said = Vec::new();
     if args.side.is_none() {
         said.push(kernels::check(root)?);
     }
     if args.side != Some(Side::Python) {
-        said.push(rust(root)?);
+        said.push(rust(root, &servers)?);
     }
     if args.side != Some(Side::Rust) {
-        said.push(python(root)?);
+        said.push(python(root, &servers)?);
     }
     Ok(said.join("; "))
 }
 
 /// Unit, integration, command-line and documentation tests of every crate but the Python module,
-/// which links against no interpreter and is tested through its wheel. Servers for the tests of the
-/// store run beside them.
-fn rust(root: &Path) -> Result<String> {
-    let servers = Servers::start(root)?;
+/// which links against no interpreter and is tested through its wheel.
+fn rust(root: &Path, servers: &Servers) -> Result<String> {
     let mut tests = proc::cargo(root);
     tests.envs(servers.environment());
     tests.args(["test", "--locked", "--workspace", "--exclude", "s4-py", "--no-fail-fast"]);
@@ -58,10 +58,11 @@ fn rust(root: &Path) -> Result<String> {
     Ok(format!("{passed} Rust tests in {suites} suites"))
 }
 
-fn python(root: &Path) -> Result<String> {
+fn python(root: &Path, servers: &Servers) -> Result<String> {
     let venv = Venv::main(root)?;
     venv.install_wheel()?;
     let mut tests = proc::command(root, venv.python());
+    tests.envs(servers.environment());
     tests.args(["-m", "pytest", "-q", "-p", "no:cacheprovider", "crates/s4-py/tests"]);
     let mut last = String::new();
     proc::run_seeing(&mut tests, |line| {

@@ -167,6 +167,11 @@ pub(crate) fn decompress(
     refuse_pickle(output)?;
     let reader = Reader::open(Source::from(input), options)?;
     bar.expect(reader.tensors().map(|t| t.bytes).sum());
+    to_safetensors(&reader, output)
+}
+
+/// Writes the tensors of an open checkpoint into a .safetensors file; gives their number.
+pub(crate) fn to_safetensors(reader: &Reader, output: &str) -> Result<usize> {
     let mut metadata: HashMap<String, String> =
         reader.manifest().metadata.clone().into_iter().collect();
     let failure = std::sync::Mutex::new(None);
@@ -175,7 +180,7 @@ pub(crate) fn decompress(
         let foreign = metadata.remove(&format!("{FOREIGN}{}", t.name));
         let (dtype, shape) = their_type(&t, foreign)?;
         let bytes = usize::try_from(t.bytes).unwrap_or(usize::MAX);
-        let (reader, failure) = (&reader, &failure);
+        let failure = &failure;
         views.push((t.name, Lazy { reader, name: t.name, dtype, shape, bytes, failure }));
     }
     let metadata = (!metadata.is_empty()).then_some(metadata);

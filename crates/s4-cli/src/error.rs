@@ -2,6 +2,8 @@
 
 use std::io;
 
+use s4weights::store::StoreError;
+
 /// Why a command failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Failure {
@@ -15,20 +17,71 @@ pub(crate) enum Failure {
     Unsupported(String),
     #[error("{0}")]
     Test(String),
+    #[error("{0}")]
+    Usage(String),
+    #[error("{0}")]
+    NotFound(String),
+    #[error("{0}")]
+    Conflict(String),
 }
 
-pub(crate) type Result<T> = std::result::Result<T, Failure>;
+pub(crate) type Result<T, E = Failure> = std::result::Result<T, E>;
 
 impl Failure {
     pub(crate) fn exit_code(&self) -> u8 {
-        use s4weights::Error as E;
-        use s4weights::format::Error as F;
         match self {
-            Self::Library(E::Format { source: F::Unsupported { .. }, .. })
-            | Self::Unsupported(_) => 4,
-            Self::Library(E::Format { .. }) | Self::Test(_) | Self::Safetensors { .. } => 1,
-            Self::Library(E::Argument(_)) => 2,
-            Self::Library(_) | Self::Io(_) => 3,
+            Self::Library(e) => library_code(e),
+            Self::Test(_) | Self::Safetensors { .. } => 1,
+            Self::Usage(_) => 2,
+            Self::Io(_) | Self::NotFound(_) => 3,
+            Self::Unsupported(_) => 4,
+            Self::Conflict(_) => 5,
         }
+    }
+
+    /// What went wrong, and what can be done about it where that is known.
+    pub(crate) fn explain(&self) -> String {
+        let Self::Library(s4weights::Error::Store { target, source }) = self else {
+            return self.to_string();
+        };
+        match &**source {
+            // These name the place themselves.
+            StoreError::NoStore { place } => {
+                format!("{source}; `s4w store init {place}` creates one")
+            }
+            StoreError::StoreExists { .. } => source.to_string(),
+            StoreError::Argument(what) if what.contains("`exclusive`") => {
+                format!("{target}: {source} (--exclusive)")
+            }
+            StoreError::Conflict(_) => {
+                format!(
+                    "{target}: {source}; nothing was changed, `s4w store ls` shows what is there"
+                )
+            }
+            _ => self.to_string(),
+        }
+    }
+}
+
+fn library_code(error: &s4weights::Error) -> u8 {
+    use s4weights::Error as E;
+    use s4weights::format::Error as F;
+    match error {
+        E::Format { source: F::Unsupported { .. }, .. } => 4,
+        E::Format { .. } => 1,
+        E::Argument(_) => 2,
+        E::Checkpoint { source, .. } => library_code(source),
+        E::Store { source, .. } => store_code(source),
+        _ => 3,
+    }
+}
+
+fn store_code(error: &StoreError) -> u8 {
+    match error {
+        StoreError::Corrupt { .. } | StoreError::Missing { .. } => 1,
+        StoreError::Argument(_) | StoreError::Limit(_) => 2,
+        StoreError::Unsupported { .. } | StoreError::Refused(_) => 4,
+        StoreError::StoreExists { .. } | StoreError::Conflict(_) => 5,
+        _ => 3,
     }
 }

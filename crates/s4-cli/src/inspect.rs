@@ -16,7 +16,10 @@ pub(crate) fn table(i: &Inspection) -> String {
         i.file_bytes, i.bytes, i.ratio
     ));
     for c in &i.closed_codecs {
-        line(format!("needs     {c} (closed: the vendor's library and a GPU)"));
+        line(format!(
+            "needs     {c}: a closed codec, which only that version of its vendor's library reads, on \
+             a GPU; load the file there, and save it again with an open preset"
+        ));
     }
     for (k, v) in &i.metadata {
         line(format!("metadata  {k} = {v}"));

@@ -3,7 +3,8 @@
 //! What is deliberately absent: logic. Commands parse arguments, call `s4weights`, and print.
 //!
 //! Exit codes: 0 done; 1 the data is damaged, or a test failed; 2 wrong usage; 3 something could not
-//! be found, read or written; 4 the file needs another version or another machine.
+//! be found, read or written; 4 the file needs another version or another machine; 5 the state of a
+//! store forbids it, or another process was faster.
 #![forbid(unsafe_code)]
 
 mod convert;
@@ -11,6 +12,8 @@ mod error;
 mod inspect;
 mod progress;
 mod selftest;
+mod store;
+mod transcode;
 
 use std::ffi::OsString;
 use std::io::Write;
@@ -26,7 +29,8 @@ use error::{Failure, Result};
     version,
     about = "Lossless compression of training checkpoints",
     after_help = "Exit codes: 0 done; 1 damaged data or a failed test; 2 wrong usage; \
-                  3 not found, or not readable or writable; 4 not supported by this version."
+                  3 not found, or not readable or writable; 4 not supported by this version or \
+                  machine; 5 the state of a store forbids it."
 )]
 struct Cli {
     #[command(subcommand)]
@@ -74,6 +78,24 @@ enum Command {
         /// As JSON
         #[arg(long)]
         json: bool,
+        #[command(flatten)]
+        common: Common,
+    },
+    /// Keep, list, restore and check many checkpoints in a folder or a bucket
+    #[command(subcommand)]
+    Store(store::Verb),
+    /// Write what a .s4w file holds into another one, of open codecs, and compare the two
+    Transcode {
+        /// File or URL to read
+        input: String,
+        /// File or URL to write
+        output: String,
+        /// How much is tried to make it smaller: fast, balanced or small
+        #[arg(long, default_value = "balanced")]
+        preset: Preset,
+        /// The input comes from a program that you trust: decode a vendor's closed codecs, on a GPU
+        #[arg(long)]
+        trusted: bool,
         #[command(flatten)]
         common: Common,
     },
@@ -137,7 +159,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     match execute(cli.command) {
         Ok(()) => 0,
         Err(e) => {
-            let _ = writeln!(std::io::stderr(), "s4w: {e}");
+            let _ = writeln!(std::io::stderr(), "s4w: {}", e.explain());
             e.exit_code()
         }
     }
@@ -167,7 +189,8 @@ fn execute(command: Command) -> Result<()> {
             say(&format!("{output}: {tensors} tensors"))
         }
         Command::Inspect { input, bits, json } => {
-            let reader = Reader::open(Source::from(input.as_str()), ReadOptions::default())?;
+            let source = Source::from(input.as_str());
+            let reader = Reader::open(source, ReadOptions::default())?;
             let report = reader.inspect(bits)?;
             say(&if json { to_json(&report)? } else { inspect::table(&report) })
         }
@@ -185,6 +208,21 @@ fn execute(command: Command) -> Result<()> {
                     report.tensors, report.chunks, report.bytes, report.hashes
                 )
             })
+        }
+        Command::Store(verb) => store::execute(verb),
+        Command::Transcode { input, output, preset, trusted, common } => {
+            let bar = progress::Bar::new(common.quiet);
+            let read = ReadOptions { trusted, progress: None, ..common.read(&bar) };
+            let write = common.write(preset, &bar);
+            let report = transcode::run(&input, &output, read, write, &bar)?;
+            drop(bar);
+            say(&format!(
+                "{output}: {} tensors, {} -> {} bytes, ratio {:.4}, compared",
+                report.tensors,
+                report.bytes_in,
+                report.bytes_out,
+                report.bytes_in as f64 / report.bytes_out as f64
+            ))
         }
         Command::Selftest { inject_fault, require_gpu, common } => {
             if require_gpu {

@@ -1,6 +1,7 @@
 //! A progress bar on standard error, where that is a terminal.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 use s4weights::ProgressFn;
@@ -16,6 +17,19 @@ impl Bar {
             bar.set_style(style);
         }
         Self(bar)
+    }
+
+    /// Something that turns while nobody knows how long it takes.
+    pub(crate) fn waiting(quiet: bool, text: &str) -> Self {
+        let bar = if quiet { ProgressBar::hidden() } else { ProgressBar::new_spinner() };
+        bar.set_message(text.to_owned());
+        bar.enable_steady_tick(Duration::from_millis(100));
+        Self(bar)
+    }
+
+    /// Adds bytes that nobody else reports.
+    pub(crate) fn add(&self, bytes: u64) {
+        self.0.inc(bytes);
     }
 
     /// Sets the number of bytes that all calls together will report.

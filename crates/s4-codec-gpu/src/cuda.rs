@@ -78,6 +78,20 @@ impl Cuda {
         ((self.driver / 1000).unsigned_abs(), (self.driver % 1000 / 10).unsigned_abs())
     }
 
+    /// The device whose context is current on the calling thread; without one the first.
+    pub fn current(&self) -> u32 {
+        let mut device = 0;
+        // SAFETY: a place for one handle.
+        let found = unsafe { sys::cuCtxGetDevice(&raw mut device) };
+        if found != sys::CUresult::CUDA_SUCCESS {
+            return 0;
+        }
+        let is = |d: &&DeviceInfo| {
+            i32::try_from(d.ordinal).is_ok_and(|n| result::device::get(n) == Ok(device))
+        };
+        self.devices.iter().find(is).map_or(0, |d| d.ordinal)
+    }
+
     /// Opens a device on its primary context, which frameworks use too, and loads the kernels.
     ///
     /// # Errors

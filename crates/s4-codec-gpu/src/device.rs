@@ -228,7 +228,7 @@ impl Stream {
         self.handle
     }
 
-    /// Its `CUstream`, for calls that take one.
+    /// Its `CUstream` as a number, for calls that take one: [`crate::nvcomp::GpuCodec`]'s, for one.
     pub fn address(&self) -> u64 {
         self.handle as u64
     }

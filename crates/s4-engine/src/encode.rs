@@ -239,6 +239,8 @@ impl CpuEngine {
             PlaneCoding::Rans(precision) => return self.encode_rans(job, precision, raw, dst),
             PlaneCoding::Bits => self.codecs.get(CodecId::BITS)?,
             PlaneCoding::Zstd => self.codecs.get(CodecId::ZSTD)?,
+            PlaneCoding::Gdeflate => self.codecs.get(CodecId::GDEFLATE)?,
+            PlaneCoding::NvcompAns => self.codecs.get(CodecId::NVCOMP_ANS)?,
         };
         let e = codec.encode(Context::default(), plane, sized(dst, codec.bound(plane.len())))?;
         Ok(if e.len < plane.len() { coded(codec.id(), e) } else { raw })

@@ -7,6 +7,7 @@
 //!
 //! What is deliberately absent: where chunks are kept, names of tensors, threads, clocks.
 
+mod closed;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod decode;
@@ -38,6 +39,9 @@ pub enum Preset {
     Balanced,
     /// The smallest. Until predictors are built, the same as `Fast`.
     Small,
+    /// Exponents by nvCOMP's ANS, which is closed, everything else by its GDeflate, which is open; on a
+    /// GPU, for tools that expect nvCOMP. Never chosen by itself.
+    Nvcomp,
 }
 
 impl Preset {
@@ -47,6 +51,7 @@ impl Preset {
             Self::Fast => "fast",
             Self::Balanced => "balanced",
             Self::Small => "small",
+            Self::Nvcomp => "nvcomp",
         }
     }
 }
@@ -58,10 +63,10 @@ impl std::str::FromStr for Preset {
             "fast" => Ok(Self::Fast),
             "balanced" => Ok(Self::Balanced),
             "small" => Ok(Self::Small),
-            "nvcomp" => Err("preset `nvcomp` needs the CUDA engine, which this version does not \
-                             have: use `fast`, `balanced` or `small`"
-                .into()),
-            _ => Err(format!("unknown preset `{s}`: use `fast`, `balanced` or `small`")),
+            "nvcomp" => Ok(Self::Nvcomp),
+            _ => Err(format!(
+                "unknown preset `{s}`: use `fast`, `balanced` or `small`, or `nvcomp` with a GPU"
+            )),
         }
     }
 }

@@ -32,6 +32,10 @@ pub enum PlaneCoding {
     Bits,
     /// Zstandard.
     Zstd,
+    /// GDeflate.
+    Gdeflate,
+    /// nvCOMP's ANS, which is closed: an engine of [`CpuEngine::writing`] has it.
+    NvcompAns,
 }
 
 /// What the planner chose for a tensor.
@@ -115,18 +119,22 @@ impl CpuEngine {
     /// [`CpuEngine::plan`] for a tensor of `bytes` bytes whose sampled runs lie in `sample`.
     pub(crate) fn plan_sample(
         &self,
-        _preset: Preset,
+        preset: Preset,
         dtype: DType,
         bytes: usize,
         sample: &[u8],
         scratch: &mut Scratch,
     ) -> Result<TensorPlan> {
+        if preset == Preset::Nvcomp {
+            return Ok(nvcomp(dtype));
+        }
         let best = self.best(dtype, sample, false, scratch)?;
         Ok(finish(dtype, bytes, best, Plan::direct))
     }
 
     /// As [`CpuEngine::plan`], with a parent: the tensor is stored as its exclusive or with the
-    /// parent's values if that is clearly smaller, and otherwise as if there were no parent.
+    /// parent's values if that is clearly smaller, and otherwise as if there were no parent. Preset
+    /// `nvcomp` stores every tensor by itself.
     ///
     /// # Errors
     /// As [`CpuEngine::plan`]; `Corrupt` if the parent's sample has another size.
@@ -137,6 +145,9 @@ impl CpuEngine {
         parent: &ParentSample<'_>,
         scratch: &mut Scratch,
     ) -> Result<TensorPlan> {
+        if preset == Preset::Nvcomp {
+            return Ok(nvcomp(view.dtype));
+        }
         let width = view.dtype.value_width();
         let values = (view.data.len() / width) as u64;
         let mut sample = vec![];
@@ -232,6 +243,26 @@ impl CpuEngine {
         let zstd = self.codecs.get(CodecId::ZSTD)?;
         let out = sized(buffer, zstd.bound(sample.len()));
         Ok(zstd.encode(Context::default(), sample, out)?.len)
+    }
+}
+
+/// The plan of preset `nvcomp`, which depends on the dtype alone. In each chunk a plane that does not get
+/// smaller is stored as it is.
+fn nvcomp(dtype: DType) -> TensorPlan {
+    use PlaneCoding::{Gdeflate, NvcompAns, Raw};
+    let (layout, planes) = match (dtype.form(), dtype.value_width()) {
+        // Signs are bits already.
+        (Form::Float, 2) => (LayoutId::FIELDS_SIGN, vec![Raw, NvcompAns, Gdeflate]),
+        (Form::Float, _) => (LayoutId::FIELDS_SIGN, vec![Raw, NvcompAns, Gdeflate, Gdeflate]),
+        (Form::Bytes, 1) => (LayoutId::WHOLE, vec![Gdeflate]),
+        (Form::Bytes, width) => (LayoutId::BYTES, vec![Gdeflate; width]),
+    };
+    TensorPlan {
+        plan: Plan::direct(layout),
+        planes,
+        chunk_log2: chunk_log2(dtype),
+        side: s4_format::side::Side::default(),
+        shared: vec![],
     }
 }
 

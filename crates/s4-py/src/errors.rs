@@ -3,8 +3,10 @@
 use std::error::Error as StdError;
 use std::io;
 
-use pyo3::exceptions::{PyKeyError, PyKeyboardInterrupt, PyRuntimeError, PyValueError};
+use pyo3::exceptions::{PyKeyError, PyKeyboardInterrupt, PyValueError};
 use pyo3::prelude::*;
+use s4weights::cuda::GpuError;
+use s4weights::store::StoreError;
 use s4weights::{Error, ParentProblem, format};
 
 /// Error numbers, the same on every platform that Python runs on.
@@ -33,11 +35,51 @@ pub(crate) fn to_python(py: Python<'_>, error: Error) -> PyErr {
             }
             _ => raise(py, "CorruptDataError", (error.to_string(),)),
         },
-        Error::Device { .. } => PyRuntimeError::new_err(error.to_string()),
+        Error::Checkpoint { .. } | Error::Store { .. } => store_error(py, error),
+        Error::Device { ref source, .. } => {
+            let class = match source {
+                GpuError::OutOfMemory { .. } | GpuError::Budget { .. } => "LimitError",
+                _ => "S4Error",
+            };
+            raise(py, class, (error.to_string(),))
+        }
         Error::Argument(what) => PyValueError::new_err(what),
         Error::Cancelled => PyKeyboardInterrupt::new_err("cancelled"),
         Error::Io { target, action, source } => io_error(py, target, action, source),
     }
+}
+
+/// Errors of checkpoint stores: the class is that of what is wrong, the text says where.
+fn store_error(py: Python<'_>, error: Error) -> PyErr {
+    let what = error.to_string();
+    let mut cause = &error;
+    while let Error::Checkpoint { source, .. } = cause {
+        cause = source;
+    }
+    let Error::Store { target, source } = cause else {
+        let class = match cause {
+            Error::Io { .. } => "StorageError",
+            Error::NotFound { .. } => return raise(py, "NotFoundError", (ENOENT, what)),
+            Error::Format { source: format::Error::Unsupported { .. }, .. } => {
+                "UnsupportedFormatError"
+            }
+            Error::Format { source: format::Error::Limit { .. }, .. } => "LimitError",
+            _ => "CorruptDataError",
+        };
+        return raise(py, class, (what,));
+    };
+    let class = match **source {
+        StoreError::Argument(_) => return PyValueError::new_err(what),
+        StoreError::NoStore { .. } | StoreError::NoCheckpoint { .. } => {
+            return raise(py, "NotFoundError", (ENOENT, what, target.as_str()));
+        }
+        StoreError::Corrupt { .. } | StoreError::Missing { .. } => "CorruptDataError",
+        StoreError::Conflict(_) | StoreError::StoreExists { .. } => "ConflictError",
+        StoreError::Unsupported { .. } => "UnsupportedFormatError",
+        StoreError::Limit(_) => "LimitError",
+        _ => "StorageError",
+    };
+    raise(py, class, (what,))
 }
 
 fn io_error(py: Python<'_>, target: String, action: &str, source: io::Error) -> PyErr {

@@ -1,5 +1,6 @@
 //! The native module of the Python package `s4weights`: a [`Writer`], a [`Reader`] and a
-//! [`TensorCodec`] over host memory whose addresses Python passes, and the command line.
+//! [`TensorCodec`] over memory of the host and of CUDA devices, whose addresses Python passes, and the
+//! command line.
 //!
 //! All native work runs detached from the interpreter, on threads that end with the call, so that
 //! other Python threads go on and a process may fork between calls.
@@ -7,16 +8,22 @@
 //! What is deliberately absent: Python objects and PyTorch, which the package's Python part knows.
 
 mod codec;
+mod copy;
+mod device;
 mod errors;
 mod reader;
 mod sink;
+mod store;
 mod watch;
 mod writer;
 
 use pyo3::prelude::*;
 
 use codec::{Compressed, TensorCodec};
+use copy::copy_memory;
+use device::CudaEngine;
 use reader::Reader;
+use store::Store;
 use writer::Writer;
 
 /// Whether bytes start like a `.s4w` file.
@@ -48,12 +55,15 @@ fn command_line(py: Python<'_>, arguments: Vec<String>) -> u8 {
 #[pymodule]
 fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    m.add_function(wrap_pyfunction!(copy_memory, m)?)?;
     m.add_function(wrap_pyfunction!(dtypes, m)?)?;
     m.add_function(wrap_pyfunction!(is_s4w, m)?)?;
     m.add_function(wrap_pyfunction!(is_url, m)?)?;
     m.add_function(wrap_pyfunction!(command_line, m)?)?;
     m.add_class::<TensorCodec>()?;
     m.add_class::<Compressed>()?;
+    m.add_class::<Store>()?;
+    m.add_class::<CudaEngine>()?;
     m.add_class::<Writer>()?;
     m.add_class::<Reader>()
 }

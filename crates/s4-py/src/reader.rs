@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use pyo3::exceptions::PyValueError;
@@ -11,6 +12,7 @@ use pyo3::types::{PyBytes, PyTuple};
 use s4weights::format::manifest::Form;
 use s4weights::{ReadOptions, Source};
 
+use crate::device::{self, CudaEngine, DeviceRequest};
 use crate::watch::{progress, watched};
 
 /// Number, address, bytes.
@@ -22,12 +24,20 @@ type TensorInfo<'a, 'py> = (&'a str, &'static str, Bound<'py, PyTuple>, u64);
 /// Reads one file. Calls may come from several threads at once.
 #[pyclass(frozen, module = "s4weights._core")]
 pub(crate) struct Reader {
-    inner: s4weights::Reader,
+    inner: Arc<s4weights::Reader>,
+}
+
+impl Reader {
+    /// A checkpoint of a store, which opened it.
+    pub(crate) fn of(inner: Arc<s4weights::Reader>) -> Self {
+        Self { inner }
+    }
 }
 
 #[pymethods]
 impl Reader {
     #[new]
+    #[pyo3(signature = (path, url, data, threads, storage_options, trusted=false))]
     fn new(
         py: Python<'_>,
         path: Option<PathBuf>,
@@ -35,6 +45,7 @@ impl Reader {
         data: Option<PyBackedBytes>,
         threads: Option<usize>,
         storage_options: HashMap<String, String>,
+        trusted: bool,
     ) -> PyResult<Self> {
         let source = match (path, url, data) {
             (Some(path), None, None) => Source::Path(path),
@@ -42,9 +53,10 @@ impl Reader {
             (None, None, Some(data)) => Source::Bytes(Bytes::from_owner(data)),
             _ => return Err(PyValueError::new_err("one of path, URL and bytes expected")),
         };
-        let options = ReadOptions { threads, progress: Some(progress()), ..Default::default() };
+        let options =
+            ReadOptions { threads, progress: Some(progress()), trusted, ..Default::default() };
         let inner = watched(py, None, || s4weights::Reader::open(source, options))?;
-        Ok(Self { inner })
+        Ok(Self { inner: Arc::new(inner) })
     }
 
     fn tensors<'py>(&self, py: Python<'py>) -> PyResult<Vec<TensorInfo<'_, 'py>>> {
@@ -79,6 +91,19 @@ impl Reader {
         // storages that it has just made, keeps alive during the call and shows to no one else.
         let mut buffers = unsafe { buffers(&requests)? };
         watched(py, progress, move || self.inner.read_into(&mut buffers))
+    }
+
+    /// As `read_into`, into memory of CUDA devices.
+    fn read_into_device(
+        &self,
+        py: Python<'_>,
+        engine: Py<CudaEngine>,
+        requests: Vec<DeviceRequest>,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<()> {
+        let requests = device::requests(&requests)?;
+        let engine = engine.get();
+        watched(py, progress, || self.inner.read_into_device(&engine.0, &requests))
     }
 
     /// What the file says of itself, as JSON.

@@ -7,14 +7,15 @@ use std::sync::{Mutex, PoisonError};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
-use s4weights::{Contents, DType, Preset, Target, TensorSource, WriteOptions};
-use serde_json::value::RawValue;
+use s4weights::{DType, Preset, Target, TensorSource, WriteOptions};
 
+use crate::device::{self, CudaEngine, PlacedTensor};
 use crate::sink::PySink;
+use crate::store::contents;
 use crate::watch::{progress, watched};
 
 /// Name, dtype, shape, address, bytes.
-type Tensor = (String, String, Vec<u64>, usize, usize);
+pub(crate) type Tensor = (String, String, Vec<u64>, usize, usize);
 
 /// Writes one file. It cannot be used any more after `finish`, `abort` or an error.
 #[pyclass(frozen, module = "s4weights._core")]
@@ -52,11 +53,31 @@ impl Writer {
         &self,
         py: Python<'_>,
         tensors: Vec<Tensor>,
+        groups: Vec<u8>,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<()> {
         let sources = tensors.iter().map(source).collect::<PyResult<Vec<_>>>()?;
         let mut writer = self.take()?;
-        let writer = watched(py, progress, move || writer.write(&sources).map(|()| writer))?;
+        let writer = watched(py, progress, move || {
+            writer.write_grouped(&sources, &groups).map(|()| writer)
+        })?;
+        self.lock().replace(writer);
+        Ok(())
+    }
+
+    /// As `write`, for tensors of the host and of CUDA devices.
+    fn write_placed(
+        &self,
+        py: Python<'_>,
+        engine: Py<CudaEngine>,
+        tensors: Vec<PlacedTensor>,
+        groups: Vec<u8>,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<()> {
+        let sources = tensors.iter().map(device::placed).collect::<PyResult<Vec<_>>>()?;
+        let (engine, mut writer) = (engine.get(), self.take()?);
+        let work = move || writer.write_placed(&engine.0, &sources, &groups).map(|()| writer);
+        let writer = watched(py, progress, work)?;
         self.lock().replace(writer);
         Ok(())
     }
@@ -68,13 +89,11 @@ impl Writer {
         tree: Option<String>,
         blobs: HashMap<String, PyBackedBytes>,
         metadata: BTreeMap<String, String>,
+        roles: Option<String>,
     ) -> PyResult<String> {
-        let tree = tree.map(RawValue::from_string).transpose().map_err(to_value_error)?;
+        let contents = contents((tree, blobs, metadata, roles))?;
         let writer = self.take()?;
-        let report = watched(py, None, move || {
-            let blobs = blobs.into_iter().map(|(name, bytes)| (name, bytes.to_vec())).collect();
-            writer.finish(Contents { tree, blobs, metadata, roles: None })
-        })?;
+        let report = watched(py, None, move || writer.finish(contents))?;
         serde_json::to_string(&report).map_err(to_value_error)
     }
 
@@ -100,9 +119,14 @@ impl Writer {
 pub(crate) fn source(tensor: &Tensor) -> PyResult<TensorSource<'_>> {
     let (name, dtype, shape, address, nbytes) = tensor;
     let dtype: DType = dtype.parse().map_err(to_value_error)?;
-    let data = match (*nbytes, *address) {
-        (0, _) => &[],
-        (_, 0) => return Err(PyValueError::new_err(format!("tensor `{name}` has no address"))),
+    Ok(TensorSource { name, dtype, shape, data: values(name, *address, *nbytes)? })
+}
+
+/// A tensor's values in host memory.
+pub(crate) fn values<'a>(name: &str, address: usize, nbytes: usize) -> PyResult<&'a [u8]> {
+    match (nbytes, address) {
+        (0, _) => Ok(&[]),
+        (_, 0) => Err(PyValueError::new_err(format!("tensor `{name}` has no address"))),
         (nbytes, address) => {
             let start: *const u8 = std::ptr::with_exposed_provenance(address);
             // SAFETY:
@@ -111,10 +135,9 @@ pub(crate) fn source(tensor: &Tensor) -> PyResult<TensorSource<'_>> {
             // - `u8` has no alignment and no invalid values.
             // - Whoever changes the values meanwhile from another thread saves some mixture of
             //   both, as with any save.
-            unsafe { std::slice::from_raw_parts(start, nbytes) }
+            Ok(unsafe { std::slice::from_raw_parts(start, nbytes) })
         }
-    };
-    Ok(TensorSource { name, dtype, shape, data })
+    }
 }
 
 pub(crate) fn to_value_error(error: impl std::fmt::Display) -> PyErr {

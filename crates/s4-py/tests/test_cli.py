@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import s4weights  # noqa: E402
 from s4weights import _cli, _core  # noqa: E402
 
 
@@ -84,3 +85,25 @@ def test_tensors_are_compressed_in_memory() -> None:
 def test_options_do_not_reach_pickles(capsys: pytest.CaptureFixture[str]) -> None:
     assert _cli.main(["compress", "--simd", "avx2", "x.pt"]) == 2
     assert "default options" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_a_store_becomes_a_pt_file(tmp_path: Path) -> None:
+    url = str(tmp_path / "store")
+    entry = s4weights.save_checkpoint(state(), url, 5)
+    target = str(tmp_path / "c.pt")
+    for which in ("5", "latest", entry.id):
+        out = run("store", "restore", url, which, target, "-q")
+        assert out.returncode == 0, out.stderr
+        back = torch.load(target)
+        assert torch.equal(back["v"], state()["v"])
+        (tmp_path / "c.pt").unlink()
+    out = run("store", "restore", url, "6", target)
+    assert out.returncode == 3
+    assert "step 6" in out.stderr
+    assert run("store", "restore", url, target).returncode == 2
+    out = run("store", "restore", "-o", "=hush", url, "5", target)
+    assert out.returncode == 2
+    assert "hush" not in out.stderr
+    # What is no PyTorch file is the native program's matter.
+    assert run("store", "restore", url, "5", str(tmp_path / "c.s4w")).returncode == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c.s4w", "store"]

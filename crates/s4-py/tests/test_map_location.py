@@ -21,9 +21,9 @@ def write_tree(path: Path, tree: Any, **tensors: torch.Tensor) -> None:
         (name, str(t.dtype)[6:], tuple(t.shape), t.data_ptr(), t.untyped_storage().nbytes())
         for name, t in tensors.items()
     ]
-    writer.write(sources, None)
+    writer.write(sources, b"", None)
     text = tree if isinstance(tree, str) else json.dumps(tree)
-    writer.finish(text, {}, {})
+    writer.finish(text, {}, {}, None)
 
 
 @pytest.fixture(params=["tree", "pickle"])

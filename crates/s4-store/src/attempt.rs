@@ -1,6 +1,6 @@
 //! An attempt to store a checkpoint: data objects, then the manifest, then one log entry.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -19,6 +19,9 @@ use crate::store::{Inner, Store};
 
 /// Up to this many objects are looked up one by one; more are listed.
 const LOOK_UP: usize = 4;
+
+/// Object numbers are below this: far more than a manifest has room for.
+const MAX_NUMBER: u32 = 1 << 21;
 
 /// What a writer says of a checkpoint.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -44,6 +47,8 @@ pub struct Attempt {
     id: CheckpointId,
     uploads: JoinSet<Result<(u32, ObjectInfo)>>,
     objects: Vec<Option<ObjectInfo>>,
+    /// Numbers that were given out.
+    taken: BTreeSet<u32>,
 }
 
 /// A checkpoint that is stored and checked, but not listed.
@@ -66,6 +71,7 @@ impl Store {
             id: CheckpointId::new(self.inner.options.ids.next()),
             uploads: JoinSet::new(),
             objects: Vec::new(),
+            taken: BTreeSet::new(),
         })
     }
 }
@@ -83,19 +89,33 @@ impl Attempt {
     /// # Errors
     /// [`Error::Limit`] if it is too large; the failure of an earlier upload.
     pub async fn put(&mut self, kind: &str, bytes: Bytes) -> Result<u32> {
+        let n = u32::try_from(self.objects.len()).map_err(|e| Error::Limit(e.to_string()))?;
+        self.put_as(n, kind, bytes).await?;
+        Ok(n)
+    }
+
+    /// As [`Attempt::put`], with the object's number: those of a checkpoint may come in any order,
+    /// each once, and none may be missing in the end.
+    ///
+    /// # Errors
+    /// As [`Attempt::put`]; [`Error::Argument`] if the number is taken.
+    pub async fn put_as(&mut self, n: u32, kind: &str, bytes: Bytes) -> Result<()> {
         if bytes.len() > MAX_OBJECT {
             return Err(Error::Limit(format!(
                 "an object of {} bytes, {MAX_OBJECT} at most",
                 bytes.len()
             )));
         }
+        if n >= MAX_NUMBER || !self.taken.insert(n) {
+            return Err(Error::Argument(format!("object number {n} is taken or too large")));
+        }
         while let Some(done) = self.uploads.try_join_next() {
             self.note(done)?;
         }
-        let n = u32::try_from(self.objects.len()).map_err(|e| Error::Limit(e.to_string()))?;
         let permit = self.inner.io.reserve(bytes.len()).await?;
         let (inner, id, kind) = (Arc::clone(&self.inner), self.id, kind.to_owned());
-        self.objects.push(None);
+        let len = self.objects.len().max(n as usize + 1);
+        self.objects.resize(len, None);
         self.uploads.spawn(async move {
             let _permit = permit;
             let key = inner.layout.part(id, Part::Data(n));
@@ -104,7 +124,7 @@ impl Attempt {
             inner.io.put(&key, bytes).await?;
             Ok((n, ObjectInfo { len, blake3, kind }))
         });
-        Ok(n)
+        Ok(())
     }
 
     fn note(
@@ -134,7 +154,7 @@ impl Attempt {
         self.inner.reached("attempt.data").await;
         let objects: Option<Vec<_>> = self.objects.into_iter().collect();
         let objects = objects.ok_or_else(|| {
-            Error::Argument(format!("an upload of checkpoint {} had failed before", self.id))
+            Error::Argument(format!("an object of checkpoint {} is missing or failed", self.id))
         })?;
         let manifest = Manifest { objects, blob };
         let bytes = manifest.to_bytes(self.id)?;

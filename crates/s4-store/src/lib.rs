@@ -32,7 +32,6 @@
 //! Deliberately absent: compression and the meaning of the bytes; multipart uploads, which object
 //! stores keep and bill when a client dies; locks and leases, which a paused process outlives;
 //! decisions by the clock of a client.
-
 #![forbid(unsafe_code)]
 
 mod attempt;

@@ -198,7 +198,11 @@ impl Inner {
                 }
             }
             match self.read_slot(entry.n).await {
-                Ok(Seen::Entry(other, hash)) => return Ok(whose(entry, other, hash)),
+                // On a local folder the entry may be there and its folder's sync have failed.
+                Ok(Seen::Entry(other, hash)) => match self.sync_log() {
+                    Ok(()) => return Ok(whose(entry, other, hash)),
+                    Err(e) => cause = format!("{cause}; then: {e}"),
+                },
                 Ok(Seen::Empty) if !hopeless => {}
                 Ok(Seen::Empty) => break,
                 Err(e) => cause = format!("{cause}; reading it back: {e}"),
@@ -237,6 +241,7 @@ impl Inner {
     pub(crate) async fn resolve(&self, unknown: &CommitUnknown) -> Result<Option<Entry>> {
         for _ in 0..self.io.retry().attempts.max(2) {
             if let Seen::Entry(entry, _) = self.read_slot(unknown.slot).await? {
+                self.sync_log()?;
                 let ours = entry.write_id == unknown.write_id;
                 self.refresh(&mut *self.known.lock().await).await?;
                 return Ok(ours.then_some(*entry));

@@ -79,6 +79,10 @@ impl Store {
         if there_now.id != repo.id {
             return Err(Error::StoreExists { place: place.name().to_owned() });
         }
+        if let Some(folder) = &there.folder {
+            // The answer may have been the failure of just this.
+            folder.sync_names(&there.prefix)?;
+        }
         Self::assemble(place, there, options, repo).await
     }
 

@@ -156,6 +156,7 @@ impl Store {
             for swept in dead {
                 inner.delete(swept, &mut report).await;
             }
+            inner.reached("sweep.judged").await;
             inner.abort_orphans(orphans, &mut report).await?;
         }
         inner.sweep_scratch(&facts, options, &mut report).await?;

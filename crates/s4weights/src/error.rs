@@ -62,6 +62,26 @@ pub enum Error {
         /// What is wrong.
         source: s4_engine::cuda::GpuError,
     },
+    /// A checkpoint store refused or failed.
+    #[error("{target}: {source}")]
+    Store {
+        /// Folder or URL of the store.
+        target: String,
+        /// What it said.
+        source: Box<s4_store::Error>,
+    },
+    /// Something is wrong with one checkpoint of a store.
+    #[error("{target}: step {step} (checkpoint {id}): {source}")]
+    Checkpoint {
+        /// Folder or URL of the store.
+        target: String,
+        /// The checkpoint's training step.
+        step: u64,
+        /// The checkpoint.
+        id: s4_store::CheckpointId,
+        /// What is wrong, naming the tensor or the object.
+        source: Box<Error>,
+    },
     /// An argument does not fit.
     #[error("{0}")]
     Argument(String),

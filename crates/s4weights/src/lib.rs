@@ -24,12 +24,14 @@
 //! A checkpoint may be stored as its difference from the one before ([`Parent`]), and in several
 //! objects instead of one file ([`ObjectSink`], [`ObjectSource`]).
 //!
-//! What is deliberately absent: Python objects (the wheel's matter), which checkpoints there are and
-//! which is kept (the store's).
+//! [`store::CheckpointStore`] keeps many checkpoints in a folder or a bucket.
+//!
+//! What is deliberately absent: Python objects (the wheel's matter).
 #![forbid(unsafe_code)]
 
 mod adversarial;
 mod ancestors;
+mod behind;
 #[cfg(feature = "cuda")]
 mod device;
 mod error;
@@ -46,12 +48,13 @@ mod pipeline;
 mod reader;
 mod report;
 mod slice;
+pub mod store;
 mod verify;
 mod writer;
 
 pub use adversarial::adversarial;
 #[cfg(feature = "cuda")]
-pub use device::DeviceSource;
+pub use device::{DeviceSource, Place, PlacedSource};
 pub use error::{Error, ParentProblem, Result};
 pub use io::{Source, StorageOptions, Target, is_url};
 pub use memory::{Compressed, MemoryOptions, TensorCodec};

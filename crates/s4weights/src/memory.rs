@@ -55,6 +55,9 @@ impl TensorCodec {
     /// # Errors
     /// `Argument` if an option does not fit, `Io` if threads cannot be started.
     pub fn new(options: MemoryOptions) -> Result<Self> {
+        if options.preset == Preset::Nvcomp {
+            return Err(Error::Argument("preset `nvcomp` is for files".into()));
+        }
         Ok(Self {
             engine: CpuEngine::new(simd(options.simd)?),
             preset: options.preset,

@@ -18,6 +18,16 @@ pub trait ObjectSink: Send {
     /// # Errors
     /// What keeps the checkpoint from being written.
     fn put(&mut self, number: u32, bytes: Bytes) -> Result<()>;
+
+    /// Takes object `number`, which holds chunks of tensors of one group: as [`ObjectSink::put`],
+    /// for those who keep the groups apart.
+    ///
+    /// # Errors
+    /// As [`ObjectSink::put`].
+    fn put_group(&mut self, number: u32, group: u8, bytes: Bytes) -> Result<()> {
+        let _ = group;
+        self.put(number, bytes)
+    }
 }
 
 /// Gives ranges of a checkpoint's data objects, from any thread, several at once.

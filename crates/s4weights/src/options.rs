@@ -62,6 +62,9 @@ pub struct ReadOptions {
     /// Finds the parent of a checkpoint that holds differences. Without it, tensors that are stored
     /// by themselves can be read.
     pub parents: Option<ParentResolver>,
+    /// Whether the file is known to come from a program that is trusted. Only then are closed
+    /// bitstreams of a vendor decoded, on a GPU: the vendor's decoders are not safe on other bytes.
+    pub trusted: bool,
 }
 
 impl fmt::Debug for WriteOptions {
@@ -83,6 +86,7 @@ impl fmt::Debug for ReadOptions {
             .field("threads", &self.threads)
             .field("simd", &self.simd)
             .field("parents", &self.parents.is_some())
+            .field("trusted", &self.trusted)
             .finish_non_exhaustive()
     }
 }

@@ -6,6 +6,7 @@ use s4_format::file;
 use s4_format::limits::{ALIGN, MAX_OBJECTS};
 use s4_format::manifest::Object;
 
+use crate::behind::{Back, Behind};
 use crate::error::{Error, Result};
 use crate::io::Sink;
 use crate::objects::{ObjectOptions, ObjectSink};
@@ -30,8 +31,30 @@ pub(crate) struct Output {
 }
 
 enum To {
-    File { sink: Box<dyn Sink>, hasher: Box<blake3::Hasher>, offset: u64 },
+    File { end: End, offset: u64 },
     Objects(Objects),
+}
+
+/// Who hashes and writes a file.
+enum End {
+    Here(Back),
+    Behind(Behind),
+    /// Writing failed: there is no file any more.
+    Failed,
+}
+
+impl End {
+    fn here(self) -> Result<Back> {
+        match self {
+            Self::Here(back) => Ok(back),
+            Self::Behind(behind) => behind.finish(),
+            Self::Failed => Err(failed()),
+        }
+    }
+}
+
+fn failed() -> Error {
+    Error::Argument("a file that could not be written is to be finished".into())
 }
 
 struct Objects {
@@ -54,7 +77,7 @@ struct Open {
 impl Output {
     /// One file.
     pub(crate) fn file(sink: Box<dyn Sink>) -> Result<Self> {
-        let to = To::File { sink, hasher: Box::default(), offset: 0 };
+        let to = To::File { end: End::Here(Back { sink, hasher: Box::default() }), offset: 0 };
         let mut out = Self { to, chunk_bytes: 0 };
         out.put(&file::header())?;
         Ok(out)
@@ -82,14 +105,38 @@ impl Output {
         }
     }
 
+    /// Hashes and writes a file on other threads from now on, if its sink may be moved there: for
+    /// callers that have more to do than to wait.
+    pub(crate) fn write_behind(&mut self, threads: usize) -> Result<()> {
+        if let To::File { end, .. } = &mut self.to {
+            *end = match std::mem::replace(end, End::Failed) {
+                End::Here(back) if back.sink.may_move() => {
+                    End::Behind(Behind::start(back, threads)?)
+                }
+                other => other,
+            };
+        }
+        Ok(())
+    }
+
+    /// Writes what is on its way, and goes on here.
+    pub(crate) fn write_here(&mut self) -> Result<()> {
+        if let To::File { end, .. } = &mut self.to {
+            *end = End::Here(std::mem::replace(end, End::Failed).here()?);
+        }
+        Ok(())
+    }
+
     /// Tells that all chunks are written; gives the objects that hold them.
     pub(crate) fn end_chunks(&mut self) -> Result<Vec<Object>> {
         self.align()?;
+        self.write_here()?;
         match &mut self.to {
-            To::File { hasher, offset, .. } => {
-                let blake3 = Digest(*hasher.finalize().as_bytes());
+            To::File { end: End::Here(back), offset } => {
+                let blake3 = Digest(*back.hasher.finalize().as_bytes());
                 Ok(vec![Object { name: None, bytes: *offset, blake3 }])
             }
+            To::File { .. } => Err(failed()),
             To::Objects(objects) => {
                 let list = objects.close_all()?;
                 self.chunk_bytes = list.iter().map(|o| o.bytes).sum();
@@ -101,9 +148,15 @@ impl Output {
     /// Writes part of the index.
     pub(crate) fn put(&mut self, bytes: &[u8]) -> Result<()> {
         match &mut self.to {
-            To::File { sink, hasher, offset } => {
-                hasher.update(bytes);
-                sink.write(bytes)?;
+            To::File { end, offset } => {
+                match end {
+                    End::Here(Back { sink, hasher }) => {
+                        hasher.update(bytes);
+                        sink.write(bytes)?;
+                    }
+                    End::Behind(behind) => behind.put(bytes)?,
+                    End::Failed => return Err(failed()),
+                }
                 *offset += bytes.len() as u64;
             }
             To::Objects(objects) => objects.index.extend_from_slice(bytes),
@@ -127,7 +180,7 @@ impl Output {
     /// Makes a file visible; gives the index of objects.
     pub(crate) fn commit(self) -> Result<Option<Bytes>> {
         match self.to {
-            To::File { sink, .. } => sink.commit().map(|()| None),
+            To::File { end, .. } => end.here()?.sink.commit().map(|()| None),
             To::Objects(objects) => Ok(Some(objects.index.into())),
         }
     }
@@ -178,7 +231,7 @@ impl Objects {
             bytes: open.bytes.len() as u64,
             blake3: Digest(*open.hasher.finalize().as_bytes()),
         });
-        self.sink.put(open.number, open.bytes.into())
+        self.sink.put_group(open.number, open.group, open.bytes.into())
     }
 
     fn close_all(&mut self) -> Result<Vec<Object>> {

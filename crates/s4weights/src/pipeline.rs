@@ -9,7 +9,7 @@ use s4_engine::{
 };
 use s4_format::index::chunk_count;
 use s4_format::layout::Planes;
-use s4_format::{ChunkRecord, DType, Digest};
+use s4_format::{ChunkRecord, CodecId, DType, Digest};
 
 use crate::error::{At, Result};
 use crate::options::{Meter, thread_count};
@@ -233,7 +233,11 @@ impl Writer {
         } else {
             let plan = &of.plan.plan;
             let planes = Planes::new(plan.layout, width, 0).at(&self.name)?.sizes().len();
-            self.totals.chunk(plan, values, &chunk.streams[..planes]);
+            let streams = &chunk.streams[..planes];
+            self.totals.chunk(plan, values, streams);
+            let codecs = streams.iter().map(|s| s.codec);
+            let closed = |c: &CodecId| self.closed.iter().any(|k| k.codec == *c);
+            self.closed_used.extend(codecs.filter(closed));
         }
         meter.add(bytes)?;
         Ok(ChunkRecord {

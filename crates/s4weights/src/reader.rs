@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use s4_engine::{CpuEngine, TensorSpec};
 use s4_format::file::{self, FOOTER_LEN, Footer, HEADER_LEN};
 use s4_format::index::{self, Tensor, TensorKind, chunk_count};
-use s4_format::manifest::{Manifest, Section};
+use s4_format::manifest::{self, Manifest, Section};
 use s4_format::side::Side;
 use s4_format::{ChunkRecord, DType, Digest};
 
@@ -49,6 +49,8 @@ pub struct Reader {
     blocks: Mutex<HashMap<usize, Arc<LoadedBlock>>>,
     /// The parent, once it is known.
     pub(crate) parent: OnceLock<Arc<Reader>>,
+    /// Another checkpoint of the same values that this one took the place of.
+    pub(crate) stands_for: OnceLock<manifest::Parent>,
     pub(crate) idle: Mutex<Vec<Buffers>>,
 }
 
@@ -59,7 +61,9 @@ pub(crate) struct LoadedBlock {
 }
 
 impl Reader {
-    /// Opens a file: reads its end, its manifest and its tensor table.
+    /// Opens a file: reads its end, its manifest and its tensor table. One that needs closed
+    /// bitstreams opens anywhere; reading values that need them is an error of type `Format` that says
+    /// what is missing, or that the file must be trusted ([`ReadOptions::trusted`]).
     ///
     /// # Errors
     /// `NotFound`, `Io`, or `Format` if it is no `.s4w` file, damaged, cut or of another version.
@@ -85,7 +89,7 @@ impl Reader {
         objects: Option<Box<dyn ObjectSource>>,
         options: ReadOptions,
     ) -> Result<Self> {
-        let engine = CpuEngine::new(simd(options.simd)?);
+        let simd = simd(options.simd)?;
         let (name, source) = open_source(source)?;
         let len = source.len();
         let mut start = vec![0; HEADER_LEN.min(usize::try_from(len).unwrap_or(HEADER_LEN))];
@@ -98,7 +102,8 @@ impl Reader {
         let known = Known { source: &*source, name: &name, tail: &tail, tail_at };
         let section = Section { offset: footer.offset, bytes: footer.len, blake3: footer.digest };
         let json = known.section(&section, "manifest")?;
-        let manifest = Manifest::parse(&json, footer.offset).at(&name)?;
+        let manifest = Manifest::parse_closed(&json, footer.offset).at(&name)?;
+        let engine = CpuEngine::reading(simd, &manifest.closed_codecs, options.trusted);
         let table = known.section(&manifest.tensors.section, "tensor table")?;
         let tensors = index::parse_table(&table, footer.offset, manifest.plans.len()).at(&name)?;
         if tensors.len() != manifest.tensors.count as usize {
@@ -124,6 +129,7 @@ impl Reader {
             options,
             blocks: Mutex::default(),
             parent: OnceLock::new(),
+            stands_for: OnceLock::new(),
             idle: Mutex::default(),
         })
     }
@@ -235,7 +241,7 @@ impl Reader {
         self.fetch(wants)
     }
 
-    fn buffer(&self, bytes: u64) -> Result<Vec<u8>> {
+    pub(crate) fn buffer(&self, bytes: u64) -> Result<Vec<u8>> {
         let too_large = || s4_format::Error::limit(format!("{bytes} bytes do not fit in memory"));
         let len = usize::try_from(bytes).map_err(|_| too_large()).at(&self.name)?;
         let mut out = Vec::new();

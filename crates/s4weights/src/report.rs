@@ -149,7 +149,8 @@ pub struct Inspection {
     pub parent: Option<String>,
     /// Checkpoints from this one down to its base, both counted.
     pub chain: u32,
-    /// Closed bitstreams that reading needs.
+    /// Closed bitstreams that reading needs, each with the major version of its vendor's library, such
+    /// as `nvcomp-ans 6`.
     pub closed_codecs: Vec<String>,
     /// The tensors.
     pub tensors: Vec<TensorReport>,

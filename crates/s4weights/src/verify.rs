@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use s4_format::index::TensorKind;
 use s4_format::layout::Planes;
+use s4_format::manifest::ClosedCodec;
 use s4_format::{Digest, StreamEntry};
 
 use crate::error::{At, Result};
@@ -66,7 +67,7 @@ impl Reader {
             metadata: m.metadata.clone(),
             parent: m.parent.map(|p| p.manifest.to_string()),
             chain: m.depth(),
-            closed_codecs: m.closed_codecs.iter().map(|c| c.codec.to_string()).collect(),
+            closed_codecs: m.closed_codecs.iter().map(closed_name).collect(),
             tensors: tensors.collect::<Result<_>>()?,
         })
     }
@@ -136,4 +137,9 @@ impl Reader {
         }
         Ok(out)
     }
+}
+
+/// A closed bitstream and the version of the library that reads it.
+fn closed_name(c: &ClosedCodec) -> String {
+    format!("{} {}", c.codec, c.library_major)
 }

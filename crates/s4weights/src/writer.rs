@@ -1,6 +1,6 @@
 //! Writes a checkpoint, front to back: one `.s4w` file, or objects and an index.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -9,8 +9,8 @@ use s4_engine::{CpuEngine, TensorView};
 use s4_format::file::{Footer, Version};
 use s4_format::index::{self, Block, Tensor, TensorKind};
 use s4_format::limits::MAX_CHAIN;
-use s4_format::manifest::{self, Form, Manifest, Object, Roles, Section, TensorTable};
-use s4_format::{DType, Digest, Plan, crc32c};
+use s4_format::manifest::{self, ClosedCodec, Form, Manifest, Object, Roles, Section, TensorTable};
+use s4_format::{CodecId, DType, Digest, Plan, crc32c};
 use serde_json::value::RawValue;
 
 use crate::error::{At, Error, ParentProblem, Result};
@@ -40,7 +40,7 @@ pub struct TensorSource<'a> {
 }
 
 /// What a file holds besides tensors.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Contents {
     /// The saved object as typed JSON.
     pub tree: Option<Box<RawValue>>,
@@ -58,6 +58,9 @@ pub struct Writer {
     pub(crate) out: Output,
     pub(crate) engine: Arc<CpuEngine>,
     pub(crate) options: WriteOptions,
+    /// Closed bitstreams that the engine may use, and those that it did use.
+    pub(crate) closed: Vec<ClosedCodec>,
+    pub(crate) closed_used: BTreeSet<CodecId>,
     started: Instant,
     tensors: Vec<Tensor>,
     names: HashMap<String, ()>,
@@ -91,7 +94,8 @@ impl Writer {
     ///
     /// # Errors
     /// `Io` if the target cannot be written, `Argument` if an option does not fit, `Parent` if the
-    /// parent's chain is as long as is allowed.
+    /// parent's chain is as long as is allowed, `Format` of type `Unsupported` if the preset needs a
+    /// GPU or a library that is not there.
     pub fn create(target: Target, options: WriteOptions) -> Result<Self> {
         let (name, sink) = open_sink(target)?;
         Self::start(name, Output::file(sink)?, options)
@@ -112,13 +116,15 @@ impl Writer {
     }
 
     fn start(name: String, out: Output, options: WriteOptions) -> Result<Self> {
-        let engine = Arc::new(CpuEngine::new(simd(options.simd)?));
+        let (engine, closed) = CpuEngine::writing(simd(options.simd)?, options.preset).at(&name)?;
         check_depth(&name, &options)?;
         Ok(Self {
             name,
             out,
-            engine,
+            engine: Arc::new(engine),
             options,
+            closed,
+            closed_used: BTreeSet::new(),
             started: Instant::now(),
             tensors: vec![],
             names: HashMap::new(),
@@ -181,7 +187,7 @@ impl Writer {
 
     /// The number of the parent's tensor that a tensor may be stored as its difference from: the
     /// one of its name, if it has its type and shape.
-    fn parent_of(&mut self, t: &TensorSource<'_>) -> Option<u32> {
+    pub(crate) fn parent_of(&mut self, t: &TensorSource<'_>) -> Option<u32> {
         let there = self.options.parent.as_ref()?.find(t.name)?;
         let alike = there.dtype == t.dtype && there.shape == t.shape;
         let number = Some(there.number).filter(|_| alike && self.deltas < MAX_DELTAS)?;
@@ -402,6 +408,8 @@ impl Writer {
         form: Form,
         parent: Option<manifest::Parent>,
     ) -> Manifest {
+        let used = |c: &ClosedCodec| self.closed_used.contains(&c.codec);
+        let closed_codecs = self.closed.iter().filter(|c| used(c)).cloned().collect();
         Manifest {
             format: Version::CURRENT,
             writer: concat!("s4weights ", env!("CARGO_PKG_VERSION")).into(),
@@ -415,7 +423,7 @@ impl Writer {
             metadata: BTreeMap::new(),
             roles: None,
             parent,
-            closed_codecs: vec![],
+            closed_codecs,
         }
     }
 

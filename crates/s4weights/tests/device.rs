@@ -11,7 +11,10 @@ use std::sync::Arc;
 
 use gpu::{Gpu, gpu, memory};
 use s4_planes::patterns::{self, Kind};
-use s4weights::{DType, DeviceSource, Error, Reader, TensorSource, WriteOptions, Writer};
+use s4weights::{
+    DType, DeviceSource, Error, Place, PlacedSource, Preset, ReadOptions, Reader, TensorSource,
+    WriteOptions, Writer,
+};
 
 struct Tensor {
     name: String,
@@ -92,6 +95,35 @@ fn a_file_of_device_tensors_is_that_of_host_tensors_and_both_come_back() {
 }
 
 #[test]
+fn tensors_of_host_and_device_lie_in_one_file_as_those_of_the_host() {
+    let Some(gpu) = gpu() else { return };
+    let tensors = tensors(gpu.is_slow());
+    let dir = tempfile::tempdir().unwrap();
+    let (on_host, mixed) = (dir.path().join("host.s4w"), dir.path().join("mixed.s4w"));
+    write_host(&on_host, &tensors, WriteOptions::default());
+    let buffers: Vec<_> = tensors.iter().map(|t| gpu.upload(&t.data)).collect();
+    // Every third stays on the host: small and large ones, first and last ones among them.
+    for first in 0..3 {
+        let place = |i: usize| match i % 3 == first {
+            true => Place::Host(&tensors[i].data),
+            false => Place::Device(memory(&buffers[i])),
+        };
+        let sources: Vec<_> = (tensors.iter().enumerate())
+            .map(|(i, t)| PlacedSource {
+                name: &t.name,
+                dtype: t.dtype,
+                shape: &t.shape,
+                place: place(i),
+            })
+            .collect();
+        let mut writer = Writer::create(mixed.as_path().into(), WriteOptions::default()).unwrap();
+        writer.write_placed(&gpu.engine, &sources, &[]).unwrap();
+        writer.finish(Default::default()).unwrap();
+        assert!(std::fs::read(&on_host).unwrap() == std::fs::read(&mixed).unwrap(), "{first}");
+    }
+}
+
+#[test]
 fn differences_from_a_parent_come_back_on_the_device() {
     let Some(gpu) = gpu() else { return };
     let before = tensors(gpu.is_slow());
@@ -137,4 +169,51 @@ fn damage_is_named_by_tensor_and_chunk() {
     let buffer = gpu.upload(&[0; 16]);
     let refused = reader.read_into_device(&gpu.engine, &[(1, memory(&buffer))]);
     assert!(matches!(refused, Err(Error::Argument(_))), "{refused:?}");
+}
+
+#[test]
+fn preset_nvcomp_takes_device_tensors_and_gives_them_back() {
+    let Some(gpu) = gpu() else { return };
+    if gpu.is_slow() {
+        println!("skipped: nvCOMP needs a device");
+        return;
+    }
+    let tensors = tensors(true);
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("nvcomp.s4w");
+    let options = WriteOptions { preset: Preset::Nvcomp, ..WriteOptions::default() };
+    let buffers: Vec<_> = tensors.iter().map(|t| gpu.upload(&t.data)).collect();
+    let sources: Vec<_> = tensors
+        .iter()
+        .zip(&buffers)
+        .map(|(t, b)| DeviceSource {
+            name: &t.name,
+            dtype: t.dtype,
+            shape: &t.shape,
+            memory: memory(b),
+        })
+        .collect();
+    let groups: Vec<u8> = (0..sources.len()).map(|i| (i % 4) as u8).collect();
+    let mut writer = match Writer::create(path.as_path().into(), options) {
+        Ok(writer) => writer,
+        Err(e) => {
+            let required = std::env::var("S4_REQUIRE_GPU").is_ok_and(|v| v == "1");
+            assert!(!required, "nvCOMP is required: {e}");
+            println!("skipped: {e}");
+            return;
+        }
+    };
+    writer.write_device(&gpu.engine, &sources, &groups).unwrap();
+    let report = writer.finish(Default::default()).unwrap();
+    assert!(report.streams.keys().any(|k| k.contains("nvcomp-ans")), "{:?}", report.streams);
+    let open = |trusted| {
+        let options = ReadOptions { trusted, ..ReadOptions::default() };
+        Reader::open(path.as_path().into(), options).unwrap()
+    };
+    let back = read_on(&gpu, &open(true), &tensors).unwrap();
+    for (t, values) in tensors.iter().zip(&back) {
+        assert!(*values == t.data, "{}", t.name);
+    }
+    let e = read_on(&gpu, &open(false), &tensors).unwrap_err().to_string();
+    assert!(e.contains("nvcomp-ans") && e.contains("trusted"), "{e}");
 }

@@ -43,7 +43,7 @@ fn codecs(source: &str) -> Vec<Codec<'_>> {
 }
 
 /// Pages that are about no codec: the list, and the frame that several share.
-const SHARED: [&str; 2] = ["README", "blocks"];
+const SHARED: [&str; 3] = ["README", "blocks", "nvcomp"];
 
 /// The names of the pages in a folder, without their extension.
 fn pages(folder: &Path) -> Result<BTreeSet<String>> {

@@ -10,16 +10,20 @@
 //! any memory of the device. Only blocks of a checkpoint that is known by its hash, or that the caller
 //! said to trust, may come here; checksums are no proof of origin.
 //!
-//! What is deliberately absent: allocation, waiting, CUDA handles (addresses and streams are `u64`), and
-//! the choice of a codec.
+//! [`HostEncoder`] and [`HostDecoder`] code planes that lie in host memory, as the CPU's codecs do.
+//!
+//! What is deliberately absent from [`GpuCodec`]: allocation, waiting, CUDA handles (addresses and
+//! streams are `u64`), and the choice of a codec.
 
 mod batched;
 mod codec;
 mod error;
+mod host;
 
 pub use batched::{
     AnsMode, Batched, ans, bitcomp, cascaded, deflate, gdeflate, lz4, reader, snappy, zstd,
 };
 pub use codec::{GpuCodec, Needs};
 pub use error::{Error, Result};
+pub use host::{Host, HostDecoder, HostEncoder, HostError};
 pub use nvcomp_sys::{Alignments, Compress, DataType, Decompress, Nvcomp, Search, Shape, Status};

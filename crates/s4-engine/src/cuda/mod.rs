@@ -13,6 +13,7 @@ mod decode;
 mod encode;
 mod error;
 mod fetch;
+pub(crate) mod nvcomp;
 mod route;
 mod tensor;
 mod worker;

@@ -40,7 +40,7 @@ fn code(plane: PlaneCoding) -> Option<u8> {
         PlaneCoding::Bits => coding::BITS7,
         PlaneCoding::Rans(Precision::P8) => coding::RANS8,
         PlaneCoding::Rans(Precision::P12) => coding::RANS12,
-        PlaneCoding::Zstd => return None,
+        PlaneCoding::Zstd | PlaneCoding::Gdeflate | PlaneCoding::NvcompAns => return None,
     })
 }
 

@@ -7,7 +7,15 @@
     s4weights.save({"model": model.state_dict(), "step": step}, "step100.s4w")
     checkpoint = s4weights.load("step100.s4w", map_location="cuda")
 
-`verify` checks a file without PyTorch, and `inspect` tells what is in it.
+`CheckpointStore` keeps many checkpoints of a run, most as small differences from the one before::
+
+    with s4weights.CheckpointStore("runs/a") as store:
+        store.save_checkpoint({"model": model.state_dict()}, step, blocking=False)
+        ...
+        checkpoint = store.load_checkpoint()
+
+Tensors on CUDA devices are encoded and decoded where they are. `load_into` fills tensors that are
+there already. `verify` checks a file without PyTorch, and `inspect` tells what is in it.
 """
 
 from __future__ import annotations
@@ -16,8 +24,10 @@ import logging
 
 from ._core import __version__
 from ._errors import (
+    ConflictError,
     CorruptDataError,
     LimitError,
+    MismatchError,
     NotFoundError,
     S4Error,
     StorageError,
@@ -25,20 +35,39 @@ from ._errors import (
     UnsupportedFormatError,
 )
 from ._load import inspect, load, verify
+from ._load_into import load_into
+from ._pending import PendingSave, finish_on_sigterm
 from ._save import save
+from ._store import (
+    CheckpointEntry,
+    CheckpointStore,
+    Retention,
+    load_checkpoint,
+    save_checkpoint,
+)
 
 __all__ = [
+    "CheckpointEntry",
+    "CheckpointStore",
+    "ConflictError",
     "CorruptDataError",
     "LimitError",
+    "MismatchError",
     "NotFoundError",
+    "PendingSave",
+    "Retention",
     "S4Error",
     "StorageError",
     "UnsafeLoadError",
     "UnsupportedFormatError",
     "__version__",
+    "finish_on_sigterm",
     "inspect",
     "load",
+    "load_checkpoint",
+    "load_into",
     "save",
+    "save_checkpoint",
     "verify",
 ]
 

@@ -24,12 +24,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _convert(arguments[1:], paths, _compress)
     if pickles and command == "decompress":
         return _convert(arguments[1:], paths, _decompress)
+    if pickles and arguments[:2] == ["store", "restore"]:
+        return _restore(arguments[2:])
     return _core.command_line(arguments)
 
 
-def _convert(arguments: list[str], paths: list[str], convert: Callable[..., str]) -> int:
+def _restore(arguments: Sequence[str]) -> int:
+    """`store restore STORE CHECKPOINT FILE.pt`, which needs PyTorch."""
+    words: list[str] = []
+    storage: dict[str, str] = {}
+    rest = iter(arguments)
+    for word in rest:
+        if word in ("-o", "--option"):
+            key, _, value = next(rest, "").partition("=")
+            storage[key] = value
+        elif word not in ("-q", "--quiet"):
+            words.append(word)
+    if len(words) != 3 or "" in storage or any(word.startswith("-") for word in words):
+        usage = "s4w store restore [-o KEY=VALUE]... STORE CHECKPOINT FILE.pt"
+        print(f"s4w: to a PyTorch file with the default options only: {usage}", file=sys.stderr)
+        return 2
+
+    def restore(url: str, which: str, target: str) -> str:
+        import torch
+
+        from . import CheckpointStore
+
+        step = None if which == "latest" else int(which) if which.isdecimal() else which
+        with CheckpointStore(url, storage_options=storage) as store:
+            # The id of a checkpoint stands for a step.
+            state = store.load_checkpoint(step, map_location="cpu")  # type: ignore[arg-type]
+        return _write(state, target)
+
+    return _convert([], words, restore, most=3)
+
+
+def _convert(
+    arguments: list[str], paths: list[str], convert: Callable[..., str], most: int = 2
+) -> int:
     options = [a for a in arguments if a.startswith("-")]
-    if options and not set(options) <= {"-q", "--quiet"} or len(paths) > 2:
+    if options and not set(options) <= {"-q", "--quiet"} or len(paths) > most:
         print("s4w: a PyTorch file is converted with the default options only", file=sys.stderr)
         return 2
     try:
@@ -62,13 +96,17 @@ def _compress(source: str, target: str | None = None) -> str:
 
 
 def _decompress(source: str, target: str) -> str:
-    import torch
-
     from . import load
+
+    return _write(load(source, map_location="cpu"), target)
+
+
+def _write(state: object, target: str) -> str:
+    import torch
 
     temporary = Path(f"{target}.tmp")
     try:
-        torch.save(load(source, map_location="cpu"), temporary)
+        torch.save(state, temporary)
         temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)

@@ -8,11 +8,25 @@ __version__: str
 TensorSource: TypeAlias = tuple[str, str, tuple[int, ...], int, int]
 """Name, dtype, shape, address, bytes."""
 
+Where: TypeAlias = tuple[int, int]
+"""Number of the CUDA device, or -1 for the host; handle of its current stream, or 0."""
+
+PlacedSource: TypeAlias = tuple[str, str, tuple[int, ...], int, int, Where]
+"""Name, dtype, shape, address, bytes, where."""
+
+PlacedRequest: TypeAlias = tuple[int, int, int, Where]
+"""Number, address, bytes, where."""
+
 TensorInfo: TypeAlias = tuple[str, str, tuple[int, ...], int]
 """Name, dtype, shape, bytes."""
 
 Progress: TypeAlias = Callable[[int], object]
 """Called now and then with the bytes that a call has done; what it raises cancels the call."""
+
+def copy_memory(items: Sequence[tuple[int, int, int]], threads: int | None) -> None:
+    """Copies host memory on several threads: for each item the address to copy to, the address to
+    copy from, and bytes.
+    """
 
 def dtypes() -> list[str]:
     """The names of the dtypes that the format has: PyTorch's, without ``torch.``."""
@@ -31,6 +45,22 @@ class Compressed:
 
     def __len__(self) -> int: ...
 
+class CudaEngine:
+    """Encodes and decodes on CUDA devices, with so many bytes of memory on each while it works.
+
+    Raises `S4Error` where there is no CUDA that can be used. It keeps page-locked host memory.
+    """
+
+    def __new__(cls, scratch: int) -> CudaEngine: ...
+    def open(self, ordinal: int) -> None:
+        """Opens a device, takes the scratch memory and gives it back."""
+
+    def chunks(self) -> tuple[int, int, int]:
+        """Chunks done by the kernels, by the CPU, and by the CPU after the kernels refused them."""
+
+    def scratch_high_water(self, ordinal: int) -> int:
+        """The most device memory, in bytes, that was held at once."""
+
 class TensorCodec:
     """Compresses and decompresses tensors in memory: the codec without a file around it."""
 
@@ -42,6 +72,74 @@ class TensorCodec:
 
     def decompress(self, tensor: Compressed, address: int, nbytes: int) -> None:
         """Decompresses into memory of the tensor's size."""
+
+Described: TypeAlias = tuple[str | None, Mapping[str, bytes], Mapping[str, str], str | None]
+"""Tree, blobs, metadata, and roles as JSON."""
+
+class Store:
+    """A checkpoint store. Calls may come from several threads. What is returned is JSON."""
+
+    def __new__(
+        cls,
+        url: str,
+        mode: str,
+        storage_options: Mapping[str, str],
+        preset: str,
+        threads: int | None,
+        max_chain: int | None,
+        every: int | None,
+        parent_memory: int | None,
+        bandwidth: int | None,
+        allow_network_fs: bool,
+    ) -> Store: ...
+    def save(
+        self,
+        step: int,
+        tensors: Sequence[TensorSource],
+        groups: bytes,
+        described: Described,
+        metrics: Mapping[str, float],
+        tags: Mapping[str, str],
+        base: bool,
+        callback: Progress | None,
+    ) -> str:
+        """Saves a checkpoint. The tensors' memory is read during the call."""
+
+    def list(self) -> str:
+        """All listed checkpoints, from the oldest to the newest."""
+
+    def latest(self) -> str | None:
+        """The newest checkpoint."""
+
+    def open(self, id: str) -> Reader:
+        """Opens a checkpoint."""
+
+    def pin(self, id: str, pinned: bool) -> None:
+        """Protects a checkpoint, or ends that."""
+
+    def retire(self, ids: Sequence[str], reason: str) -> int:
+        """Takes checkpoints off the list."""
+
+    def apply_retention(
+        self,
+        keep_last: int | None,
+        keep_every: int | None,
+        best: Sequence[tuple[str, int, bool]],
+        protect: Sequence[str],
+    ) -> Sequence[str]:
+        """Retires what a policy does not keep."""
+
+    def rebase(self, id: str, callback: Progress | None) -> str:
+        """Writes a checkpoint anew as a base."""
+
+    def sweep(self, grace_s: float, exclusive: bool, dry_run: bool) -> str:
+        """Deletes what nothing needs."""
+
+    def check(self, read_data: bool, only: Sequence[str]) -> str:
+        """Checks checkpoints; all if none is named."""
+
+    def repo(self) -> str:
+        """What the store says of itself."""
 
 class Writer:
     """Writes one file, to one of a path, a URL and a stream with a ``write`` method.
@@ -58,11 +156,28 @@ class Writer:
         threads: int | None,
         storage_options: Mapping[str, str],
     ) -> Writer: ...
-    def write(self, tensors: Sequence[TensorSource], progress: Progress | None) -> None:
-        """Encodes tensors. Their memory is read during the call."""
+    def write(
+        self, tensors: Sequence[TensorSource], groups: bytes, progress: Progress | None
+    ) -> None:
+        """Encodes tensors. Their memory is read during the call. ``groups``: none, or one byte for
+        each tensor.
+        """
+
+    def write_placed(
+        self,
+        engine: CudaEngine,
+        tensors: Sequence[PlacedSource],
+        groups: bytes,
+        progress: Progress | None,
+    ) -> None:
+        """As `write`, of host and device memory. Nothing reads it any more when this returns."""
 
     def finish(
-        self, tree: str | None, blobs: Mapping[str, bytes], metadata: Mapping[str, str]
+        self,
+        tree: str | None,
+        blobs: Mapping[str, bytes],
+        metadata: Mapping[str, str],
+        roles: str | None,
     ) -> str:
         """Makes the file visible and tells, as JSON, what was written."""
 
@@ -79,6 +194,7 @@ class Reader:
         data: bytes | None,
         threads: int | None,
         storage_options: Mapping[str, str],
+        trusted: bool = ...,
     ) -> Reader: ...
     def tensors(self) -> list[TensorInfo]:
         """The tensors, in the order in which they were written."""
@@ -96,6 +212,14 @@ class Reader:
         self, requests: Sequence[tuple[int, int, int]], progress: Progress | None
     ) -> None:
         """Decodes tensors into memory: number, address, bytes."""
+
+    def read_into_device(
+        self,
+        engine: CudaEngine,
+        requests: Sequence[PlacedRequest],
+        progress: Progress | None,
+    ) -> None:
+        """As `read_into`, into device memory. All of it is there when this returns."""
 
     def inspect(self) -> str:
         """What the file says of itself, as JSON."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pickle
 
 __all__ = [
+    "ConflictError",
     "CorruptDataError",
     "LimitError",
+    "MismatchError",
     "NotFoundError",
     "S4Error",
     "StorageError",
@@ -31,8 +33,18 @@ class UnsupportedFormatError(S4Error):
     """Well-formed, but this version or this machine cannot read or write it."""
 
 
+class ConflictError(S4Error):
+    """The state of a checkpoint store forbids it, and nothing was changed: a checkpoint is pinned,
+    or needed by another, or another writer was faster.
+    """
+
+
 class LimitError(S4Error):
     """A limit of the format or of the caller would be exceeded."""
+
+
+class MismatchError(S4Error, ValueError):
+    """The tensors to be filled are not those of the file: names, dtypes or shapes differ."""
 
 
 class StorageError(S4Error, OSError):

@@ -8,14 +8,17 @@ import os
 import pickle
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from . import _core, _pickled
+from ._device import Compute
+from ._errors import UnsupportedFormatError
 from ._progress import Progress, ProgressArgument
-from ._save import _require_little_endian
+from ._save import require_little_endian
+from ._select import select
 from ._sources import FileLike, Foreign, open_source, require_s4w
-from ._storages import StorageReader, require_device
+from ._storages import StorageReader
 from ._tree import TreeDecoder
 
 logger = logging.getLogger("s4weights")
@@ -32,8 +35,10 @@ def load(
     mmap: bool | None = None,
     threads: int | None = None,
     device: str = "auto",
+    gpu_scratch: int | None = None,
     progress: ProgressArgument = None,
     storage_options: Mapping[str, str] | None = None,
+    trusted: bool = False,
     **pickle_load_args: Any,
 ) -> Any:
     """Loads what `save` saved, with the arguments of `torch.load` and some more.
@@ -42,16 +47,21 @@ def load(
 
     Args:
         f: a path, a URL or a binary stream that can be read.
-        map_location: as in `torch.load`: ``None``, a device, a dict or a callable.
+        map_location: as in `torch.load`: ``None``, a device, a dict or a callable. What belongs on a
+            CUDA device is decoded into its memory; a callable is given storages of the host.
         pickle_module: as in `torch.load`; implies ``weights_only=False``.
         weights_only: ``None`` means true: nothing but tensors, plain values and the globals allowed
             in `torch.serialization` is built. ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` and
             ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` are heeded.
         mmap: for files of `torch.save`; a ``.s4w`` file is decoded, so that it has no effect there.
         threads: native threads; ``None`` means one for each core.
-        device: where decoding runs: ``"auto"`` or ``"cpu"``.
+        device: where tensors for CUDA devices are decoded: as in `save`.
+        gpu_scratch: as in `save`.
         progress: as in `save`.
         storage_options: as in `save`.
+        trusted: the file comes from a program that you trust: a vendor's closed codecs, which
+            preset ``"nvcomp"`` writes, are decoded on a GPU. Their decoders are not safe on files
+            of unknown origin. It has no effect on what is unpickled.
         pickle_load_args: for the unpickler, such as ``encoding``.
 
     Raises:
@@ -63,22 +73,46 @@ def load(
     """
     import torch
 
-    require_device(device)
-    _require_little_endian()
-    source = open_source(f, storage_options, threads)
+    compute = Compute(device, gpu_scratch)
+    require_little_endian()
+    source = open_source(f, storage_options, threads, trusted)
     if isinstance(source, Foreign):
         if source.is_safetensors:
             return _load_safetensors(source.file, map_location)
         arguments = dict(pickle_load_args, weights_only=weights_only, mmap=mmap)
         return torch.load(source.file, map_location, pickle_module, **arguments)
-    pickle_module = _choose_unpickler(pickle_module, weights_only, pickle_load_args)
+    return read(
+        source, compute, map_location, pickle_module, weights_only, progress, None, pickle_load_args
+    )
+
+
+def read(
+    source: _core.Reader,
+    compute: Compute,
+    map_location: Any,
+    pickle_module: Any,
+    weights_only: bool | None,
+    progress: ProgressArgument,
+    keys: Iterable[str] | None,
+    pickle_load_args: dict[str, Any],
+) -> Any:
+    """The object of an open file or checkpoint; ``keys`` name the parts of it that are wanted."""
+    pickle_module = choose_unpickler(pickle_module, weights_only, pickle_load_args)
     pickle_load_args.setdefault("encoding", "utf-8")
     start = time.perf_counter()
     infos = source.tensors()
-    tracker = Progress(progress, sum(info[3] for info in infos), "load")
-    storages = StorageReader(source, infos, map_location, tracker)
+    tree, wanted = source.tree(), None
+    if keys is not None:
+        if source.form() != "tree" or tree is None:
+            raise UnsupportedFormatError(
+                "keys=: the object was saved as a pickle, which can be loaded as a whole only"
+            )
+        tree, wanted = select(tree, keys)
+    total = sum(info[3] for n, info in enumerate(infos) if wanted is None or n in wanted)
+    tracker = Progress(progress, total, "load")
+    storages = StorageReader(source, infos, map_location, tracker, compute, wanted)
     try:
-        obj = _build(source, storages, map_location, pickle_module, pickle_load_args)
+        obj = build(source, tree, storages, map_location, pickle_module, pickle_load_args)
         tracker.finish()
     finally:
         tracker.close()
@@ -91,6 +125,7 @@ def verify(
     *,
     threads: int | None = None,
     storage_options: Mapping[str, str] | None = None,
+    trusted: bool = False,
 ) -> dict[str, Any]:
     """Reads and decodes all of a ``.s4w`` file and compares every checksum; needs no PyTorch.
 
@@ -101,7 +136,7 @@ def verify(
         CorruptDataError: something is damaged; it tells what and where.
         S4Error: another of its kinds.
     """
-    reader = require_s4w(open_source(f, storage_options, threads))
+    reader = require_s4w(open_source(f, storage_options, threads, trusted))
     report: dict[str, Any] = json.loads(reader.verify())
     return report
 
@@ -117,7 +152,7 @@ def inspect(
     return report
 
 
-def _choose_unpickler(
+def choose_unpickler(
     pickle_module: Any, weights_only: bool | None, pickle_load_args: dict[str, Any]
 ) -> Any:
     """`torch.load`'s rules: the module to unpickle with, or ``None`` for the restricted one."""
@@ -150,22 +185,24 @@ def _choose_unpickler(
     return None
 
 
-def _build(
+def build(
     reader: _core.Reader,
+    tree: str | None,
     storages: StorageReader,
     map_location: Any,
     pickle_module: Any,
     pickle_load_args: dict[str, Any],
 ) -> Any:
+    """The object that a file holds."""
     form = reader.form()
     if form == "pickle":
         stream = reader.blob("pickle")
         return _pickled.load(stream, storages, map_location, pickle_module, pickle_load_args)
     decoder = TreeDecoder(storages)
-    tree = reader.tree()
-    if form == "tree" and tree is not None:
-        return decoder.decode(tree)
-    return decoder.tensors()
+    storages.defer()
+    obj = decoder.decode(tree) if form == "tree" and tree is not None else decoder.tensors()
+    storages.fill()
+    return obj
 
 
 def _load_safetensors(f: FileLike, map_location: Any) -> Any:

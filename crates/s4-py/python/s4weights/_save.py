@@ -12,10 +12,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import _core, _pickled
+from ._device import Compute
 from ._errors import S4Error, UnsupportedFormatError
+from ._nvcomp import load_nvcomp
 from ._progress import Progress, ProgressArgument
+from ._roles import find_roles
 from ._sources import FileLike, is_url
-from ._storages import StorageWriter, require_device
+from ._storages import StorageWriter
 from ._tree import NotPlain, TreeEncoder
 
 logger = logging.getLogger("s4weights")
@@ -32,6 +35,7 @@ def save(
     preset: str = "balanced",
     threads: int | None = None,
     device: str = "auto",
+    gpu_scratch: int | None = None,
     progress: ProgressArgument = None,
     storage_options: Mapping[str, str] | None = None,
     metadata: Mapping[str, str] | None = None,
@@ -41,15 +45,21 @@ def save(
     The file appears whole or not at all; bytes that have gone to a stream cannot be taken back.
 
     Args:
-        obj: what to save: anything that `torch.save` takes.
+        obj: what to save: anything that `torch.save` takes. Arrays of JAX, CuPy and others that
+            lend their memory by DLPack, in plain containers, are saved as the tensors they become.
         f: a path, a URL (``s3://bucket/key``) or a binary stream that can be written.
         pickle_module: pickles objects that are more than plain values in plain containers.
         pickle_protocol: the protocol of that; `torch.load` and `load` want 2 for weights.
         _use_new_zipfile_serialization: taken for the sake of callers; there is one format.
         _disable_byteorder_record: likewise; files are little-endian.
-        preset: ``"fast"``, ``"balanced"`` or ``"small"``.
+        preset: ``"fast"``, ``"balanced"`` or ``"small"``; ``"nvcomp"`` needs a GPU and nvCOMP, also
+            to read the file again, with ``trusted=True``.
         threads: native threads; ``None`` means one for each core.
-        device: where encoding runs: ``"auto"`` or ``"cpu"``.
+        device: where tensors on CUDA devices are encoded: ``"auto"`` and ``"cuda"``, where they are,
+            which copies nothing but encoded bytes to the host; ``"cpu"``, on the host. If CUDA
+            cannot be used ``"auto"`` warns, once, and goes through the host; ``"cuda"`` is an
+            error. Other tensors are always encoded on the host. The file is the same.
+        gpu_scratch: bytes of memory to use on each CUDA device meanwhile; ``None`` means 256 MiB.
         progress: ``True`` for a bar, or a callable that is given the bytes done and the total.
             An exception that it raises cancels the save.
         storage_options: settings of the object store, such as ``{"region": "eu-west-1"}``.
@@ -64,20 +74,22 @@ def save(
     """
     import torch
 
-    require_device(device)
-    _require_little_endian()
+    compute = Compute(device, gpu_scratch)
+    require_little_endian()
     if torch.serialization._serialization_tls.skip_data:
         raise UnsupportedFormatError("torch.serialization.skip_data: .s4w files hold their data")
     torch.serialization._check_dill_version(pickle_module)
     start = time.perf_counter()
-    storages, tree, stream = _describe(obj, pickle_module, pickle_protocol)
+    storages, tree, stream = describe(obj, pickle_module, pickle_protocol)
+    groups, roles = find_roles(obj, storages)
     tracker = Progress(progress, storages.nbytes, "save")
     try:
         writer = _open_writer(f, preset, threads, storage_options)
         try:
-            storages.write(writer, tracker)
+            storages.write(writer, groups, tracker, compute)
             blobs = {} if stream is None else {"pickle": stream}
-            report: dict[str, Any] = json.loads(writer.finish(tree, blobs, dict(metadata or {})))
+            done = writer.finish(tree, blobs, dict(metadata or {}), roles)
+            report: dict[str, Any] = json.loads(done)
         except BaseException:
             writer.abort()
             raise
@@ -89,7 +101,7 @@ def save(
     return report
 
 
-def _describe(
+def describe(
     obj: object, pickle_module: Any, protocol: int
 ) -> tuple[StorageWriter, str | None, bytes | None]:
     """The storages of an object, and its tree or, if it is not plain, its pickle."""
@@ -105,6 +117,8 @@ def _describe(
 def _open_writer(
     f: FileLike, preset: str, threads: int | None, storage_options: Mapping[str, str] | None
 ) -> _core.Writer:
+    if preset == "nvcomp":
+        load_nvcomp()
     options = dict(storage_options or {})
     if is_url(f):
         return _core.Writer(None, str(f), None, preset, threads, options)
@@ -117,6 +131,6 @@ def _open_writer(
     )
 
 
-def _require_little_endian() -> None:
+def require_little_endian() -> None:
     if sys.byteorder != "little":
         raise S4Error("s4weights runs on little-endian machines only")

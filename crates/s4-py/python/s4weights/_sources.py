@@ -9,6 +9,7 @@ from typing import IO, Any, NamedTuple, Union
 
 from . import _core
 from ._errors import NotFoundError, StorageError, UnsupportedFormatError
+from ._nvcomp import load_nvcomp
 
 FileLike = Union[str, "os.PathLike[str]", IO[bytes]]
 
@@ -30,15 +31,20 @@ def is_url(f: object) -> bool:
 
 
 def open_source(
-    f: FileLike, storage_options: Mapping[str, str] | None, threads: int | None
+    f: FileLike,
+    storage_options: Mapping[str, str] | None,
+    threads: int | None,
+    trusted: bool = False,
 ) -> _core.Reader | Foreign:
     """A native reader of a ``.s4w`` file, or the news that it is something else."""
+    if trusted:
+        load_nvcomp()
     options = dict(storage_options or {})
     if is_url(f):
-        return _core.Reader(None, str(f), None, threads, options)
+        return _core.Reader(None, str(f), None, threads, options, trusted)
     if isinstance(f, (str, os.PathLike)):
-        return _open_path(f, options, threads)
-    return _open_stream(f, options, threads)
+        return _open_path(f, options, threads, trusted)
+    return _open_stream(f, options, threads, trusted)
 
 
 def require_s4w(source: _core.Reader | Foreign) -> _core.Reader:
@@ -50,7 +56,7 @@ def require_s4w(source: _core.Reader | Foreign) -> _core.Reader:
 
 
 def _open_path(
-    f: str | os.PathLike[str], options: dict[str, str], threads: int | None
+    f: str | os.PathLike[str], options: dict[str, str], threads: int | None, trusted: bool
 ) -> _core.Reader | Foreign:
     path = os.fspath(f)
     try:
@@ -61,12 +67,12 @@ def _open_path(
     except OSError as error:
         raise StorageError(error.errno, error.strerror, path) from error
     if _core.is_s4w(head):
-        return _core.Reader(path, None, None, threads, options)
+        return _core.Reader(path, None, None, threads, options, trusted)
     return Foreign(f, path.endswith(".safetensors") or _is_safetensors(head))
 
 
 def _open_stream(
-    f: IO[bytes], options: dict[str, str], threads: int | None
+    f: IO[bytes], options: dict[str, str], threads: int | None, trusted: bool
 ) -> _core.Reader | Foreign:
     if not hasattr(f, "read"):
         raise AttributeError(
@@ -75,7 +81,7 @@ def _open_stream(
     if not _is_seekable(f):
         data = f.read()
         if _core.is_s4w(data[:_HEAD]):
-            return _core.Reader(None, None, data, threads, options)
+            return _core.Reader(None, None, data, threads, options, trusted)
         return Foreign(io.BytesIO(data), _is_safetensors(data[:_HEAD]))
     start = f.tell()
     head = f.read(_HEAD)
@@ -85,8 +91,8 @@ def _open_stream(
     path = _path_of(f) if start == 0 else None
     if path is not None:
         f.seek(0, os.SEEK_END)
-        return _core.Reader(path, None, None, threads, options)
-    return _core.Reader(None, None, f.read(), threads, options)
+        return _core.Reader(path, None, None, threads, options, trusted)
+    return _core.Reader(None, None, f.read(), threads, options, trusted)
 
 
 def _is_seekable(f: Any) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
+from ._device import HOST, Compute, place
 from ._errors import CorruptDataError, LimitError, S4Error
 from ._names import UniqueNames
 from ._progress import Progress
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 #: Bytes of host memory that storages of other devices may take at a time, in either direction.
 STAGING_BYTES = 256 << 20
+#: Bytes that are read ahead into a GPU, where they need not go any further.
+AHEAD_BYTES = 1 << 30
 
 _DTYPES = frozenset(_core.dtypes())
 
@@ -91,28 +94,66 @@ class StorageWriter:
         """What has been noted of a storage."""
         return self._entries[number]
 
-    def write(self, writer: _core.Writer, progress: Progress) -> None:
-        """Hands all storages to the native writer; those of other devices a few at a time."""
-        batch: list[_core.TensorSource] = []
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def entries(self) -> list[Entry]:
+        """Everything that has been noted, in order."""
+        return self._entries
+
+    def find(self, tensor: Any) -> int | None:
+        """The number of the storage of a tensor, if it has been met."""
+        try:
+            return self._numbers.get(tensor.untyped_storage()._cdata)
+        except Exception:  # Wrappers without a storage of their own.
+            return None
+
+    def write(
+        self, writer: _core.Writer, groups: Sequence[int], progress: Progress, compute: Compute
+    ) -> None:
+        """Hands all storages, and the group of each, to the native writer: those of the host and of
+        CUDA devices as they are, others copied to the host a few at a time.
+        """
+        there = {
+            entry.storage.device.index
+            for entry in self._entries
+            if entry.storage.device.type == "cuda" and entry.storage.nbytes()
+        }
+        engine = compute.engine(there) if there else None
+        batch: list[_core.PlacedSource] = []
+        kinds: list[int] = []
         staged: list[torch.UntypedStorage] = []
         staged_bytes = 0
-        for entry in self._entries:
+        for entry, group in zip(self._entries, groups, strict=True):
             storage = entry.storage
             nbytes = storage.nbytes()
-            if storage.device.type != "cpu":
+            where = HOST
+            if engine is not None and nbytes:
+                where = place(storage)
+            if storage.device.type != "cpu" and where == HOST:
                 if staged and staged_bytes + nbytes > STAGING_BYTES:
-                    _write_batch(writer, batch, progress)
-                    batch, staged, staged_bytes = [], [], 0
+                    _write_batch(writer, engine, batch, kinds, progress)
+                    batch, kinds, staged, staged_bytes = [], [], [], 0
                 storage = storage.cpu()
                 staged.append(storage)
                 staged_bytes += nbytes
             address = storage.data_ptr() if nbytes else 0
-            batch.append((entry.name, entry.dtype, entry.shape, address, nbytes))
-        _write_batch(writer, batch, progress)
+            batch.append((entry.name, entry.dtype, entry.shape, address, nbytes, where))
+            kinds.append(group)
+        _write_batch(writer, engine, batch, kinds, progress)
 
 
-def _write_batch(writer: _core.Writer, batch: list[_core.TensorSource], progress: Progress) -> None:
-    writer.write(batch, progress.native())
+def _write_batch(
+    writer: _core.Writer,
+    engine: _core.CudaEngine | None,
+    batch: list[_core.PlacedSource],
+    groups: list[int],
+    progress: Progress,
+) -> None:
+    if engine is None:
+        writer.write([tensor[:5] for tensor in batch], bytes(groups), progress.native())
+    else:
+        writer.write_placed(engine, batch, bytes(groups), progress.native())
     progress.advance(sum(tensor[4] for tensor in batch))
 
 
@@ -125,11 +166,15 @@ class StorageReader:
         infos: list[_core.TensorInfo],
         map_location: Any,
         progress: Progress,
+        compute: Compute,
+        wanted: frozenset[int] | None = None,
     ) -> None:
         import torch
 
         self._reader = reader
+        self._wanted = wanted
         self._progress = progress
+        self._compute = compute
         self._tls = torch.serialization._serialization_tls
         self._restore = torch.serialization._get_restore_location(map_location)
         self._meta = (
@@ -137,9 +182,14 @@ class StorageReader:
             and torch.device(map_location).type == "meta"
         )
         self._infos = infos
-        self._host: dict[int, torch.UntypedStorage] = {}
+        self._ahead: dict[int, torch.UntypedStorage] = {}
         self._done: dict[int, torch.UntypedStorage] = {}
         self._sizes: dict[int, int] = {}
+        # A function may do anything with a storage: it gets what was read.
+        self._devices: dict[str, torch.device | None] | None = (
+            None if callable(map_location) else {}
+        )
+        self._waiting: list[tuple[int, torch.UntypedStorage]] | None = None
 
     def __len__(self) -> int:
         return len(self._infos)
@@ -177,36 +227,95 @@ class StorageReader:
             return storage
         if self._tls.skip_data:
             return self._restore(_allocate(nbytes), location)
-        if number not in self._host:
-            self._fetch(number)
-        return self._restore(self._host.pop(number), location)
+        device = self._device_of(location)
+        if self._waiting is not None and device is not None and number not in self._ahead:
+            storage = _allocate(nbytes, device)
+            self._waiting.append((number, storage))
+            return storage
+        if number not in self._ahead:
+            self._fetch(number, device or torch.device("cpu"))
+        storage = self._ahead.pop(number)
+        if storage.device == device:
+            return storage
+        # What was read ahead belongs elsewhere.
+        return self._restore(storage.cpu(), location)
 
-    def _fetch(self, first: int) -> None:
+    def _device_of(self, location: str) -> torch.device | None:
+        """The device of a tag, if storages are read straight into its memory."""
+        import torch
+
+        if self._devices is None:
+            return None
+        if location not in self._devices:
+            # PyTorch says which device it is, and what is wrong with it.
+            device = self._restore(torch.UntypedStorage(0), location).device
+            on_gpu = device.type == "cuda" and self._compute.engine((device.index,)) is not None
+            self._devices[location] = device if on_gpu or device.type == "cpu" else None
+        return self._devices[location]
+
+    def defer(self) -> None:
+        """Storages are filled by `fill`, all at once: for those who do not look at values before."""
+        self._waiting = []
+
+    def fill(self) -> None:
+        """Reads the storages that were handed out since `defer`."""
+        waiting, self._waiting = self._waiting or [], None
+        self._read(waiting)
+
+    def numbers(self) -> dict[int, int]:
+        """The numbers of the storages that were handed out, by identity."""
+        return {storage._cdata: number for number, storage in self._done.items()}
+
+    def _fetch(self, first: int, device: torch.device) -> None:
         """Reads a storage and those that will be asked for next: a batch is read in parallel."""
-        batch: list[tuple[int, int, int]] = []
-        budget = STAGING_BYTES
+        batch: list[tuple[int, torch.UntypedStorage]] = []
+        budget = STAGING_BYTES if device.type == "cpu" else AHEAD_BYTES
         for number in range(first, len(self._infos)):
             nbytes = self._infos[number][3]
-            if number in self._host or number in self._done:
+            if number in self._ahead or number in self._done:
+                continue
+            if self._wanted is not None and number not in self._wanted:
                 continue
             if batch and nbytes > budget:
                 break
             budget -= nbytes
-            storage = self._host[number] = _allocate(nbytes)
-            if nbytes:
-                batch.append((number, storage.data_ptr(), nbytes))
-        try:
-            if batch:
-                self._reader.read_into(batch, self._progress.native())
-        except BaseException:
-            self._host.clear()
-            raise
-        self._progress.advance(sum(nbytes for _, _, nbytes in batch))
+            batch.append((number, _allocate(nbytes, device)))
+        self._read(batch)
+        self._ahead.update(batch)
+
+    def _read(self, batch: list[tuple[int, torch.UntypedStorage]]) -> None:
+        read_batch(
+            self._reader,
+            self._compute,
+            [(number, s.data_ptr(), s.nbytes(), place(s)) for number, s in batch if s.nbytes()],
+            self._progress,
+        )
 
 
-def _allocate(nbytes: int) -> torch.UntypedStorage:
+def read_batch(
+    reader: _core.Reader,
+    compute: Compute,
+    batch: list[_core.PlacedRequest],
+    progress: Progress,
+) -> None:
+    """Reads into memory of the host and of CUDA devices."""
+    host = [request[:3] for request in batch if request[3] == HOST]
+    if host:
+        reader.read_into(host, progress.native())
+        progress.advance(sum(nbytes for _, _, nbytes in host))
+    there = [request for request in batch if request[3] != HOST]
+    engine = compute.engine({request[3][0] for request in there}) if there else None
+    if engine is not None:
+        reader.read_into_device(engine, there, progress.native())
+        progress.advance(sum(request[2] for request in there))
+
+
+def _allocate(nbytes: int, device: torch.device | None = None) -> torch.UntypedStorage:
     import torch
 
+    if device is not None and device.type != "cpu":
+        # If there is no room, PyTorch's own error tells what takes it.
+        return torch.UntypedStorage(nbytes, device=device)
     try:
         return torch.UntypedStorage(nbytes)
     except RuntimeError as error:
@@ -243,14 +352,3 @@ def fits(nbytes: int, item: int, offset: int, shape: Sequence[int], stride: Sequ
     """Whether a view of so many elements, at such strides, lies within a storage."""
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
     return 0 in shape or (last + 1) * item <= nbytes
-
-
-def require_device(device: str) -> None:
-    """Checks the ``device=`` argument: where encoding and decoding run."""
-    if device == "cuda":
-        raise S4Error(
-            'device="cuda": the CUDA engine is not built in this version; use device="auto" or '
-            '"cpu" (tensors on a GPU are copied through host memory)'
-        )
-    if device not in ("auto", "cpu"):
-        raise ValueError(f'device={device!r}: "auto" or "cpu" expected')

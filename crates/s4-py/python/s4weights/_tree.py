@@ -42,6 +42,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+from ._device import as_tensor, is_array
 from ._errors import CorruptDataError
 from ._names import join
 from ._storages import (
@@ -121,7 +122,7 @@ class TreeEncoder:
         while todo:
             obj = todo.pop()
             budget -= 1
-            if type(obj) not in self._kinds or budget < 0:
+            if budget < 0 or (type(obj) not in self._kinds and not is_array(obj)):
                 raise NotPlain
             if isinstance(obj, dict):
                 todo.extend(obj.values())
@@ -130,7 +131,7 @@ class TreeEncoder:
 
     def _node(self, obj: Any, path: str, depth: int) -> Any:
         self._nodes += 1
-        kind = self._kinds.get(type(obj))
+        kind = self._kinds.get(type(obj)) or (self._array if is_array(obj) else None)
         if kind is None or depth > MAX_DEPTH or self._nodes > MAX_NODES:
             raise NotPlain
         return kind(obj, path, depth + 1)
@@ -216,6 +217,15 @@ class TreeEncoder:
         if not plain:
             raise NotPlain
         return self._tensor_node(obj, path)
+
+    def _array(self, obj: Any, path: str, depth: int) -> Any:
+        if id(obj) in self._tensors:
+            return {"same": self._tensors[id(obj)]}
+        tensor = as_tensor(obj)
+        if tensor is None or not _is_plain_tensor(tensor):
+            raise NotPlain
+        self._tensors[id(obj)] = len(self._tensors)
+        return self._tensor_node(tensor, path)
 
     def _tensor_node(self, obj: Any, path: str) -> Any:
         torch = self._torch

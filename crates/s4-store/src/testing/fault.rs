@@ -43,11 +43,13 @@ pub enum Fault {
     Crash,
     /// The process dies after the request.
     CrashAfter,
+    /// It is turned away for good and has no effect.
+    Denied,
 }
 
 impl Fault {
     /// All of them.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Before,
         Self::After,
         Self::TakenByUs,
@@ -57,6 +59,7 @@ impl Fault {
         Self::Stale,
         Self::Crash,
         Self::CrashAfter,
+        Self::Denied,
     ];
 }
 
@@ -196,6 +199,10 @@ impl FaultStore {
         match fault {
             Some(Fault::Before) => Err(injected("not done")),
             Some(Fault::Conflict) => Err(taken(key)),
+            Some(Fault::Denied) => Err(Error::PermissionDenied {
+                path: key.to_string(),
+                source: "injected: 403".into(),
+            }),
             Some(Fault::Crash) => {
                 inside.dead = true;
                 Err(injected("the process died before the request"))
@@ -269,7 +276,7 @@ impl FaultStore {
 
 fn fits(fault: Fault, kind: OpKind) -> bool {
     match fault {
-        Fault::Before | Fault::Crash => true,
+        Fault::Before | Fault::Crash | Fault::Denied => true,
         Fault::After | Fault::CrashAfter => {
             matches!(kind, OpKind::Put | OpKind::Create | OpKind::Delete)
         }

@@ -57,12 +57,16 @@ impl Place {
             let store = Arc::clone(MEMORY.get_or_init(Arc::default));
             return Ok(Self::named(store, path, url.to_owned(), "memory".into()));
         }
-        let (scheme, path) = ObjectStoreScheme::parse(&parsed).map_err(|e| bad(e.to_string()))?;
+        // Its own message repeats the URL with whatever secret is in it.
+        let (scheme, path) = ObjectStoreScheme::parse(&parsed)
+            .map_err(|_| bad("a path, or a URL of s3:, gs:, az: or file: is needed".into()))?;
         let (store, server) = match scheme {
             ObjectStoreScheme::AmazonS3 => s3::open(&parsed, options, &environment())?,
             ObjectStoreScheme::GoogleCloudStorage => gcs::open(&parsed, options)?,
             ObjectStoreScheme::MicrosoftAzure => azure::open(&parsed, options)?,
-            _ => return Err(bad("a store cannot be kept there".into())),
+            _ => {
+                return Err(bad("a store cannot be kept there: s3:, gs: and az: are known".into()));
+            }
         };
         Ok(Self::named(store, path, without_secrets(url), server))
     }

@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use object_store::{ObjectStore, ObjectStoreExt};
 use s4_store::testing::{quick_options, toy};
 use s4_store::{
     CheckOptions, Conflict, CrashPoints, Error, Place, Resolution, Store, StoreOptions,
@@ -133,11 +134,73 @@ async fn an_orphan_that_is_published_meanwhile_stays() {
     let sweep = SweepOptions::default();
     let sweeping = tokio::time::timeout(DAY, sweeper.sweep(&sweep)).await;
     assert!(sweeping.is_err());
-    assert_eq!(*stop.seen.lock().unwrap(), ["log.before"]);
+    assert_eq!(*stop.seen.lock().unwrap(), ["sweep.judged"]);
     let saved = staged.publish().await.unwrap();
     let report = sweeper.sweep(&sweep).await.unwrap();
     assert!(report.aborted.is_empty() && report.deleted.is_empty());
     assert_eq!(writer.latest().await.unwrap().unwrap().id(), saved.id());
+}
+
+/// Does something when a point is reached, once.
+struct Do<F>(&'static str, Mutex<Option<F>>);
+
+impl<F> std::fmt::Debug for Do<F> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.0)
+    }
+}
+
+#[async_trait::async_trait]
+impl<F: Future<Output = ()> + Send> CrashPoints for Do<F> {
+    async fn reached(&self, point: &'static str) {
+        if point == self.0 {
+            let what = self.1.lock().unwrap().take();
+            if let Some(what) = what {
+                what.await;
+            }
+        }
+    }
+}
+
+fn at<F: Future<Output = ()> + Send + 'static>(point: &'static str, what: F) -> StoreOptions {
+    let points: Arc<dyn CrashPoints> = Arc::new(Do(point, Mutex::new(Some(what))));
+    StoreOptions { crash_points: Some(points), ..quick_options() }
+}
+
+/// As above, but the sweep goes on at once: it gives up the other orphan and leaves this one.
+#[tokio::test(start_paused = true)]
+async fn a_sweep_looks_at_the_log_once_more_before_it_gives_up() {
+    let (_, place) = faulty();
+    let writer = Store::create(&place, quick_options()).await.unwrap();
+    let staged = toy::stage(&writer, 1, None, &[1; 20]).await.unwrap();
+    let dropped = toy::stage(&writer, 2, None, &[2; 20]).await.unwrap();
+    let (id, orphan) = (staged.id(), dropped.id());
+    tokio::time::sleep(8 * DAY).await;
+    let publish = async move { drop(staged.publish().await.unwrap()) };
+    let sweeper = Store::open(&place, at("sweep.judged", publish)).await.unwrap();
+    let report = sweeper.sweep(&SweepOptions::default()).await.unwrap();
+    assert_eq!(report.aborted.iter().filter_map(|s| s.checkpoint).collect::<Vec<_>>(), [orphan]);
+    assert_eq!(writer.latest().await.unwrap().unwrap().id(), id);
+}
+
+/// A server that acknowledges an object and keeps less of it: nothing is published.
+#[tokio::test(start_paused = true)]
+async fn what_is_not_stored_whole_is_not_published() {
+    for len in [20, 200] {
+        let (faults, place) = faulty();
+        let creator = Store::create(&place, quick_options()).await.unwrap();
+        let cut = faults.clone();
+        let damage = async move {
+            let keys = cut.list(Some(&object_store::path::Path::from("runs/one/ck")));
+            let metas: Vec<_> = futures::TryStreamExt::try_collect(keys).await.unwrap();
+            let data = metas.iter().find(|m| m.location.as_ref().ends_with("d-1")).unwrap();
+            cut.put(&data.location, "x".into()).await.unwrap();
+        };
+        let store = Store::open(&place, at("attempt.manifest", damage)).await.unwrap();
+        let error = toy::save(&store, 1, None, &vec![1; len]).await.unwrap_err();
+        assert!(matches!(error, Error::Corrupt { .. }), "{len}: {error}");
+        assert!(creator.list().await.unwrap().is_empty());
+    }
 }
 
 /// A parent is retired while its child is being made.
@@ -151,6 +214,31 @@ async fn a_child_of_a_retired_parent_is_refused() {
     other.retire(&[base.id()], "too fast").await.unwrap();
     let error = child.publish().await.unwrap_err();
     assert!(matches!(error, Error::Conflict(Conflict::ParentGone { .. })), "{error}");
+}
+
+/// A refusal is final only if nothing came before it that may still land.
+#[tokio::test(start_paused = true)]
+async fn a_refusal_after_a_lost_answer_is_no_answer() {
+    use s4_store::testing::{Fault, OpKind};
+    for lost_first in [true, false] {
+        let (faults, place) = faulty();
+        let store = Store::create(&place, quick_options()).await.unwrap();
+        let staged = toy::stage(&store, 1, None, &[1; 20]).await.unwrap();
+        let mut creates = 0;
+        faults.set_plan(move |op| {
+            creates += u32::from(op.kind == OpKind::Create);
+            let fault = if lost_first && creates == 1 { Fault::Before } else { Fault::Denied };
+            (op.kind == OpKind::Create).then_some(fault)
+        });
+        match staged.publish().await.unwrap_err() {
+            Error::CommitUnknown(_) => assert!(lost_first),
+            Error::Storage { source, .. } => {
+                assert!(!lost_first, "{source}");
+                assert!(matches!(source, object_store::Error::PermissionDenied { .. }));
+            }
+            other => panic!("{other}"),
+        }
+    }
 }
 
 /// All answers of a commit are lost, and reading back fails, too.

@@ -159,7 +159,7 @@ async fn every_request_of_a_sweep() {
     every_request("sweep", None, sweep).await;
 }
 
-/// One fault is survived without the caller noticing, but for a crash.
+/// One fault is survived without the caller noticing, but for a crash or a refusal.
 #[tokio::test(start_paused = true)]
 async fn one_fault_is_nothing_a_caller_sees() {
     let calm = start().await;
@@ -167,7 +167,7 @@ async fn one_fault_is_nothing_a_caller_sees() {
     publish(&calm).await.unwrap();
     let requests = calm.faults.ops();
     for fault in Fault::ALL {
-        if matches!(fault, Fault::Crash | Fault::CrashAfter) {
+        if matches!(fault, Fault::Crash | Fault::CrashAfter | Fault::Denied) {
             continue;
         }
         for nth in 0..requests {

@@ -265,3 +265,77 @@ async fn opening_a_large_store_takes_few_requests() {
     assert_eq!(rebuilt.list().await.unwrap(), reader.list().await.unwrap());
     println!("{requests} requests to open a store of {MANY} and read the newest");
 }
+
+/// A listing that misses the newest entries changes nothing: they are asked for by name.
+#[tokio::test]
+async fn a_stale_listing_of_the_log_is_made_up_for() {
+    let (faults, place) = faulty();
+    let store = Store::create(&place, quick_options()).await.unwrap();
+    for step in 0..3 {
+        save(&store, step, None, 0.0).await;
+    }
+    let stale = s4_store::testing::Fault::Stale;
+    faults.set_plan(move |op| (op.kind == OpKind::List).then_some(stale));
+    let report = store.check(&s4_store::CheckOptions::default(), None).await.unwrap();
+    assert!(faults.fired() > 0 && report.is_clean());
+    assert_eq!(report.checkpoints, 3);
+    assert_eq!(Store::open(&place, quick_options()).await.unwrap().list().await.unwrap().len(), 3);
+}
+
+/// Objects to anything: every second call.
+#[derive(Default)]
+struct Picky(u32);
+
+#[async_trait::async_trait]
+impl s4_store::Inspector for Picky {
+    async fn inspect(
+        &mut self,
+        _: &Store,
+        chain: &[Checkpoint],
+        reading: &s4_store::Reading,
+    ) -> Result<(), s4_store::CallbackError> {
+        assert_eq!(chain[0].id(), reading.id());
+        self.0 += 1;
+        if self.0.is_multiple_of(2) { Err("I do not like it".into()) } else { Ok(()) }
+    }
+}
+
+#[tokio::test]
+async fn a_check_names_what_is_damaged_and_what_needs_it() {
+    use s4_store::CheckOptions;
+    let (faults, place) = faulty();
+    let store = Store::create(&place, quick_options()).await.unwrap();
+    let base = save(&store, 1, None, 0.0).await;
+    let delta = save(&store, 2, Some(&base), 0.0).await;
+    let other = save(&store, 3, None, 0.0).await;
+
+    let mut read = 0;
+    for rest in 0..2 {
+        let options =
+            CheckOptions { read_data: true, part: Some((rest, 2)), ..CheckOptions::default() };
+        let report = store.check(&options, None).await.unwrap();
+        assert!(report.is_clean() && report.bytes_read > 0);
+        read += report.bytes_read;
+    }
+    assert_eq!(read, 30, "the parts together are all of it");
+    let report = store.check(&CheckOptions::default(), Some(&mut Picky::default())).await.unwrap();
+    let found: Vec<_> = report.findings.iter().map(|f| f.checkpoint).collect();
+    assert_eq!(found, [Some(delta.id())]);
+    assert!(matches!(report.findings[0].error, Error::Callback(_)));
+
+    let key = Path::from(format!("runs/one/ck/{}/d-0", base.id()));
+    faults.put(&key, Bytes::from(vec![1, 1, 1, 1, 1, 1, 1, 1, 1, 2]).into()).await.unwrap();
+    let quick = store.check(&CheckOptions::default(), None).await.unwrap();
+    assert!(quick.is_clean(), "the size is right");
+    let all = CheckOptions { read_data: true, ..CheckOptions::default() };
+    let report = store.check(&all, None).await.unwrap();
+    assert!(matches!(&report.findings[..], [f] if f.checkpoint == Some(base.id())), "{report:?}");
+    assert_eq!(report.unusable, [(delta.id(), base.id())]);
+    let usable = store.usable(&report).await.unwrap();
+    assert_eq!(ids(&usable.iter().collect::<Vec<_>>()), ids(&[&other]));
+    faults.delete(&key).await.unwrap();
+    let quick = store.check(&CheckOptions::default(), None).await.unwrap();
+    assert!(matches!(&quick.findings[..], [f] if f.error.is_missing()), "{quick:?}");
+    let only = CheckOptions { only: vec![other.id()], ..all };
+    assert!(store.check(&only, None).await.unwrap().is_clean());
+}

@@ -116,3 +116,34 @@ async fn what_no_retry_can_help_ends_at_once() {
     assert!(start.elapsed() < Duration::from_secs(5));
     assert_eq!(store.list().await.unwrap().len(), 1);
 }
+
+/// A folder with 5,000 checkpoints is opened and listed in less than a second.
+#[tokio::test]
+async fn listing_a_large_folder_is_quick() {
+    use futures::TryStreamExt;
+    use object_store::{ObjectStore, ObjectStoreExt};
+    const MANY: u64 = 5_000;
+    // Made in memory, where nothing is synced, and copied.
+    let memory: Arc<dyn ObjectStore> = Arc::new(InMemory::new());
+    let place = Place::objects(Arc::clone(&memory), Path::default());
+    let store = Store::create(&place, quick_options()).await.unwrap();
+    for step in 0..MANY {
+        let about = s4_store::About { step, ..s4_store::About::default() };
+        store.begin().await.unwrap().publish(bytes::Bytes::new(), about).await.unwrap();
+    }
+    let temp = tempfile::tempdir().unwrap();
+    let metas: Vec<_> = memory.list(None).try_collect().await.unwrap();
+    for meta in metas {
+        let path = temp.path().join(meta.location.as_ref());
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        let bytes = memory.get(&meta.location).await.unwrap().bytes().await.unwrap();
+        std::fs::write(path, bytes).unwrap();
+    }
+    let start = std::time::Instant::now();
+    let folder = Store::open(&Place::folder(temp.path()), quick_options()).await.unwrap();
+    let listed = folder.list().await.unwrap();
+    let elapsed = start.elapsed();
+    println!("{MANY} checkpoints in a folder opened and listed in {elapsed:?}");
+    assert_eq!(listed.len() as u64, MANY);
+    assert!(elapsed < Duration::from_secs(1), "{elapsed:?}");
+}

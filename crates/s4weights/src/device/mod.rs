@@ -1,5 +1,6 @@
 //! Tensors in the memory of CUDA devices: written from there and read to there.
 
+mod fetched;
 mod read;
 mod write;
 
@@ -7,7 +8,7 @@ use s4_engine::cuda::CudaError;
 
 use crate::error::Error;
 
-pub use write::DeviceSource;
+pub use write::{DeviceSource, Place, PlacedSource};
 
 /// What a call of the CUDA engine ended with.
 enum Failure {

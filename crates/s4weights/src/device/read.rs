@@ -34,7 +34,7 @@ struct Call<'a> {
 
 impl Reader {
     /// Reads tensors, by number, into device memory of their size. Chunks are decoded there; those
-    /// that are differences from a parent are decoded on the host and copied.
+    /// that are differences from a parent, and those of files that need closed bitstreams, are decoded on the host and copied.
     ///
     /// # Errors
     /// As [`Reader::read_into`]; `Device`. The memory's content is unspecified then.
@@ -83,10 +83,11 @@ impl Reader {
 }
 
 impl<'a> Call<'a> {
-    /// Whether a tensor's chunks need nothing but themselves.
+    /// Whether a tensor's chunks need nothing but themselves and what the engine has.
     fn is_direct(&self, host: usize) -> bool {
         let plan = usize::from(self.reader.tensors[host].plan);
-        self.reader.manifest.plans[plan].predictor == PredictorId::NONE
+        self.reader.manifest.closed_codecs.is_empty()
+            && self.reader.manifest.plans[plan].predictor == PredictorId::NONE
     }
 
     /// The chunks of requests, in the order in which they lie, in spans of at most `room` bytes.

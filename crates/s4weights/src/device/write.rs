@@ -4,7 +4,7 @@ use std::sync::Mutex;
 
 use rayon::prelude::*;
 use s4_engine::cuda::{CudaEngine, DeviceMemory, DeviceTensor};
-use s4_engine::{Scratch, TensorPlan};
+use s4_engine::{Preset, Scratch, TensorPlan, TensorView};
 use s4_format::DType;
 
 use super::Failure;
@@ -13,8 +13,8 @@ use crate::options::{Meter, thread_count};
 use crate::output::check_groups;
 use crate::pack::SMALL;
 use crate::parallel::pool;
-use crate::pipeline::{ChunkOf, Coded};
-use crate::writer::Writer;
+use crate::pipeline::{ChunkOf, Coded, Large};
+use crate::writer::{TensorSource, Writer};
 
 /// A tensor in device memory, to be written.
 #[derive(Debug, Clone, Copy)]
@@ -29,17 +29,62 @@ pub struct DeviceSource<'a> {
     pub memory: DeviceMemory,
 }
 
+/// Where a tensor's elements are: row-major, little-endian, without gaps.
+#[derive(Debug, Clone, Copy)]
+pub enum Place<'a> {
+    /// In the memory of the host.
+    Host(&'a [u8]),
+    /// In the memory of a device.
+    Device(DeviceMemory),
+}
+
+/// A tensor of either kind, to be written.
+#[derive(Debug, Clone, Copy)]
+pub struct PlacedSource<'a> {
+    /// Unique in the file, not empty.
+    pub name: &'a str,
+    /// Type of the elements.
+    pub dtype: DType,
+    /// Size of each dimension, in elements.
+    pub shape: &'a [u64],
+    /// The elements.
+    pub place: Place<'a>,
+}
+
+impl Place<'_> {
+    pub(super) fn bytes(&self) -> u64 {
+        match self {
+            Self::Host(data) => data.len() as u64,
+            Self::Device(memory) => memory.bytes(),
+        }
+    }
+
+    pub(super) fn memory(&self) -> Option<DeviceMemory> {
+        match self {
+            Self::Host(_) => None,
+            Self::Device(memory) => Some(*memory),
+        }
+    }
+}
+
+impl<'a> From<DeviceSource<'a>> for PlacedSource<'a> {
+    fn from(t: DeviceSource<'a>) -> Self {
+        Self { name: t.name, dtype: t.dtype, shape: t.shape, place: Place::Device(t.memory) }
+    }
+}
+
 /// A tensor that is registered.
 struct Registered<'a> {
     number: usize,
     group: u8,
-    source: DeviceSource<'a>,
+    source: PlacedSource<'a>,
 }
 
 impl Writer {
     /// Writes tensors of CUDA devices, as [`Writer::write_grouped`] writes those of the host: the same
     /// bytes. Values are encoded where they are. Calls of both kinds may follow each other. Tensors are
-    /// stored by themselves, also where there is a parent.
+    /// stored by themselves, also where there is a parent. (Preset `nvcomp` splits values on the host:
+    /// they are copied there first, and their planes come back to be coded.)
     ///
     /// # Errors
     /// As [`Writer::write_grouped`]; `Device`.
@@ -49,39 +94,101 @@ impl Writer {
         tensors: &[DeviceSource<'_>],
         groups: &[u8],
     ) -> Result<()> {
+        let tensors: Vec<_> = tensors.iter().map(|&t| t.into()).collect();
+        self.write_placed(engine, &tensors, groups)
+    }
+
+    /// Writes tensors of the host and of devices: the bytes that one call of
+    /// [`Writer::write_grouped`] writes for the same values in the same order. Values on devices are
+    /// encoded there and stored by themselves, also where there is a parent.
+    ///
+    /// # Errors
+    /// As [`Writer::write_grouped`]; `Device`.
+    pub fn write_placed(
+        &mut self,
+        engine: &CudaEngine,
+        tensors: &[PlacedSource<'_>],
+        groups: &[u8],
+    ) -> Result<()> {
         check_groups(groups, tensors.len())?;
-        let total = tensors.iter().map(|t| t.memory.bytes()).sum();
+        if self.options.preset == Preset::Nvcomp {
+            return self.write_fetched(engine, tensors, groups);
+        }
+        let total = tensors.iter().map(|t| t.place.bytes()).sum();
         let callback = self.options.progress.clone();
         let mut meter = Meter { callback, done: 0, total };
         let (mut small, mut large) = (vec![], vec![]);
         for (i, &source) in tensors.iter().enumerate() {
             let number = self.next_number();
-            let DeviceSource { name, dtype, shape, memory } = source;
-            let values = self.register(name, dtype, shape, memory.bytes())?;
+            let PlacedSource { name, dtype, shape, place } = source;
+            let values = self.register(name, dtype, shape, place.bytes())?;
             let group = groups.get(i).copied().unwrap_or(0);
             let list = if values < SMALL { &mut small } else { &mut large };
             list.push(Registered { number, group, source });
         }
         self.pack_small(engine, &small, &mut meter)?;
-        self.write_large(engine, &large, &mut meter)
+        let side = |t: &Registered<'_>| t.source.place.memory().is_some();
+        for run in large.chunk_by(|a, b| side(a) == side(b)) {
+            if run.first().is_some_and(side) {
+                self.write_large(engine, run, &mut meter)?;
+            } else {
+                self.write_host(run, &mut meter)?;
+            }
+        }
+        Ok(())
     }
 
+    /// Packs small tensors, in their order.
     fn pack_small(
         &mut self,
         engine: &CudaEngine,
         small: &[Registered<'_>],
         meter: &mut Meter,
     ) -> Result<()> {
-        let items: Vec<_> = small.iter().map(|t| vec![t.source.memory]).collect();
+        let there = |(i, t): (usize, &Registered<'_>)| Some((i, vec![t.source.place.memory()?]));
+        let (numbers, items): (Vec<_>, Vec<_>) = small.iter().enumerate().filter_map(there).unzip();
         let target = self.name.clone();
+        let mut packed = 0;
         let done = engine.fetch::<Failure>(&items, |batch| {
             for &(i, bytes) in batch {
-                self.pack(small[i].number, bytes, small[i].group)?;
+                // Between two that are fetched there are none but the host's.
+                self.pack_host(&small[packed..numbers[i]], meter)?;
+                let t = &small[numbers[i]];
+                self.pack(t.number, bytes, t.group)?;
                 meter.add(bytes.len() as u64)?;
+                packed = numbers[i] + 1;
             }
             Ok(())
         });
-        done.map_err(|e| e.named(&target, |i| Some(small.get(i)?.source.name)))
+        done.map_err(|e| e.named(&target, |i| Some(small[*numbers.get(i)?].source.name)))?;
+        self.pack_host(&small[packed..], meter)
+    }
+
+    fn pack_host(&mut self, small: &[Registered<'_>], meter: &mut Meter) -> Result<()> {
+        for t in small {
+            if let Place::Host(data) = t.source.place {
+                self.pack(t.number, data, t.group)?;
+                meter.add(data.len() as u64)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn write_host(&mut self, large: &[Registered<'_>], meter: &mut Meter) -> Result<()> {
+        let mut list = vec![];
+        for Registered { group, source: PlacedSource { name, dtype, shape, place }, .. } in large {
+            if let Place::Host(data) = *place {
+                let (name, dtype, shape) = (*name, *dtype, *shape);
+                let parent = self.parent_of(&TensorSource { name, dtype, shape, data });
+                let view = TensorView { dtype, shape, data };
+                list.push(Large { name, view, group: *group, parent });
+            }
+        }
+        let items = self.encode(list, meter)?;
+        for (t, item) in large.iter().zip(items) {
+            self.close_tensor(t.number, item.coded())?;
+        }
+        Ok(())
     }
 
     fn write_large(
@@ -90,11 +197,12 @@ impl Writer {
         large: &[Registered<'_>],
         meter: &mut Meter,
     ) -> Result<()> {
-        let tensors: Vec<_> = large.iter().map(|t| t.source.tensor()).collect();
+        let tensors: Vec<_> = large.iter().filter_map(|t| t.source.tensor()).collect();
         let target = self.name.clone();
         let named = |e: Failure| e.named(&target, |i| Some(large.get(i)?.source.name));
         let plans = self.plan_device(engine, &tensors).map_err(named)?;
         let mut coded: Vec<(Vec<_>, bool)> = large.iter().map(|_| (vec![], false)).collect();
+        self.out.write_behind(thread_count(self.options.threads))?;
         let done = engine.encode::<Failure>(&tensors, &plans, |frame| {
             let of = ChunkOf {
                 dtype: tensors[frame.tensor].dtype,
@@ -109,6 +217,8 @@ impl Writer {
             *shared |= frame.encoded.shared;
             Ok(())
         });
+        // What the sink says comes before what came of it.
+        self.out.write_here()?;
         done.map_err(named)?;
         for ((t, plan), (records, shared)) in large.iter().zip(plans).zip(coded) {
             self.close_tensor(t.number, Coded { plan, records, shared })?;
@@ -147,8 +257,9 @@ impl Writer {
     }
 }
 
-impl<'a> DeviceSource<'a> {
-    fn tensor(&self) -> DeviceTensor<'a> {
-        DeviceTensor { dtype: self.dtype, shape: self.shape, memory: self.memory }
+impl<'a> PlacedSource<'a> {
+    fn tensor(&self) -> Option<DeviceTensor<'a>> {
+        let memory = self.place.memory()?;
+        Some(DeviceTensor { dtype: self.dtype, shape: self.shape, memory })
     }
 }

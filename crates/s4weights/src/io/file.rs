@@ -112,6 +112,10 @@ impl Sink for StreamSink {
     fn commit(mut self: Box<Self>) -> Result<()> {
         self.0.flush().map_err(|e| Error::io("stream", "flush", e))
     }
+
+    fn may_move(&self) -> bool {
+        false
+    }
 }
 
 /// Reads a local file.

@@ -46,6 +46,10 @@ pub enum Source {
 pub(crate) trait Sink: Send {
     fn write(&mut self, bytes: &[u8]) -> Result<()>;
     fn commit(self: Box<Self>) -> Result<()>;
+    /// Whether another thread than the caller's may write. Not to a stream of the caller's.
+    fn may_move(&self) -> bool {
+        true
+    }
 }
 
 /// Gives ranges of bytes, from any thread.

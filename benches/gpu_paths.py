@@ -1,0 +1,213 @@
+"""Whole paths of GPU tensors: to a file in a memory file system and back to the GPU.
+
+    python benches/gpu_paths.py [--gb 2.5] [--repeat 3] [--json FILE]
+
+Two states: a bf16 model with its AdamW state in fp32, and 3,000 small tensors. Every tool saves the
+same tensors and loads them to the GPU; what comes back is compared to the bit. Values are like those
+of training: normal weights of a size that depends on the layer, moments of products of gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import s4weights
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+
+MEMORY_FILES = Path("/dev/shm")
+
+State = dict[str, torch.Tensor]
+#: Saves a state to a path; loads it to the GPU.
+Tool = tuple[Callable[[State, Path], object], Callable[[State, Path], State]]
+
+
+def gradient(shape: tuple[int, ...], scale: float) -> torch.Tensor:
+    """Rows and columns differ in size, as activations and errors do."""
+    out = torch.randn(shape, device="cuda") * scale
+    rows = torch.randn(shape[0], device="cuda").exp()
+    return out * rows.view(-1, *[1] * (len(shape) - 1))
+
+
+def training_state(gigabytes: float) -> State:
+    """A transformer's parameters in bf16, AdamW's master copy and moments in fp32: 14 bytes each."""
+    width, state, total = 2048, {}, 0.0
+    shapes = {"qkv": (3 * width, width), "out": (width, width), "up": (4 * width, width)}
+    shapes |= {"down": (width, 4 * width), "norm": (width,)}
+    layer = 0
+    while total < gigabytes * 1e9:
+        for name, shape in shapes.items():
+            size = 0.02 / (1 + layer) ** 0.5 if name in ("out", "down") else 0.02
+            master = torch.randn(shape, device="cuda") * size
+            first, second = torch.zeros_like(master), torch.zeros_like(master)
+            for _ in range(4):
+                g = gradient(shape, 1e-4)
+                first.mul_(0.9).add_(g, alpha=0.1)
+                second.mul_(0.95).addcmul_(g, g, value=0.05)
+            key = f"layers.{layer}.{name}"
+            state[f"model.{key}"] = master.bfloat16()
+            state[f"optimizer.{key}.master"] = master
+            state[f"optimizer.{key}.exp_avg"] = first
+            state[f"optimizer.{key}.exp_avg_sq"] = second
+            total += 14 * master.numel()
+        layer += 1
+    return state
+
+
+def small_state() -> State:
+    """3,000 tensors of 16 to 32,768 values."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [16 << int(i) for i in torch.randint(0, 12, (3000,), generator=generator)]
+    dtypes = [torch.bfloat16, torch.float32]
+    return {
+        f"layers.{i}.weight": (torch.randn(n, device="cuda") * 0.02).to(dtypes[i % 2])
+        for i, n in enumerate(sizes)
+    }
+
+
+def tools() -> dict[str, Tool]:
+    """Each tool by its name."""
+
+    def dcp_load(state: State, path: Path) -> State:
+        into = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+        dcp.load(into, checkpoint_id=path, no_dist=True)
+        return into
+
+    def into(state: State, path: Path) -> State:
+        made = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+        s4weights.load_into(made, path, device="cuda")
+        return made
+
+    def ours(preset: str) -> Tool:
+        return (
+            lambda state, path: s4weights.save(state, path, preset=preset, device="cuda"),
+            lambda state, path: s4weights.load(path, "cuda", device="cuda"),
+        )
+
+    return {
+        "torch.save": (
+            lambda state, path: torch.save(state, path),
+            lambda state, path: torch.load(path, "cuda", weights_only=True),
+        ),
+        "safetensors": (
+            lambda state, path: safetensors.torch.save_file(state, path),
+            lambda state, path: safetensors.torch.load_file(path, device="cuda"),
+        ),
+        "DCP": (
+            lambda state, path: dcp.save(state, checkpoint_id=path, no_dist=True),
+            dcp_load,
+        ),
+        "s4weights fast": ours("fast"),
+        "s4weights fast, load_into": (ours("fast")[0], into),
+        "s4weights balanced": ours("balanced"),
+    }
+
+
+def timed(action: Callable[[], Any]) -> tuple[float, Any]:
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    out = action()
+    torch.cuda.synchronize()
+    return time.perf_counter() - started, out
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same, bit for bit."""
+    raw = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*raw)
+
+
+def measure(state: State, tool: Tool, folder: Path, repeat: int) -> dict[str, float]:
+    """The best of some saves and loads, each to a new file."""
+    save, load = tool
+    save_s, load_s = [], []
+    for i in range(repeat):
+        path = folder / f"checkpoint{i}"
+        seconds, _ = timed(lambda path=path: save(state, path))
+        save_s.append(seconds)
+        coded = sum(p.stat().st_size for p in ([path] if path.is_file() else path.iterdir()))
+        seconds, back = timed(lambda path=path: load(state, path))
+        load_s.append(seconds)
+        if back.keys() != state.keys() or not all(same(back[k], state[k]) for k in state):
+            raise SystemExit("what came back differs")
+        del back
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+    nbytes = sum(t.nbytes for t in state.values())
+    return {
+        "ratio": nbytes / coded,
+        "save_s": min(save_s),
+        "load_s": min(load_s),
+        "save_gb_s": nbytes / min(save_s) / 1e9,
+        "load_gb_s": nbytes / min(load_s) / 1e9,
+    }
+
+
+def ceilings(folder: Path) -> dict[str, float]:
+    """GB/s of a pinned copy to the host, and of one thread that writes a new file here."""
+    n = 1 << 30
+    on_gpu = torch.empty(n, dtype=torch.uint8, device="cuda")
+    pinned = torch.empty(n, dtype=torch.uint8, pin_memory=True)
+    copy_s = min(timed(lambda: pinned.copy_(on_gpu))[0] for _ in range(3))
+    piece, write_s = bytes(8 << 20), []
+    for _ in range(2):
+        started = time.perf_counter()
+        with open(folder / "ceiling", "wb", buffering=0) as file:
+            for _ in range(n // len(piece)):
+                file.write(piece)
+        write_s.append(time.perf_counter() - started)
+        (folder / "ceiling").unlink()
+    return {"pinned_copy_gb_s": n / copy_s / 1e9, "write_gb_s": n / min(write_s) / 1e9}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gb", type=float, default=2.5)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    place = MEMORY_FILES if MEMORY_FILES.is_dir() else None
+    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "cores": os.cpu_count()}
+    with tempfile.TemporaryDirectory(dir=place) as name:
+        folder = Path(name)
+        results["ceilings"] = ceilings(folder)
+        print({k: round(v, 1) for k, v in results["ceilings"].items()})
+        for what, make in (
+            ("training state", lambda: training_state(arguments.gb)),
+            ("3,000 small tensors", small_state),
+        ):
+            state = make()
+            nbytes = sum(t.nbytes for t in state.values())
+            print(f"{what}: {len(state)} tensors, {nbytes / 1e9:.2f} GB")
+            rows = results[what] = {}
+            for tool, functions in tools().items():
+                try:
+                    rows[tool] = row = measure(state, functions, folder, arguments.repeat)
+                except Exception as error:
+                    if tool.startswith("s4weights"):
+                        raise
+                    # A peer that does not run here must not take the others with it.
+                    print(f"  {tool:28}{error!r}")
+                    continue
+                print(
+                    f"  {tool:28} ratio {row['ratio']:.3f}  "
+                    f"save {row['save_gb_s']:7.2f} GB/s {row['save_s'] * 1e3:8.1f} ms  "
+                    f"load {row['load_gb_s']:7.2f} GB/s {row['load_s'] * 1e3:8.1f} ms",
+                    flush=True,
+                )
+            del state
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+//! Where a store is, and with what it is opened.
+
+use clap::Args;
+use s4weights::store::{CheckpointStore, StorageOptions, StoreOptions};
+
+use crate::error::{Failure, Result};
+
+/// The place, and options of its object store.
+#[derive(Args)]
+pub(crate) struct Place {
+    /// Folder or URL of the store: a path, s3://bucket/prefix, gs://..., az://...
+    pub(crate) store: String,
+    /// Option of the object store, such as endpoint_url=http://127.0.0.1:9000 or profile=name; may be
+    /// repeated. Without any, credentials and endpoints come from the environment and ~/.aws
+    // A text, not a parsed pair: the parser's own message would repeat what may be a secret.
+    #[arg(short = 'o', long = "option", value_name = "KEY=VALUE")]
+    options: Vec<String>,
+}
+
+impl Place {
+    /// The options by name.
+    ///
+    /// # Errors
+    /// `Usage` if one has no name; what was given is not repeated, since it may be a secret.
+    pub(crate) fn storage(&self) -> Result<StorageOptions> {
+        let mut out = StorageOptions::new();
+        for (i, option) in self.options.iter().enumerate() {
+            let (key, value) = option.split_once('=').unwrap_or_default();
+            if key.is_empty() {
+                return Err(Failure::Usage(format!(
+                    "option {} of the object store has not the form KEY=VALUE",
+                    i + 1
+                )));
+            }
+            if out.insert(key.to_owned(), value.to_owned()).is_some() {
+                return Err(Failure::Usage(format!("option `{key}` is given twice")));
+            }
+        }
+        Ok(out)
+    }
+
+    /// Opens the store.
+    pub(crate) fn open(&self) -> Result<CheckpointStore> {
+        self.open_with(StoreOptions::default())
+    }
+
+    /// Opens the store with options of its own.
+    pub(crate) fn open_with(&self, options: StoreOptions) -> Result<CheckpointStore> {
+        Ok(CheckpointStore::open(&self.store, &self.storage()?, options)?)
+    }
+}

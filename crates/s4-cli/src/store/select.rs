@@ -1,0 +1,52 @@
+//! Which checkpoint is meant.
+
+use s4weights::store::{Checkpoint, CheckpointId, State};
+
+use crate::error::{Failure, Result};
+
+/// What `find` takes, for help texts.
+pub(crate) const WHICH: &str = "A step, a checkpoint's id, or `latest`";
+
+/// The checkpoint that a word names: `latest`, a step (the newest checkpoint of it), or an id.
+pub(crate) fn find<'a>(store: &str, state: &'a State, which: &str) -> Result<&'a Checkpoint> {
+    if which == "latest" {
+        return state.latest().ok_or_else(|| Failure::NotFound(format!("{store} is empty")));
+    }
+    if let Ok(step) = which.parse::<u64>() {
+        return state.at_step(step).ok_or_else(|| no_step(store, state, step));
+    }
+    let id: CheckpointId = which.parse().map_err(|_| {
+        Failure::Usage(format!("`{which}` is no step, no checkpoint's id, and not `latest`"))
+    })?;
+    state.get(id).ok_or_else(|| match state.dead(id) {
+        Some(dead) => Failure::NotFound(format!(
+            "checkpoint {id} is not listed any more: see entry {} of `s4w store log`",
+            dead.entry
+        )),
+        None => Failure::NotFound(format!("{store} has no checkpoint {id}")),
+    })
+}
+
+/// Several, without repetitions.
+pub(crate) fn find_all(store: &str, state: &State, which: &[String]) -> Result<Vec<Checkpoint>> {
+    let mut found: Vec<Checkpoint> = vec![];
+    for word in which {
+        let one = find(store, state, word)?;
+        if !found.iter().any(|c| c.id() == one.id()) {
+            found.push(one.clone());
+        }
+    }
+    Ok(found)
+}
+
+fn no_step(store: &str, state: &State, step: u64) -> Failure {
+    let steps = || state.list().into_iter().map(Checkpoint::step);
+    let below = steps().filter(|s| *s < step).max();
+    let above = steps().filter(|s| *s > step).min();
+    let near = match (below, above) {
+        (Some(a), Some(b)) => format!("; the nearest are {a} and {b}"),
+        (Some(a), None) | (None, Some(a)) => format!("; the nearest is {a}"),
+        (None, None) => "; it is empty".into(),
+    };
+    Failure::NotFound(format!("{store} has no checkpoint of step {step}{near}"))
+}

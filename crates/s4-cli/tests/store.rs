@@ -1,0 +1,288 @@
+//! `s4w store`, run as its users run it, on local folders.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use s4weights::store::{CheckpointStore, SaveOptions, StoreOptions};
+use s4weights::{Contents, DType, TensorSource};
+use serde_json::Value;
+
+/// Names and values of a tensor: what training does to them is up to `step`.
+fn tensors(step: u64) -> Vec<(String, Vec<u8>)> {
+    let names = ["model.blocks.0.up", "model.blocks.1.up", "optimizer.0.exp_avg_sq"];
+    let value = |i: u32, t: usize| {
+        // A number that is noise in its last bits, and in a few more of them with each step.
+        let noise = (i ^ (t as u32) << 20).wrapping_mul(0x9e37_79b9);
+        let moved = noise >> (32 - step.min(8) as u32).min(31);
+        f32::from_bits((0x3c00_0000 | (noise & 0x01ff_ffff)) ^ moved)
+    };
+    let data = |t: usize| (0..30_000u32).flat_map(|i| value(i, t).to_le_bytes()).collect();
+    names.iter().enumerate().map(|(t, name)| ((*name).to_owned(), data(t))).collect()
+}
+
+fn save(store: &CheckpointStore, step: u64) {
+    let values = tensors(step);
+    let sources: Vec<_> = values
+        .iter()
+        .map(|(name, data)| TensorSource { name, dtype: DType::Float32, shape: &[300, 100], data })
+        .collect();
+    let options = SaveOptions {
+        metrics: [("loss".to_owned(), 10.0 - step as f64)].into(),
+        tags: [("run".to_owned(), "a".to_owned())].into(),
+        contents: Contents {
+            metadata: [("who".to_owned(), "me".to_owned())].into(),
+            ..Contents::default()
+        },
+        ..SaveOptions::default()
+    };
+    store.save(step, &sources, &options).expect("saved");
+}
+
+/// A store of steps 0 to 4, chains of three at most: 0 and 3 are bases.
+fn filled(folder: &Path) -> String {
+    let url = folder.join("runs").to_str().expect("plain names").to_owned();
+    let options = StoreOptions { max_chain: 3, threads: Some(2), ..StoreOptions::default() };
+    let store = CheckpointStore::create(&url, &Default::default(), options).expect("created");
+    (0..5).for_each(|step| save(&store, step));
+    url
+}
+
+fn s4w(arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_s4w"));
+    command.arg("store").args(arguments).output().expect("the program starts")
+}
+
+fn said(arguments: &[&str], code: i32) -> String {
+    let out = s4w(arguments);
+    let text =
+        String::from_utf8_lossy(&out.stdout).into_owned() + &String::from_utf8_lossy(&out.stderr);
+    assert_eq!(out.status.code(), Some(code), "{arguments:?}: {text}");
+    text
+}
+
+fn json(arguments: &[&str]) -> Value {
+    let out = s4w(&[arguments, &["--json"]].concat());
+    let text = String::from_utf8_lossy(&out.stdout);
+    serde_json::from_str(&text).unwrap_or_else(|e| panic!("{arguments:?}: {e}: {text}"))
+}
+
+fn steps(url: &str) -> Vec<u64> {
+    let list = json(&["ls", url]);
+    let list = list.as_array().expect("a list");
+    list.iter().filter_map(|c| c["step"].as_u64()).collect()
+}
+
+#[test]
+fn listings_tell_what_is_there() {
+    let dir = tempfile::tempdir().unwrap();
+    let url = filled(dir.path());
+    let text = said(&["ls", &url], 0);
+    assert!(
+        text.contains("delta of 0") && text.contains("5 checkpoints (2 bases, 3 deltas)"),
+        "{text}"
+    );
+    let list = json(&["ls", &url, "-n", "2"]);
+    assert_eq!(list.as_array().unwrap().len(), 2);
+    assert_eq!((&list[0]["kind"], &list[1]["kind"]), (&"base".into(), &"delta".into()));
+    assert_eq!((&list[1]["of_step"], &list[1]["chain"]), (&3.into(), &2.into()));
+    assert_eq!((&list[1]["metrics"]["loss"], &list[1]["tags"]["run"]), (&6.0.into(), &"a".into()));
+    assert!(list[1]["bytes"].as_u64().unwrap() < list[1]["raw_bytes"].as_u64().unwrap());
+
+    let text = said(&["show", &url], 0);
+    assert!(text.contains("any number at once") && text.contains("latest    step 4"), "{text}");
+    assert_eq!(json(&["show", &url])["checkpoints"], 5);
+    let text = said(&["show", &url, "2", "--bits"], 0);
+    assert!(
+        text.contains("chain     3 checkpoints: 2, 1, 0") && text.contains("model.blocks.0.up"),
+        "{text}"
+    );
+    let shown = json(&["show", &url, "0"]);
+    assert_eq!(shown["needed_by"], serde_json::json!([1]));
+    assert_eq!(shown["content"]["metadata"]["who"], "me");
+    let by_id = json(&["show", &url, shown["id"].as_str().unwrap()]);
+    assert_eq!(by_id["step"], 0);
+
+    let log = json(&["log", &url, "--from", "4"]);
+    assert_eq!((log.as_array().unwrap().len(), &log[0]["n"]), (2, &4.into()));
+    assert!(said(&["log", &url], 0).contains("publish"));
+}
+
+#[test]
+fn a_step_is_restored_bit_by_bit() {
+    let dir = tempfile::tempdir().unwrap();
+    let url = filled(dir.path());
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    for step in 0..5u64 {
+        let which = if step == 4 { "latest".to_owned() } else { step.to_string() };
+        said(&["restore", &url, &which, &path("a.s4w"), "-q", "--threads", "2"], 0);
+        let reader = s4weights::Reader::open(path("a.s4w").as_str().into(), Default::default());
+        let reader = reader.unwrap();
+        assert_eq!(reader.manifest().metadata["who"], "me");
+        assert!(reader.manifest().parent.is_none());
+        said(&["restore", &url, &which, &path("a.safetensors"), "--quiet"], 0);
+        let bytes = std::fs::read(path("a.safetensors")).unwrap();
+        let plain = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        for (name, data) in tensors(step) {
+            assert!(reader.read(&name).unwrap() == data, "{step} {name}");
+            assert!(plain.tensor(&name).unwrap().data() == data, "{step} {name}");
+        }
+    }
+    let text = said(&["restore", &url, "1", &path("a.pt")], 4);
+    assert!(text.contains("Python wheel"), "{text}");
+    assert!(!dir.path().join("a.pt").exists());
+}
+
+#[test]
+fn what_is_needed_stays_until_it_is_not() {
+    let dir = tempfile::tempdir().unwrap();
+    let url = filled(dir.path());
+    let text = said(&["retire", &url, "1"], 5);
+    assert!(text.contains("step 1 is needed by step 2") && text.contains("rebase"), "{text}");
+    said(&["pin", &url, "0"], 0);
+    assert!(said(&["ls", &url], 0).contains("pinned"));
+    assert!(said(&["retire", &url, "0", "1", "2"], 5).contains("step 0 is pinned"));
+    assert!(said(&["unpin", &url, "0"], 0).contains("not pinned"));
+
+    let done = json(&["rebase", &url, "2", "--quiet"]);
+    assert_eq!((&done["step"], &done["changed"]), (&2.into(), &true.into()));
+    assert_eq!(json(&["rebase", &url, "2"])["changed"], false);
+    let plan = json(&["retire", &url, "0", "1", "--dry-run"]);
+    assert_eq!((plan["retired"].as_array().unwrap().len(), steps(&url).len()), (2, 5));
+    let text = said(&["retire", &url, "0", "1", "--reason", "old"], 0);
+    assert!(text.contains("retired steps 0, 1; 3 checkpoints left"), "{text}");
+    assert_eq!(steps(&url), [2, 3, 4]);
+    assert!(said(&["log", &url], 0).contains("(old)"));
+
+    let text = said(&["gc", &url, "--grace", "1h"], 2);
+    assert!(text.contains("--exclusive"), "{text}");
+    assert!(json(&["gc", &url])["deleted"].as_array().unwrap().is_empty());
+    let plan = json(&["gc", &url, "--grace", "0s", "--exclusive", "--dry-run"]);
+    let gone = json(&["gc", &url, "--grace", "0s", "--exclusive"]);
+    // Steps 0 and 1, and step 2 as it was before its rebase.
+    assert_eq!(gone["deleted"].as_array().unwrap().len(), 3);
+    assert_eq!(plan["deleted_bytes"], gone["deleted_bytes"]);
+    said(&["verify", &url, "--read-data", "-q"], 0);
+
+    let kept = json(&["retire", &url, "--keep-best", "loss:1:max", "--keep-last", "1"]);
+    assert_eq!(kept["kept"], 3, "the best, the newest, and the base that the newest needs");
+    assert_eq!(steps(&url), [2, 3, 4]);
+    said(&["retire", &url, "--keep-last", "1"], 0);
+    assert_eq!(steps(&url), [3, 4]);
+}
+
+#[test]
+fn damage_is_found_and_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let url = filled(dir.path());
+    assert_eq!(json(&["verify", &url])["sound"], true);
+    let id = json(&["show", &url, "0"])["id"].as_str().unwrap().to_owned();
+    let object = Path::new(&url).join("ck").join(id).join("d-0");
+    let mut bytes = std::fs::read(&object).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 4;
+    std::fs::write(&object, &bytes).unwrap();
+    // The sizes are right still.
+    said(&["verify", &url], 0);
+    let text = said(&["verify", &url, "--read-data"], 1);
+    assert!(text.contains("DAMAGED   step 0") && text.contains("NOT SOUND"), "{text}");
+    let report = json(&["verify", &url, "--read-data"]);
+    assert_eq!(report["sound"], false);
+    let text = said(&["restore", &url, "0", dir.path().join("a.s4w").to_str().unwrap()], 1);
+    assert!(text.contains("step 0") && text.contains("tensor `"), "{text}");
+    assert!(!dir.path().join("a.s4w").exists());
+    // Step 3 is a base of its own.
+    said(&["verify", &url, "3", "4", "--read-data"], 0);
+    std::fs::remove_file(&object).unwrap();
+    let text = said(&["verify", &url], 1);
+    assert!(text.contains("UNUSABLE  step 2: it needs step 0"), "{text}");
+}
+
+#[test]
+fn a_store_is_created_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let url = dir.path().join("new").to_str().unwrap().to_owned();
+    assert!(said(&["ls", &url], 3).contains("`s4w store init"));
+    assert!(said(&["probe", &url], 0).contains("several writers are safe"));
+    assert_eq!(json(&["probe", &url])["survives_races"], true);
+    assert!(said(&["init", &url, "--many"], 0).contains("any number at once"));
+    assert!(said(&["init", &url], 5).contains("already"));
+    assert!(said(&["ls", &url], 0).contains("no checkpoints"));
+    assert!(said(&["show", &url, "latest"], 3).contains("is empty"));
+    assert!(said(&["plot", &url, dir.path().join("a.svg").to_str().unwrap()], 3).contains("draw"));
+}
+
+#[test]
+fn wrong_arguments_are_told_what_is_wrong() {
+    let dir = tempfile::tempdir().unwrap();
+    let url = filled(dir.path());
+    assert!(said(&["show", &url, "7"], 3).contains("the nearest is 4"));
+    assert!(said(&["show", &url, "newest"], 2).contains("`latest`"));
+    let nobody = "01890000-0000-7000-8000-000000000000";
+    assert!(said(&["show", &url, nobody], 3).contains("has no checkpoint"));
+    assert!(said(&["retire", &url], 2).contains("--keep-last"));
+    assert!(said(&["retire", &url, "1", "--keep-last", "2"], 2).contains("cannot be used with"));
+    assert!(said(&["retire", &url, "--keep-best", "loss"], 2).contains("METRIC:COUNT:min"));
+    assert!(said(&["gc", &url, "--grace", "soon"], 2).contains("--grace"));
+    assert!(said(&["plot", &url, "a.png"], 2).contains("SVG"));
+    let text = said(&["ls", "ftp://host/x?sig=hush"], 2);
+    assert!(text.contains("ftp://host/x: a path") && !text.contains("hush"), "{text}");
+    // Nothing that may be a secret is repeated.
+    for bad in ["hush", "=hush", "wrong=hush", "secret=a"] {
+        let text = said(&["ls", "s3://bucket/x?sig=hush", "-o", bad, "-o", "secret=hush"], 2);
+        assert!(!text.contains("hush") && text.contains("option"), "{text}");
+    }
+}
+
+#[test]
+fn the_picture_shows_every_step() {
+    let dir = tempfile::tempdir().unwrap();
+    let url = filled(dir.path());
+    let path = dir.path().join("a.svg");
+    let figures = json(&["plot", &url, path.to_str().unwrap()]);
+    assert_eq!(figures["checkpoints"].as_array().unwrap().len(), 5);
+    let costs = figures["costs"].as_array().unwrap();
+    let names: Vec<_> = costs.iter().map(|c| c["tensors"].as_str().unwrap()).collect();
+    assert!(names.contains(&"model.blocks.*.up") && names.len() == 2, "{names:?}");
+    let picture = std::fs::read_to_string(path).unwrap();
+    assert!(picture.starts_with("<svg") && picture.ends_with("</svg>\n"));
+    for step in 0..5 {
+        assert!(picture.contains(&format!("<title>step {step}:")), "{step}");
+    }
+}
+
+/// On every server that `cargo xtask test` started: `S4_TEST_S3` is `name=endpoint,...`.
+#[test]
+fn options_and_environment_reach_a_bucket() {
+    let Ok(servers) = std::env::var("S4_TEST_S3") else { return };
+    for server in servers.split(',').filter(|s| !s.is_empty()) {
+        let (_, endpoint) = server.split_once('=').unwrap();
+        let url = format!("s3://s4test/cli-{}", std::process::id());
+        let endpoint = format!("endpoint_url={endpoint}");
+        let options =
+            ["-o", &endpoint, "-o", "key=test", "-o", "secret=hush", "-o", "region=us-east-1"];
+        let with = |verb: &[&str], code| said(&[verb, &options[..]].concat(), code);
+        assert!(with(&["ls", &url], 3).contains("`s4w store init"));
+        assert!(with(&["init", &url], 0).contains("store created"));
+        let storage: s4weights::store::StorageOptions = options
+            .iter()
+            .filter_map(|o| o.split_once('='))
+            .map(|(k, v)| (k.to_owned(), v.to_owned()))
+            .collect();
+        let store = CheckpointStore::open(&url, &storage, StoreOptions::default()).unwrap();
+        (0..3).for_each(|step| save(&store, step));
+        assert!(with(&["ls", &url], 0).contains("3 checkpoints (1 base, 2 deltas)"));
+        with(&["verify", &url, "--read-data"], 0);
+        // The same from the environment.
+        let out = Command::new(env!("CARGO_BIN_EXE_s4w"))
+            .args(["store", "show", &url, "latest"])
+            .env("AWS_ENDPOINT_URL", endpoint.trim_start_matches("endpoint_url="))
+            .env("AWS_ACCESS_KEY_ID", "test")
+            .env("AWS_SECRET_ACCESS_KEY", "hush")
+            .env("AWS_REGION", "us-east-1")
+            .output()
+            .unwrap();
+        assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+        let text = with(&["show", &url, "9"], 3);
+        assert!(text.contains("the nearest is 2") && !text.contains("hush"), "{text}");
+    }
+}

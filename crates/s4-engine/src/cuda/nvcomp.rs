@@ -1,0 +1,50 @@
+//! nvCOMP for engines that work on the host: preset `nvcomp`, and closed streams of files that are
+//! trusted. Planes are split and merged by the CPU, and coded on the GPU one at a time.
+
+use std::sync::Arc;
+
+use s4_codec_cpu::Codecs;
+use s4_codec_gpu::nvcomp::{AnsMode, Host, HostDecoder, HostEncoder, ans, gdeflate};
+use s4_format::CodecId;
+use s4_format::manifest::ClosedCodec;
+
+/// Of GDeflate: the default, which finds short matches.
+const ALGORITHM: u8 = 1;
+
+/// A GPU with nvCOMP.
+pub(crate) struct Gpu(Arc<Host>);
+
+/// Opens both, or says what is missing.
+pub(crate) fn open() -> Result<Gpu, String> {
+    Host::open().map(Gpu).map_err(|e| e.to_string())
+}
+
+impl Gpu {
+    /// The closed bitstreams that are written and read here.
+    pub(crate) fn closed(&self) -> Vec<ClosedCodec> {
+        self.0.closed()
+    }
+
+    /// Whether a closed bitstream is read here; if not, why.
+    pub(crate) fn reads(&self, closed: &ClosedCodec) -> Result<(), String> {
+        match self.0.closed().iter().find(|c| c.codec == closed.codec) {
+            Some(here) if here == closed => Ok(()),
+            Some(here) => Err(format!("here is version {}", here.library_major)),
+            None => Err("the library here does not read it".into()),
+        }
+    }
+
+    /// Adds a decoder. Only for checkpoints that the caller trusts, which is what makes this sound.
+    pub(crate) fn with_reader(&self, codecs: Codecs, id: CodecId) -> Codecs {
+        // SAFETY: whoever reads the checkpoint said that a program that they trust wrote it.
+        codecs.with(unsafe { HostDecoder::new(&self.0, id) })
+    }
+
+    /// Adds the encoders of preset `nvcomp`.
+    pub(crate) fn with_writers(&self, codecs: Codecs) -> Codecs {
+        let library = self.0.library();
+        codecs
+            .with(HostEncoder::new(&self.0, ans(library, AnsMode::Bytes)))
+            .with(HostEncoder::new(&self.0, gdeflate(library, ALGORITHM)))
+    }
+}

@@ -1,0 +1,122 @@
+"""Where encoding and decoding run: the CUDA engines of this process, and arrays of other libraries."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from . import _core
+from ._errors import LimitError, S4Error
+
+if TYPE_CHECKING:
+    import torch
+
+#: Bytes of device memory that an engine may use, on each device, while a call works.
+GPU_SCRATCH = 256 << 20
+
+#: Where values in host memory are: no device, no stream.
+HOST = (-1, 0)
+
+# An engine keeps pinned host memory and the kernels, which take longer to get than a save takes. One
+# that a fork inherited is of no use to the child: hence the process's number.
+_engines: dict[tuple[int, int], _core.CudaEngine] = {}
+_lock = threading.Lock()
+_warned = False
+
+
+class Compute:
+    """The arguments ``device=`` and ``gpu_scratch=`` of one call.
+
+    Raises `S4Error` at once if the device is to be a GPU and there is none that can be used.
+    """
+
+    def __init__(self, device: str, gpu_scratch: int | None) -> None:
+        if device not in ("auto", "cuda", "cpu"):
+            raise ValueError(f'device={device!r}: "auto", "cuda" or "cpu" expected')
+        if gpu_scratch is not None and (type(gpu_scratch) is not int or gpu_scratch <= 0):
+            raise ValueError(f"gpu_scratch={gpu_scratch!r}: a number of bytes expected")
+        self._device = device
+        self._given = gpu_scratch is not None
+        self._scratch = GPU_SCRATCH if gpu_scratch is None else gpu_scratch
+        self._found: dict[frozenset[int], _core.CudaEngine | None] = {}
+        if device == "cuda":
+            self.engine(())
+
+    def engine(self, ordinals: Iterable[int]) -> _core.CudaEngine | None:
+        """The engine for these devices; ``None``: their values are to go through host memory."""
+        if self._device == "cpu":
+            return None
+        key = frozenset(ordinals)
+        if key not in self._found:
+            self._found[key] = self._find(key)
+        return self._found[key]
+
+    def _find(self, ordinals: frozenset[int]) -> _core.CudaEngine | None:
+        try:
+            engine = _engine(self._scratch)
+            for ordinal in sorted(ordinals):
+                engine.open(ordinal)
+            return engine
+        except S4Error as error:
+            if self._device == "cuda":
+                raise type(error)(
+                    f'device="cuda": {error}; with device="auto" tensors on a GPU are copied '
+                    "through host memory"
+                ) from error
+            if self._given and isinstance(error, LimitError):
+                raise
+            _warn(error)
+            return None
+
+
+def _engine(scratch: int) -> _core.CudaEngine:
+    key = (os.getpid(), scratch)
+    with _lock:
+        if key not in _engines:
+            _engines[key] = _core.CudaEngine(scratch)
+        return _engines[key]
+
+
+def _warn(error: S4Error) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"tensors on a GPU are copied through host memory: {error}", UserWarning, stacklevel=2
+        )
+
+
+def place(storage: torch.UntypedStorage) -> tuple[int, int]:
+    """The number of a storage's device and the handle of the stream that is current there."""
+    import torch
+
+    device = storage.device
+    if device.type != "cuda":
+        return HOST
+    return device.index, torch.cuda.current_stream(device).cuda_stream
+
+
+def is_array(obj: object) -> bool:
+    """Whether an object is an array of another library that lends its memory by DLPack.
+
+    NumPy's are not meant: they are pickled, and come back as what they were.
+    """
+    kind = type(obj)
+    if not hasattr(kind, "__dlpack__") or not hasattr(kind, "__dlpack_device__"):
+        return False
+    theirs = [(sys.modules.get("torch"), "Tensor"), (sys.modules.get("numpy"), "ndarray")]
+    return not any(module and issubclass(kind, getattr(module, name)) for module, name in theirs)
+
+
+def as_tensor(obj: Any) -> torch.Tensor | None:
+    """A tensor in the memory of such an array; ``None`` if PyTorch cannot take it as it is."""
+    import torch
+
+    try:
+        return torch.from_dlpack(obj)
+    except (BufferError, RuntimeError, TypeError, ValueError, AttributeError):
+        return None

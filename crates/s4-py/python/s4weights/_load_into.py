@@ -1,0 +1,214 @@
+"""`load_into`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from . import _core
+from ._device import HOST, Compute, place
+from ._errors import MismatchError
+from ._load import build, choose_unpickler
+from ._names import walk_tensors
+from ._progress import Progress, ProgressArgument
+from ._save import require_little_endian
+from ._sources import FileLike, open_source, require_s4w
+from ._storages import StorageReader, covering_shape, read_batch
+
+if TYPE_CHECKING:
+    import torch
+
+#: Problems that an error names.
+_NAMED = 8
+
+
+class _Pair(NamedTuple):
+    """A tensor to be filled, what the file says of it, and the number of its storage there."""
+
+    path: str
+    target: torch.Tensor
+    saved: torch.Tensor
+    number: int
+
+
+def load_into(
+    state_dict: object,
+    f: FileLike,
+    *,
+    strict: bool = True,
+    weights_only: bool | None = None,
+    threads: int | None = None,
+    device: str = "auto",
+    gpu_scratch: int | None = None,
+    progress: ProgressArgument = None,
+    storage_options: Mapping[str, str] | None = None,
+) -> None:
+    """Fills tensors, on the host or on CUDA devices, with those of a ``.s4w`` file: no second copy
+    of them is ever in memory, but for those that are not contiguous.
+
+    Args:
+        state_dict: what leads to the tensors: a state dict, a module, containers of those. Tensors
+            are matched by their key paths, such as ``model.layers.0.weight``. Other values are
+            left as they are; ``load(f, "meta")`` tells what the file has of them.
+        f: as in `load`.
+        strict: whether both sides must have the same tensors.
+        weights_only: as in `load`.
+        threads: as in `load`.
+        device: as in `load`.
+        gpu_scratch: as in `load`.
+        progress: as in `load`.
+        storage_options: as in `load`.
+
+    Raises:
+        MismatchError: names, dtypes or shapes differ; no tensor was touched.
+        S4Error: another of its kinds, as `load`; the tensors' values are unspecified then.
+    """
+    compute = Compute(device, gpu_scratch)
+    require_little_endian()
+    source = require_s4w(open_source(f, storage_options, threads))
+    saved, numbers = _saved(source, weights_only, compute)
+    pairs = _pair(dict(walk_tensors(state_dict)), saved, numbers, strict)
+    tracker = Progress(progress, sum(pair.target.nbytes for pair in pairs), "load")
+    try:
+        _fill(source, compute, pairs, tracker)
+        tracker.finish()
+    finally:
+        tracker.close()
+
+
+def _saved(
+    source: _core.Reader, weights_only: bool | None, compute: Compute
+) -> tuple[dict[str, torch.Tensor], dict[int, int]]:
+    """The file's tensors, without values, by key path; the numbers of their storages."""
+    storages = StorageReader(source, source.tensors(), "meta", Progress(None, 0, "load"), compute)
+    pickle_module = choose_unpickler(None, weights_only, {})
+    obj = build(source, source.tree(), storages, "meta", pickle_module, {"encoding": "utf-8"})
+    return dict(walk_tensors(obj)), storages.numbers()
+
+
+def _pair(
+    targets: dict[str, torch.Tensor],
+    saved: dict[str, torch.Tensor],
+    numbers: dict[int, int],
+    strict: bool,
+) -> list[_Pair]:
+    problems = []
+    if strict:
+        problems += [f"`{path}` is not in the file" for path in targets.keys() - saved.keys()]
+        problems += [f"`{path}` is in the file only" for path in saved.keys() - targets.keys()]
+    pairs = []
+    for path in (path for path in targets if path in saved):
+        target, there = targets[path], saved[path]
+        differs = _difference(target, there)
+        if differs:
+            problems.append(f"`{path}` {differs}")
+        else:
+            number = numbers[there.untyped_storage()._cdata]
+            pairs.append(_Pair(path, target, there, number))
+    if not problems:
+        problems = _shared(pairs)
+    if problems:
+        more = len(problems) - _NAMED
+        rest = [f"and {more} more"] if more > 0 else []
+        raise MismatchError("; ".join(sorted(problems)[:_NAMED] + rest))
+    return pairs
+
+
+def _difference(target: torch.Tensor, saved: torch.Tensor) -> str | None:
+    """Why a tensor cannot take what was saved."""
+    import torch
+
+    if target.dtype != saved.dtype or target.shape != saved.shape:
+        return (
+            f"is {target.dtype} {list(target.shape)}, in the file "
+            f"{saved.dtype} {list(saved.shape)}"
+        )
+    if target.layout is not torch.strided or saved.layout is not torch.strided:
+        return "is not strided"
+    return "has no memory" if target.device.type == "meta" else None
+
+
+def _shared(pairs: list[_Pair]) -> list[str]:
+    """Tensors that lie in the same memory, but are different ones in the file."""
+    spans = []
+    for pair in pairs:
+        if pair.target.is_contiguous() and pair.target.nbytes:
+            start = pair.target.data_ptr()
+            spans.append((str(pair.target.device), start, start + pair.target.nbytes, pair))
+    spans.sort(key=lambda span: span[:3])
+    problems = []
+    for (device, start, end, a), (next_device, next_start, next_end, b) in zip(
+        spans, spans[1:], strict=False
+    ):
+        same = (start, end) == (next_start, next_end) and _same_values(a, b)
+        if device == next_device and next_start < end and not same:
+            problems.append(f"`{a.path}` and `{b.path}` share memory, and not in the file")
+    return problems
+
+
+def _same_values(a: _Pair, b: _Pair) -> bool:
+    return a.number == b.number and (a.saved.storage_offset(), a.saved.stride()) == (
+        b.saved.storage_offset(),
+        b.saved.stride(),
+    )
+
+
+def _fill(reader: _core.Reader, compute: Compute, pairs: list[_Pair], progress: Progress) -> None:
+    import torch
+
+    direct: dict[int, torch.Tensor] = {}
+    requests: list[_core.PlacedRequest] = []
+    later: list[_Pair] = []
+    for pair in pairs:
+        where = _direct(pair, compute)
+        if where is None or pair.number in direct:
+            later.append(pair)
+        elif pair.target.nbytes:
+            direct[pair.number] = pair.target
+            requests.append((pair.number, pair.target.data_ptr(), pair.target.nbytes, where))
+    read_batch(reader, compute, requests, progress)
+    with torch.no_grad():
+        for target in direct.values():
+            if not target.is_inference():
+                torch.autograd.graph.increment_version(target)
+        for pair in later:
+            _copy(reader, pair, direct.get(pair.number), progress)
+
+
+def _direct(pair: _Pair, compute: Compute) -> tuple[int, int] | None:
+    """Where the tensor's memory is, if the stored bytes can be read into it as they are."""
+    target, saved = pair.target, pair.saved
+    whole = covering_shape(saved) is not None and target.is_contiguous()
+    if not whole or target.is_conj() or target.is_neg() or target.is_quantized:
+        return None
+    if target.device.type == "cpu":
+        return HOST
+    if target.device.type != "cuda" or compute.engine((target.device.index,)) is None:
+        return None
+    return place(target.untyped_storage())
+
+
+def _copy(
+    reader: _core.Reader, pair: _Pair, other: torch.Tensor | None, progress: Progress
+) -> None:
+    """Fills a tensor from another one that has the same storage in the file, or by way of the host."""
+    import torch
+
+    target, saved = pair.target, pair.saved
+    if (
+        other is not None
+        and other.dtype == target.dtype
+        and covering_shape(saved) is not None
+    ):
+        if other.data_ptr() != target.data_ptr() or other.device != target.device:
+            target.copy_(other.reshape(target.shape))
+        return
+    nbytes = saved.untyped_storage().nbytes()
+    storage = torch.UntypedStorage(nbytes)
+    if nbytes:
+        reader.read_into([(pair.number, storage.data_ptr(), nbytes)], progress.native())
+    values = torch.empty(0, dtype=saved.dtype).set_(
+        storage, saved.storage_offset(), saved.shape, saved.stride()
+    )
+    target.copy_(values)
+    progress.advance(target.nbytes)

@@ -1,0 +1,166 @@
+"""Saves that go on in the background, and how a process ends in spite of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from . import _core
+from ._errors import S4Error
+
+if TYPE_CHECKING:
+    import torch
+
+    from ._storages import StorageWriter
+    from ._store import CheckpointEntry, CheckpointStore
+
+#: Storages start at multiples of this in the host buffer.
+_ALIGN = 64
+
+
+class SaveFuture(Future["CheckpointEntry"]):
+    """A future that knows whether anybody has seen its error."""
+
+    seen = False
+
+    def result(self, timeout: float | None = None) -> CheckpointEntry:
+        outcome = super().exception(timeout)
+        self.seen = True
+        if outcome is not None:
+            raise outcome
+        return super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        outcome = super().exception(timeout)
+        self.seen = True
+        return outcome
+
+
+class PendingSave:
+    """A checkpoint that is being saved in the background.
+
+    Attributes:
+        step: the training step.
+        staged: done when the tensors were copied: the caller may change them from then on.
+        committed: done when the checkpoint is listed; its result is the entry.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.staged: Future[None] = Future()
+        self.committed = SaveFuture()
+
+    def wait(self, timeout: float | None = None) -> CheckpointEntry:
+        """Waits until the checkpoint is listed. Raises what the save failed with."""
+        return self.committed.result(timeout)
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return self.committed.done()
+
+
+class HostBuffer:
+    """Host memory that snapshots are copied to, used again for the next one."""
+
+    def __init__(self, threads: int | None) -> None:
+        self._threads = threads
+        self._buffer: torch.Tensor | None = None
+
+    def copy(self, storages: StorageWriter) -> list[tuple[int, int]]:
+        """Copies all storages: address and bytes of each copy."""
+        import torch
+
+        entries = storages.entries()
+        sizes = [entry.storage.nbytes() for entry in entries]
+        total = sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
+        buffer = self._grown(total, any(e.storage.device.type == "cuda" for e in entries))
+        start, at = buffer.data_ptr(), 0
+        places, host = [], []
+        for entry, size in zip(entries, sizes, strict=True):
+            places.append((start + at, size))
+            storage = entry.storage
+            if size and storage.device.type == "cpu":
+                host.append((start + at, storage.data_ptr(), size))
+            elif size:
+                source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                buffer[at : at + size].copy_(source[:size], non_blocking=buffer.is_pinned())
+            at += -(-size // _ALIGN) * _ALIGN
+        # While the GPU copies what is its own, the CPU copies the rest.
+        _core.copy_memory(host, self._threads)
+        if buffer.is_pinned():
+            torch.cuda.synchronize()
+        return places
+
+    def _grown(self, nbytes: int, pinned: bool) -> torch.Tensor:
+        import torch
+
+        have = self._buffer
+        if have is None or have.numel() < nbytes or (pinned and not have.is_pinned()):
+            self._buffer = None  # The old one goes before the new one comes.
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+            return self._buffer
+        return have
+
+    def free(self) -> None:
+        """Gives the memory back."""
+        self._buffer = None
+
+
+class Deadline:
+    """A moment after which a save is to be given up."""
+
+    def __init__(self) -> None:
+        self._at: float | None = None
+
+    def set(self, seconds: float) -> None:
+        """Sets it, from now."""
+        self._at = time.monotonic() + seconds
+
+    def clear(self) -> None:
+        """There is none any more."""
+        self._at = None
+
+    def check(self) -> None:
+        """Raises once it is over."""
+        if self._at is not None and time.monotonic() > self._at:
+            raise S4Error("the save was given up: the process was told to end, and time was over")
+
+
+@contextlib.contextmanager
+def finish_on_sigterm(store: CheckpointStore, deadline: float = 30.0) -> Iterator[None]:
+    """While it is open, SIGTERM lets a save that is running end before the process does.
+
+    A save that is not done ``deadline`` seconds after the signal is given up, and leaves no trace
+    in the list. Then the signal has its usual effect. To be used on the main thread, as all signal
+    handlers.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("finish_on_sigterm: signals can only be handled on the main thread")
+    received = False
+
+    def handle(signum: int, frame: Any) -> None:
+        nonlocal received
+        received = True
+        store._deadline.set(deadline)
+        if not store._saving_here:
+            end()
+
+    def end() -> None:
+        store._drain(deadline)
+        signal.signal(signal.SIGTERM, before)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, handle)
+    store._after_save = lambda: end() if received else None
+    try:
+        yield
+    finally:
+        store._after_save = None
+        if signal.getsignal(signal.SIGTERM) is handle:
+            signal.signal(signal.SIGTERM, before)

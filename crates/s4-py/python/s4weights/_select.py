@@ -1,0 +1,111 @@
+"""Takes parts out of a tree: what ``keys=`` names, without reading the rest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ._errors import CorruptDataError
+from ._names import join
+
+_PAIRS = ("dict", "odict")
+_ITEMS = ("tuple", "set", "frozenset")
+
+
+def select(text: str, keys: Iterable[str]) -> tuple[str, frozenset[int]]:
+    """The tree with only the named parts, in the dicts that lead there, and the numbers of the
+    tensors that it needs.
+
+    A key is a path such as ``model`` or ``model.layers.0.weight``. Raises `KeyError` for one that
+    leads nowhere.
+    """
+    if isinstance(keys, str):
+        raise TypeError("keys: a list of key paths expected, not one string")
+    wanted = list(keys)
+    try:
+        root = json.loads(text)["root"]
+        selection = _Selection(wanted, list(_tensor_nodes(root)))
+        chosen = selection.choose(root, "")
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        raise CorruptDataError(f"corrupt data (tree): {error!r}") from error
+    missing = [key for key in wanted if key not in selection.found]
+    if missing:
+        raise KeyError(f"nothing in the checkpoint is at {', '.join(map(repr, missing))}")
+    return json.dumps({"root": chosen}), frozenset(selection.numbers)
+
+
+def _tensor_nodes(node: Any) -> Iterator[dict[str, Any]]:
+    """Tensor nodes in the order in which they are decoded."""
+    if isinstance(node, list):
+        for item in node:
+            yield from _tensor_nodes(item)
+    elif isinstance(node, dict):
+        if "tensor" in node:
+            yield node
+        for kind in (*_PAIRS, *_ITEMS, "attrs"):
+            if kind in node:
+                yield from _tensor_nodes(node[kind])
+
+
+class _Selection:
+    def __init__(self, keys: list[str], tensors: list[dict[str, Any]]) -> None:
+        self._keys = keys
+        self._tensors = tensors
+        self._new: dict[int, int] = {}
+        self._numbers_of = {id(node): i for i, node in enumerate(tensors)}
+        self.found: set[str] = set()
+        self.numbers: set[int] = set()
+
+    def choose(self, node: Any, path: str) -> Any:
+        """The wanted parts of a node that is not wanted as a whole: dicts on the way are kept."""
+        if not isinstance(node, dict):
+            return {"dict": []}
+        kind = next((k for k in _PAIRS if k in node), None)
+        if kind is None:
+            return {"dict": []}
+        pairs = []
+        for key, value in node[kind]:
+            here = join(path, _key(key))
+            # State dicts have keys with dots in them: `model.layers.0` names several.
+            whole = {k for k in self._keys if f"{here}.".startswith(f"{k}.")}
+            if whole:
+                self.found |= whole | {k for k in self._keys if k.startswith(f"{here}.")}
+                pairs.append([key, self._whole(value)])
+            elif any(k.startswith(f"{here}.") for k in self._keys):
+                before = len(self.found)
+                part = self.choose(value, here)
+                if len(self.found) > before:
+                    pairs.append([key, part])
+        return {kind: pairs}
+
+    def _whole(self, node: Any) -> Any:
+        """A node as it is, with its references to other tensor nodes made to fit."""
+        if isinstance(node, list):
+            return [self._whole(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        if "tensor" in node:
+            return self._tensor(self._numbers_of[id(node)])
+        if "same" in node:
+            return self._tensor(node["same"])
+        parts = (*_PAIRS, *_ITEMS, "attrs")
+        return {k: self._whole(v) if k in parts else v for k, v in node.items()}
+
+    def _tensor(self, at: int) -> Any:
+        if at in self._new:
+            return {"same": self._new[at]}
+        self._new[at] = len(self._new)
+        node = self._tensors[at]
+        self.numbers.add(node["tensor"])
+        return node
+
+
+def _key(node: Any) -> Any:
+    """A key as it was in the object."""
+    if isinstance(node, dict):
+        if "tuple" in node:
+            return tuple(_key(part) for part in node["tuple"])
+        if "int" in node:
+            return int(node["int"], 16)
+    return node

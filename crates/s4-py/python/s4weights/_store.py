@@ -1,0 +1,629 @@
+"""`CheckpointStore`: many checkpoints in a folder or a bucket."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from . import _core
+from ._device import Compute
+from ._errors import CorruptDataError, NotFoundError, UnsupportedFormatError
+from ._load import read
+from ._pending import Deadline, HostBuffer, PendingSave
+from ._progress import Progress, ProgressArgument
+from ._roles import find_roles
+from ._save import describe, require_little_endian
+
+if TYPE_CHECKING:
+    from ._storages import StorageWriter
+
+logger = logging.getLogger("s4weights")
+
+#: Stores of a process that was forked: their threads stayed behind, so they are left as they are.
+_ABANDONED: list[_core.Store] = []
+
+_DAY = 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class CheckpointEntry:
+    """A checkpoint as the store lists it.
+
+    Attributes:
+        step: the training step.
+        id: names it, also among several of one step.
+        bytes: what it takes in the store.
+        raw_bytes: what its tensors take in memory.
+        kind: ``"base"``, or ``"delta"`` for a difference from another checkpoint.
+        parent: the ``id`` of that one.
+        metrics: numbers that retention can choose by.
+        tags: free text.
+        pinned: whether it is protected.
+        time: the writer's clock when it was saved, in seconds since 1970.
+    """
+
+    step: int
+    id: str
+    bytes: int
+    raw_bytes: int
+    kind: Literal["base", "delta"]
+    parent: str | None
+    metrics: dict[str, float]
+    tags: dict[str, str]
+    pinned: bool
+    time: float
+    #: Of a checkpoint that was just saved: sizes and times, and why it is a base.
+    report: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+
+
+#: The class below has a method that is called `list`.
+Entries = list[CheckpointEntry]
+Ids = list[str]
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay listed: those that any rule names, the newest one, pinned ones, and
+    what they need.
+
+    Attributes:
+        keep_last: the newest so many.
+        keep_every: those whose step is a multiple of this.
+        best: the best by metrics: name, how many, and ``"min"`` or ``"max"``.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    best: tuple[tuple[str, int, Literal["min", "max"]], ...] = ()
+
+    def _native(self) -> list[tuple[str, int, bool]]:
+        for _, _, mode in self.best:
+            if mode not in ("min", "max"):
+                raise ValueError(f'best: "min" or "max" expected, not {mode!r}')
+        return [(metric, count, mode == "max") for metric, count, mode in self.best]
+
+
+class CheckpointStore:
+    """Checkpoints of one run, or of several, in a local folder or below a URL.
+
+    Most are stored as their difference from the one before. Each is listed whole or not at all;
+    what was saved is never changed. The first save creates the store if there is none.
+
+    Args:
+        url: a folder or a URL such as ``s3://bucket/runs/a``.
+        retention: what stays listed after each save; ``None``: everything. An integer stands for
+            ``Retention(keep_last=...)``.
+        max_chain: most checkpoints from a difference down to its base, both counted; 1 for bases
+            only. Restoring takes about as many times as long.
+        preset: ``"fast"``, ``"balanced"`` or ``"small"``.
+        storage_options: settings of the object store, such as ``{"region": "eu-west-1"}``.
+        threads: native threads; ``None`` means one for each core.
+        every: a base after so many checkpoints.
+        parent_memory: bytes of host memory to keep the last save's values in (1 GiB): the next save
+            compares with them. Values that do not fit are read back from the store.
+        bandwidth: bytes a second that uploads may use.
+        allow_network_fs: use a folder on a network file system all the same.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        retention: Retention | int | None = None,
+        max_chain: int | None = None,
+        preset: str = "balanced",
+        storage_options: Mapping[str, str] | None = None,
+        threads: int | None = None,
+        every: int | None = None,
+        parent_memory: int | None = None,
+        bandwidth: int | None = None,
+        allow_network_fs: bool = False,
+    ) -> None:
+        self.url = os.fspath(url)
+        if isinstance(retention, int):
+            retention = Retention(keep_last=retention)
+        self.retention: Retention | None = retention
+        options = dict(storage_options or {})
+        # Where the options stand in the native constructor is told here alone.
+        self._connect: Callable[[str], _core.Store] = lambda mode: _core.Store(
+            self.url,
+            mode,
+            options,
+            preset,
+            threads,
+            max_chain,
+            every,
+            parent_memory,
+            bandwidth,
+            allow_network_fs,
+        )
+        self._lock = threading.RLock()
+        self._native: _core.Store | None = None
+        self._pid = os.getpid()
+        self._executor: ThreadPoolExecutor | None = None
+        self._buffer = HostBuffer(threads)
+        self._pending: PendingSave | None = None
+        self._deadline = Deadline()
+        self._saving_here = False
+        self._after_save: Callable[[], object] | None = None
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"CheckpointStore({self.url!r})"
+
+    def __enter__(self) -> CheckpointStore:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if exception[0] is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except Exception:  # The caller's own exception is the one that counts.
+            logger.exception("%s: a save in the background failed", self.url)
+
+    def close(self) -> None:
+        """Waits for a save in the background, and raises what it failed with."""
+        try:
+            if not self._closed and self._pid == os.getpid():
+                self._settle()
+        finally:
+            self._closed = True
+            executor, self._executor = self._executor, None
+            if executor is not None and self._pid == os.getpid():
+                executor.shutdown()
+            self._native = None
+            self._buffer.free()
+
+    @overload
+    def save_checkpoint(
+        self,
+        state: object,
+        step: int,
+        metrics: Mapping[str, float] | None = ...,
+        tags: Mapping[str, str] | None = ...,
+        blocking: Literal[True] = ...,
+        *,
+        base: bool = ...,
+        progress: ProgressArgument = ...,
+        metadata: Mapping[str, str] | None = ...,
+        pickle_module: Any = ...,
+        pickle_protocol: int = ...,
+    ) -> CheckpointEntry: ...
+
+    @overload
+    def save_checkpoint(
+        self,
+        state: object,
+        step: int,
+        metrics: Mapping[str, float] | None = ...,
+        tags: Mapping[str, str] | None = ...,
+        *,
+        blocking: Literal[False],
+        base: bool = ...,
+        progress: ProgressArgument = ...,
+        metadata: Mapping[str, str] | None = ...,
+        pickle_module: Any = ...,
+        pickle_protocol: int = ...,
+    ) -> PendingSave: ...
+
+    def save_checkpoint(
+        self,
+        state: object,
+        step: int,
+        metrics: Mapping[str, float] | None = None,
+        tags: Mapping[str, str] | None = None,
+        blocking: bool = True,
+        *,
+        base: bool = False,
+        progress: ProgressArgument = None,
+        metadata: Mapping[str, str] | None = None,
+        pickle_module: Any = pickle,
+        pickle_protocol: int = 2,
+    ) -> CheckpointEntry | PendingSave:
+        """Saves anything that `save` takes as the checkpoint of a training step.
+
+        One save runs at a time: the next one waits for it, and raises what it failed with.
+
+        Args:
+            state: the object.
+            step: the training step, 0 or more. Several checkpoints may have the same one.
+            metrics: finite numbers that retention can choose by.
+            tags: free text.
+            blocking: ``False`` returns as soon as the tensors are copied, and saves in the
+                background. The copy takes as much host memory as the state, which is used again.
+            base: write no difference.
+            progress: as in `save`; called from the background if that is where the save runs.
+            metadata: free text to keep with the object.
+            pickle_module: as in `save`.
+            pickle_protocol: as in `save`.
+
+        Returns:
+            The entry; or a `PendingSave`.
+
+        Raises:
+            StorageError: the store cannot be written.
+            ConflictError: another writer retired what was needed, and a second try did not help.
+            S4Error: another of its kinds.
+        """
+        import torch
+
+        require_little_endian()
+        if torch.serialization._serialization_tls.skip_data:
+            raise UnsupportedFormatError("torch.serialization.skip_data: checkpoints hold data")
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step: an integer of 0 or more expected, not {step!r}")
+        torch.serialization._check_dill_version(pickle_module)
+        self._settle()
+        storages, tree, stream = describe(state, pickle_module, pickle_protocol)
+        groups, roles = find_roles(state, storages)
+        blobs = {} if stream is None else {"pickle": stream}
+        described = (tree, blobs, dict(metadata or {}), roles)
+        numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
+        words = {str(name): str(value) for name, value in (tags or {}).items()}
+        tracker = Progress(progress, storages.nbytes, "save")
+
+        def save(sources: Sequence[_core.TensorSource]) -> CheckpointEntry:
+            try:
+                native = self._open("open_or_create")
+                done = native.save(
+                    step, sources, groups, described, numbers, words, base, self._watch(tracker)
+                )
+                tracker.finish()
+            finally:
+                tracker.close()
+            return self._saved(json.loads(done))
+
+        if not blocking:
+            return self._save_later(step, storages, save)
+        self._saving_here = threading.current_thread() is threading.main_thread()
+        try:
+            held, sources = _host_sources(storages)
+            entry = save(sources)
+            del held
+            return entry
+        finally:
+            self._saving_here = False
+            if self._after_save is not None:
+                self._after_save()
+
+    def _save_later(
+        self,
+        step: int,
+        storages: StorageWriter,
+        save: Callable[[Sequence[_core.TensorSource]], CheckpointEntry],
+    ) -> PendingSave:
+        pending = PendingSave(step)
+        places = self._buffer.copy(storages)
+        sources = [
+            (entry.name, entry.dtype, entry.shape, address if nbytes else 0, nbytes)
+            for entry, (address, nbytes) in zip(storages.entries(), places, strict=True)
+        ]
+        pending.staged.set_result(None)
+
+        def run() -> None:
+            try:
+                pending.committed.set_result(save(sources))
+            except BaseException as error:
+                pending.committed.set_exception(error)
+
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, "s4weights-save")
+        self._pending = pending
+        self._executor.submit(run)
+        return pending
+
+    def _saved(self, done: dict[str, Any]) -> CheckpointEntry:
+        report = {**done["report"], "why_base": done["why_base"]}
+        entry = _entry(done["checkpoint"], report)
+        logger.debug("%s: saved step %d as a %s", self.url, entry.step, entry.kind)
+        if self.retention is not None:
+            try:
+                self._retain(self.retention)
+            except Exception as error:  # The checkpoint is safe; the next save tries again.
+                logger.warning("%s: retention failed: %s", self.url, error)
+        return entry
+
+    def _watch(self, tracker: Progress) -> _core.Progress:
+        report = tracker.native()
+
+        def watch(done: int) -> None:
+            self._deadline.check()
+            if report is not None:
+                report(done)
+
+        return watch
+
+    def load_checkpoint(
+        self,
+        step: int | None = None,
+        map_location: Any = None,
+        keys: Iterable[str] | None = None,
+        *,
+        fallback: bool = False,
+        weights_only: bool | None = None,
+        progress: ProgressArgument = None,
+        pickle_module: Any = None,
+        **pickle_load_args: Any,
+    ) -> Any:
+        """Loads a checkpoint.
+
+        Args:
+            step: the training step; ``None``: the newest checkpoint. The ``id`` of an entry names
+                one among several of a step.
+            map_location: as in `torch.load`.
+            keys: parts of the object, by key paths such as ``"model"`` or ``"model.layers.0"``:
+                the dicts that lead there come back with nothing else in them, and nothing else is
+                read. ``None``: everything.
+            fallback: when the newest checkpoint is damaged, load the one before, and so on, and
+                warn about it. Only without a step.
+            weights_only: as in `load`.
+            progress: as in `save`.
+            pickle_module: as in `load`.
+            pickle_load_args: as in `load`.
+
+        Raises:
+            NotFoundError: there is no such checkpoint.
+            CorruptDataError: it, or one that it needs, is damaged.
+            S4Error: another of its kinds.
+        """
+        require_little_endian()
+        if fallback and step is not None:
+            raise ValueError("fallback: only without a step, to find the newest that can be used")
+        self._settle()
+        native = self._open("open")
+        # Read once: if there were several passes, an iterator would be empty for the second.
+        parts = keys if keys is None or isinstance(keys, str) else [*keys]
+
+        def load(id: str) -> Any:
+            reader = native.open(id)
+            arguments = dict(pickle_load_args)
+            return read(
+                reader,
+                Compute("auto", None),
+                map_location,
+                pickle_module,
+                weights_only,
+                progress,
+                parts,
+                arguments,
+            )
+
+        if not fallback:
+            return load(self._find(step).id)
+        first: CorruptDataError | None = None
+        for entry in reversed(self.list()):
+            try:
+                return load(entry.id)
+            except CorruptDataError as error:
+                first = first or error
+                warnings.warn(
+                    f"{self.url}: step {entry.step} is damaged and was passed over: {error}",
+                    UserWarning,
+                    stacklevel=2,
+                )
+        raise first or self._nothing(None)
+
+    def latest(self) -> int | None:
+        """The step of the newest checkpoint; ``None`` if there is none, or no store yet."""
+        entry = self.latest_entry()
+        return None if entry is None else entry.step
+
+    def latest_entry(self) -> CheckpointEntry | None:
+        """The newest checkpoint: the one that was saved last, whatever its step."""
+        try:
+            found = self._open("open").latest()
+        except NotFoundError:
+            return None
+        return None if found is None else _entry(json.loads(found))
+
+    def list(self) -> Entries:
+        """All checkpoints, from the oldest to the newest."""
+        try:
+            return [_entry(item) for item in json.loads(self._open("open").list())]
+        except NotFoundError:
+            return []
+
+    def delete(self, step: int | str) -> None:
+        """Takes a checkpoint, or all of a step, off the list. `gc` deletes the data later.
+
+        Raises `ConflictError` if it is pinned, or needed by another: `rebase` that one first.
+        """
+        self._settle()
+        self._open("open").retire([entry.id for entry in self._all(step)], "deleted")
+
+    def pin(self, step: int | str) -> None:
+        """Protects a checkpoint from being deleted, by retention too."""
+        self._open("open").pin(self._find(step).id, True)
+
+    def unpin(self, step: int | str) -> None:
+        """Ends a protection."""
+        self._open("open").pin(self._find(step).id, False)
+
+    def verify(self, step: int | str | None = None, *, read_data: bool = True) -> dict[str, Any]:
+        """Checks one checkpoint, or all: hashes, and with ``read_data`` every value.
+
+        Returns what was seen: ``clean``; ``findings``, what is damaged; ``unusable``, what needs
+        that.
+        """
+        self._settle()
+        only = [] if step is None else [entry.id for entry in self._all(step)]
+        report: dict[str, Any] = json.loads(self._open("open").check(read_data, only))
+        return report
+
+    def gc(
+        self,
+        dry_run: bool = False,
+        *,
+        grace: timedelta | float = 7 * _DAY,
+        exclusive: bool = False,
+    ) -> dict[str, Any]:
+        """Deletes the data of checkpoints that were taken off the list longer ago than ``grace``
+        (at least a day, in seconds), and of saves that were never finished.
+
+        Args:
+            dry_run: only tell what would be deleted.
+            grace: lets whoever reads a checkpoint, or saves one, finish.
+            exclusive: nobody else uses the store now: any grace will do.
+        """
+        self._settle()
+        seconds = grace.total_seconds() if isinstance(grace, timedelta) else float(grace)
+        report: dict[str, Any] = json.loads(self._open("open").sweep(seconds, exclusive, dry_run))
+        return report
+
+    def rebase(self, step: int | str, *, progress: ProgressArgument = None) -> CheckpointEntry:
+        """Writes a difference anew as a base, which takes its place once every value was compared.
+        Then what it was a difference from can be deleted.
+        """
+        self._settle()
+        found = self._find(step)
+        tracker = Progress(progress, found.raw_bytes, "rebase")
+        try:
+            return _entry(json.loads(self._open("open").rebase(found.id, self._watch(tracker))))
+        finally:
+            tracker.close()
+
+    def apply_retention(self, retention: Retention | None = None) -> Ids:
+        """Takes off the list what a policy, or the store's, does not keep. Returns the ids."""
+        policy = retention or self.retention
+        if policy is None:
+            raise ValueError("no retention was given, neither here nor to the store")
+        return self._retain(policy)
+
+    def _retain(self, policy: Retention) -> Ids:
+        native = self._open("open")
+        best = policy._native()
+        return [*native.apply_retention(policy.keep_last, policy.keep_every, best, [])]
+
+    def _open(self, mode: str) -> _core.Store:
+        with self._lock:
+            if self._closed:
+                raise ValueError(f"{self!r} is closed")
+            if self._pid != os.getpid():
+                self._forget_parent_process()
+            if self._native is None:
+                self._native = self._connect(mode)
+            return self._native
+
+    def _forget_parent_process(self) -> None:
+        """After a fork: threads stayed with the parent, and so did its save."""
+        if self._native is not None:
+            _ABANDONED.append(self._native)
+        self._native, self._executor, self._pending = None, None, None
+        self._pid = os.getpid()
+
+    def _settle(self) -> None:
+        """Waits for a save in the background; raises its error if nobody has seen it."""
+        pending = self._pending
+        if pending is None or self._pid != os.getpid():
+            return
+        seen = pending.committed.seen
+        error = pending.committed.exception()
+        self._pending = None
+        if error is not None and not seen:
+            raise error
+
+    def _drain(self, seconds: float) -> None:
+        """Waits for a save in the background, and lets it be given up when time is over."""
+        pending = self._pending
+        if pending is None:
+            return
+        self._deadline.set(seconds)
+        try:
+            pending.committed.exception(seconds + 5.0)
+        except TimeoutError:
+            logger.error("%s: the save of step %d did not end in time", self.url, pending.step)
+
+    def _find(self, step: int | str | None) -> CheckpointEntry:
+        if step is None:
+            entry = self.latest_entry()
+            if entry is None:
+                raise self._nothing(None)
+            return entry
+        return self._all(step)[-1]
+
+    def _all(self, step: int | str) -> Entries:
+        found = [entry for entry in self.list() if step in (entry.step, entry.id)]
+        if not found:
+            raise self._nothing(step)
+        return found
+
+    def _nothing(self, step: int | str | None) -> NotFoundError:
+        what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        return NotFoundError(2, what, self.url)
+
+
+def save_checkpoint(
+    state: object,
+    url: str | os.PathLike[str],
+    step: int,
+    metrics: Mapping[str, float] | None = None,
+    tags: Mapping[str, str] | None = None,
+    *,
+    base: bool = False,
+    progress: ProgressArgument = None,
+    **store_options: Any,
+) -> CheckpointEntry:
+    """Saves one checkpoint into the store at a folder or URL, which is created if need be.
+
+    A training loop does better with a `CheckpointStore`, which remembers what it saved last.
+    ``store_options`` are those of that class.
+    """
+    with CheckpointStore(url, **store_options) as store:
+        return store.save_checkpoint(state, step, metrics, tags, base=base, progress=progress)
+
+
+def load_checkpoint(
+    url: str | os.PathLike[str],
+    step: int | None = None,
+    map_location: Any = None,
+    keys: Iterable[str] | None = None,
+    *,
+    storage_options: Mapping[str, str] | None = None,
+    threads: int | None = None,
+    **options: Any,
+) -> Any:
+    """Loads a checkpoint from the store at a folder or URL: `CheckpointStore.load_checkpoint`."""
+    with CheckpointStore(url, storage_options=storage_options, threads=threads) as store:
+        return store.load_checkpoint(step, map_location, keys, **options)
+
+
+def _entry(item: dict[str, Any], report: dict[str, Any] | None = None) -> CheckpointEntry:
+    return CheckpointEntry(
+        step=item["step"],
+        id=item["id"],
+        bytes=item["bytes"],
+        raw_bytes=item["raw_bytes"],
+        kind="base" if item["parent"] is None else "delta",
+        parent=item["parent"],
+        metrics=item["metrics"],
+        tags=item["tags"],
+        pinned=item["pinned"],
+        time=item["time_ms"] / 1000,
+        report=report or {},
+    )
+
+
+def _host_sources(storages: StorageWriter) -> tuple[list[Any], list[_core.TensorSource]]:
+    """Where the values of all storages are in host memory, and what keeps copies alive."""
+    held: list[Any] = []
+    sources: list[_core.TensorSource] = []
+    for entry in storages.entries():
+        storage = entry.storage
+        if storage.device.type != "cpu":
+            storage = storage.cpu()
+            held.append(storage)
+        nbytes = storage.nbytes()
+        address = storage.data_ptr() if nbytes else 0
+        sources.append((entry.name, entry.dtype, entry.shape, address, nbytes))
+    return held, sources

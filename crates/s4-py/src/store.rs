@@ -1,0 +1,255 @@
+//! `_core.Store`: a checkpoint store.
+
+use std::collections::{BTreeMap, HashMap};
+use std::time::Duration;
+
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
+use s4weights::Contents;
+use s4weights::format::manifest::Roles;
+use s4weights::store::{
+    CheckOptions, Checkpoint, CheckpointId, CheckpointStore, Retention, SaveOptions, StoreOptions,
+    SweepOptions, Swept,
+};
+use serde_json::value::RawValue;
+use serde_json::{Value, json};
+
+use crate::reader::Reader;
+use crate::watch::{progress, watched};
+use crate::writer::{Tensor, source, to_value_error};
+
+/// A store that is open. Calls may come from several threads.
+#[pyclass(frozen, module = "s4weights._core")]
+pub(crate) struct Store {
+    inner: CheckpointStore,
+}
+
+/// What a saved object is besides tensors: tree, pickle and other blobs, metadata, roles as JSON.
+type Described =
+    (Option<String>, HashMap<String, PyBackedBytes>, BTreeMap<String, String>, Option<String>);
+
+#[pymethods]
+impl Store {
+    /// `mode`: `open`, `create` or `open_or_create`.
+    #[new]
+    #[expect(clippy::too_many_arguments, reason = "options of a store, of any type")]
+    fn new(
+        py: Python<'_>,
+        url: String,
+        mode: &str,
+        storage_options: BTreeMap<String, String>,
+        preset: &str,
+        threads: Option<usize>,
+        max_chain: Option<u32>,
+        every: Option<u32>,
+        parent_memory: Option<usize>,
+        bandwidth: Option<u64>,
+        allow_network_fs: bool,
+    ) -> PyResult<Self> {
+        let default = StoreOptions::default();
+        let mut requests = default.requests.clone();
+        requests.bandwidth = bandwidth;
+        requests.allow_network_fs = allow_network_fs;
+        let options = StoreOptions {
+            preset: preset.parse().map_err(PyValueError::new_err)?,
+            threads,
+            max_chain: max_chain.unwrap_or(default.max_chain),
+            every,
+            parent_memory: parent_memory.unwrap_or(default.parent_memory),
+            requests,
+            ..default
+        };
+        let open = match mode {
+            "open" => CheckpointStore::open,
+            "create" => CheckpointStore::create,
+            "open_or_create" => CheckpointStore::open_or_create,
+            other => return Err(PyValueError::new_err(format!("mode {other:?}"))),
+        };
+        let inner = watched(py, None, || open(&url, &storage_options, options))?;
+        Ok(Self { inner })
+    }
+
+    /// Saves a checkpoint. Returns its entry and the report, as JSON.
+    #[expect(clippy::too_many_arguments, reason = "all of them differ from save to save")]
+    fn save(
+        &self,
+        py: Python<'_>,
+        step: u64,
+        tensors: Vec<Tensor>,
+        groups: Vec<u8>,
+        described: Described,
+        metrics: BTreeMap<String, f64>,
+        tags: BTreeMap<String, String>,
+        base: bool,
+        callback: Option<Py<PyAny>>,
+    ) -> PyResult<String> {
+        let sources = tensors.iter().map(source).collect::<PyResult<Vec<_>>>()?;
+        let contents = contents(described)?;
+        let (saved, note) = watched(py, callback, || {
+            let options = SaveOptions {
+                groups: &groups,
+                contents,
+                metrics,
+                tags,
+                base,
+                progress: Some(progress()),
+            };
+            let saved = self.inner.save(step, &sources, &options)?;
+            let note = saved.why_base.as_ref().map(ToString::to_string);
+            Ok((saved, note))
+        })?;
+        let retired: Vec<_> = saved.retired.iter().map(ToString::to_string).collect();
+        let all = json!({
+            "checkpoint": entry(&saved.checkpoint),
+            "report": saved.report,
+            "why_base": note,
+            "retired": retired,
+        });
+        Ok(all.to_string())
+    }
+
+    /// All listed checkpoints, from the oldest to the newest, as JSON.
+    fn list(&self, py: Python<'_>) -> PyResult<String> {
+        let list = watched(py, None, || self.inner.list())?;
+        Ok(Value::Array(list.iter().map(entry).collect()).to_string())
+    }
+
+    /// The newest checkpoint, as JSON.
+    fn latest(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        let latest = watched(py, None, || self.inner.latest())?;
+        Ok(latest.map(|c| entry(&c).to_string()))
+    }
+
+    /// Opens a checkpoint.
+    fn open(&self, py: Python<'_>, id: &str) -> PyResult<Reader> {
+        let id = parse_id(id)?;
+        let loaded = watched(py, None, || self.inner.load_id(id, Some(progress())))?;
+        Ok(Reader::of(loaded.reader().clone()))
+    }
+
+    fn pin(&self, py: Python<'_>, id: &str, pinned: bool) -> PyResult<()> {
+        let id = parse_id(id)?;
+        watched(py, None, || if pinned { self.inner.pin(id) } else { self.inner.unpin(id) })
+    }
+
+    fn retire(&self, py: Python<'_>, ids: Vec<String>, reason: &str) -> PyResult<usize> {
+        let ids = ids.iter().map(|id| parse_id(id)).collect::<PyResult<Vec<_>>>()?;
+        watched(py, None, || self.inner.retire(&ids, reason))
+    }
+
+    /// Retires what a policy, given as keep-last, keep-every and a list of metric, count and whether
+    /// larger is better, does not keep. Returns the ids.
+    fn apply_retention(
+        &self,
+        py: Python<'_>,
+        keep_last: Option<usize>,
+        keep_every: Option<u64>,
+        best: Vec<(String, usize, bool)>,
+        protect: Vec<String>,
+    ) -> PyResult<Vec<String>> {
+        let best = best.into_iter().map(|(metric, count, larger)| s4weights::store::Best {
+            metric,
+            count,
+            larger,
+        });
+        let protect = protect.iter().map(|id| parse_id(id)).collect::<PyResult<_>>()?;
+        let policy = Retention { keep_last, keep_every, best: best.collect(), protect };
+        let retired = watched(py, None, || self.inner.apply_retention(&policy))?;
+        Ok(retired.iter().map(ToString::to_string).collect())
+    }
+
+    /// Writes a checkpoint anew as a base. Returns the entry, as JSON.
+    fn rebase(&self, py: Python<'_>, id: &str, callback: Option<Py<PyAny>>) -> PyResult<String> {
+        let id = parse_id(id)?;
+        let new = watched(py, callback, || self.inner.rebase(id, Some(progress())))?;
+        Ok(entry(&new).to_string())
+    }
+
+    /// Deletes what nothing needs. Returns what was, or would be, done, as JSON.
+    fn sweep(
+        &self,
+        py: Python<'_>,
+        grace_s: f64,
+        exclusive: bool,
+        dry_run: bool,
+    ) -> PyResult<String> {
+        let grace = Duration::try_from_secs_f64(grace_s).map_err(to_value_error)?;
+        let options = SweepOptions { grace, exclusive, dry_run };
+        let report = watched(py, None, || self.inner.sweep(&options))?;
+        let list = |swept: &[Swept]| -> Value { swept.iter().map(swept_json).collect() };
+        let all = json!({
+            "deleted": list(&report.deleted),
+            "deleted_bytes": report.deleted_bytes(),
+            "given_up": list(&report.aborted),
+            "waiting": list(&report.waiting),
+            "failed": report.failed,
+            "foreign": report.foreign,
+            "dry_run": dry_run,
+        });
+        Ok(all.to_string())
+    }
+
+    /// Checks all checkpoints, or some. Returns what was seen, as JSON.
+    fn check(&self, py: Python<'_>, read_data: bool, only: Vec<String>) -> PyResult<String> {
+        let only = only.iter().map(|id| parse_id(id)).collect::<PyResult<Vec<_>>>()?;
+        let report = watched(py, None, || {
+            self.inner.check(&CheckOptions { read_data, only, progress: Some(progress()) })
+        })?;
+        let findings: Vec<_> = (report.findings.iter())
+            .map(
+                |f| json!({"id": f.checkpoint.map(|c| c.to_string()), "what": f.error.to_string()}),
+            )
+            .collect();
+        let unusable: Vec<_> = (report.unusable.iter())
+            .map(|(id, by)| json!({"id": id.to_string(), "needs": by.to_string()}))
+            .collect();
+        let all = json!({
+            "clean": report.is_clean(),
+            "findings": findings,
+            "unusable": unusable,
+            "checkpoints": report.checkpoints,
+            "objects": report.objects,
+            "bytes_read": report.bytes_read,
+        });
+        Ok(all.to_string())
+    }
+
+    /// What the store says of itself, as JSON.
+    fn repo(&self) -> PyResult<String> {
+        serde_json::to_string(self.inner.repo()).map_err(to_value_error)
+    }
+}
+
+pub(crate) fn contents(described: Described) -> PyResult<Contents> {
+    let (tree, blobs, metadata, roles) = described;
+    let tree = tree.map(RawValue::from_string).transpose().map_err(to_value_error)?;
+    let roles: Option<Roles> =
+        roles.map(|r| serde_json::from_str(&r)).transpose().map_err(to_value_error)?;
+    let blobs = blobs.into_iter().map(|(name, bytes)| (name, bytes.to_vec())).collect();
+    Ok(Contents { tree, blobs, metadata, roles })
+}
+
+fn parse_id(text: &str) -> PyResult<CheckpointId> {
+    text.parse().map_err(to_value_error)
+}
+
+fn entry(c: &Checkpoint) -> Value {
+    json!({
+        "id": c.id().to_string(),
+        "step": c.step(),
+        "bytes": c.about.data_len.saturating_add(c.about.manifest_len),
+        "raw_bytes": c.about.raw_len,
+        "parent": c.base.map(|b| b.to_string()),
+        "metrics": c.about.metrics,
+        "tags": c.about.tags,
+        "pinned": c.pinned,
+        "time_ms": c.at_ms,
+    })
+}
+
+fn swept_json(swept: &Swept) -> Value {
+    let id = swept.checkpoint.map(|c| c.to_string());
+    let why = format!("{:?}", swept.why).to_lowercase();
+    json!({"what": swept.what, "id": id, "bytes": swept.bytes, "why": why})
+}

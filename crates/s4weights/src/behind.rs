@@ -1,0 +1,175 @@
+//! Hashes and writes on threads of its own, while the caller's thread collects what is next.
+
+use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
+use std::thread::JoinHandle;
+
+use crate::error::{Error, Result};
+use crate::io::Sink;
+use crate::parallel::pool;
+
+/// Bytes that are hashed and written together: enough for several threads to hash.
+const PIECE: usize = 8 << 20;
+/// Pieces on their way besides the one that is filled.
+const UNDER_WAY: usize = 2;
+/// More threads hash no faster than memory is read.
+const HASHERS: usize = 4;
+
+/// What is given back at the end.
+pub(crate) struct Back {
+    pub(crate) sink: Box<dyn Sink>,
+    pub(crate) hasher: Box<blake3::Hasher>,
+}
+
+/// A sink at work on a thread that ends with it.
+pub(crate) struct Behind {
+    piece: Vec<u8>,
+    /// `None` once no more will come.
+    full: Option<SyncSender<Vec<u8>>>,
+    empty: Receiver<Vec<u8>>,
+    thread: Option<JoinHandle<Result<Back>>>,
+}
+
+impl Behind {
+    /// Starts the thread, and `threads` or fewer that hash.
+    pub(crate) fn start(mut back: Back, threads: usize) -> Result<Self> {
+        let hashers = pool(threads.min(HASHERS))?;
+        let (full, pieces) = sync_channel::<Vec<u8>>(UNDER_WAY - 1);
+        let (done, empty) = channel();
+        let work = move || {
+            for mut piece in pieces {
+                let Back { sink, hasher } = &mut back;
+                match &hashers {
+                    None => {
+                        hasher.update(&piece);
+                        sink.write(&piece)?;
+                    }
+                    Some(pool) => pool.in_place_scope(|s| {
+                        s.spawn(|_| {
+                            hasher.update_rayon(&piece);
+                        });
+                        sink.write(&piece)
+                    })?,
+                }
+                piece.clear();
+                // The other side may have ended; what it sent is written all the same.
+                let _ = done.send(piece);
+            }
+            Ok(back)
+        };
+        let thread = std::thread::Builder::new().name("s4weights-write".into()).spawn(work);
+        let thread = thread.map_err(|e| Error::io("threads", "start", e))?;
+        Ok(Self { piece: vec![], full: Some(full), empty, thread: Some(thread) })
+    }
+
+    /// Takes bytes to be hashed and written. What goes wrong there, [`Behind::finish`] tells.
+    pub(crate) fn put(&mut self, mut bytes: &[u8]) -> Result<()> {
+        while !bytes.is_empty() {
+            if self.piece.capacity() == 0 {
+                self.piece.reserve_exact(PIECE);
+            }
+            let (now, later) = bytes.split_at(bytes.len().min(PIECE - self.piece.len()));
+            self.piece.extend_from_slice(now);
+            bytes = later;
+            if self.piece.len() == PIECE {
+                self.send()?;
+            }
+        }
+        Ok(())
+    }
+
+    fn send(&mut self) -> Result<()> {
+        let next = self.empty.try_recv().unwrap_or_default();
+        let piece = std::mem::replace(&mut self.piece, next);
+        let sent = self.full.as_ref().is_some_and(|full| full.send(piece).is_ok());
+        if sent { Ok(()) } else { Err(Error::io("threads", "write on", stopped())) }
+    }
+
+    /// Writes what was taken; gives the sink back.
+    ///
+    /// # Errors
+    /// Those of the sink.
+    pub(crate) fn finish(mut self) -> Result<Back> {
+        let sent = if self.piece.is_empty() { Ok(()) } else { self.send() };
+        self.full = None;
+        match self.thread.take().map(JoinHandle::join) {
+            Some(Ok(Ok(back))) => sent.map(|()| back),
+            Some(Ok(Err(e))) => Err(e),
+            _ => Err(Error::io("threads", "write on", stopped())),
+        }
+    }
+}
+
+fn stopped() -> std::io::Error {
+    std::io::Error::other("the writing thread has stopped")
+}
+
+impl Drop for Behind {
+    fn drop(&mut self) {
+        self.full = None;
+        // The sink takes back what it wrote: that is over before the caller goes on.
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use super::*;
+
+    struct Kept {
+        bytes: Arc<Mutex<Vec<u8>>>,
+        limit: usize,
+    }
+
+    impl Sink for Kept {
+        fn write(&mut self, bytes: &[u8]) -> Result<()> {
+            let mut kept = self.bytes.lock().unwrap();
+            if kept.len() + bytes.len() > self.limit {
+                return Err(Error::io("kept", "write", std::io::Error::other("full")));
+            }
+            kept.extend_from_slice(bytes);
+            Ok(())
+        }
+
+        fn commit(self: Box<Self>) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    fn run(parts: &[&[u8]], limit: usize, threads: usize) -> (Result<blake3::Hash>, Vec<u8>) {
+        let bytes = Arc::<Mutex<Vec<u8>>>::default();
+        let sink = Box::new(Kept { bytes: Arc::clone(&bytes), limit });
+        let back = Back { sink, hasher: Box::default() };
+        let mut behind = Behind::start(back, threads).unwrap();
+        let put = parts.iter().try_for_each(|p| behind.put(p));
+        let done = behind.finish().map(|back| back.hasher.finalize());
+        assert!(put.is_ok() || done.is_err());
+        let kept = bytes.lock().unwrap().clone();
+        (done, kept)
+    }
+
+    #[test]
+    fn all_is_hashed_and_written_in_order() {
+        let whole: Vec<u8> = (0..3 * PIECE + 77).map(|i| (i % 251) as u8).collect();
+        for threads in [1, 3] {
+            let (first, rest) = whole.split_at(1000);
+            for parts in [vec![], vec![&whole[..5]], vec![first, &[], rest]] {
+                let all = parts.concat();
+                let (hash, kept) = run(&parts, usize::MAX, threads);
+                assert!(kept == all);
+                assert_eq!(hash.unwrap(), blake3::hash(&all));
+            }
+        }
+    }
+
+    #[test]
+    fn an_error_of_the_sink_is_told() {
+        let whole = vec![1; 6 * PIECE];
+        for threads in [1, 3] {
+            let (hash, kept) = run(&[&whole], 2 * PIECE, threads);
+            assert_eq!(hash.unwrap_err().to_string(), "kept: cannot write: full");
+            assert_eq!(kept.len(), 2 * PIECE);
+        }
+    }
+}

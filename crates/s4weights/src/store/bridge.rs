@@ -1,0 +1,232 @@
+//! Between threads that wait and a runtime that does not: the store's requests run on threads of
+//! their own, and any other thread may wait for them.
+
+use std::future::Future;
+use std::ops::Range;
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use bytes::Bytes;
+use s4_store::{Attempt, Reading};
+use tokio::runtime::{Builder, Runtime};
+use tokio::sync::mpsc::{Receiver, Sender};
+use tokio::task::JoinHandle;
+
+use crate::error::{Error, Result};
+use crate::objects::{ObjectSink, ObjectSource};
+use crate::options::{Progress, ProgressFn};
+
+/// How often a caller who waits is asked whether to go on.
+const ASK: Duration = Duration::from_millis(50);
+
+/// Threads that requests run on. They wait for most of their time.
+const WORKERS: usize = 2;
+
+/// Runs requests for threads that wait for them. Clones share the threads, which end with the last.
+#[derive(Clone)]
+pub(crate) struct Bridge {
+    owned: Arc<Owned>,
+    target: Arc<str>,
+}
+
+struct Owned(Option<Runtime>);
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        // The last clone may go on one of the runtime's own threads, which must not wait for itself.
+        if let Some(runtime) = self.0.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+impl Bridge {
+    pub(crate) fn new(target: &str) -> Result<Self> {
+        let runtime = Builder::new_multi_thread()
+            .worker_threads(WORKERS)
+            .thread_name("s4weights-store")
+            .enable_all()
+            .build()
+            .map_err(|e| Error::io(target, "start threads for", e))?;
+        Ok(Self { owned: Arc::new(Owned(Some(runtime))), target: target.into() })
+    }
+
+    pub(crate) fn target(&self) -> &str {
+        &self.target
+    }
+
+    /// Names the store.
+    pub(crate) fn error(&self, source: s4_store::Error) -> Error {
+        match source {
+            // What this crate's own code said when the store called it.
+            s4_store::Error::Callback(inner) => match inner.downcast::<Error>() {
+                Ok(own) => *own,
+                Err(inner) => self.error_of(s4_store::Error::Callback(inner)),
+            },
+            other => self.error_of(other),
+        }
+    }
+
+    fn error_of(&self, source: s4_store::Error) -> Error {
+        Error::Store { target: self.target.to_string(), source: Box::new(source) }
+    }
+
+    fn stopped(&self) -> Error {
+        let gone = std::io::Error::other("the thread that did it has ended");
+        Error::io(&self.target, "finish what was begun in", gone)
+    }
+
+    pub(crate) fn spawn<T: Send + 'static>(
+        &self,
+        work: impl Future<Output = T> + Send + 'static,
+    ) -> Result<JoinHandle<T>> {
+        Ok(self.owned.0.as_ref().ok_or_else(|| self.stopped())?.spawn(work))
+    }
+
+    /// Waits for a future, on any thread: also on one that must not block a runtime of its own.
+    pub(crate) fn wait<T: Send + 'static>(
+        &self,
+        work: impl Future<Output = T> + Send + 'static,
+    ) -> Result<T> {
+        let (tell, told) = sync_channel(1);
+        self.spawn(async move {
+            // Nobody who waits goes away.
+            let _ = tell.send(work.await);
+        })?;
+        told.recv().map_err(|_| self.stopped())
+    }
+
+    /// Waits for a request to the store.
+    pub(crate) fn ask<T: Send + 'static>(
+        &self,
+        work: impl Future<Output = s4_store::Result<T>> + Send + 'static,
+    ) -> Result<T> {
+        self.wait(work)?.map_err(|e| self.error(e))
+    }
+
+    /// As [`Bridge::wait`], while the caller may say that it is to stop: the work is dropped then.
+    pub(crate) fn wait_asking<T: Send + 'static>(
+        &self,
+        asker: &Asker,
+        work: impl Future<Output = T> + Send + 'static,
+    ) -> Result<T> {
+        let (tell, told) = sync_channel(1);
+        let task = self.spawn(async move {
+            let _ = tell.send(work.await);
+        })?;
+        loop {
+            match told.recv_timeout(ASK) {
+                Ok(done) => return Ok(done),
+                Err(RecvTimeoutError::Timeout) if asker.goes_on() => {}
+                Err(RecvTimeoutError::Timeout) => {
+                    task.abort();
+                    return Err(Error::Cancelled);
+                }
+                Err(RecvTimeoutError::Disconnected) => return Err(self.stopped()),
+            }
+        }
+    }
+}
+
+/// Asks the caller whether to go on, also where there is no progress to tell of.
+#[derive(Clone, Default)]
+pub(crate) struct Asker(Option<Arc<Asked>>);
+
+struct Asked {
+    callback: ProgressFn,
+    last: Mutex<Progress>,
+}
+
+impl Asker {
+    pub(crate) fn new(callback: Option<ProgressFn>) -> Self {
+        let last = Mutex::new(Progress { done: 0, total: u64::MAX });
+        Self(callback.map(|callback| Arc::new(Asked { callback, last })))
+    }
+
+    /// What the work is to call.
+    pub(crate) fn callback(&self) -> Option<ProgressFn> {
+        let asked = Arc::clone(self.0.as_ref()?);
+        Some(Arc::new(move |progress| {
+            *asked.last.lock().unwrap_or_else(|e| e.into_inner()) = progress;
+            (asked.callback)(progress)
+        }))
+    }
+
+    fn goes_on(&self) -> bool {
+        self.0.as_ref().is_none_or(|asked| {
+            let last = *asked.last.lock().unwrap_or_else(|e| e.into_inner());
+            (asked.callback)(last)
+        })
+    }
+}
+
+/// What an object of a group of tensors is called in the store's manifest.
+const KINDS: [&str; 4] = ["weights", "optimizer", "other", "more"];
+
+/// The group of tensors that an object of this kind holds.
+pub(crate) fn group_of(kind: &str) -> u8 {
+    let found = KINDS.iter().position(|k| *k == kind);
+    found.and_then(|i| u8::try_from(i).ok()).unwrap_or(0)
+}
+
+/// An object on its way.
+pub(crate) struct Put {
+    number: u32,
+    group: u8,
+    bytes: Bytes,
+}
+
+/// Hands a writer's objects to the future that uploads them. At most one waits between them; how
+/// many are on their way is the store's matter.
+pub(crate) struct ChannelSink {
+    pub(crate) bridge: Bridge,
+    pub(crate) asker: Asker,
+    pub(crate) sender: Sender<Put>,
+}
+
+impl ObjectSink for ChannelSink {
+    fn put(&mut self, number: u32, bytes: Bytes) -> Result<()> {
+        self.put_group(number, 0, bytes)
+    }
+
+    fn put_group(&mut self, number: u32, group: u8, bytes: Bytes) -> Result<()> {
+        let sender = self.sender.clone();
+        let send = async move { sender.send(Put { number, group, bytes }).await.is_ok() };
+        match self.bridge.wait_asking(&self.asker, send)? {
+            true => Ok(()),
+            // What failed there is the error that the caller is told of.
+            false => Err(self.bridge.stopped()),
+        }
+    }
+}
+
+/// Uploads what comes until nothing more does. A failure closes the channel.
+pub(crate) async fn upload(
+    attempt: &mut Attempt,
+    mut objects: Receiver<Put>,
+) -> s4_store::Result<()> {
+    while let Some(Put { number, group, bytes }) = objects.recv().await {
+        let kind = KINDS.get(usize::from(group)).copied().unwrap_or_default();
+        attempt.put_as(number, kind, bytes).await?;
+    }
+    Ok(())
+}
+
+/// The data objects of a checkpoint in the store.
+pub(crate) struct StoredObjects {
+    pub(crate) bridge: Bridge,
+    pub(crate) reading: Reading,
+    pub(crate) local: bool,
+}
+
+impl ObjectSource for StoredObjects {
+    fn get_range(&self, number: u32, range: Range<u64>) -> Result<Bytes> {
+        let reading = self.reading.clone();
+        self.bridge.ask(async move { reading.range(number, range).await })
+    }
+
+    fn request_size(&self) -> usize {
+        if self.local { 1 << 20 } else { 8 << 20 }
+    }
+}

@@ -1,0 +1,132 @@
+//! Opening checkpoints to read them, and what to do about damaged ones.
+
+use std::sync::Arc;
+
+use s4_store::{Checkpoint, CheckpointId, Error as StoreError};
+
+use crate::error::{Error, ParentProblem, Result};
+use crate::options::{ProgressFn, ReadOptions};
+use crate::reader::Reader;
+use crate::store::CheckpointStore;
+use crate::store::save::chain;
+
+/// An open checkpoint of a store. It stays readable for as long as its data is there: at least for
+/// the grace of a sweep after it was retired.
+pub struct Loaded {
+    checkpoint: Checkpoint,
+    reader: Arc<Reader>,
+}
+
+/// A checkpoint that could not be used, and why.
+#[derive(Debug)]
+pub struct Skipped {
+    /// The checkpoint.
+    pub checkpoint: Checkpoint,
+    /// What is wrong with it, or with one that it needs.
+    pub error: Error,
+}
+
+impl Loaded {
+    /// The checkpoint as the store lists it.
+    #[must_use]
+    pub fn checkpoint(&self) -> &Checkpoint {
+        &self.checkpoint
+    }
+
+    /// Its training step.
+    #[must_use]
+    pub fn step(&self) -> u64 {
+        self.checkpoint.step()
+    }
+
+    /// Reads its tensors; what it is a difference from is read with it.
+    #[must_use]
+    pub fn reader(&self) -> &Arc<Reader> {
+        &self.reader
+    }
+}
+
+/// Whether an error says that what is stored is damaged or gone, so that another checkpoint may do.
+#[must_use]
+pub fn is_damage(error: &Error) -> bool {
+    match error {
+        Error::Checkpoint { source, .. } => is_damage(source),
+        Error::Format { .. } => true,
+        Error::Parent { problem, .. } => match problem {
+            ParentProblem::Unreadable(source) => is_damage(source),
+            ParentProblem::Missing => false,
+            _ => true,
+        },
+        Error::Store { source, .. } => {
+            matches!(**source, StoreError::Corrupt { .. } | StoreError::Missing { .. })
+        }
+        _ => false,
+    }
+}
+
+impl CheckpointStore {
+    /// Opens the newest checkpoint of a step; `None`: the newest of all. Of its chain only manifests
+    /// are read, side by side.
+    ///
+    /// # Errors
+    /// [`Error::Store`] if there is none or the log cannot be read; [`Error::Checkpoint`] if it, or
+    /// what it needs, is damaged.
+    pub fn load(&self, step: Option<u64>) -> Result<Loaded> {
+        let state = self.state()?;
+        let found = match step {
+            Some(step) => state.at_step(step),
+            None => state.latest(),
+        };
+        let what = || match step {
+            Some(step) => format!("of step {step}"),
+            None => "at all: the store is empty".to_owned(),
+        };
+        let found = found.ok_or_else(|| self.error(StoreError::NoCheckpoint { what: what() }))?;
+        self.load_id(found.id(), None)
+    }
+
+    /// Opens a checkpoint. `progress` is told of what is read from it.
+    ///
+    /// # Errors
+    /// As [`CheckpointStore::load`].
+    pub fn load_id(&self, id: CheckpointId, progress: Option<ProgressFn>) -> Result<Loaded> {
+        let state = self.state()?;
+        let chain = chain(&state, id).map_err(|e| self.error(e))?;
+        let options = ReadOptions {
+            threads: self.options.threads,
+            simd: self.options.simd,
+            progress,
+            ..ReadOptions::default()
+        };
+        let reader = self.opener.open(&chain, &options)?;
+        let missing = || self.error(StoreError::NoCheckpoint { what: id.to_string() });
+        let checkpoint = chain.into_iter().next().ok_or_else(missing)?;
+        Ok(Loaded { checkpoint, reader })
+    }
+
+    /// Reads the newest checkpoint by `read`; if it is damaged, the one before, and so on. Gives what
+    /// was read, and the newer checkpoints that were damaged.
+    ///
+    /// # Errors
+    /// That of the newest checkpoint, if all are damaged; any other error of `read` at once.
+    pub fn load_usable<T>(
+        &self,
+        mut read: impl FnMut(&Loaded) -> Result<T>,
+    ) -> Result<(T, Vec<Skipped>)> {
+        let state = self.state()?;
+        let mut skipped: Vec<Skipped> = vec![];
+        for checkpoint in state.list().into_iter().rev() {
+            let done = self.load_id(checkpoint.id(), None).and_then(|loaded| read(&loaded));
+            match done {
+                Ok(done) => return Ok((done, skipped)),
+                Err(error) if is_damage(&error) => {
+                    tracing::warn!(step = checkpoint.step(), %error, "trying the one before");
+                    skipped.push(Skipped { checkpoint: checkpoint.clone(), error });
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        let empty = StoreError::NoCheckpoint { what: "at all: the store is empty".into() };
+        Err(skipped.into_iter().next().map_or_else(|| self.error(empty), |first| first.error))
+    }
+}

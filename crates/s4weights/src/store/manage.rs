@@ -1,0 +1,218 @@
+//! Listing, keeping, deleting and checking.
+
+use std::sync::Arc;
+
+use object_store::ObjectStore;
+use object_store::local::LocalFileSystem;
+use object_store::path::Path;
+use s4_store::{
+    Checkpoint, CheckpointId, Entry, Finding, Ids, Inspector, Place, ProbeReport, Reading,
+    Retention, StorageOptions, Store, SweepOptions, SweepReport, TimeIds,
+};
+
+use crate::error::{Error, Result};
+use crate::options::{ProgressFn, ReadOptions};
+use crate::store::bridge::{Asker, Bridge};
+use crate::store::open::Opener;
+use crate::store::{CheckpointStore, place};
+
+/// How thorough a check is.
+#[derive(Clone, Default)]
+pub struct CheckOptions {
+    /// Read every object, compare its hash, and decode every value. Without this only manifests are
+    /// read, and the sizes of objects compared.
+    pub read_data: bool,
+    /// Only these checkpoints; all if empty.
+    pub only: Vec<CheckpointId>,
+    /// Asked now and then whether to go on.
+    pub progress: Option<ProgressFn>,
+}
+
+/// What a check saw.
+#[derive(Debug)]
+pub struct CheckReport {
+    /// What is wrong, with the checkpoint that it is about.
+    pub findings: Vec<Finding>,
+    /// Checkpoints that need a damaged one, and so cannot be restored though they are whole.
+    pub unusable: Vec<(CheckpointId, CheckpointId)>,
+    /// Checkpoints that were checked.
+    pub checkpoints: usize,
+    /// Objects that were looked up.
+    pub objects: u64,
+    /// Bytes that were read and hashed.
+    pub bytes_read: u64,
+}
+
+impl CheckReport {
+    /// Whether nothing is wrong.
+    #[must_use]
+    pub fn is_clean(&self) -> bool {
+        self.findings.is_empty() && self.unusable.is_empty()
+    }
+}
+
+impl CheckpointStore {
+    /// All listed checkpoints, from the oldest to the newest.
+    ///
+    /// # Errors
+    /// [`Error::Store`] if the log cannot be read.
+    pub fn list(&self) -> Result<Vec<Checkpoint>> {
+        Ok(self.state()?.list().into_iter().cloned().collect())
+    }
+
+    /// The newest checkpoint, if there is any.
+    ///
+    /// # Errors
+    /// [`Error::Store`] if the log cannot be read.
+    pub fn latest(&self) -> Result<Option<Checkpoint>> {
+        Ok(self.state()?.latest().cloned())
+    }
+
+    /// The newest checkpoint of a step.
+    ///
+    /// # Errors
+    /// [`Error::Store`] if there is none, or the log cannot be read.
+    pub fn at_step(&self, step: u64) -> Result<Checkpoint> {
+        let what = format!("of step {step}");
+        let missing = || self.error(s4_store::Error::NoCheckpoint { what });
+        self.state()?.at_step(step).cloned().ok_or_else(missing)
+    }
+
+    /// Protects a checkpoint from being retired.
+    ///
+    /// # Errors
+    /// [`Error::Store`] if it is not listed.
+    pub fn pin(&self, id: CheckpointId) -> Result<()> {
+        let store = self.opener.store.clone();
+        self.opener.bridge.ask(async move { store.pin(id).await })
+    }
+
+    /// Ends a protection.
+    ///
+    /// # Errors
+    /// [`Error::Store`] if it is not listed.
+    pub fn unpin(&self, id: CheckpointId) -> Result<()> {
+        let store = self.opener.store.clone();
+        self.opener.bridge.ask(async move { store.unpin(id).await })
+    }
+
+    /// Takes checkpoints off the list. Their data stays until a sweep.
+    ///
+    /// # Errors
+    /// [`Error::Store`] with a conflict if one is pinned or needed by another.
+    pub fn retire(&self, ids: &[CheckpointId], reason: &str) -> Result<usize> {
+        let (store, ids, reason) = (self.opener.store.clone(), ids.to_vec(), reason.to_owned());
+        self.opener.bridge.ask(async move { store.retire(&ids, &reason).await })
+    }
+
+    /// Retires what a policy does not keep. Returns those.
+    ///
+    /// # Errors
+    /// [`Error::Store`] if the log cannot be read or written.
+    pub fn apply_retention(&self, policy: &Retention) -> Result<Vec<CheckpointId>> {
+        let (store, policy) = (self.opener.store.clone(), policy.clone());
+        self.opener.bridge.ask(async move { store.apply_retention(&policy).await })
+    }
+
+    /// Deletes the data of what was retired or given up longer ago than the grace.
+    ///
+    /// # Errors
+    /// [`Error::Store`] if the grace is too short or the log cannot be read.
+    pub fn sweep(&self, options: &SweepOptions) -> Result<SweepReport> {
+        let (store, options) = (self.opener.store.clone(), options.clone());
+        self.opener.bridge.ask(async move { store.sweep(&options).await })
+    }
+
+    /// The log from entry `from` on.
+    ///
+    /// # Errors
+    /// [`Error::Store`] if it cannot be read.
+    pub fn log(&self, from: u64) -> Result<Vec<Entry>> {
+        let store = self.opener.store.clone();
+        self.opener.bridge.ask(async move { store.log(from).await })
+    }
+
+    /// Replays the log and checks every listed checkpoint.
+    ///
+    /// # Errors
+    /// [`Error::Store`] if the log itself cannot be read, [`Error::Cancelled`]; everything else is in
+    /// the report.
+    pub fn check(&self, options: &CheckOptions) -> Result<CheckReport> {
+        let store = self.opener.store.clone();
+        let asker = Asker::new(options.progress.clone());
+        let below = s4_store::CheckOptions {
+            read_data: options.read_data,
+            part: None,
+            only: options.only.clone(),
+        };
+        let read = ReadOptions {
+            threads: self.options.threads,
+            simd: self.options.simd,
+            ..ReadOptions::default()
+        };
+        let mut values = Values { opener: self.opener.clone(), options: read };
+        let read_data = options.read_data;
+        let check = async move {
+            let inspector: Option<&mut dyn Inspector> =
+                if read_data { Some(&mut values) } else { None };
+            store.check(&below, inspector).await
+        };
+        let report = self.opener.bridge.wait_asking(&asker, check)?;
+        let report = report.map_err(|e| self.error(e))?;
+        Ok(CheckReport {
+            findings: report.findings,
+            unusable: report.unusable,
+            checkpoints: report.checkpoints,
+            objects: report.objects,
+            bytes_read: report.bytes_read,
+        })
+    }
+
+    /// Finds out whether several writers are safe at a place, which need not hold a store.
+    ///
+    /// # Errors
+    /// [`Error::Store`] if it cannot be written to.
+    pub fn probe(url: &str, storage: &StorageOptions) -> Result<ProbeReport> {
+        let place = place(url, storage)?;
+        let bridge = Bridge::new(place.name())?;
+        let (store, prefix) = probed(&place)?;
+        let folder = prefix.join("tmp");
+        bridge.ask(async move { s4_store::probe(&store, &folder, TimeIds.next()).await })
+    }
+}
+
+/// The object store behind a place; a folder is made if it is not there.
+fn probed(place: &Place) -> Result<(Arc<dyn ObjectStore>, Path)> {
+    if let Some((store, prefix)) = place.as_objects() {
+        return Ok((Arc::clone(store), prefix.clone()));
+    }
+    let path = place.as_folder().unwrap_or_else(|| std::path::Path::new("."));
+    std::fs::create_dir_all(path).map_err(|e| Error::io(place.name(), "create", e))?;
+    let store = LocalFileSystem::new_with_prefix(path);
+    let store = store.map_err(|e| Error::store(place.name(), "use", e))?;
+    Ok((Arc::new(store), Path::default()))
+}
+
+/// Decodes every value of a checkpoint.
+struct Values {
+    opener: Opener,
+    options: ReadOptions,
+}
+
+#[async_trait::async_trait]
+impl Inspector for Values {
+    async fn inspect(
+        &mut self,
+        _store: &Store,
+        chain: &[Checkpoint],
+        _reading: &Reading,
+    ) -> std::result::Result<(), s4_store::CallbackError> {
+        let (opener, options, chain) = (self.opener.clone(), self.options.clone(), chain.to_vec());
+        let decode = move || {
+            let name = |e| chain.first().map_or(Error::Cancelled, |c| opener.about(c, e));
+            opener.open(&chain, &options)?.verify().map_err(name)
+        };
+        tokio::task::spawn_blocking(decode).await??;
+        Ok(())
+    }
+}

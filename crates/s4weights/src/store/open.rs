@@ -1,0 +1,85 @@
+//! Opening a checkpoint with all that it is a difference from.
+
+use std::sync::Arc;
+
+use s4_store::{Checkpoint, Reading, Store};
+
+use crate::error::{Error, Result};
+use crate::io::Source;
+use crate::options::ReadOptions;
+use crate::reader::Reader;
+use crate::store::bridge::{Bridge, StoredObjects};
+
+/// What opening needs, and keeps alive: cheap to clone.
+#[derive(Clone)]
+pub(crate) struct Opener {
+    pub(crate) bridge: Bridge,
+    pub(crate) store: Store,
+    pub(crate) local: bool,
+}
+
+impl Opener {
+    /// Names the checkpoint that an error is about.
+    pub(crate) fn about(&self, checkpoint: &Checkpoint, source: Error) -> Error {
+        match source {
+            Error::Checkpoint { .. } | Error::Cancelled => source,
+            source => Error::Checkpoint {
+                target: self.bridge.target().to_owned(),
+                step: checkpoint.step(),
+                id: checkpoint.id(),
+                source: Box::new(source),
+            },
+        }
+    }
+
+    /// Opens the first checkpoint of a chain, which has its base last: the manifests of all are read
+    /// side by side.
+    pub(crate) fn open(&self, chain: &[Checkpoint], options: &ReadOptions) -> Result<Arc<Reader>> {
+        let readings = chain.iter().map(|checkpoint| {
+            let (store, checkpoint) = (self.store.clone(), checkpoint.clone());
+            async move { store.read_manifest(&checkpoint).await }
+        });
+        let readings = futures::future::join_all(readings.collect::<Vec<_>>());
+        let readings = self.bridge.wait(readings)?;
+        let mut parent: Option<(Arc<Reader>, &Checkpoint)> = None;
+        for (checkpoint, reading) in chain.iter().zip(readings).rev() {
+            let reading = reading.map_err(|e| self.about(checkpoint, self.bridge.error(e)))?;
+            let reader = self.open_one(checkpoint, reading, options);
+            let reader = reader.map_err(|e| self.about(checkpoint, e))?;
+            if let Some((above, base)) = parent {
+                adopt(&reader, checkpoint, above, base).map_err(|e| self.about(checkpoint, e))?;
+            }
+            parent = Some((Arc::new(reader), checkpoint));
+        }
+        let nothing = || Error::Argument(format!("{}: an empty chain", self.bridge.target()));
+        parent.map(|(reader, _)| reader).ok_or_else(nothing)
+    }
+
+    /// Opens one checkpoint, whose parent is not looked for.
+    pub(crate) fn open_one(
+        &self,
+        checkpoint: &Checkpoint,
+        reading: Reading,
+        options: &ReadOptions,
+    ) -> Result<Reader> {
+        let index = Source::Bytes(reading.manifest().blob.clone());
+        let objects = StoredObjects { bridge: self.bridge.clone(), reading, local: self.local };
+        let mut reader = Reader::open_objects(index, Box::new(objects), options.clone())?;
+        let target = self.bridge.target();
+        reader.name =
+            format!("{target}: step {} (checkpoint {})", checkpoint.step(), checkpoint.id());
+        Ok(reader)
+    }
+}
+
+/// Gives a checkpoint its parent. Where a full checkpoint took the parent's place, the log says that
+/// it holds the same values, and that is what the difference needs; every chunk's checksum is compared
+/// all the same.
+fn adopt(child: &Reader, about: &Checkpoint, parent: Arc<Reader>, base: &Checkpoint) -> Result<()> {
+    let Some(expected) = child.manifest().parent else { return Ok(()) };
+    if about.about.parent.is_some_and(|p| p.id != base.id()) {
+        // It is set once: all children of a replaced checkpoint were made against the same one.
+        let _ = parent.stands_for.set(expected);
+    }
+    child.set_parent(parent)
+}

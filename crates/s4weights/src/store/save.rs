@@ -1,0 +1,375 @@
+//! Saving: as a difference from the checkpoint before, or as a base.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use s4_delta::policy::{Choice, Entry, Next, Policy, Reason};
+use s4_store::{
+    About, Attempt, Checkpoint, CheckpointId, Conflict, Error as StoreError, Reference, Resolution,
+    Staged, State, Store,
+};
+use tokio::sync::mpsc::channel;
+
+use crate::error::{Error, Result};
+use crate::objects::ObjectOptions;
+use crate::options::{ProgressFn, ReadOptions, WriteOptions};
+use crate::pack::SMALL;
+use crate::parent::Parent;
+use crate::report::Report;
+use crate::store::bridge::{Asker, ChannelSink, upload};
+use crate::store::{CheckpointStore, Last};
+use crate::writer::{Contents, TensorSource, Writer, Written};
+
+/// What is saved besides tensors, and how.
+#[derive(Clone, Default)]
+pub struct SaveOptions<'a> {
+    /// A group for each tensor, below 4; empty: all are of group 0. Tensors of different groups lie
+    /// in different objects: weights (0), optimizer state (1).
+    pub groups: &'a [u8],
+    /// What the checkpoint holds besides tensors.
+    pub contents: Contents,
+    /// Finite numbers that retention can choose by.
+    pub metrics: BTreeMap<String, f64>,
+    /// Words for people and tools.
+    pub tags: BTreeMap<String, String>,
+    /// Write a base, whatever the policy says.
+    pub base: bool,
+    /// Told of progress, from the calling thread; it may stop the save until that is published.
+    pub progress: Option<ProgressFn>,
+}
+
+/// What a save did.
+#[derive(Debug)]
+pub struct Saved {
+    /// The checkpoint as the store lists it.
+    pub checkpoint: Checkpoint,
+    /// Counts and sizes. `bytes_out` leaves out the store's own table of objects.
+    pub report: Report,
+    /// Why it is a base; `None` if it is a difference.
+    pub why_base: Option<WhyBase>,
+    /// What the store's retention took off the list.
+    pub retired: Vec<CheckpointId>,
+}
+
+/// Why a checkpoint is a base.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum WhyBase {
+    /// The caller wanted one.
+    Asked,
+    /// The policy wanted one.
+    Policy(Reason),
+    /// The values of the checkpoint before could not be used, for this reason.
+    Parent(String),
+    /// No tensor was smaller as a difference.
+    NothingGained,
+}
+
+impl std::fmt::Display for WhyBase {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Asked => f.write_str("a base was asked for"),
+            Self::Policy(reason) => reason.fmt(f),
+            Self::Parent(why) => write!(f, "the checkpoint before cannot be used: {why}"),
+            Self::NothingGained => f.write_str("no tensor was smaller as a difference"),
+        }
+    }
+}
+
+/// The checkpoint that the next one may be a difference from.
+struct Before {
+    reference: Reference,
+    values: Arc<dyn Parent>,
+}
+
+/// A checkpoint that was made ready.
+struct Ready {
+    staged: Staged,
+    written: Written,
+    why_base: Option<WhyBase>,
+}
+
+impl CheckpointStore {
+    /// Saves a checkpoint: it is listed whole, or not at all. It becomes a difference from the one
+    /// that this handle saved last, if that is listed still, or else from the newest one; and a base
+    /// when the policy wants one, or when these values cannot be had.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for tensors or numbers that cannot be saved, [`Error::Store`] if the store
+    /// refuses or fails, [`Error::Cancelled`]. Nothing is listed then; of [`s4_store::CommitUnknown`]
+    /// alone that is not known, when even asking again was not answered.
+    pub fn save(
+        &self,
+        step: u64,
+        tensors: &[TensorSource<'_>],
+        options: &SaveOptions<'_>,
+    ) -> Result<Saved> {
+        // One save at a time from one handle: each is the next one's parent.
+        let mut last = self.last.lock().unwrap_or_else(|e| e.into_inner());
+        let asker = Asker::new(options.progress.clone());
+        let (mut before, mut why_base) = self.choose(last.as_ref(), tensors, options)?;
+        loop {
+            let parent = before.take();
+            let had_parent = parent.is_some();
+            let outcome = self
+                .stage(step, tensors, options, &asker, parent, why_base.clone())
+                .and_then(|ready| self.publish(ready));
+            match outcome {
+                Ok((mut saved, snapshot)) => {
+                    *last = self.remember(&saved.checkpoint, snapshot, tensors);
+                    drop(last);
+                    saved.retired = self.retain(&saved.checkpoint)?;
+                    return Ok(saved);
+                }
+                Err(e) if had_parent && is_parents(&e) => {
+                    tracing::warn!(step, error = %e, "saving as a base");
+                    why_base = Some(WhyBase::Parent(e.to_string()));
+                }
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
+    /// The parent's values, or why there is none.
+    fn choose(
+        &self,
+        last: Option<&Last>,
+        tensors: &[TensorSource<'_>],
+        options: &SaveOptions<'_>,
+    ) -> Result<(Option<Before>, Option<WhyBase>)> {
+        if options.base {
+            return Ok((None, Some(WhyBase::Asked)));
+        }
+        let state = self.state()?;
+        let own = last.filter(|l| state.get(l.id).is_some_and(|c| c.reference() == l.reference()));
+        let id = own.map(|l| l.id).or_else(|| state.latest().map(Checkpoint::id));
+        let chain = id.map_or(Ok(vec![]), |id| chain(&state, id)).map_err(|e| self.error(e))?;
+        let policy = Policy {
+            every: self.options.every,
+            max_chain: self.options.max_chain,
+            ..Policy::default()
+        };
+        let sizes: Vec<Entry> = chain.iter().rev().map(sizes).collect();
+        let raw = tensors.iter().map(|t| t.data.len() as u64).sum();
+        if let Choice::Base(reason) = policy.choose(&sizes, Next { raw, changed: 0 }) {
+            return Ok((None, Some(WhyBase::Policy(reason))));
+        }
+        let values = match own.and_then(|l| l.values.clone()) {
+            Some(values) => Ok(values as Arc<dyn Parent>),
+            None => self.read_back(&chain),
+        };
+        let values = match values {
+            Ok(values) => values,
+            Err(Error::Cancelled) => return Err(Error::Cancelled),
+            Err(e) => return Ok((None, Some(WhyBase::Parent(e.to_string())))),
+        };
+        let changed = changed(tensors, &*values);
+        if let Choice::Base(reason) = policy.choose(&sizes, Next { raw, changed }) {
+            return Ok((None, Some(WhyBase::Policy(reason))));
+        }
+        let before = chain.first().map(|c| Before { reference: c.reference(), values });
+        Ok((before, None))
+    }
+
+    fn read_back(&self, chain: &[Checkpoint]) -> Result<Arc<dyn Parent>> {
+        let options = ReadOptions {
+            threads: self.options.threads,
+            simd: self.options.simd,
+            ..ReadOptions::default()
+        };
+        Ok(self.opener.open(chain, &options)?)
+    }
+
+    /// Encodes and uploads, at the same time.
+    fn stage(
+        &self,
+        step: u64,
+        tensors: &[TensorSource<'_>],
+        options: &SaveOptions<'_>,
+        asker: &Asker,
+        before: Option<Before>,
+        why_base: Option<WhyBase>,
+    ) -> Result<Ready> {
+        let bridge = &self.opener.bridge;
+        let store = self.opener.store.clone();
+        let mut attempt = bridge.ask(async move { store.begin().await })?;
+        let id = attempt.id();
+        let (sender, receiver) = channel(1);
+        let uploading = bridge.spawn(async move {
+            let done = upload(&mut attempt, receiver).await;
+            (attempt, done)
+        })?;
+        let reference = before.as_ref().map(|b| b.reference);
+        let sink = ChannelSink { bridge: bridge.clone(), asker: asker.clone(), sender };
+        let written = self.encode(tensors, options, asker, sink, before.map(|b| b.values));
+        let written = match written {
+            Ok(written) => written,
+            Err(e) => {
+                // If an upload failed, that is why the writer could not go on.
+                let end = async move { end_of(uploading.await).await };
+                return Err(match bridge.wait(end)? {
+                    Some(failed) => bridge.error(failed),
+                    None => e,
+                });
+            }
+        };
+        let delta = written.snapshot.depth() > 1;
+        let about = About {
+            step,
+            parent: reference.filter(|_| delta),
+            replaces: None,
+            raw_len: written.report.bytes_in,
+            metrics: options.metrics.clone(),
+            tags: options.tags.clone(),
+        };
+        let index = written.index.clone().unwrap_or_default();
+        let staging = async move {
+            let (attempt, done) = uploading.await.map_err(|e| StoreError::Callback(Box::new(e)))?;
+            match done {
+                Ok(()) => attempt.stage(index, about).await,
+                Err(e) => {
+                    // What stays behind is swept later.
+                    let _ = attempt.abort().await;
+                    Err(e)
+                }
+            }
+        };
+        let staged = match bridge.wait_asking(asker, staging) {
+            Ok(staged) => staged.map_err(|e| bridge.error(e))?,
+            Err(e) => {
+                self.give_up(id);
+                return Err(e);
+            }
+        };
+        let why_base = why_base.or_else(|| (!delta).then_some(WhyBase::NothingGained));
+        Ok(Ready { staged, written, why_base })
+    }
+
+    /// Deletes what a cancelled attempt left; if that fails, a sweep does it.
+    fn give_up(&self, id: CheckpointId) {
+        let store = self.opener.store.clone();
+        if let Err(e) = self.opener.bridge.ask(async move { store.abort(id).await }) {
+            tracing::warn!(checkpoint = %id, error = %e, "what was uploaded stays until a sweep");
+        }
+    }
+
+    fn encode(
+        &self,
+        tensors: &[TensorSource<'_>],
+        options: &SaveOptions<'_>,
+        asker: &Asker,
+        sink: ChannelSink,
+        parent: Option<Arc<dyn Parent>>,
+    ) -> Result<Written> {
+        let write = WriteOptions {
+            preset: self.options.preset,
+            threads: self.options.threads,
+            simd: self.options.simd,
+            memory: Some(self.options.memory),
+            parent,
+            // The policy decides; this is what readers allow.
+            max_chain: Some(64),
+            progress: asker.callback(),
+        };
+        let objects = ObjectOptions { bytes: self.options.object_bytes };
+        let target = self.opener.bridge.target();
+        let mut writer = Writer::create_objects(target, Box::new(sink), objects, write)?;
+        writer.write_grouped(tensors, options.groups)?;
+        writer.complete(options.contents.clone())
+    }
+
+    /// Lists the checkpoint. That is short, and nobody can stop it.
+    fn publish(&self, ready: Ready) -> Result<(Saved, crate::Snapshot)> {
+        let Ready { staged, written, why_base } = ready;
+        let id = staged.id();
+        let store = self.opener.store.clone();
+        let listed = self.opener.bridge.ask(async move {
+            match staged.publish().await {
+                Err(StoreError::CommitUnknown(unknown)) => match store.resolve(&unknown).await? {
+                    Resolution::Committed(_) => committed(&store, id).await,
+                    Resolution::Lost => Err(StoreError::CommitUnknown(unknown)),
+                },
+                other => other,
+            }
+        });
+        let checkpoint = match listed {
+            Ok(checkpoint) => checkpoint,
+            Err(e) => {
+                if matches!(&e, Error::Store { source, .. } if matches!(**source, StoreError::Conflict(_)))
+                {
+                    self.give_up(id);
+                }
+                return Err(e);
+            }
+        };
+        let Written { report, snapshot, .. } = written;
+        Ok((Saved { checkpoint, report, why_base, retired: vec![] }, snapshot))
+    }
+
+    /// Applies the retention. The checkpoint is safe by now: a failure is told of, and is no failure
+    /// of the save.
+    fn retain(&self, saved: &Checkpoint) -> Result<Vec<CheckpointId>> {
+        let Some(policy) = self.options.retention.clone() else { return Ok(vec![]) };
+        let store = self.opener.store.clone();
+        let retired = self.opener.bridge.ask(async move { store.apply_retention(&policy).await });
+        Ok(retired.unwrap_or_else(|e| {
+            tracing::warn!(step = saved.step(), error = %e, "retention failed; the next save tries again");
+            vec![]
+        }))
+    }
+}
+
+/// The end of an upload whose writer failed: nothing of it stays if that can be helped. Gives the
+/// upload's own failure.
+async fn end_of(
+    joined: std::result::Result<(Attempt, s4_store::Result<()>), tokio::task::JoinError>,
+) -> Option<StoreError> {
+    match joined {
+        Ok((attempt, done)) => {
+            let _ = attempt.abort().await;
+            done.err()
+        }
+        Err(e) => Some(StoreError::Callback(Box::new(e))),
+    }
+}
+
+async fn committed(store: &Store, id: CheckpointId) -> s4_store::Result<Checkpoint> {
+    let state = store.state().await?;
+    state.get(id).cloned().ok_or_else(|| StoreError::NoCheckpoint { what: id.to_string() })
+}
+
+/// A checkpoint and what it needs, its base last.
+pub(crate) fn chain(state: &State, id: CheckpointId) -> s4_store::Result<Vec<Checkpoint>> {
+    Ok(state.chain(id)?.into_iter().cloned().collect())
+}
+
+fn sizes(c: &Checkpoint) -> Entry {
+    Entry { stored: c.about.data_len.saturating_add(c.about.manifest_len), raw: c.about.raw_len }
+}
+
+/// Bytes of tensors that have no counterpart. Small ones share chunks and are never differences.
+fn changed(tensors: &[TensorSource<'_>], parent: &dyn Parent) -> u64 {
+    let is_new = |t: &&TensorSource<'_>| {
+        let there = parent.find(t.name);
+        let large = t.data.len() as u64 / t.dtype.value_width() as u64 >= SMALL;
+        large && there.is_none_or(|p| p.dtype != t.dtype || p.shape != t.shape)
+    };
+    tensors.iter().filter(is_new).map(|t| t.data.len() as u64).sum()
+}
+
+/// Whether an error is about the parent, so that a base would not meet it.
+fn is_parents(e: &Error) -> bool {
+    match e {
+        Error::Parent { .. } | Error::Checkpoint { .. } | Error::Format { .. } => true,
+        Error::Store { source, .. } => matches!(
+            **source,
+            StoreError::Conflict(
+                Conflict::ParentGone { .. }
+                    | Conflict::ParentDiffers { .. }
+                    | Conflict::TooDeep { .. }
+            ) | StoreError::Missing { .. }
+                | StoreError::Corrupt { .. }
+        ),
+        _ => false,
+    }
+}

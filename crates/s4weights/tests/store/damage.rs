@@ -1,0 +1,153 @@
+//! Damaged objects and crashes: what is wrong is named, and older checkpoints are found.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use s4weights::Error;
+use s4weights::store::{
+    CheckOptions, CheckpointId, CheckpointStore, Place, StoreOptions, WhyBase, is_damage,
+};
+
+use crate::run::{State, open, options};
+
+/// The files of a checkpoint's data objects.
+fn objects(folder: &Path, id: CheckpointId) -> Vec<PathBuf> {
+    let files = walk(folder).into_iter().filter(|p| p.to_string_lossy().contains(&id.to_string()));
+    let mut files: Vec<_> = files.filter(|p| !p.ends_with("manifest")).collect();
+    files.sort();
+    files
+}
+
+fn walk(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().path());
+    entries.flat_map(|p| if p.is_dir() { walk(&p) } else { vec![p] }).collect()
+}
+
+fn flip(path: &Path) {
+    let mut bytes = std::fs::read(path).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 4;
+    std::fs::write(path, bytes).unwrap();
+}
+
+fn three_steps(folder: &Path, max_chain: u32) -> (CheckpointStore, Vec<State>) {
+    let store = open(&Place::folder(folder), StoreOptions { max_chain, ..options() });
+    let mut state = State::new(40_000);
+    let mut states = vec![];
+    for step in 0..3 {
+        state.step(step);
+        state.save(&store, step).unwrap();
+        states.push(state.clone());
+    }
+    (store, states)
+}
+
+#[test]
+fn falling_back_is_asked_for_and_told_of() {
+    let folder = tempfile::tempdir().unwrap();
+    let (store, states) = three_steps(folder.path(), 1);
+    let newest = store.latest().unwrap().unwrap();
+    flip(&objects(folder.path(), newest.id())[0]);
+    let error = State::load(&store, None).unwrap_err();
+    let said = error.to_string();
+    assert!(is_damage(&error) && said.contains("step 2") && said.contains("model."), "{said}");
+    let read = |loaded: &s4weights::store::Loaded| {
+        let reader = loaded.reader();
+        reader.tensors().map(|t| reader.read(t.name)).collect::<Result<Vec<_>, _>>()
+    };
+    let (values, skipped) = store.load_usable(read).unwrap();
+    assert_eq!(values[0], states[1].0[0].3);
+    assert_eq!(skipped.iter().map(|s| s.checkpoint.step()).collect::<Vec<_>>(), [2]);
+}
+
+#[test]
+fn a_check_finds_the_damaged_one_and_those_that_need_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let (store, _) = three_steps(folder.path(), 8);
+    let ids: Vec<_> = store.list().unwrap().iter().map(|c| c.id()).collect();
+    flip(&objects(folder.path(), ids[1])[0]);
+    let quick = store.check(&CheckOptions::default()).unwrap();
+    assert!(quick.is_clean());
+    let full = CheckOptions { read_data: true, ..CheckOptions::default() };
+    let report = store.check(&full).unwrap();
+    assert!(report.findings.iter().any(|f| f.checkpoint == Some(ids[1])));
+    assert!(report.unusable.contains(&(ids[2], ids[1])));
+    let error = store.rebase(ids[2], None).unwrap_err();
+    assert!(is_damage(&error), "{error}");
+    assert_eq!(store.list().unwrap().len(), 3);
+}
+
+#[test]
+fn a_damaged_parent_makes_the_next_save_a_base() {
+    let folder = tempfile::tempdir().unwrap();
+    let (store, states) = three_steps(folder.path(), 8);
+    let newest = store.latest().unwrap().unwrap();
+    objects(folder.path(), newest.id()).iter().for_each(|p| flip(p));
+    drop(store);
+    let store = open(&Place::folder(folder.path()), options());
+    let mut state = states[2].clone();
+    state.step(7);
+    let saved = state.save(&store, 7).unwrap();
+    assert!(matches!(saved.why_base, Some(WhyBase::Parent(_))), "{:?}", saved.why_base);
+    assert_eq!(State::load(&store, None).unwrap(), state);
+}
+
+#[test]
+fn a_missing_object_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let (store, _) = three_steps(folder.path(), 1);
+    let newest = store.latest().unwrap().unwrap();
+    let gone = objects(folder.path(), newest.id()).remove(0);
+    std::fs::remove_file(&gone).unwrap();
+    let error = State::load(&store, None).unwrap_err();
+    assert!(is_damage(&error) && error.to_string().contains("missing"), "{error}");
+    let report = store.check(&CheckOptions::default()).unwrap();
+    assert_eq!(report.findings.len(), 1);
+    assert!(State::load(&store, Some(1)).is_ok());
+}
+
+/// Stops the world at a point, as a crash would, until the store is dropped.
+#[derive(Debug)]
+struct StopAt(&'static str, AtomicBool);
+
+#[async_trait::async_trait]
+impl s4_store::CrashPoints for StopAt {
+    async fn reached(&self, point: &'static str) {
+        if point == self.0 && !self.1.swap(true, Ordering::SeqCst) {
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+#[test]
+fn a_crash_between_any_two_writes_costs_no_listed_step() {
+    for point in ["attempt.data", "attempt.manifest", "log.before", "log.after"] {
+        let folder = tempfile::tempdir().unwrap();
+        let (store, states) = three_steps(folder.path(), 8);
+        drop(store);
+        let stop = Arc::new(StopAt(point, AtomicBool::new(false)));
+        let mut crashing = options();
+        crashing.requests.crash_points = Some(stop.clone());
+        let (place, next) = (Place::folder(folder.path()), State::new(40_000));
+        // The thread never comes back: the process would be gone.
+        std::thread::spawn({
+            let (place, next) = (place.clone(), next.clone());
+            move || next.save(&open(&place, crashing), 9).map(drop)
+        });
+        while !stop.1.load(Ordering::SeqCst) {
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+        let store = open(&place, options());
+        let published = point == "log.after";
+        assert_eq!(store.list().unwrap().len(), if published { 4 } else { 3 }, "{point}");
+        for (step, state) in states.iter().enumerate() {
+            assert_eq!(&State::load(&store, Some(step as u64)).unwrap(), state, "{point}");
+        }
+        next.save(&store, 10).unwrap();
+        assert_eq!(State::load(&store, Some(10)).unwrap(), next);
+        let missing = State::load(&store, Some(9)).err();
+        assert_eq!(missing.is_none(), published, "{point}");
+        assert!(missing.is_none_or(|e| matches!(e, Error::Store { .. })));
+    }
+}
