@@ -3,8 +3,9 @@
     python benches/gpu_paths.py [--gb 2.5] [--repeat 3] [--json FILE]
 
 Two states: a bf16 model with its AdamW state in fp32, and 3,000 small tensors. Every tool saves the
-same tensors and loads them to the GPU; what comes back is compared to the bit. Values are like those
-of training: normal weights of a size that depends on the layer, moments of products of gradients.
+same tensors and loads them to the GPU; what comes back is compared to the bit. Values are like
+those of training: normal weights of a size that depends on the layer, moments of gradients that
+differ in size from row to row.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def gradient(shape: tuple[int, ...], scale: float) -> torch.Tensor:
 
 
 def training_state(gigabytes: float) -> State:
-    """A transformer's parameters in bf16, AdamW's master copy and moments in fp32: 14 bytes each."""
+    """A transformer in bf16, AdamW's master copy and moments in fp32: 14 bytes each."""
     width, state, total = 2048, {}, 0.0
     shapes = {"qkv": (3 * width, width), "out": (width, width), "up": (4 * width, width)}
     shapes |= {"down": (width, 4 * width), "norm": (width,)}

@@ -114,15 +114,16 @@ def test_storages_of_other_devices_are_staged_in_parts(
     batches = []
     write_batch = _storages._write_batch
 
-    def counted(writer: Any, batch: Any, groups: Any, progress: Any) -> None:
+    def counted(writer: Any, engine: Any, batch: Any, groups: Any, progress: Any) -> None:
         batches.append(len(batch))
-        write_batch(writer, batch, groups, progress)
+        write_batch(writer, engine, batch, groups, progress)
         live["now"] = 0
 
     monkeypatch.setattr(_storages, "_write_batch", counted)
     stream = io.BytesIO()
     writer = s4weights._save._core.Writer(None, None, stream, "fast", None, {})
-    storages.write(writer, bytes(21), s4weights._save.Progress(None, 6000, "save"))
+    compute = s4weights._save.Compute("auto", None)
+    storages.write(writer, bytes(21), s4weights._save.Progress(None, 6000, "save"), compute)
     writer.finish(None, {}, {}, None)
     assert batches == [5, 5, 5, 5, 1] and live["most"] == 2000
     loaded = s4weights.load(io.BytesIO(stream.getvalue()))

@@ -1,4 +1,4 @@
-"""Where encoding and decoding run: the CUDA engines of this process, and arrays of other libraries."""
+"""Where encoding and decoding run: this process's CUDA engines, and arrays of other libraries."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ GPU_SCRATCH = 256 << 20
 #: Where values in host memory are: no device, no stream.
 HOST = (-1, 0)
 
-# An engine keeps pinned host memory and the kernels, which take longer to get than a save takes. One
-# that a fork inherited is of no use to the child: hence the process's number.
+# An engine keeps pinned host memory and the kernels, which take longer to get than a save takes.
+# One that a fork inherited is of no use to the child: hence the process's number.
 _engines: dict[tuple[int, int], _core.CudaEngine] = {}
 _lock = threading.Lock()
 _warned = False

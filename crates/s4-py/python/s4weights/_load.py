@@ -47,8 +47,8 @@ def load(
 
     Args:
         f: a path, a URL or a binary stream that can be read.
-        map_location: as in `torch.load`: ``None``, a device, a dict or a callable. What belongs on a
-            CUDA device is decoded into its memory; a callable is given storages of the host.
+        map_location: as in `torch.load`: ``None``, a device, a dict or a callable. What belongs
+            on a CUDA device is decoded there; a callable is given storages of the host.
         pickle_module: as in `torch.load`; implies ``weights_only=False``.
         weights_only: ``None`` means true: nothing but tensors, plain values and the globals allowed
             in `torch.serialization` is built. ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` and

@@ -191,7 +191,7 @@ def _direct(pair: _Pair, compute: Compute) -> tuple[int, int] | None:
 def _copy(
     reader: _core.Reader, pair: _Pair, other: torch.Tensor | None, progress: Progress
 ) -> None:
-    """Fills a tensor from another one that has the same storage in the file, or by way of the host."""
+    """Fills a tensor from one that has the same storage in the file, or by way of the host."""
     import torch
 
     target, saved = pair.target, pair.saved

@@ -55,8 +55,8 @@ def save(
         preset: ``"fast"``, ``"balanced"`` or ``"small"``; ``"nvcomp"`` needs a GPU and nvCOMP, also
             to read the file again, with ``trusted=True``.
         threads: native threads; ``None`` means one for each core.
-        device: where tensors on CUDA devices are encoded: ``"auto"`` and ``"cuda"``, where they are,
-            which copies nothing but encoded bytes to the host; ``"cpu"``, on the host. If CUDA
+        device: where tensors on CUDA devices are encoded: ``"auto"`` and ``"cuda"``, where they
+            are, so that encoded bytes are copied to the host; ``"cpu"``, on the host. If CUDA
             cannot be used ``"auto"`` warns, once, and goes through the host; ``"cuda"`` is an
             error. Other tensors are always encoded on the host. The file is the same.
         gpu_scratch: bytes of memory to use on each CUDA device meanwhile; ``None`` means 256 MiB.

@@ -254,7 +254,7 @@ class StorageReader:
         return self._devices[location]
 
     def defer(self) -> None:
-        """Storages are filled by `fill`, all at once: for those who do not look at values before."""
+        """Storages are filled by `fill`, all at once: nobody may look at values before."""
         self._waiting = []
 
     def fill(self) -> None:
