@@ -18,7 +18,7 @@ pub(crate) fn table(i: &Inspection) -> String {
     for c in &i.closed_codecs {
         line(format!(
             "needs     {c}: a closed codec, which only that version of its vendor's library reads, on \
-             a GPU; load the file there, and save it again with an open preset"
+             a GPU; `s4w transcode` makes an open file of it there"
         ));
     }
     for (k, v) in &i.metadata {

@@ -185,7 +185,7 @@ fn with_manifest(file: &[u8], change: impl FnOnce(&mut s4weights::Manifest)) -> 
 }
 
 #[test]
-fn files_that_need_a_closed_codec_are_looked_at_and_not_read() {
+fn files_that_need_a_closed_codec_can_be_looked_at() {
     use s4weights::format::{CodecId, manifest::ClosedCodec};
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.s4w");
@@ -201,9 +201,6 @@ fn files_that_need_a_closed_codec_are_looked_at_and_not_read() {
     let json = text(&s4w(&["inspect", "--bits", "--json", packed]));
     let json: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!(json["closed_codecs"], serde_json::json!(["nvcomp-ans 6"]));
-    for verb in ["verify", "decompress"] {
-        let out = s4w(&[verb, packed]);
-        assert_eq!(out.status.code(), Some(4));
-        assert!(text(&out).contains("nvcomp-ans") && text(&out).contains("version 6"));
-    }
+    // No chunk of it is closed in truth, and what is open is read anywhere.
+    assert!(s4w(&["verify", packed]).status.success());
 }
