@@ -77,13 +77,12 @@ def test_load_into_fills_tensors_in_place(extra: Any, path: Path) -> None:
     obj = {**state(), "extra": extra}
     s4weights.save(obj, path)
     target = {**zeroed(obj), "extra": extra}
-    if extra:
-        torch.serialization.add_safe_globals([range])
     addresses = [t.data_ptr() for t in target["model"].values()]
     reported: list[tuple[int, int]] = []
-    s4weights.load_into(
-        target, path, weights_only=True, progress=lambda *report: reported.append(report)
-    )
+    with torch.serialization.safe_globals([range]):
+        s4weights.load_into(
+            target, path, weights_only=True, progress=lambda *report: reported.append(report)
+        )
     assert_identical(obj, target)
     assert addresses == [t.data_ptr() for t in target["model"].values()]
     assert reported[-1][0] == reported[-1][1] > 0

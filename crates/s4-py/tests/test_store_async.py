@@ -154,7 +154,8 @@ store.save_checkpoint({"w": torch.randn(1 << 22)}, 1, blocking=False)
 TERMINATED = """
 import sys, time, torch
 import s4weights
-store = s4weights.CheckpointStore(sys.argv[1])
+# Slow enough that the signal comes in time, on any machine.
+store = s4weights.CheckpointStore(sys.argv[1], bandwidth=30 << 20)
 blocking, deadline = sys.argv[2] == "blocking", float(sys.argv[3])
 state = {"w": torch.randn(24 << 20)}
 store.save_checkpoint({}, 0)
