@@ -37,13 +37,19 @@ def dump(obj: object, storages: StorageWriter, pickle_module: Any, protocol: int
 
     storage_types = (torch.storage.TypedStorage, torch.storage.UntypedStorage)
 
+    # A class is garbage that only a collection finds: it must not be what keeps the storages.
+    noted = [storages]
+
     class Pickler(pickle_module.Pickler):  # type: ignore[misc]
         def persistent_id(self, item: Any) -> tuple[Any, ...] | None:
             # Asked for each and every object: the answer "no" is to be quick.
-            return _storage_id(item, storages, hints) if isinstance(item, storage_types) else None
+            return _storage_id(item, noted[0], hints) if isinstance(item, storage_types) else None
 
     stream = io.BytesIO()
-    Pickler(stream, protocol=protocol).dump(obj)
+    try:
+        Pickler(stream, protocol=protocol).dump(obj)
+    finally:
+        noted.clear()
     return stream.getvalue()
 
 

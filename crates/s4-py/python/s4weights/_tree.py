@@ -109,8 +109,12 @@ class TreeEncoder:
 
         Raises `NotPlain` if it cannot be one; the storages are then to be thrown away.
         """
-        self._scan(obj)
-        root = self._node(obj, "", 0)
+        try:
+            self._scan(obj)
+            root = self._node(obj, "", 0)
+        finally:
+            # They refer to this object, which would keep every storage until a garbage collection.
+            self._kinds.clear()
         text = json.dumps({"root": root}, ensure_ascii=False, separators=(",", ":"))
         if len(text) > MAX_TEXT or not _is_utf8(text):
             raise NotPlain
@@ -309,9 +313,13 @@ class TreeDecoder:
             if isinstance(error, CorruptDataError):
                 raise
             raise CorruptDataError(f"corrupt data (tree): {error!r}") from error
+        finally:
+            # They refer to this object, which would keep every storage until a garbage collection.
+            self._kinds.clear()
 
     def tensors(self) -> dict[str, Any]:
         """A file without a tree: its tensors by name."""
+        self._kinds.clear()
         numbers = range(len(self._storages))
         return {self._storages.info(i)[0]: self._tensor(i, {}) for i in numbers}
 
