@@ -10,6 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use gpu::{Gpu, gpu, memory};
+use s4_codec_gpu::DeviceBuffer;
 use s4_planes::patterns::{self, Kind};
 use s4weights::{
     DType, DeviceSource, Error, Place, PlacedSource, Preset, ReadOptions, Reader, TensorSource,
@@ -62,6 +63,14 @@ fn source(t: &Tensor) -> TensorSource<'_> {
     TensorSource { name: &t.name, dtype: t.dtype, shape: &t.shape, data: &t.data }
 }
 
+fn on_device_sources<'a>(tensors: &'a [Tensor], buffers: &[DeviceBuffer]) -> Vec<DeviceSource<'a>> {
+    let source = |(t, b): (&'a Tensor, &DeviceBuffer)| {
+        let (name, shape) = (t.name.as_str(), t.shape.as_slice());
+        DeviceSource { name, dtype: t.dtype, shape, memory: memory(b) }
+    };
+    tensors.iter().zip(buffers).map(source).collect()
+}
+
 #[test]
 fn a_file_of_device_tensors_is_that_of_host_tensors_and_both_come_back() {
     let Some(gpu) = gpu() else { return };
@@ -70,16 +79,7 @@ fn a_file_of_device_tensors_is_that_of_host_tensors_and_both_come_back() {
     let (on_host, on_device) = (dir.path().join("host.s4w"), dir.path().join("device.s4w"));
     let report = write_host(&on_host, &tensors, WriteOptions::default());
     let buffers: Vec<_> = tensors.iter().map(|t| gpu.upload(&t.data)).collect();
-    let sources: Vec<_> = tensors
-        .iter()
-        .zip(&buffers)
-        .map(|(t, b)| DeviceSource {
-            name: &t.name,
-            dtype: t.dtype,
-            shape: &t.shape,
-            memory: memory(b),
-        })
-        .collect();
+    let sources = on_device_sources(&tensors, &buffers);
     let mut writer = Writer::create(on_device.as_path().into(), WriteOptions::default()).unwrap();
     writer.write_device(&gpu.engine, &sources, &[]).unwrap();
     let device_report = writer.finish(Default::default()).unwrap();
@@ -175,6 +175,7 @@ fn damage_is_named_by_tensor_and_chunk() {
 fn preset_nvcomp_takes_device_tensors_and_gives_them_back() {
     let Some(gpu) = gpu() else { return };
     if gpu.is_slow() {
+        assert!(!gpu::is_required(), "a GPU is required, not an emulated one");
         println!("skipped: nvCOMP needs a device");
         return;
     }
@@ -183,22 +184,12 @@ fn preset_nvcomp_takes_device_tensors_and_gives_them_back() {
     let path = dir.path().join("nvcomp.s4w");
     let options = WriteOptions { preset: Preset::Nvcomp, ..WriteOptions::default() };
     let buffers: Vec<_> = tensors.iter().map(|t| gpu.upload(&t.data)).collect();
-    let sources: Vec<_> = tensors
-        .iter()
-        .zip(&buffers)
-        .map(|(t, b)| DeviceSource {
-            name: &t.name,
-            dtype: t.dtype,
-            shape: &t.shape,
-            memory: memory(b),
-        })
-        .collect();
+    let sources = on_device_sources(&tensors, &buffers);
     let groups: Vec<u8> = (0..sources.len()).map(|i| (i % 4) as u8).collect();
     let mut writer = match Writer::create(path.as_path().into(), options) {
         Ok(writer) => writer,
         Err(e) => {
-            let required = std::env::var("S4_REQUIRE_GPU").is_ok_and(|v| v == "1");
-            assert!(!required, "nvCOMP is required: {e}");
+            assert!(!gpu::is_required(), "nvCOMP is required: {e}");
             println!("skipped: {e}");
             return;
         }

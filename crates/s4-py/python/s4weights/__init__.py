@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 
 from ._core import __version__
+from ._entries import CheckpointEntry, Retention
 from ._errors import (
     ConflictError,
     CorruptDataError,
@@ -38,13 +39,7 @@ from ._load import inspect, load, verify
 from ._load_into import load_into
 from ._pending import PendingSave, finish_on_sigterm
 from ._save import save
-from ._store import (
-    CheckpointEntry,
-    CheckpointStore,
-    Retention,
-    load_checkpoint,
-    save_checkpoint,
-)
+from ._store import CheckpointStore, load_checkpoint, save_checkpoint
 
 __all__ = [
     "CheckpointEntry",

@@ -17,8 +17,9 @@ from ._errors import S4Error
 if TYPE_CHECKING:
     import torch
 
+    from ._entries import CheckpointEntry
     from ._storages import StorageWriter
-    from ._store import CheckpointEntry, CheckpointStore
+    from ._store import CheckpointStore
 
 #: Storages start at multiples of this in the host buffer.
 _ALIGN = 64

@@ -10,12 +10,12 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import _core
 from ._device import Compute
+from ._entries import CheckpointEntry, Entries, Ids, Retention, listed
 from ._errors import CorruptDataError, NotFoundError, UnsupportedFormatError
 from ._load import read
 from ._pending import Deadline, HostBuffer, PendingSave
@@ -32,64 +32,6 @@ logger = logging.getLogger("s4weights")
 _ABANDONED: list[_core.Store] = []
 
 _DAY = 24 * 3600.0
-
-
-@dataclass(frozen=True)
-class CheckpointEntry:
-    """A checkpoint as the store lists it.
-
-    Attributes:
-        step: the training step.
-        id: names it, also among several of one step.
-        bytes: what it takes in the store.
-        raw_bytes: what its tensors take in memory.
-        kind: ``"base"``, or ``"delta"`` for a difference from another checkpoint.
-        parent: the ``id`` of that one.
-        metrics: numbers that retention can choose by.
-        tags: free text.
-        pinned: whether it is protected.
-        time: the writer's clock when it was saved, in seconds since 1970.
-    """
-
-    step: int
-    id: str
-    bytes: int
-    raw_bytes: int
-    kind: Literal["base", "delta"]
-    parent: str | None
-    metrics: dict[str, float]
-    tags: dict[str, str]
-    pinned: bool
-    time: float
-    #: Of a checkpoint that was just saved: sizes and times, and why it is a base.
-    report: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-
-
-#: The class below has a method that is called `list`.
-Entries = list[CheckpointEntry]
-Ids = list[str]
-
-
-@dataclass(frozen=True)
-class Retention:
-    """Which checkpoints stay listed: those that any rule names, the newest one, pinned ones, and
-    what they need.
-
-    Attributes:
-        keep_last: the newest so many.
-        keep_every: those whose step is a multiple of this.
-        best: the best by metrics: name, how many, and ``"min"`` or ``"max"``.
-    """
-
-    keep_last: int | None = None
-    keep_every: int | None = None
-    best: tuple[tuple[str, int, Literal["min", "max"]], ...] = ()
-
-    def _native(self) -> list[tuple[str, int, bool]]:
-        for _, _, mode in self.best:
-            if mode not in ("min", "max"):
-                raise ValueError(f'best: "min" or "max" expected, not {mode!r}')
-        return [(metric, count, mode == "max") for metric, count, mode in self.best]
 
 
 class CheckpointStore:
@@ -325,7 +267,7 @@ class CheckpointStore:
 
     def _saved(self, done: dict[str, Any]) -> CheckpointEntry:
         report = {**done["report"], "why_base": done["why_base"]}
-        entry = _entry(done["checkpoint"], report)
+        entry = listed(done["checkpoint"], report)
         logger.debug("%s: saved step %d as a %s", self.url, entry.step, entry.kind)
         if self.retention is not None:
             try:
@@ -425,12 +367,12 @@ class CheckpointStore:
             found = self._open("open").latest()
         except NotFoundError:
             return None
-        return None if found is None else _entry(json.loads(found))
+        return None if found is None else listed(json.loads(found))
 
     def list(self) -> Entries:
         """All checkpoints, from the oldest to the newest."""
         try:
-            return [_entry(item) for item in json.loads(self._open("open").list())]
+            return [listed(item) for item in json.loads(self._open("open").list())]
         except NotFoundError:
             return []
 
@@ -489,7 +431,7 @@ class CheckpointStore:
         found = self._find(step)
         tracker = Progress(progress, found.raw_bytes, "rebase")
         try:
-            return _entry(json.loads(self._open("open").rebase(found.id, self._watch(tracker))))
+            return listed(json.loads(self._open("open").rebase(found.id, self._watch(tracker))))
         finally:
             tracker.close()
 
@@ -502,7 +444,7 @@ class CheckpointStore:
 
     def _retain(self, policy: Retention) -> Ids:
         native = self._open("open")
-        best = policy._native()
+        best = policy.native_best()
         return [*native.apply_retention(policy.keep_last, policy.keep_every, best, [])]
 
     def _open(self, mode: str) -> _core.Store:
@@ -596,22 +538,6 @@ def load_checkpoint(
     """Loads a checkpoint from the store at a folder or URL: `CheckpointStore.load_checkpoint`."""
     with CheckpointStore(url, storage_options=storage_options, threads=threads) as store:
         return store.load_checkpoint(step, map_location, keys, **options)
-
-
-def _entry(item: dict[str, Any], report: dict[str, Any] | None = None) -> CheckpointEntry:
-    return CheckpointEntry(
-        step=item["step"],
-        id=item["id"],
-        bytes=item["bytes"],
-        raw_bytes=item["raw_bytes"],
-        kind="base" if item["parent"] is None else "delta",
-        parent=item["parent"],
-        metrics=item["metrics"],
-        tags=item["tags"],
-        pinned=item["pinned"],
-        time=item["time_ms"] / 1000,
-        report=report or {},
-    )
 
 
 def _host_sources(storages: StorageWriter) -> tuple[list[Any], list[_core.TensorSource]]:

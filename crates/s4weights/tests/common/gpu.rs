@@ -19,13 +19,17 @@ pub struct Gpu {
     pub engine: CudaEngine,
 }
 
+/// Whether a missing GPU is a failure.
+pub fn is_required() -> bool {
+    std::env::var("S4_REQUIRE_GPU").is_ok_and(|v| v == "1")
+}
+
 /// A device; `None` where there is none and none is required.
 pub fn gpu() -> Option<Gpu> {
     let cuda = match Cuda::discover() {
         Ok(cuda) => cuda,
         Err(e) => {
-            let required = std::env::var("S4_REQUIRE_GPU").is_ok_and(|v| v == "1");
-            assert!(!required, "a GPU is required: {e}");
+            assert!(!is_required(), "a GPU is required: {e}");
             println!("skipped: no CUDA device");
             return None;
         }
