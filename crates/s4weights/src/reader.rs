@@ -338,13 +338,11 @@ impl Reader {
         if buf.is_empty() {
             return Ok(());
         }
-        let bytes = objects.get_range(number, offset..offset.saturating_add(buf.len() as u64))?;
-        if bytes.len() != buf.len() {
-            let what = format!("{} of {} bytes of object {number}", bytes.len(), buf.len());
-            return Err(s4_format::Error::truncated(what).in_part("object")).at(&self.name);
+        if objects.fill(number, offset, buf)? {
+            return Ok(());
         }
-        buf.copy_from_slice(&bytes);
-        Ok(())
+        let what = format!("object {number} lacks bytes {offset} to {}", offset + buf.len() as u64);
+        Err(s4_format::Error::truncated(what).in_part("object")).at(&self.name)
     }
 
     /// Bytes that one request for chunks should ask for.

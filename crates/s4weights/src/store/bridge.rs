@@ -2,19 +2,18 @@
 //! their own, and any other thread may wait for them.
 
 use std::future::Future;
-use std::ops::Range;
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
-use s4_store::{Attempt, Reading};
+use s4_store::Attempt;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::mpsc::{Receiver, Sender};
 use tokio::task::JoinHandle;
 
 use crate::error::{Error, Result};
-use crate::objects::{ObjectSink, ObjectSource};
+use crate::objects::ObjectSink;
 use crate::options::{Progress, ProgressFn};
 
 /// How often a caller who waits is asked whether to go on.
@@ -211,22 +210,4 @@ pub(crate) async fn upload(
         attempt.put_as(number, kind, bytes).await?;
     }
     Ok(())
-}
-
-/// The data objects of a checkpoint in the store.
-pub(crate) struct StoredObjects {
-    pub(crate) bridge: Bridge,
-    pub(crate) reading: Reading,
-    pub(crate) local: bool,
-}
-
-impl ObjectSource for StoredObjects {
-    fn get_range(&self, number: u32, range: Range<u64>) -> Result<Bytes> {
-        let reading = self.reading.clone();
-        self.bridge.ask(async move { reading.range(number, range).await })
-    }
-
-    fn request_size(&self) -> usize {
-        if self.local { 1 << 20 } else { 8 << 20 }
-    }
 }

@@ -8,7 +8,8 @@ use crate::error::{Error, Result};
 use crate::io::Source;
 use crate::options::ReadOptions;
 use crate::reader::Reader;
-use crate::store::bridge::{Bridge, StoredObjects};
+use crate::store::bridge::Bridge;
+use crate::store::objects::StoredObjects;
 
 /// What opening needs, and keeps alive: cheap to clone.
 #[derive(Clone)]
@@ -63,7 +64,7 @@ impl Opener {
         options: &ReadOptions,
     ) -> Result<Reader> {
         let index = Source::Bytes(reading.manifest().blob.clone());
-        let objects = StoredObjects { bridge: self.bridge.clone(), reading, local: self.local };
+        let objects = StoredObjects::new(self.bridge.clone(), reading, self.local);
         let mut reader = Reader::open_objects(index, Box::new(objects), options.clone())?;
         let target = self.bridge.target();
         reader.name =

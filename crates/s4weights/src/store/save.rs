@@ -3,21 +3,21 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use s4_delta::policy::{Choice, Entry, Next, Policy, Reason};
+use s4_delta::policy::Reason;
 use s4_store::{
-    About, Attempt, Checkpoint, CheckpointId, Conflict, Error as StoreError, Reference, Resolution,
-    Staged, State, Store,
+    About, Attempt, Checkpoint, CheckpointId, Conflict, Error as StoreError, Resolution, Staged,
+    State, Store,
 };
 use tokio::sync::mpsc::channel;
 
 use crate::error::{Error, Result};
 use crate::objects::ObjectOptions;
-use crate::options::{ProgressFn, ReadOptions, WriteOptions};
-use crate::pack::SMALL;
+use crate::options::{ProgressFn, WriteOptions};
 use crate::parent::Parent;
 use crate::report::Report;
+use crate::store::CheckpointStore;
 use crate::store::bridge::{Asker, ChannelSink, upload};
-use crate::store::{CheckpointStore, Last};
+use crate::store::parents::Before;
 use crate::writer::{Contents, TensorSource, Writer, Written};
 
 /// What is saved besides tensors, and how.
@@ -76,12 +76,6 @@ impl std::fmt::Display for WhyBase {
     }
 }
 
-/// The checkpoint that the next one may be a difference from.
-struct Before {
-    reference: Reference,
-    values: Arc<dyn Parent>,
-}
-
 /// A checkpoint that was made ready.
 struct Ready {
     staged: Staged,
@@ -90,9 +84,10 @@ struct Ready {
 }
 
 impl CheckpointStore {
-    /// Saves a checkpoint: it is listed whole, or not at all. It becomes a difference from the one
-    /// that this handle saved last, if that is listed still, or else from the newest one; and a base
-    /// when the policy wants one, or when these values cannot be had.
+    /// Saves a checkpoint: it is listed whole, or not at all. It follows the one that this handle saved
+    /// last, or opened last if it has saved none, or else the newest one, and becomes a difference from
+    /// that one or from one of those which that one needs ([`StoreOptions::max_hops`]); and a base when
+    /// the policy wants one, or when the values for a difference cannot be had.
     ///
     /// # Errors
     /// [`Error::Argument`] for tensors or numbers that cannot be saved, [`Error::Store`] if the store
@@ -104,10 +99,17 @@ impl CheckpointStore {
         tensors: &[TensorSource<'_>],
         options: &SaveOptions<'_>,
     ) -> Result<Saved> {
-        // One save at a time from one handle: each is the next one's parent.
-        let mut last = self.last.lock().unwrap_or_else(|e| e.into_inner());
+        // One save at a time from one handle: each may be the next one's parent.
+        let mut line = self.line.lock().unwrap_or_else(|e| e.into_inner());
         let asker = Asker::new(options.progress.clone());
-        let (mut before, mut why_base) = self.choose(last.as_ref(), tensors, options)?;
+        let chosen = match options.base {
+            true => Err(WhyBase::Asked),
+            false => self.choose(&mut line, tensors)?,
+        };
+        let (mut before, mut why_base) = match chosen {
+            Ok(before) => (Some(before), None),
+            Err(why) => (None, Some(why)),
+        };
         loop {
             let parent = before.take();
             let had_parent = parent.is_some();
@@ -116,8 +118,8 @@ impl CheckpointStore {
                 .and_then(|ready| self.publish(ready));
             match outcome {
                 Ok((mut saved, snapshot)) => {
-                    *last = self.remember(&saved.checkpoint, snapshot, tensors);
-                    drop(last);
+                    self.saved(&mut line, &saved.checkpoint, snapshot, tensors);
+                    drop(line);
                     saved.retired = self.retain(&saved.checkpoint)?;
                     return Ok(saved);
                 }
@@ -128,56 +130,6 @@ impl CheckpointStore {
                 Err(e) => return Err(e),
             }
         }
-    }
-
-    /// The parent's values, or why there is none.
-    fn choose(
-        &self,
-        last: Option<&Last>,
-        tensors: &[TensorSource<'_>],
-        options: &SaveOptions<'_>,
-    ) -> Result<(Option<Before>, Option<WhyBase>)> {
-        if options.base {
-            return Ok((None, Some(WhyBase::Asked)));
-        }
-        let state = self.state()?;
-        let own = last.filter(|l| state.get(l.id).is_some_and(|c| c.reference() == l.reference()));
-        let id = own.map(|l| l.id).or_else(|| state.latest().map(Checkpoint::id));
-        let chain = id.map_or(Ok(vec![]), |id| chain(&state, id)).map_err(|e| self.error(e))?;
-        let policy = Policy {
-            every: self.options.every,
-            max_chain: self.options.max_chain,
-            ..Policy::default()
-        };
-        let sizes: Vec<Entry> = chain.iter().rev().map(sizes).collect();
-        let raw = tensors.iter().map(|t| t.data.len() as u64).sum();
-        if let Choice::Base(reason) = policy.choose(&sizes, Next { raw, changed: 0 }) {
-            return Ok((None, Some(WhyBase::Policy(reason))));
-        }
-        let values = match own.and_then(|l| l.values.clone()) {
-            Some(values) => Ok(values as Arc<dyn Parent>),
-            None => self.read_back(&chain),
-        };
-        let values = match values {
-            Ok(values) => values,
-            Err(Error::Cancelled) => return Err(Error::Cancelled),
-            Err(e) => return Ok((None, Some(WhyBase::Parent(e.to_string())))),
-        };
-        let changed = changed(tensors, &*values);
-        if let Choice::Base(reason) = policy.choose(&sizes, Next { raw, changed }) {
-            return Ok((None, Some(WhyBase::Policy(reason))));
-        }
-        let before = chain.first().map(|c| Before { reference: c.reference(), values });
-        Ok((before, None))
-    }
-
-    fn read_back(&self, chain: &[Checkpoint]) -> Result<Arc<dyn Parent>> {
-        let options = ReadOptions {
-            threads: self.options.threads,
-            simd: self.options.simd,
-            ..ReadOptions::default()
-        };
-        Ok(self.opener.open(chain, &options)?)
     }
 
     /// Encodes and uploads, at the same time.
@@ -199,7 +151,7 @@ impl CheckpointStore {
             let done = upload(&mut attempt, receiver).await;
             (attempt, done)
         })?;
-        let reference = before.as_ref().map(|b| b.reference);
+        let parent = before.as_ref().map(|b| (b.reference, b.number));
         let sink = ChannelSink { bridge: bridge.clone(), asker: asker.clone(), sender };
         let written = self.encode(tensors, options, asker, sink, before.map(|b| b.values));
         let written = match written {
@@ -214,9 +166,11 @@ impl CheckpointStore {
             }
         };
         let delta = written.snapshot.depth() > 1;
+        let parent = parent.filter(|_| delta);
         let about = About {
             step,
-            parent: reference.filter(|_| delta),
+            parent: parent.map(|(reference, _)| reference),
+            since_base: parent.map_or(0, |(_, number)| number),
             replaces: None,
             raw_len: written.report.bytes_in,
             metrics: options.metrics.clone(),
@@ -341,20 +295,6 @@ async fn committed(store: &Store, id: CheckpointId) -> s4_store::Result<Checkpoi
 /// A checkpoint and what it needs, its base last.
 pub(crate) fn chain(state: &State, id: CheckpointId) -> s4_store::Result<Vec<Checkpoint>> {
     Ok(state.chain(id)?.into_iter().cloned().collect())
-}
-
-fn sizes(c: &Checkpoint) -> Entry {
-    Entry { stored: c.about.data_len.saturating_add(c.about.manifest_len), raw: c.about.raw_len }
-}
-
-/// Bytes of tensors that have no counterpart. Small ones share chunks and are never differences.
-fn changed(tensors: &[TensorSource<'_>], parent: &dyn Parent) -> u64 {
-    let is_new = |t: &&TensorSource<'_>| {
-        let there = parent.find(t.name);
-        let large = t.data.len() as u64 / t.dtype.value_width() as u64 >= SMALL;
-        large && there.is_none_or(|p| p.dtype != t.dtype || p.shape != t.shape)
-    };
-    tensors.iter().filter(is_new).map(|t| t.data.len() as u64).sum()
 }
 
 /// Whether an error is about the parent, so that a base would not meet it.

@@ -5,3 +5,4 @@
 mod damage;
 mod life;
 mod run;
+mod tree;
