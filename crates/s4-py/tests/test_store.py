@@ -92,7 +92,7 @@ def test_a_run_comes_back_bit_for_bit(place: dict[str, Any]) -> None:
         assert store.latest() == 40
     with CheckpointStore(**place) as store:
         entries = store.list()
-        assert entries[2].parent == entries[0].id and entries[0].parent is None
+        assert entries[2].parent == entries[1].id and entries[0].parent is None
         assert [entry.since_base for entry in entries] == [0, 1, 2, 0, 1]
         assert entries[1].bytes < entries[0].bytes < entries[0].raw_bytes
         assert entries[1].metrics == {"loss": 10 / 7} and entries[1].tags == {"by": "test"}

@@ -43,9 +43,9 @@ class CheckpointStore(Catalog):
         retention: what stays listed after each save; ``None``: everything. An integer stands for
             ``Retention(keep_last=...)``.
         max_chain: most checkpoints that share one base, itself counted (16); 1 for bases only.
-        max_hops: most differences that restoring one reads besides its base (2). Each takes about
-            as long as the base. Fewer make larger differences: with 1 all are from the base, with
-            ``max_chain - 1`` each is from the checkpoint before.
+        max_hops: most differences that restoring one reads besides its base (2). Each takes as long
+            as the base, or up to twice as long. Fewer make larger differences: with 1 all are from
+            the base, with ``max_chain - 1`` each is from the checkpoint before.
         preset: ``"fast"``, ``"balanced"`` or ``"small"``.
         storage_options: settings of the object store, such as ``{"region": "eu-west-1"}``.
         threads: native threads; ``None`` means one for each core.

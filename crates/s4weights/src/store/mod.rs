@@ -60,7 +60,8 @@ use parents::Line;
 /// Checkpoints that share a base, unless told.
 pub const DEFAULT_STORE_CHAIN: u32 = 16;
 
-/// Differences that a restore reads, unless told. Each costs about what the base does.
+/// Differences that a restore reads, unless told. Each takes about as long as the base (float32), or up
+/// to twice as long (bfloat16, saved at every step): `docs/store.md` has figures.
 pub const DEFAULT_STORE_HOPS: u32 = 2;
 
 /// Checkpoints that may share a base.
