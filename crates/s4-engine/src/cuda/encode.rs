@@ -48,7 +48,7 @@ struct Group {
     slot: usize,
     jobs: Vec<Job>,
     /// Chunks of each route.
-    routes: [u32; 3],
+    routes: [u32; 4],
     /// Bytes of frames at most; the values of the CPU's chunks follow.
     capacity: u64,
     /// Sets of tables, in the order in which they lie behind the descriptors, by tensor.
@@ -165,7 +165,7 @@ impl<'a> Lane<'a> {
     fn cut(&mut self, slot: usize) -> Group {
         let sizes = self.session.worker.sizes;
         let mut group =
-            Group { slot, jobs: vec![], routes: [0; 3], capacity: 0, tables: vec![], sent: false };
+            Group { slot, jobs: vec![], routes: [0; 4], capacity: 0, tables: vec![], sent: false };
         let mut used = Room { meta: TOTAL + SPAN + 16, ..Room::default() };
         while let Some(job) = self.job() {
             let new_tables = job.route.is_some()
@@ -407,7 +407,8 @@ impl<'a> Lane<'a> {
 
 /// Gives each chunk of a group its place: in the batch, which is sorted by route, or behind the frames.
 fn place(group: &mut Group) {
-    let mut next = [0, group.routes[0], group.routes[0] + group.routes[1]];
+    let [a, b, c, _] = group.routes;
+    let mut next = [0, a, a + b, a + b + c];
     let mut behind = group.capacity;
     for job in &mut group.jobs {
         match job.route {
