@@ -1,7 +1,6 @@
 //! The values that differences are taken from, on their way to the device.
 
-use std::borrow::Cow;
-
+use bytes::Bytes;
 use s4_codec_gpu::abi::{self, DecodeChunk, Route, SharedTable};
 use s4_codec_gpu::{DecodeBatch, GpuError};
 use s4_format::layout::MAX_PLANES;
@@ -29,6 +28,12 @@ pub trait ParentValues<E> {
     /// # Errors
     /// What keeps them from being had.
     fn get(&self, chunks: &[(usize, u64)]) -> Result<Vec<ParentChunk<'_>>, E>;
+
+    /// Copies bytes into pinned memory, each into its place of the same length: for callers that have
+    /// threads.
+    fn copy(&self, parts: Vec<(&mut [u8], Bytes)>) {
+        parts.into_iter().for_each(|(to, bytes)| to.copy_from_slice(&bytes));
+    }
 }
 
 /// How much a [`ParentChunk`] is.
@@ -46,7 +51,7 @@ pub enum ParentChunk<'a> {
     /// In the memory of the chunk's device.
     Device(DeviceMemory),
     /// In the memory of the host.
-    Host(Cow<'a, [u8]>),
+    Host(Bytes),
     /// What they are decoded from: the first frame by itself, each other one as the difference from
     /// what was decoded before.
     Frames(Vec<ParentFrame<'a>>),
@@ -60,7 +65,7 @@ pub struct ParentFrame<'a> {
     /// Its record.
     pub record: ChunkRecord,
     /// The frame.
-    pub bytes: Cow<'a, [u8]>,
+    pub bytes: Bytes,
 }
 
 impl ParentFrame<'_> {
@@ -100,7 +105,8 @@ pub(super) fn decode_frames(
     for f in frames {
         let mut to = vec![0; bytes];
         let below = values.as_deref().filter(|_| f.is_delta());
-        cpu.decode_chunk_from(&f.spec, chunk, &f.record, &f.bytes, below, scratch, &mut to)?;
+        cpu.decode_chunk_from(&f.spec, chunk, &f.record, &f.bytes, below, scratch, &mut to)
+            .map_err(|e| e.in_part("parent"))?;
         values = Some(to);
     }
     values.ok_or_else(|| Error::corrupt("a parent without a frame").in_chunk(chunk))

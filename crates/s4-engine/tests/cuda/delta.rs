@@ -1,8 +1,7 @@
 //! Differences from a parent: the CPU's plans and frames, wherever the parent's values are, and chains
 //! of them decoded where they belong.
 
-use std::borrow::Cow;
-
+use bytes::Bytes;
 use s4_engine::cuda::{
     CudaEngine, CudaError, CudaOptions, DeviceMemory, DeviceTensor, GpuError, ParentChunk,
     ParentFrame, ParentSize, ParentValues, Piece,
@@ -133,11 +132,15 @@ impl<'a> Parents<'a> {
         let line = &self.lines[tensor];
         let frame = |step: usize| {
             let (host, e) = (&line.steps[step], &line.coded[step]);
-            let mut bytes = Cow::Borrowed(&e.chunks[chunk as usize].1[..]);
+            let mut bytes = e.chunks[chunk as usize].1.clone();
             if self.damaged == Some(tensor) {
-                bytes.to_mut()[9] ^= 4;
+                bytes[9] ^= 4;
             }
-            ParentFrame { spec: e.spec(host), record: e.record(chunk as usize), bytes }
+            ParentFrame {
+                spec: e.spec(host),
+                record: e.record(chunk as usize),
+                bytes: bytes.into(),
+            }
         };
         line.levels(line.steps.len() - 2, chunk as usize).into_iter().map(frame).collect()
     }
@@ -171,7 +174,7 @@ impl ParentValues<CudaError> for Parents<'_> {
                 }
                 Given::Host => {
                     let part = &data[first as usize..(first + len) as usize];
-                    ParentChunk::Host(Cow::Borrowed(part))
+                    ParentChunk::Host(Bytes::copy_from_slice(part))
                 }
                 Given::Frames => ParentChunk::Frames(self.frames(tensor, chunk)),
             })
@@ -438,7 +441,7 @@ fn parents_that_are_damaged_or_missing_are_errors() {
             ParentSize { bytes: 10, frames: 0 }
         }
         fn get(&self, chunks: &[(usize, u64)]) -> Result<Vec<ParentChunk<'_>>, CudaError> {
-            Ok(chunks.iter().map(|_| ParentChunk::Host(Cow::Borrowed(&[0; 10]))).collect())
+            Ok(chunks.iter().map(|_| ParentChunk::Host(Bytes::from_static(&[0; 10]))).collect())
         }
     }
     let short = engine.encode_from::<CudaError>(&tensors, &plans, &Short, |_| Ok(()));

@@ -1,7 +1,6 @@
 //! What the differences of a group are taken from, brought to the device in front of them.
 
-use std::borrow::Cow;
-
+use bytes::Bytes;
 use s4_codec_gpu::abi::status;
 use s4_codec_gpu::{DecodeBatch, GpuError};
 use s4_format::limits::ALIGN;
@@ -44,14 +43,16 @@ impl Lane<'_> {
             let what = format!("{} parents for {} chunks", chunks.len(), wanted.len());
             return Err(CudaError::from(GpuError::Argument(what)).into());
         }
-        Ok(self.upload(group, wanted.into_iter().zip(chunks))?)
+        let incoming = self.place(group, wanted.into_iter().zip(chunks))?;
+        Ok(self.upload(group, incoming, |parts| parents.copy(parts))?)
     }
 
-    fn upload<'p>(
+    /// Gives each parent its place.
+    fn place<'p>(
         &mut self,
         group: &mut Group,
         parents: impl Iterator<Item = (usize, ParentChunk<'p>)>,
-    ) -> Result<Option<Decoding>> {
+    ) -> Result<Incoming> {
         let start = self.session.frames(group.slot);
         let mut incoming = Incoming {
             bytes: vec![],
@@ -69,25 +70,40 @@ impl Lane<'_> {
                 ParentChunk::Frames(frames) => {
                     let said = parent::size(&frames);
                     let here = !self.on_device(said, job.bytes);
-                    match incoming.frames(number, &job, frames, here) {
-                        Ok(address) => address,
-                        Err(frames) => {
-                            let values = self.decode_frames(&job, &frames)?;
-                            incoming.values(Cow::Owned(values))?
-                        }
+                    match incoming.frames(number, &job, &frames, here) {
+                        Some(address) => address,
+                        None => incoming.values(self.decode_frames(&job, &frames)?.into())?,
                     }
                 }
             };
         }
+        Ok(incoming)
+    }
+
+    /// Copies what was placed to the device.
+    fn upload(
+        &mut self,
+        group: &mut Group,
+        incoming: Incoming,
+        copy: impl FnOnce(Vec<(&mut [u8], Bytes)>),
+    ) -> Result<Option<Decoding>> {
+        let start = self.session.frames(group.slot);
         let worker = &self.session.worker;
         let slot = &worker.slots[group.slot];
         let len = (incoming.end - start) as usize;
         // SAFETY: all of the slot's frames were handed on: nothing else uses it.
-        let to = unsafe { slot.pinned.slice_mut(0, len) };
-        for (address, bytes) in &incoming.bytes {
-            let at = (address - start) as usize;
-            to[at..at + bytes.len()].copy_from_slice(bytes);
+        let mut rest = unsafe { slot.pinned.slice_mut(0, len) };
+        let mut parts = Vec::with_capacity(incoming.bytes.len());
+        let mut at = start;
+        for (address, bytes) in incoming.bytes {
+            // They lie in the order in which they were placed.
+            let (to, behind) =
+                rest.split_at_mut((address - at) as usize).1.split_at_mut(bytes.len());
+            at = address + bytes.len() as u64;
+            rest = behind;
+            parts.push((to, bytes));
         }
+        copy(parts);
         // SAFETY: as above; the slot's memory on the device is idle, too.
         unsafe { worker.up.copy_to_device(&slot.pinned, 0, len, start) }?;
         slot.arrived.record(&worker.up)?;
@@ -146,7 +162,7 @@ impl Lane<'_> {
         })?;
         parent::check(&found, self.session.worker.device.ordinal(), job.bytes)?;
         match found {
-            ParentChunk::Host(values) => Ok(values.into_owned()),
+            ParentChunk::Host(values) => Ok(values.into()),
             ParentChunk::Device(memory) => {
                 let mut values = vec![];
                 self.copy_here(memory.address(), job.bytes as usize, &mut values)?;
@@ -169,17 +185,17 @@ impl Lane<'_> {
 }
 
 /// What goes to a slot's memory on the device.
-struct Incoming<'p> {
-    /// Each with its address.
-    bytes: Vec<(u64, Cow<'p, [u8]>)>,
+struct Incoming {
+    /// Each with its address, in ascending order.
+    bytes: Vec<(u64, Bytes)>,
     levels: Levels,
     end: u64,
     most: u64,
 }
 
-impl<'p> Incoming<'p> {
+impl Incoming {
     /// Adds values; gives their address.
-    fn values(&mut self, values: Cow<'p, [u8]>) -> Result<u64> {
+    fn values(&mut self, values: Bytes) -> Result<u64> {
         let at = self.end;
         self.end =
             after(at, values.len()).filter(|&end| end <= self.most).ok_or_else(more_than_said)?;
@@ -187,18 +203,18 @@ impl<'p> Incoming<'p> {
         Ok(at)
     }
 
-    /// Adds frames; gives the address of the values that they become. The frames come back if the
-    /// CPU is to decode them, for one because the caller wants that.
+    /// Adds frames; gives the address of the values that they become. `None`: the CPU is to decode
+    /// them, for one because the caller wants that.
     fn frames(
         &mut self,
         number: usize,
         job: &Job,
-        frames: Vec<ParentFrame<'p>>,
+        frames: &[ParentFrame<'_>],
         here: bool,
-    ) -> std::result::Result<u64, Vec<ParentFrame<'p>>> {
+    ) -> Option<u64> {
         let mut end = self.end;
         let mut at = vec![];
-        for f in &frames {
+        for f in frames {
             at.push(end);
             end = after(end, f.bytes.len()).unwrap_or(u64::MAX);
         }
@@ -209,12 +225,12 @@ impl<'p> Incoming<'p> {
             scratch: job.scratch + job.bytes.next_multiple_of(ALIGN as u64),
             bytes: job.bytes,
         };
-        if here || end > self.most || !self.levels.add(&target, &frames, &at) {
-            return Err(frames);
+        if here || end > self.most || !self.levels.add(&target, frames, &at) {
+            return None;
         }
         self.end = end;
-        self.bytes.extend(at.into_iter().zip(frames.into_iter().map(|f| f.bytes)));
-        Ok(target.values)
+        self.bytes.extend(at.into_iter().zip(frames.iter().map(|f| f.bytes.clone())));
+        Some(target.values)
     }
 }
 
