@@ -8,6 +8,7 @@
 #include "composed.cuh"
 #include "crc32c.cuh"
 #include "fused.cuh"
+#include "residual.cuh"
 
 namespace s4 {
 
@@ -105,6 +106,11 @@ s4_encode_fused_w4(const EncodeChunk* chunks, EncodeResult* results) {
 __global__ void __launch_bounds__(kComposedThreads)
 s4_encode_composed(const EncodeChunk* chunks, EncodeResult* results) {
   encode_composed(chunks[blockIdx.x], results[blockIdx.x]);
+}
+
+__global__ void __launch_bounds__(kComposedThreads)
+s4_encode_residual(const EncodeChunk* chunks, EncodeResult* results) {
+  encode_residual(chunks[blockIdx.x], results[blockIdx.x]);
 }
 
 __global__ void __launch_bounds__(kOffsetsThreads)

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
 
+use bytes::Bytes;
 use s4_engine::{CpuEngine, TensorSpec};
 use s4_format::file::{self, FOOTER_LEN, Footer, HEADER_LEN};
 use s4_format::index::{self, Tensor, TensorKind, chunk_count};
@@ -339,12 +340,35 @@ impl Reader {
             return Ok(());
         }
         let bytes = objects.get_range(number, offset..offset.saturating_add(buf.len() as u64))?;
-        if bytes.len() != buf.len() {
-            let what = format!("{} of {} bytes of object {number}", bytes.len(), buf.len());
-            return Err(s4_format::Error::truncated(what).in_part("object")).at(&self.name);
-        }
-        buf.copy_from_slice(&bytes);
+        buf.copy_from_slice(&self.whole(number, bytes, buf.len())?);
         Ok(())
+    }
+
+    /// The frame of a chunk: where objects are in memory, a part of theirs.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn frame(&self, record: &ChunkRecord) -> Result<Bytes> {
+        let (number, len) = (record.object, u64::from(record.len));
+        let object = self.manifest.objects.get(number as usize).filter(|o| o.name.is_some());
+        match (object, &self.objects) {
+            (Some(_), Some(objects)) if len > 0 => {
+                let bytes = objects.get_range(number, record.offset..record.offset + len)?;
+                self.whole(number, bytes, record.len as usize)
+            }
+            _ => {
+                let mut bytes = self.buffer(len)?;
+                self.read_object(number, record.offset, &mut bytes)?;
+                Ok(bytes.into())
+            }
+        }
+    }
+
+    /// Refuses a part of what was asked for.
+    fn whole(&self, number: u32, bytes: Bytes, len: usize) -> Result<Bytes> {
+        if bytes.len() == len {
+            return Ok(bytes);
+        }
+        let what = format!("{} of {len} bytes of object {number}", bytes.len());
+        Err(s4_format::Error::truncated(what).in_part("object")).at(&self.name)
     }
 
     /// Bytes that one request for chunks should ask for.

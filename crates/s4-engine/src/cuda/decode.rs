@@ -1,13 +1,13 @@
 //! Frames from pinned memory into device memory.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::atomic::Ordering;
 
 use s4_codec_gpu::abi::{self, COPY_SPAN_BYTES, CopySpan, DecodeChunk, SharedTable, status};
 use s4_codec_gpu::{DecodeBatch, GpuError, Pinned};
-use s4_format::ChunkRecord;
 use s4_format::layout::MAX_PLANES;
 use s4_format::limits::ALIGN;
+use s4_format::{ChunkRecord, PredictorId};
 
 use super::Host;
 use super::error::{CudaError, Of, Result};
@@ -40,8 +40,16 @@ pub struct DecodeJob<'a> {
     pub at: usize,
     /// Bytes of its values.
     pub bytes: u64,
-    /// Which of them are wanted, and where: all on one device, without overlap.
+    /// Which of them are wanted, and where: all on one device, without overlap. Of a difference from a
+    /// parent that is one piece, the whole chunk; the parent's values lie there, or are put there by
+    /// earlier calls.
     pub pieces: Vec<Piece>,
+}
+
+impl DecodeJob<'_> {
+    fn is_delta(&self) -> bool {
+        self.spec.plan.predictor == PredictorId::PARENT && !self.record.plain
+    }
 }
 
 /// Decodes what it is given, several groups of frames at a time.
@@ -112,8 +120,29 @@ impl<'s, 'a> Decoder<'s, 'a> {
         })
     }
 
+    /// Waits for all that was pushed, and gives the tensors, by number, that hold differences which the
+    /// kernels did not decode: their memory holds anything now, and the caller decodes them another
+    /// way, which also says what is wrong.
+    ///
+    /// # Errors
+    /// As [`Decoder::push`].
+    pub fn undone(&mut self) -> Result<Vec<usize>> {
+        let mut all = BTreeSet::new();
+        for lane in self.lanes.values_mut() {
+            lane.finish()?;
+            all.append(&mut lane.undone);
+        }
+        Ok(all.into_iter().collect())
+    }
+
     pub(super) fn finish(&mut self) -> Result<()> {
-        self.lanes.values_mut().try_for_each(Lane::finish)
+        match self.undone()?.first() {
+            None => Ok(()),
+            Some(&tensor) => {
+                let what = "differences that the device does not decode";
+                Err(s4_format::Error::unsupported(what)).of(tensor)
+            }
+        }
     }
 }
 
@@ -135,7 +164,10 @@ fn check(ordinal: u32, len: usize, room: usize, jobs: &[DecodeJob<'_>]) -> Resul
             p.from.checked_add(p.to.bytes()).is_some_and(|end| end <= job.bytes)
                 && p.to.ordinal() == ordinal
         };
-        let whole = job.bytes.is_multiple_of(width) && job.bytes <= abi::MAX_DECODE_BYTES;
+        let all = matches!(&job.pieces[..], [p] if p.to.bytes() == job.bytes);
+        let whole = job.bytes.is_multiple_of(width)
+            && job.bytes <= abi::MAX_DECODE_BYTES
+            && (all || !job.is_delta());
         if !whole || !job.pieces.iter().all(inside) {
             let what = format!("pieces of a chunk of {} bytes for device {ordinal}", job.bytes);
             return Err(GpuError::Argument(what).into());
@@ -183,12 +215,15 @@ struct Lane<'s, 'a> {
     next: usize,
     scratch: Scratch,
     bounce: Option<Pinned>,
+    /// Tensors with differences that are to be decoded another way.
+    undone: BTreeSet<usize>,
 }
 
 impl<'s, 'a> Lane<'s, 'a> {
     fn new(session: Session<'s>, host: &'s Host) -> Self {
         let busy = (0..SLOTS).map(|_| None).collect();
-        Self { session, host, busy, next: 0, scratch: Scratch::default(), bounce: None }
+        let (scratch, bounce, undone) = Default::default();
+        Self { session, host, busy, next: 0, scratch, bounce, undone }
     }
 
     /// A slot that is not in use, once what used it is done and found good.
@@ -230,8 +265,12 @@ impl<'s, 'a> Lane<'s, 'a> {
         let mut batch = Batch::default();
         let mut here = vec![];
         for number in 0..busy.jobs.len() {
-            if !self.add(slot, number, &mut busy, &mut batch)? {
-                here.push(number);
+            if self.add(slot, number, &mut busy, &mut batch)? {
+                continue;
+            }
+            match &busy.jobs[number] {
+                job if job.is_delta() => drop(self.undone.insert(job.tensor)),
+                _ => here.push(number),
             }
         }
         self.flush(slot, &mut busy, &mut batch)?;
@@ -287,6 +326,7 @@ impl<'s, 'a> Lane<'s, 'a> {
         chunk.frame = self.session.frames(slot) + job.at as u64;
         chunk.scratch = scratch;
         chunk.values = if direct { job.pieces[0].to.address() } else { scratch + own };
+        chunk.parent = if chunk.residual == 0 { 0 } else { chunk.values };
         chunk.tables = match busy.tables.get(&job.tensor) {
             Some(known) => known.unwrap_or(0),
             None => {
@@ -382,8 +422,13 @@ impl<'s, 'a> Lane<'s, 'a> {
                 continue;
             }
             chunks.refused.fetch_add(1, Ordering::Relaxed);
-            // The CPU says what is wrong, or can do what the kernels cannot.
             let job = &busy.jobs[number];
+            if job.is_delta() {
+                // What it is to be a difference from may be gone.
+                self.undone.insert(job.tensor);
+                continue;
+            }
+            // The CPU says what is wrong, or can do what the kernels cannot.
             self.decode_here(slot, job)?;
             if matches!(found, status::FRAME_CHECKSUM | status::VALUE_CHECKSUM) {
                 let what = "the device found a wrong checksum where the CPU found a right one";

@@ -6,7 +6,7 @@
 //! memory. It keeps within a budget of device memory and one of pinned memory.
 //!
 //! What the kernels lack (`zstd`, `token`) is copied to the host and done by the CPU engine: the same
-//! bytes. What is deliberately absent: plans with predictors, threads, where frames are kept.
+//! bytes. What is deliberately absent: predictors but the parent, threads, where frames are kept.
 
 mod copies;
 mod decode;
@@ -14,6 +14,7 @@ mod encode;
 mod error;
 mod fetch;
 pub(crate) mod nvcomp;
+mod parent;
 mod route;
 mod tensor;
 mod worker;
@@ -30,11 +31,13 @@ pub use copies::CodedTensor;
 pub use decode::{DecodeJob, Decoder, Piece};
 pub use encode::DeviceFrame;
 pub use error::{CudaError, Result};
+pub use parent::{ParentChunk, ParentFrame, ParentSize, ParentValues};
 pub use tensor::{DeviceMemory, DeviceTensor};
 
-use crate::{CpuEngine, Preset, Scratch, TensorPlan, planner};
+use crate::{CpuEngine, ParentSample, Preset, Scratch, TensorPlan, planner};
 use encode::Lane;
 use error::Of;
+use parent::NoParents;
 use worker::{Session, Worker};
 
 /// How much memory the engine may take.
@@ -165,13 +168,31 @@ impl CudaEngine {
         tensors: &[DeviceTensor<'_>],
         sink: impl FnMut(&[(usize, &[u8])]) -> Result<(), E>,
     ) -> Result<(), E> {
-        let runs = tensors.iter().map(|t| {
+        self.samples_from(tensors, &[], sink)
+    }
+
+    /// As [`CudaEngine::samples`], where some tensors may become differences from a parent: those that
+    /// `differences` marks, by number. Theirs are planned with [`CudaEngine::plan_difference`].
+    ///
+    /// # Errors
+    /// As [`CudaEngine::samples`].
+    pub fn samples_from<E: From<CudaError>>(
+        &self,
+        tensors: &[DeviceTensor<'_>],
+        differences: &[bool],
+        sink: impl FnMut(&[(usize, &[u8])]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let runs = tensors.iter().enumerate().map(|(i, t)| {
             let width = t.dtype.value_width() as u64;
-            let runs = planner::sampled_runs(t.memory.bytes() / width);
+            let values = t.memory.bytes() / width;
+            let mut runs: Vec<_> = planner::sampled_runs(values).collect();
+            if differences.get(i) == Some(&true) {
+                runs.extend(planner::parent_probes(t.dtype, values));
+            }
             let part = |run: std::ops::Range<u64>| {
                 t.memory.part(run.start * width, (run.end - run.start) * width)
             };
-            runs.map(part).collect::<Result<Vec<_>, GpuError>>()
+            runs.into_iter().map(part).collect::<Result<Vec<_>, GpuError>>()
         });
         let runs = runs.collect::<Result<Vec<_>, _>>().map_err(CudaError::from)?;
         self.fetch(&runs, sink)
@@ -191,6 +212,33 @@ impl CudaEngine {
     ) -> s4_format::Result<TensorPlan> {
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
         self.host.cpu.plan_sample(preset, dtype, bytes, sample, scratch)
+    }
+
+    /// As [`CudaEngine::plan_sample`], for a tensor that may become the difference from its parent:
+    /// the plan that [`CpuEngine::plan_from`] chooses.
+    ///
+    /// # Errors
+    /// Errors of a codec; `Corrupt` if the parent's sample has another size.
+    pub fn plan_difference(
+        &self,
+        preset: Preset,
+        (dtype, bytes): (DType, u64),
+        sample: &[u8],
+        parent: &ParentSample<'_>,
+        scratch: &mut Scratch,
+    ) -> s4_format::Result<TensorPlan> {
+        // Both samples lie one behind the other.
+        let width = dtype.value_width() as u64;
+        let probes = planner::parent_probes(dtype, bytes / width);
+        let probed = probes.iter().map(|r| (r.end - r.start) * width).sum::<u64>();
+        let at = (sample.len() as u64).saturating_sub(probed) as usize;
+        let (direct, probes) = sample.split_at(at);
+        let plan = |scratch: &mut Scratch| self.plan_sample(preset, dtype, bytes, direct, scratch);
+        if preset == Preset::Nvcomp {
+            return plan(scratch);
+        }
+        let len = usize::try_from(bytes).unwrap_or(usize::MAX);
+        self.host.cpu.plan_difference(dtype, len, probes.to_vec(), parent, scratch, plan)
     }
 
     /// Copies values to the host: for each item, in order, its number and the bytes of its parts one
@@ -216,30 +264,49 @@ impl CudaEngine {
     /// and chunks; when it returns an error the work ends with that error.
     ///
     /// # Errors
-    /// `Gpu`: memory that is no device's, budgets, the driver. `Format`: a plan with a predictor,
-    /// values that do not fill the shape. Those of `sink`.
+    /// `Gpu`: memory that is no device's, budgets, the driver. `Format`: a plan with a predictor, values
+    /// that do not fill the shape. Those of `sink`.
     pub fn encode<E: From<CudaError>>(
         &self,
         tensors: &[DeviceTensor<'_>],
         plans: &[TensorPlan],
+        sink: impl FnMut(DeviceFrame<'_>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.encode_from(tensors, plans, &NoParents, sink)
+    }
+
+    /// As [`CudaEngine::encode`], where some tensors are differences from a parent, as their plans
+    /// say. The parents' values are brought to the device in front of each group of chunks, and are
+    /// decoded there if frames are given.
+    ///
+    /// # Errors
+    /// As [`CudaEngine::encode`]; `Gpu` of type `Argument` for parents of another size than their
+    /// chunks; those of `parents`.
+    pub fn encode_from<E: From<CudaError>>(
+        &self,
+        tensors: &[DeviceTensor<'_>],
+        plans: &[TensorPlan],
+        parents: &dyn ParentValues<E>,
         mut sink: impl FnMut(DeviceFrame<'_>) -> Result<(), E>,
     ) -> Result<(), E> {
         check(tensors, plans)?;
+        let given = parents.memory();
         let workers = self.workers(tensors.iter().map(|t| t.memory.ordinal()))?;
         let mut lanes = BTreeMap::new();
         for (ordinal, _) in &workers.0 {
-            let own = tensors.iter().map(|t| t.memory).filter(|m| m.ordinal() == *ordinal);
+            let all = tensors.iter().map(|t| t.memory).chain(given.iter().copied());
+            let own = all.filter(|m| m.ordinal() == *ordinal);
             if let Some(session) = self.session(&workers, *ordinal, own)? {
                 lanes.insert(*ordinal, Lane::new(session, &self.host, tensors, plans));
             }
         }
         // All devices begin before the first chunk is waited for.
-        lanes.values_mut().try_for_each(Lane::launch)?;
+        lanes.values_mut().try_for_each(|lane| lane.launch(parents))?;
         for (tensor, plan) in tensors.iter().zip(plans) {
             let values = tensor.memory.bytes() / tensor.dtype.value_width() as u64;
             for _ in 0..s4_format::index::chunk_count(values, plan.chunk_log2) {
                 let Some(lane) = lanes.get_mut(&tensor.memory.ordinal()) else { continue };
-                if let Some(frame) = lane.next()? {
+                if let Some(frame) = lane.next(parents)? {
                     sink(frame)?;
                 }
             }
@@ -321,7 +388,7 @@ fn check(tensors: &[DeviceTensor<'_>], plans: &[TensorPlan]) -> Result<()> {
             );
             return Err(s4_format::Error::limit(what)).of(i);
         }
-        if plan.plan.predictor != PredictorId::NONE {
+        if ![PredictorId::NONE, PredictorId::PARENT].contains(&plan.plan.predictor) {
             let what = format!("predictor `{}` in the CUDA engine", plan.plan.predictor);
             return Err(s4_format::Error::unsupported(what)).of(i);
         }

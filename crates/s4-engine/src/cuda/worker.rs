@@ -64,6 +64,8 @@ pub(super) struct Slot {
     pub(super) worked: Event,
     /// The copies are done.
     pub(super) copied: Event,
+    /// What the kernels are to work on, besides the caller's values, has arrived.
+    pub(super) arrived: Event,
 }
 
 /// A device with the streams and the pinned ring that the engine keeps.
@@ -71,6 +73,8 @@ pub(super) struct Worker {
     pub(super) device: Arc<Device>,
     pub(super) compute: Arc<Stream>,
     pub(super) copy: Arc<Stream>,
+    /// Copies to the device while `copy` copies from it: the link carries both at once.
+    pub(super) up: Arc<Stream>,
     pub(super) pool: Arc<Pool>,
     pub(super) sizes: Sizes,
     pub(super) slots: Vec<Slot>,
@@ -85,12 +89,14 @@ impl Worker {
                 pinned: Pinned::new(&device, bytes)?,
                 worked: Event::new(&device)?,
                 copied: Event::new(&device)?,
+                arrived: Event::new(&device)?,
             })
         };
         Ok(Self {
             slots: (0..SLOTS).map(slot).collect::<Result<_>>()?,
             compute: Arc::new(Stream::new(&device)?),
             copy: Arc::new(Stream::new(&device)?),
+            up: Arc::new(Stream::new(&device)?),
             pool: Pool::new(&device, scratch)?,
             sizes,
             device,
@@ -129,6 +135,7 @@ impl<'a> Session<'a> {
         }
         // The arena was allocated in the order of `compute`.
         copy.wait_for(compute)?;
+        session.worker.up.wait_for(compute)?;
         Ok(session)
     }
 
@@ -157,10 +164,10 @@ impl<'a> Session<'a> {
 
 impl Drop for Session<'_> {
     fn drop(&mut self) {
-        let Worker { compute, copy, pool, .. } = &*self.worker;
+        let Worker { compute, copy, up, pool, .. } = &*self.worker;
         // Nothing may be under way on memory that goes away. An error was reported before, or is of
         // a device that is gone.
-        let _ = compute.synchronize().and(copy.synchronize());
+        let _ = compute.synchronize().and(copy.synchronize()).and(up.synchronize());
         self.arena = None;
         let _ = compute.synchronize().and(pool.trim());
     }

@@ -2,19 +2,21 @@
 
 use std::sync::Mutex;
 
+use rayon::ThreadPool;
 use rayon::prelude::*;
-use s4_engine::cuda::{CudaEngine, DeviceMemory, DeviceTensor};
+use s4_engine::cuda::{CudaEngine, DeviceFrame, DeviceMemory, DeviceTensor};
 use s4_engine::{Preset, Scratch, TensorPlan, TensorView};
 use s4_format::DType;
 
 use super::Failure;
+use super::parents::Parents;
 use crate::error::{At, Result};
 use crate::options::{Meter, thread_count};
 use crate::output::check_groups;
 use crate::pack::SMALL;
 use crate::parallel::pool;
 use crate::pipeline::{ChunkOf, Coded, Large};
-use crate::writer::{TensorSource, Writer};
+use crate::writer::Writer;
 
 /// A tensor in device memory, to be written.
 #[derive(Debug, Clone, Copy)]
@@ -82,8 +84,7 @@ struct Registered<'a> {
 
 impl Writer {
     /// Writes tensors of CUDA devices, as [`Writer::write_grouped`] writes those of the host: the same
-    /// bytes. Values are encoded where they are. Calls of both kinds may follow each other. Tensors are
-    /// stored by themselves, also where there is a parent. (Preset `nvcomp` splits values on the host:
+    /// bytes. Values are encoded where they are. Calls of both kinds may follow each other. (Preset `nvcomp` splits values on the host:
     /// they are copied there first, and their planes come back to be coded.)
     ///
     /// # Errors
@@ -100,7 +101,7 @@ impl Writer {
 
     /// Writes tensors of the host and of devices: the bytes that one call of
     /// [`Writer::write_grouped`] writes for the same values in the same order. Values on devices are
-    /// encoded there and stored by themselves, also where there is a parent.
+    /// encoded there: as differences, too, for which the parent's values are brought there.
     ///
     /// # Errors
     /// As [`Writer::write_grouped`]; `Device`.
@@ -179,7 +180,7 @@ impl Writer {
         for Registered { group, source: PlacedSource { name, dtype, shape, place }, .. } in large {
             if let Place::Host(data) = *place {
                 let (name, dtype, shape) = (*name, *dtype, *shape);
-                let parent = self.parent_of(&TensorSource { name, dtype, shape, data });
+                let parent = self.parent_of(name, dtype, shape);
                 let view = TensorView { dtype, shape, data };
                 list.push(Large { name, view, group: *group, parent });
             }
@@ -200,10 +201,21 @@ impl Writer {
         let tensors: Vec<_> = large.iter().filter_map(|t| t.source.tensor()).collect();
         let target = self.name.clone();
         let named = |e: Failure| e.named(&target, |i| Some(large.get(i)?.source.name));
-        let plans = self.plan_device(engine, &tensors).map_err(named)?;
+        let numbers: Vec<_> = (large.iter())
+            .map(|t| self.parent_of(t.source.name, t.source.dtype, t.source.shape))
+            .collect();
+        let parent = self.options.parent.clone();
+        let pool = pool(thread_count(self.options.threads))?;
+        let mut parents =
+            parent.as_deref().map(|p| Parents::new(p, pool.as_ref(), &tensors, &numbers));
+        let plans = self.plan_device(engine, &tensors, parents.as_ref(), pool.as_ref());
+        let plans = plans.map_err(named)?;
+        if let Some(parents) = &mut parents {
+            parents.find(&plans)?;
+        }
         let mut coded: Vec<(Vec<_>, bool)> = large.iter().map(|_| (vec![], false)).collect();
         self.out.write_behind(thread_count(self.options.threads))?;
-        let done = engine.encode::<Failure>(&tensors, &plans, |frame| {
+        let sink = |frame: DeviceFrame<'_>| {
             let of = ChunkOf {
                 dtype: tensors[frame.tensor].dtype,
                 bytes: tensors[frame.tensor].memory.bytes(),
@@ -216,7 +228,11 @@ impl Writer {
             records.push(record);
             *shared |= frame.encoded.shared;
             Ok(())
-        });
+        };
+        let done = match &parents {
+            Some(parents) => engine.encode_from::<Failure>(&tensors, &plans, parents, sink),
+            None => engine.encode::<Failure>(&tensors, &plans, sink),
+        };
         // What the sink says comes before what came of it.
         self.out.write_here()?;
         done.map_err(named)?;
@@ -231,24 +247,35 @@ impl Writer {
         &self,
         engine: &CudaEngine,
         tensors: &[DeviceTensor<'_>],
+        parents: Option<&Parents<'_>>,
+        pool: Option<&ThreadPool>,
     ) -> Result<Vec<TensorPlan>, Failure> {
-        let threads = thread_count(self.options.threads).min(tensors.len());
-        let pool = pool(threads)?;
         let idle = Mutex::new(Vec::<Scratch>::new());
         let (preset, target) = (self.options.preset, self.name.as_str());
-        let plan = |&(i, sample): &(usize, &[u8])| {
+        let plan = |(&(i, sample), before): (&(usize, &[u8]), &Vec<u8>)| {
             let lock = || idle.lock().unwrap_or_else(|e| e.into_inner());
             let mut scratch = lock().pop().unwrap_or_default();
             let (dtype, bytes) = (tensors[i].dtype, tensors[i].memory.bytes());
-            let plan = engine.plan_sample(preset, dtype, bytes, sample, &mut scratch);
+            let plan = match parents {
+                Some(parents) => parents.plan(engine, preset, i, (sample, before), &mut scratch),
+                None => engine.plan_sample(preset, dtype, bytes, sample, &mut scratch),
+            };
             lock().push(scratch);
             plan.at(target)
         };
         let mut plans = Vec::with_capacity(tensors.len());
-        engine.samples::<Failure>(tensors, |batch| {
-            let planned: Result<Vec<_>> = match &pool {
-                Some(pool) => pool.install(|| batch.par_iter().map(plan).collect()),
-                None => batch.iter().map(plan).collect(),
+        let differences = parents.map_or(vec![], Parents::candidates);
+        engine.samples_from::<Failure>(tensors, &differences, |batch| {
+            let numbers: Vec<_> = batch.iter().map(|b| b.0).collect();
+            let before = match parents {
+                Some(parents) => parents.samples(&numbers)?,
+                None => vec![vec![]; batch.len()],
+            };
+            let planned: Result<Vec<_>> = match pool {
+                Some(pool) if batch.len() > 1 => {
+                    pool.install(|| batch.par_iter().zip(&before).map(plan).collect())
+                }
+                _ => batch.iter().zip(&before).map(plan).collect(),
             };
             plans.extend(planned?);
             Ok(())

@@ -108,6 +108,7 @@ const std::map<std::string, Kernel> kernels = {
     {"s4_encode_fused_w2", [](void** p) { encode(s4_encode_fused_w2, p); }},
     {"s4_encode_fused_w4", [](void** p) { encode(s4_encode_fused_w4, p); }},
     {"s4_encode_composed", [](void** p) { encode(s4_encode_composed, p); }},
+    {"s4_encode_residual", [](void** p) { encode(s4_encode_residual, p); }},
     {"s4_frame_offsets",
      [](void** p) { s4_frame_offsets(arg<EncodeResult*>(p, 0), arg<u32>(p, 1), arg<u64*>(p, 2)); }},
     {"s4_gather_fused_w2", [](void** p) { gather(s4_gather_fused_w2, p); }},
