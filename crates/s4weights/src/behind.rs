@@ -143,7 +143,12 @@ mod tests {
         }
     }
 
-    fn run(parts: &[&[u8]], limit: usize, threads: usize, written: u64) -> (Result<blake3::Hash>, Vec<u8>) {
+    fn run(
+        parts: &[&[u8]],
+        limit: usize,
+        threads: usize,
+        written: u64,
+    ) -> (Result<blake3::Hash>, Vec<u8>) {
         let bytes = Arc::<Mutex<Vec<u8>>>::default();
         let sink = Box::new(Kept { bytes: Arc::clone(&bytes), limit });
         let back = Back { sink, hasher: Box::default() };

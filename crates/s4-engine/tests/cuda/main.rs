@@ -7,6 +7,7 @@
 
 mod budget;
 mod emulated;
+mod feed;
 mod hostile;
 mod roundtrip;
 mod support;

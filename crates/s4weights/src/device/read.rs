@@ -4,8 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use rayon::ThreadPool;
-use rayon::prelude::*;
-use s4_engine::cuda::{CudaEngine, DecodeJob, Decoder, DeviceMemory, GpuError, Piece};
+use s4_engine::cuda::{Batch, CudaEngine, DecodeJob, Decoder, DeviceMemory, GpuError, Piece};
 use s4_format::PredictorId;
 use s4_format::index::TensorKind;
 
@@ -73,9 +72,8 @@ impl Reader {
         let done = engine.decode::<Failure>(&memory, |decoder| {
             let (direct, here): (Vec<_>, Vec<_>) =
                 requests.iter().copied().partition(|(t, _)| call.is_direct(self.host(*t)));
-            for span in call.spans(&direct, decoder.room())? {
-                call.push(span, decoder, &mut meter)?;
-            }
+            let spans = call.spans(&direct, decoder.room())?;
+            call.push(spans, decoder, &mut meter)?;
             here.into_iter().try_for_each(|(t, to)| call.copy(t, to, decoder, &mut meter))
         });
         done.map_err(|e| e.named(&self.name, |t| (t < self.tensors.len()).then(|| self.label(t))))
@@ -172,28 +170,29 @@ impl<'a> Call<'a> {
         Ok(())
     }
 
-    /// Reads a span into pinned memory, requests side by side, and has it decoded.
+    /// Reads spans into pinned memory, requests side by side, and has them decoded.
     fn push<'b>(
         &'b self,
-        span: Span<'b>,
+        spans: Vec<Span<'b>>,
         decoder: &mut Decoder<'_, 'b>,
         meter: &mut Meter,
     ) -> Result<(), Failure> {
-        let Span { ordinal, object, first, len, jobs } = span;
-        let bytes = jobs.iter().flat_map(|j| &j.pieces).map(|p| p.to.bytes()).sum();
+        let pieces = |jobs: &[DecodeJob<'_>]| -> u64 {
+            jobs.iter().flat_map(|j| &j.pieces).map(|p| p.to.bytes()).sum()
+        };
+        let places: Vec<_> = spans.iter().map(|s| (s.object, s.first, pieces(&s.jobs))).collect();
+        let batches = spans.into_iter().map(|span| {
+            let Span { ordinal, len, jobs, .. } = span;
+            Batch { ordinal, len, jobs }
+        });
+        let read = |span: usize, at: usize, part: &mut [u8]| {
+            let (object, first, _) = places[span];
+            Ok(self.reader.read_object(object, first + at as u64, part)?)
+        };
         let request = self.reader.request_size();
-        decoder.push::<Failure>(ordinal, len, jobs, |to| {
-            let read = |(i, part): (usize, &mut [u8])| {
-                self.reader.read_object(object, first + (i * request) as u64, part)
-            };
-            Ok(match &self.pool {
-                Some(pool) if len > request => {
-                    pool.install(|| to.par_chunks_mut(request).enumerate().try_for_each(read))
-                }
-                _ => to.chunks_mut(request).enumerate().try_for_each(read),
-            }?)
-        })?;
-        Ok(meter.add(bytes)?)
+        decoder.push_all::<Failure>(self.pool.as_ref(), batches, request, read, |span| {
+            Ok(meter.add(places[span].2)?)
+        })
     }
 
     /// Decodes a tensor on the host, as much as pinned memory has room for at a time.

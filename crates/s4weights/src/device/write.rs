@@ -1,10 +1,7 @@
 //! Writing tensors that lie in device memory.
 
-use std::sync::Mutex;
-
-use rayon::prelude::*;
-use s4_engine::cuda::{CudaEngine, DeviceMemory, DeviceTensor};
-use s4_engine::{Preset, Scratch, TensorPlan, TensorView};
+use s4_engine::cuda::{CudaEngine, DeviceMemory, DeviceTensor, Planners};
+use s4_engine::{Preset, TensorPlan, TensorView};
 use s4_format::DType;
 
 use super::Failure;
@@ -234,23 +231,14 @@ impl Writer {
     ) -> Result<Vec<TensorPlan>, Failure> {
         let threads = thread_count(self.options.threads).min(tensors.len());
         let pool = pool(threads)?;
-        let idle = Mutex::new(Vec::<Scratch>::new());
+        let planners = Planners::default();
         let (preset, target) = (self.options.preset, self.name.as_str());
-        let plan = |&(i, sample): &(usize, &[u8])| {
-            let lock = || idle.lock().unwrap_or_else(|e| e.into_inner());
-            let mut scratch = lock().pop().unwrap_or_default();
-            let (dtype, bytes) = (tensors[i].dtype, tensors[i].memory.bytes());
-            let plan = engine.plan_sample(preset, dtype, bytes, sample, &mut scratch);
-            lock().push(scratch);
-            plan.at(target)
-        };
         let mut plans = Vec::with_capacity(tensors.len());
         engine.samples::<Failure>(tensors, |batch| {
-            let planned: Result<Vec<_>> = match &pool {
-                Some(pool) => pool.install(|| batch.par_iter().map(plan).collect()),
-                None => batch.iter().map(plan).collect(),
-            };
-            plans.extend(planned?);
+            plans.extend(planners.run(pool.as_ref(), batch, |i, sample, scratch| {
+                let (dtype, bytes) = (tensors[i].dtype, tensors[i].memory.bytes());
+                engine.plan_sample(preset, dtype, bytes, sample, scratch).at(target)
+            })?);
             Ok(())
         })?;
         Ok(plans)
