@@ -19,6 +19,8 @@ use crate::writer::Writer;
 
 /// Tensors that are planned together: samples of so many parents are in memory at once.
 const PLANNED: usize = 64;
+/// From so many threads and bytes of values on, others than this one hash and write.
+const BEHIND: (usize, u64) = (4, 64 << 20);
 
 /// A tensor with chunks of its own, to be written.
 pub(crate) struct Large<'a> {
@@ -99,6 +101,7 @@ impl Writer {
     ) -> Result<Vec<Item<'a>>> {
         let threads = thread_count(self.options.threads);
         let chunks: u64 = tensors.iter().map(|t| chunks_of(&t.view)).sum();
+        let values = tensors.iter().map(|t| t.view.data.len() as u64).sum::<u64>();
         // More threads than chunks would only wait.
         let pool = pool(threads.min(usize::try_from(chunks).unwrap_or(threads)))?;
         let mut buffers = std::mem::take(&mut self.buffers);
@@ -114,8 +117,13 @@ impl Writer {
         };
         let items = encoder.plan(self.options.preset, tensors);
         let done = items.and_then(|mut items| {
-            self.run(&encoder, threads, &mut items, &mut buffers.frames, meter)?;
-            Ok(items)
+            if threads >= BEHIND.0 && values >= BEHIND.1 {
+                self.out.write_behind(threads)?;
+            }
+            let done = self.run(&encoder, threads, &mut items, &mut buffers.frames, meter);
+            // What the sink says comes before what came of it.
+            self.out.write_here()?;
+            done.map(|()| items)
         });
         self.buffers = buffers;
         done

@@ -164,7 +164,7 @@ impl CudaEngine {
             memory: place.memory(buffer),
         });
         let on_device: Vec<_> = on_device.collect();
-        let plans = self.plan(preset, &on_device)?;
+        let plans = self.plan(preset, &on_device, None)?;
         let mut chunks: Vec<Vec<_>> = tensors.iter().map(|_| vec![]).collect();
         self.encode::<CudaError>(&on_device, &plans, |frame| {
             chunks[frame.tensor].push((frame.encoded, frame.bytes.to_vec()));

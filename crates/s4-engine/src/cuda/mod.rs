@@ -6,15 +6,18 @@
 //! memory. It keeps within a budget of device memory and one of pinned memory.
 //!
 //! What the kernels lack (`zstd`, `token`) is copied to the host and done by the CPU engine: the same
-//! bytes. What is deliberately absent: predictors but the parent, threads, where frames are kept.
+//! bytes. What is deliberately absent: predictors but the parent, threads of its own, where frames are
+//! kept.
 
 mod copies;
 mod decode;
 mod encode;
 mod error;
+mod feed;
 mod fetch;
 pub(crate) mod nvcomp;
 mod parent;
+mod plan;
 mod route;
 mod tensor;
 mod worker;
@@ -23,15 +26,16 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-pub use s4_codec_gpu::{Cuda, DeviceInfo, GpuError};
+pub use s4_codec_gpu::{Cuda, DeviceInfo, GpuError, Pinned};
 use s4_format::{DType, PredictorId};
 use s4_planes::Simd;
 
 pub use copies::CodedTensor;
-pub use decode::{DecodeJob, Decoder, Piece};
+pub use decode::{Batch, DecodeJob, Decoder, Piece};
 pub use encode::DeviceFrame;
 pub use error::{CudaError, Result};
 pub use parent::{ParentChunk, ParentFrame, ParentSize, ParentValues};
+pub use plan::Planners;
 pub use tensor::{DeviceMemory, DeviceTensor};
 
 use crate::{CpuEngine, ParentSample, Preset, Scratch, TensorPlan, planner};
@@ -140,26 +144,8 @@ impl CudaEngine {
         Ok(worker.pool.high_water()?)
     }
 
-    /// Chooses a plan for each tensor: the one that the CPU engine chooses for the same values.
-    ///
-    /// # Errors
-    /// `Gpu`; errors of a codec.
-    pub fn plan(&self, preset: Preset, tensors: &[DeviceTensor<'_>]) -> Result<Vec<TensorPlan>> {
-        let mut scratch = Scratch::default();
-        let mut plans = Vec::with_capacity(tensors.len());
-        self.samples::<CudaError>(tensors, |batch| {
-            for &(tensor, sample) in batch {
-                let DeviceTensor { dtype, memory, .. } = tensors[tensor];
-                let plan = self.plan_sample(preset, dtype, memory.bytes(), sample, &mut scratch);
-                plans.push(plan.of(tensor)?);
-            }
-            Ok(())
-        })?;
-        Ok(plans)
-    }
-
     /// Fetches what the planner looks at: for each tensor, in order, its number and its sample, in
-    /// batches that may be planned side by side with [`CudaEngine::plan_sample`].
+    /// batches that [`Planners`] plan with [`CudaEngine::plan_sample`].
     ///
     /// # Errors
     /// `Gpu`; those of `sink`.

@@ -59,7 +59,7 @@ impl Sizes {
 /// One place of the ring.
 pub(super) struct Slot {
     /// Frames, and behind them descriptors and results.
-    pub(super) pinned: Pinned,
+    pub(super) pinned: Arc<Pinned>,
     /// The kernels are done, and what they say has arrived.
     pub(super) worked: Event,
     /// The copies are done.
@@ -86,7 +86,7 @@ impl Worker {
         let bytes = usize::try_from(sizes.frames + sizes.meta).unwrap_or(usize::MAX);
         let slot = |_| {
             Ok(Slot {
-                pinned: Pinned::new(&device, bytes)?,
+                pinned: Arc::new(Pinned::new(&device, bytes)?),
                 worked: Event::new(&device)?,
                 copied: Event::new(&device)?,
                 arrived: Event::new(&device)?,

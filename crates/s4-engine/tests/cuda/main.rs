@@ -8,6 +8,7 @@
 mod budget;
 mod delta;
 mod emulated;
+mod feed;
 mod hostile;
 mod roundtrip;
 mod support;

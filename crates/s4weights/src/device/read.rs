@@ -4,8 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use rayon::ThreadPool;
-use rayon::prelude::*;
-use s4_engine::cuda::{CudaEngine, DecodeJob, Decoder, DeviceMemory, GpuError, Piece};
+use s4_engine::cuda::{Batch, CudaEngine, DecodeJob, Decoder, DeviceMemory, GpuError, Piece};
 use s4_format::index::TensorKind;
 
 use super::Failure;
@@ -74,9 +73,7 @@ impl Reader {
         let done = engine.decode::<Failure>(&memory, |decoder| {
             // What others are differences from comes first.
             for call in calls.iter().rev() {
-                for span in call.spans(decoder.room())? {
-                    call.push(span, decoder, &mut meter)?;
-                }
+                call.push(call.spans(decoder.room())?, decoder, &mut meter)?;
             }
             for number in decoder.undone()? {
                 let call = calls.iter().rfind(|c| c.base <= number);
@@ -214,29 +211,30 @@ impl Call<'_> {
         Ok(())
     }
 
-    /// Reads a span into pinned memory, requests side by side, and has it decoded.
+    /// Reads spans into pinned memory, requests side by side, and has them decoded.
     fn push<'b>(
         &'b self,
-        span: Span<'b>,
+        spans: Vec<Span<'b>>,
         decoder: &mut Decoder<'_, 'b>,
         meter: &mut Meter,
     ) -> Result<(), Failure> {
-        let Span { ordinal, object, first, len, jobs } = span;
         // Each value is counted once, as that of the checkpoint itself.
-        let counted = jobs.iter().filter(|_| self.base == 0);
-        let bytes = counted.flat_map(|j| &j.pieces).map(|p| p.to.bytes()).sum();
+        let counted = |jobs: &[DecodeJob<'_>]| -> u64 {
+            let own = jobs.iter().filter(|_| self.base == 0);
+            own.flat_map(|j| &j.pieces).map(|p| p.to.bytes()).sum()
+        };
+        let places: Vec<_> = spans.iter().map(|s| (s.object, s.first, counted(&s.jobs))).collect();
+        let batches = spans.into_iter().map(|span| {
+            let Span { ordinal, len, jobs, .. } = span;
+            Batch { ordinal, len, jobs }
+        });
+        let read = |span: usize, at: usize, part: &mut [u8]| {
+            let (object, first, _) = places[span];
+            Ok(self.reader.read_object(object, first + at as u64, part)?)
+        };
         let request = self.reader.request_size();
-        decoder.push::<Failure>(ordinal, len, jobs, |to| {
-            let read = |(i, part): (usize, &mut [u8])| {
-                self.reader.read_object(object, first + (i * request) as u64, part)
-            };
-            Ok(match self.pool.as_deref() {
-                Some(pool) if len > request => {
-                    pool.install(|| to.par_chunks_mut(request).enumerate().try_for_each(read))
-                }
-                _ => to.chunks_mut(request).enumerate().try_for_each(read),
-            }?)
-        })?;
-        Ok(meter.add(bytes)?)
+        decoder.push_all::<Failure>(self.pool.as_deref(), batches, request, read, |span| {
+            Ok(meter.add(places[span].2)?)
+        })
     }
 }

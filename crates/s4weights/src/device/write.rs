@@ -1,11 +1,10 @@
 //! Writing tensors that lie in device memory.
 
-use std::sync::Mutex;
+use std::collections::HashMap;
 
 use rayon::ThreadPool;
-use rayon::prelude::*;
-use s4_engine::cuda::{CudaEngine, DeviceFrame, DeviceMemory, DeviceTensor};
-use s4_engine::{Preset, Scratch, TensorPlan, TensorView};
+use s4_engine::cuda::{CudaEngine, DeviceFrame, DeviceMemory, DeviceTensor, Planners};
+use s4_engine::{Preset, TensorPlan, TensorView};
 use s4_format::DType;
 
 use super::Failure;
@@ -250,19 +249,8 @@ impl Writer {
         parents: Option<&Parents<'_>>,
         pool: Option<&ThreadPool>,
     ) -> Result<Vec<TensorPlan>, Failure> {
-        let idle = Mutex::new(Vec::<Scratch>::new());
+        let planners = Planners::default();
         let (preset, target) = (self.options.preset, self.name.as_str());
-        let plan = |(&(i, sample), before): (&(usize, &[u8]), &Vec<u8>)| {
-            let lock = || idle.lock().unwrap_or_else(|e| e.into_inner());
-            let mut scratch = lock().pop().unwrap_or_default();
-            let (dtype, bytes) = (tensors[i].dtype, tensors[i].memory.bytes());
-            let plan = match parents {
-                Some(parents) => parents.plan(engine, preset, i, (sample, before), &mut scratch),
-                None => engine.plan_sample(preset, dtype, bytes, sample, &mut scratch),
-            };
-            lock().push(scratch);
-            plan.at(target)
-        };
         let mut plans = Vec::with_capacity(tensors.len());
         let differences = parents.map_or(vec![], Parents::candidates);
         engine.samples_from::<Failure>(tensors, &differences, |batch| {
@@ -271,13 +259,20 @@ impl Writer {
                 Some(parents) => parents.samples(&numbers)?,
                 None => vec![vec![]; batch.len()],
             };
-            let planned: Result<Vec<_>> = match pool {
-                Some(pool) if batch.len() > 1 => {
-                    pool.install(|| batch.par_iter().zip(&before).map(plan).collect())
-                }
-                _ => batch.iter().zip(&before).map(plan).collect(),
-            };
-            plans.extend(planned?);
+            let before: HashMap<_, _> = numbers.into_iter().zip(before).collect();
+            plans.extend(planners.run(pool, batch, |i, sample, scratch| {
+                let plan = match parents {
+                    Some(parents) => {
+                        let before = before.get(&i).map_or(&[][..], Vec::as_slice);
+                        parents.plan(engine, preset, i, (sample, before), scratch)
+                    }
+                    None => {
+                        let (dtype, bytes) = (tensors[i].dtype, tensors[i].memory.bytes());
+                        engine.plan_sample(preset, dtype, bytes, sample, scratch)
+                    }
+                };
+                plan.at(target)
+            })?);
             Ok(())
         })?;
         Ok(plans)
