@@ -17,14 +17,17 @@ pub(crate) struct Kernels {
     module: sys::CUmodule,
     encode_fused: [sys::CUfunction; 2],
     encode_composed: sys::CUfunction,
-    frame_offsets: sys::CUfunction,
+    pub(crate) split_planes: sys::CUfunction,
+    pub(crate) place_streams: sys::CUfunction,
+    pub(crate) gather_planes: sys::CUfunction,
+    pub(crate) frame_offsets: sys::CUfunction,
     gather_fused: [sys::CUfunction; 2],
     gather_composed: sys::CUfunction,
-    encode_crcs: sys::CUfunction,
+    pub(crate) encode_crcs: sys::CUfunction,
     check_frames: sys::CUfunction,
     decode_fused: [sys::CUfunction; 2],
     decode_composed: sys::CUfunction,
-    check_values: sys::CUfunction,
+    pub(crate) check_values: sys::CUfunction,
     copy_spans: sys::CUfunction,
     crc_spans: sys::CUfunction,
 }
@@ -58,6 +61,9 @@ impl Kernels {
             module,
             encode_fused: [get("s4_encode_fused_w2")?, get("s4_encode_fused_w4")?],
             encode_composed: get("s4_encode_composed")?,
+            split_planes: get("s4_split_planes")?,
+            place_streams: get("s4_place_streams")?,
+            gather_planes: get("s4_gather_planes")?,
             frame_offsets: get("s4_frame_offsets")?,
             gather_fused: [get("s4_gather_fused_w2")?, get("s4_gather_fused_w4")?],
             gather_composed: get("s4_gather_composed")?,
@@ -258,7 +264,7 @@ impl Stream {
     ///
     /// # Safety
     /// `args` are the kernel's parameters.
-    unsafe fn launch(
+    pub(crate) unsafe fn launch(
         &self,
         f: sys::CUfunction,
         grid: u32,
@@ -269,7 +275,7 @@ impl Stream {
             return Ok(());
         }
         let _current = self.device().enter()?;
-        let mut params: [*mut c_void; 4] = [std::ptr::null_mut(); 4];
+        let mut params: [*mut c_void; 5] = [std::ptr::null_mut(); 5];
         for (param, arg) in params.iter_mut().zip(args.iter_mut()) {
             *param = (&raw mut *arg).cast();
         }

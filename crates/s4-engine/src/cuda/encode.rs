@@ -423,7 +423,7 @@ fn place(group: &mut Group) {
     }
 }
 
-fn encoded(r: &EncodeResult) -> EncodedChunk {
+pub(super) fn encoded(r: &EncodeResult) -> EncodedChunk {
     EncodedChunk {
         len: r.len as usize,
         plain: r.plain != 0,
@@ -438,7 +438,7 @@ fn encoded(r: &EncodeResult) -> EncodedChunk {
     }
 }
 
-fn bad_answer(device: u32) -> GpuError {
+pub(super) fn bad_answer(device: u32) -> GpuError {
     GpuError::Driver {
         device,
         action: "encode",

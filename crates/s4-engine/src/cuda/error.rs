@@ -18,6 +18,16 @@ pub enum CudaError {
     },
 }
 
+impl CudaError {
+    /// The same error where the tensors stand behind `before` others.
+    pub(super) fn behind(self, before: usize) -> Self {
+        match self {
+            Self::Format { tensor, source } => Self::Format { tensor: tensor + before, source },
+            other => other,
+        }
+    }
+}
+
 /// `Result` with [`CudaError`].
 pub type Result<T, E = CudaError> = std::result::Result<T, E>;
 

@@ -23,6 +23,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 pub use s4_codec_gpu::{Cuda, DeviceInfo, GpuError};
+use s4_format::manifest::ClosedCodec;
 use s4_format::{DType, PredictorId};
 use s4_planes::Simd;
 
@@ -30,11 +31,13 @@ pub use copies::CodedTensor;
 pub use decode::{DecodeJob, Decoder, Piece};
 pub use encode::DeviceFrame;
 pub use error::{CudaError, Result};
+pub use nvcomp::Trusted;
 pub use tensor::{DeviceMemory, DeviceTensor};
 
 use crate::{CpuEngine, Preset, Scratch, TensorPlan, planner};
 use encode::Lane;
 use error::Of;
+use nvcomp::{Lanes, Library};
 use worker::{Session, Worker};
 
 /// How much memory the engine may take.
@@ -85,6 +88,8 @@ pub struct CudaEngine {
     cuda: Cuda,
     host: Host,
     options: CudaOptions,
+    /// nvCOMP, once it was needed and found.
+    library: Mutex<Option<Arc<Library>>>,
     workers: Mutex<BTreeMap<u32, Arc<Mutex<Worker>>>>,
 }
 
@@ -105,11 +110,35 @@ impl Workers {
     }
 }
 
+/// What encodes the chunks of one device.
+enum EncodeLane<'a> {
+    /// This crate's kernels.
+    Kernels(Lane<'a>),
+    /// nvCOMP.
+    Library(Lanes<'a>),
+}
+
+impl EncodeLane<'_> {
+    fn launch(&mut self) -> Result<()> {
+        match self {
+            Self::Kernels(lane) => lane.launch(),
+            Self::Library(lanes) => lanes.launch(),
+        }
+    }
+
+    fn next(&mut self) -> Result<Option<DeviceFrame<'_>>> {
+        match self {
+            Self::Kernels(lane) => lane.next(),
+            Self::Library(lanes) => lanes.next(),
+        }
+    }
+}
+
 impl CudaEngine {
     /// An engine on the devices of `cuda`. Devices are opened when they are first used.
     pub fn new(cuda: Cuda, options: CudaOptions) -> Self {
         let host = Host { cpu: CpuEngine::new(options.simd), chunks: Counters::default() };
-        Self { cuda, host, options, workers: Mutex::default() }
+        Self { cuda, host, options, library: Mutex::default(), workers: Mutex::default() }
     }
 
     /// The devices.
@@ -225,26 +254,76 @@ impl CudaEngine {
         mut sink: impl FnMut(DeviceFrame<'_>) -> Result<(), E>,
     ) -> Result<(), E> {
         check(tensors, plans)?;
+        let mut first = 0;
+        for run in plans.chunk_by(|a, b| nvcomp::codes(a) == nvcomp::codes(b)) {
+            let mine = &tensors[first..first + run.len()];
+            self.encode_run::<E>(first, mine, run, &mut sink)?;
+            first += run.len();
+        }
+        Ok(())
+    }
+
+    /// Encodes tensors whose plans are all the library's, or all not; `first` others are before them.
+    fn encode_run<E: From<CudaError>>(
+        &self,
+        first: usize,
+        tensors: &[DeviceTensor<'_>],
+        plans: &[TensorPlan],
+        sink: &mut impl FnMut(DeviceFrame<'_>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let behind = |e: CudaError| e.behind(first);
+        let library = self.coding_library(plans).map_err(behind)?;
         let workers = self.workers(tensors.iter().map(|t| t.memory.ordinal()))?;
         let mut lanes = BTreeMap::new();
         for (ordinal, _) in &workers.0 {
             let own = tensors.iter().map(|t| t.memory).filter(|m| m.ordinal() == *ordinal);
-            if let Some(session) = self.session(&workers, *ordinal, own)? {
-                lanes.insert(*ordinal, Lane::new(session, &self.host, tensors, plans));
-            }
+            let Some(worker) = workers.lock(*ordinal) else { continue };
+            let lane = match &library {
+                Some(library) => {
+                    let session = Session::whole(worker, own).map_err(CudaError::from)?;
+                    let lanes = Lanes::new(session, library, &self.host, tensors, plans)?;
+                    EncodeLane::Library(lanes)
+                }
+                None => {
+                    let session = Session::new(worker, own).map_err(CudaError::from)?;
+                    EncodeLane::Kernels(Lane::new(session, &self.host, tensors, plans))
+                }
+            };
+            lanes.insert(*ordinal, lane);
         }
         // All devices begin before the first chunk is waited for.
-        lanes.values_mut().try_for_each(Lane::launch)?;
+        lanes.values_mut().try_for_each(EncodeLane::launch).map_err(behind)?;
         for (tensor, plan) in tensors.iter().zip(plans) {
             let values = tensor.memory.bytes() / tensor.dtype.value_width() as u64;
             for _ in 0..s4_format::index::chunk_count(values, plan.chunk_log2) {
                 let Some(lane) = lanes.get_mut(&tensor.memory.ordinal()) else { continue };
-                if let Some(frame) = lane.next()? {
-                    sink(frame)?;
+                if let Some(frame) = lane.next().map_err(behind)? {
+                    sink(DeviceFrame { tensor: first + frame.tensor, ..frame })?;
                 }
             }
         }
         Ok(())
+    }
+
+    /// The library, if it is to code tensors of these plans: all or none of them have such planes.
+    fn coding_library(&self, plans: &[TensorPlan]) -> Result<Option<Arc<Library>>> {
+        if !plans.first().is_some_and(nvcomp::codes) {
+            return Ok(None);
+        }
+        match (self.library(), plans.iter().position(nvcomp::is_needed)) {
+            (Ok(library), _) => Ok(Some(library)),
+            // The CPU's codecs write the same bitstreams.
+            (Err(_), None) => Ok(None),
+            (Err(e), Some(tensor)) => Err(e).of(tensor),
+        }
+    }
+
+    fn library(&self) -> s4_format::Result<Arc<Library>> {
+        let mut known = self.library.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(library) = &*known {
+            return Ok(Arc::clone(library));
+        }
+        Ok(Arc::clone(known.insert(Arc::new(Library::open(&self.cuda)?))))
     }
 
     /// Decodes frames into device memory. `memory` is all that will be written, `work` pushes the
@@ -259,13 +338,37 @@ impl CudaEngine {
         memory: &[DeviceMemory],
         work: impl FnOnce(&mut Decoder<'_, 'a>) -> Result<(), E>,
     ) -> Result<(), E> {
+        self.decode_with(memory, None, work)
+    }
+
+    /// What [`CudaEngine::decode_with`] decodes streams in blocks with, those of these closed bitstreams
+    /// included; `None` where there is no nvCOMP that reads all of them.
+    ///
+    /// Only for checkpoints that a program wrote which the caller trusts: nvCOMP's decoders may read and
+    /// write any memory of the device when they are given other bytes, and checksums do not say who
+    /// wrote a file.
+    pub fn trusted(&self, closed: &[ClosedCodec]) -> Option<Trusted> {
+        let library = self.library().ok().filter(|l| l.reads(closed))?;
+        Some(Trusted { library, closed: closed.to_vec() })
+    }
+
+    /// As [`CudaEngine::decode`]; with `trusted`, streams in blocks are decoded on the device, too.
+    ///
+    /// # Errors
+    /// As [`CudaEngine::decode`].
+    pub fn decode_with<'a, E: From<CudaError>>(
+        &self,
+        memory: &[DeviceMemory],
+        trusted: Option<&Trusted>,
+        work: impl FnOnce(&mut Decoder<'_, 'a>) -> Result<(), E>,
+    ) -> Result<(), E> {
         let workers = self.workers(memory.iter().map(DeviceMemory::ordinal))?;
         let mut sessions = vec![];
         for (ordinal, _) in &workers.0 {
             let own = memory.iter().copied().filter(|m| m.ordinal() == *ordinal);
             sessions.extend(self.session(&workers, *ordinal, own)?);
         }
-        let mut decoder = Decoder::new(sessions, &self.host);
+        let mut decoder = Decoder::new(sessions, &self.host, trusted);
         work(&mut decoder)?;
         Ok(decoder.finish()?)
     }

@@ -8,5 +8,6 @@
 mod budget;
 mod emulated;
 mod hostile;
+mod library;
 mod roundtrip;
 mod support;

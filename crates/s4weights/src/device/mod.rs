@@ -1,6 +1,5 @@
 //! Tensors in the memory of CUDA devices: written from there and read to there.
 
-mod fetched;
 mod read;
 mod write;
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use rayon::ThreadPool;
 use rayon::prelude::*;
-use s4_engine::cuda::{CudaEngine, DecodeJob, Decoder, DeviceMemory, GpuError, Piece};
+use s4_engine::cuda::{CudaEngine, DecodeJob, Decoder, DeviceMemory, GpuError, Piece, Trusted};
 use s4_format::PredictorId;
 use s4_format::index::TensorKind;
 
@@ -29,12 +29,13 @@ struct Span<'a> {
 struct Call<'a> {
     reader: &'a Reader,
     pool: Option<ThreadPool>,
+    trusted: Option<Trusted>,
     blocks: HashMap<usize, Arc<LoadedBlock>>,
 }
 
 impl Reader {
     /// Reads tensors, by number, into device memory of their size. Chunks are decoded there; those
-    /// that are differences from a parent, and those of files that need closed bitstreams, are decoded on the host and copied.
+    /// that are differences from a parent are decoded on the host and copied.
     ///
     /// # Errors
     /// As [`Reader::read_into`]; `Device`. The memory's content is unspecified then.
@@ -65,12 +66,13 @@ impl Reader {
         let call = Call {
             reader: self,
             pool: pool(thread_count(self.options.threads))?,
+            trusted: self.trusted_by(engine),
             blocks: self.blocks(&hosts)?,
         };
         let total = requests.iter().map(|r| r.1.bytes()).sum();
         let mut meter = Meter { callback: self.options.progress.clone(), done: 0, total };
         let memory: Vec<_> = requests.iter().map(|r| r.1).collect();
-        let done = engine.decode::<Failure>(&memory, |decoder| {
+        let done = engine.decode_with::<Failure>(&memory, call.trusted.as_ref(), |decoder| {
             let (direct, here): (Vec<_>, Vec<_>) =
                 requests.iter().copied().partition(|(t, _)| call.is_direct(self.host(*t)));
             for span in call.spans(&direct, decoder.room())? {
@@ -80,13 +82,19 @@ impl Reader {
         });
         done.map_err(|e| e.named(&self.name, |t| (t < self.tensors.len()).then(|| self.label(t))))
     }
+
+    /// What decodes a vendor's streams on the devices, if the caller trusts the file.
+    fn trusted_by(&self, engine: &CudaEngine) -> Option<Trusted> {
+        self.options.trusted.then(|| engine.trusted(&self.manifest.closed_codecs))?
+    }
 }
 
 impl<'a> Call<'a> {
     /// Whether a tensor's chunks need nothing but themselves and what the engine has.
     fn is_direct(&self, host: usize) -> bool {
         let plan = usize::from(self.reader.tensors[host].plan);
-        self.reader.manifest.closed_codecs.is_empty()
+        let closed = &self.reader.manifest.closed_codecs;
+        (closed.is_empty() || self.trusted.is_some())
             && self.reader.manifest.plans[plan].predictor == PredictorId::NONE
     }
 

@@ -4,7 +4,7 @@ use std::sync::Mutex;
 
 use rayon::prelude::*;
 use s4_engine::cuda::{CudaEngine, DeviceMemory, DeviceTensor};
-use s4_engine::{Preset, Scratch, TensorPlan, TensorView};
+use s4_engine::{Scratch, TensorPlan, TensorView};
 use s4_format::DType;
 
 use super::Failure;
@@ -83,8 +83,7 @@ struct Registered<'a> {
 impl Writer {
     /// Writes tensors of CUDA devices, as [`Writer::write_grouped`] writes those of the host: the same
     /// bytes. Values are encoded where they are. Calls of both kinds may follow each other. Tensors are
-    /// stored by themselves, also where there is a parent. (Preset `nvcomp` splits values on the host:
-    /// they are copied there first, and their planes come back to be coded.)
+    /// stored by themselves, also where there is a parent.
     ///
     /// # Errors
     /// As [`Writer::write_grouped`]; `Device`.
@@ -111,9 +110,6 @@ impl Writer {
         groups: &[u8],
     ) -> Result<()> {
         check_groups(groups, tensors.len())?;
-        if self.options.preset == Preset::Nvcomp {
-            return self.write_fetched(engine, tensors, groups);
-        }
         let total = tensors.iter().map(|t| t.place.bytes()).sum();
         let callback = self.options.progress.clone();
         let mut meter = Meter { callback, done: 0, total };
