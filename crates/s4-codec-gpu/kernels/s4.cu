@@ -5,6 +5,7 @@
 // registers than they leave mean spills, fewer blocks too little to do while loads are under way.
 
 #include "abi.h"
+#include "blocks.cuh"
 #include "composed.cuh"
 #include "crc32c.cuh"
 #include "fused.cuh"
@@ -136,6 +137,25 @@ s4_gather_composed(const EncodeChunk* chunks, EncodeResult* results, u8* frames,
 __global__ void __launch_bounds__(kCrcThreads)
 s4_encode_crcs(const EncodeChunk* chunks, EncodeResult* results, const u8* frames, u64 capacity) {
   encode_crcs(chunks, results, frames, capacity);
+}
+
+// ---- encode, with planes that a library codes (blocks.cuh) ----
+
+__global__ void __launch_bounds__(kComposedThreads) s4_split_planes(const EncodeChunk* chunks, EncodeResult* results) {
+  split_planes(chunks[blockIdx.x], results[blockIdx.x]);
+}
+
+__global__ void __launch_bounds__(kPlaceThreads)
+s4_place_streams(const EncodeChunk* chunks, EncodeResult* results, const CodedPlane* planes, u32 count) {
+  const u32 i = blockIdx.x * kPlaceThreads + threadIdx.x;
+  if (i < count) place_streams(chunks[i], results[i], planes + i * kMaxPlanes);
+}
+
+__global__ void __launch_bounds__(kComposedThreads)
+s4_gather_planes(const EncodeChunk* chunks, EncodeResult* results, const CodedPlane* planes, u8* frames,
+                 u64 capacity) {
+  const CodedPlane* coded = planes + blockIdx.x * kMaxPlanes;
+  gather_planes(chunks[blockIdx.x], results[blockIdx.x], coded, frames, capacity);
 }
 
 // ---- decode ----

@@ -322,7 +322,7 @@ impl Route {
 }
 
 /// All planes of `n` values, each at a multiple of 16.
-const fn planes_bytes(n: u64, width: u64) -> u64 {
+pub(crate) const fn planes_bytes(n: u64, width: u64) -> u64 {
     (n * width + n / 8).next_multiple_of(16) + 16 * MAX_PLANES as u64
 }
 

@@ -18,14 +18,17 @@ pub(crate) struct Kernels {
     encode_fused: [sys::CUfunction; 2],
     encode_composed: sys::CUfunction,
     encode_residual: sys::CUfunction,
-    frame_offsets: sys::CUfunction,
+    pub(crate) split_planes: sys::CUfunction,
+    pub(crate) place_streams: sys::CUfunction,
+    pub(crate) gather_planes: sys::CUfunction,
+    pub(crate) frame_offsets: sys::CUfunction,
     gather_fused: [sys::CUfunction; 2],
     gather_composed: sys::CUfunction,
-    encode_crcs: sys::CUfunction,
+    pub(crate) encode_crcs: sys::CUfunction,
     check_frames: sys::CUfunction,
     decode_fused: [sys::CUfunction; 2],
     decode_composed: sys::CUfunction,
-    check_values: sys::CUfunction,
+    pub(crate) check_values: sys::CUfunction,
     copy_spans: sys::CUfunction,
     crc_spans: sys::CUfunction,
 }
@@ -60,6 +63,9 @@ impl Kernels {
             encode_fused: [get("s4_encode_fused_w2")?, get("s4_encode_fused_w4")?],
             encode_composed: get("s4_encode_composed")?,
             encode_residual: get("s4_encode_residual")?,
+            split_planes: get("s4_split_planes")?,
+            place_streams: get("s4_place_streams")?,
+            gather_planes: get("s4_gather_planes")?,
             frame_offsets: get("s4_frame_offsets")?,
             gather_fused: [get("s4_gather_fused_w2")?, get("s4_gather_fused_w4")?],
             gather_composed: get("s4_gather_composed")?,
@@ -262,7 +268,7 @@ impl Stream {
     ///
     /// # Safety
     /// `args` are the kernel's parameters.
-    unsafe fn launch(
+    pub(crate) unsafe fn launch(
         &self,
         f: sys::CUfunction,
         grid: u32,
@@ -273,7 +279,7 @@ impl Stream {
             return Ok(());
         }
         let _current = self.device().enter()?;
-        let mut params: [*mut c_void; 4] = [std::ptr::null_mut(); 4];
+        let mut params: [*mut c_void; 5] = [std::ptr::null_mut(); 5];
         for (param, arg) in params.iter_mut().zip(args.iter_mut()) {
             *param = (&raw mut *arg).cast();
         }

@@ -8,6 +8,7 @@
 mod lab;
 mod ours;
 mod path;
+mod preset;
 mod report;
 mod theirs;
 

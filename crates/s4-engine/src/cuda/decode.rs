@@ -12,6 +12,7 @@ use s4_format::{ChunkRecord, PredictorId};
 
 use super::Host;
 use super::error::{CudaError, Of, Result};
+use super::nvcomp::{Answers, Trusted};
 use super::route::{decode_route, side_tables};
 use super::tensor::DeviceMemory;
 use super::worker::{SLOTS, Session};
@@ -80,7 +81,8 @@ pub(super) struct Frames {
 }
 
 impl Frames {
-    fn frame(&self, job: &DecodeJob<'_>) -> &[u8] {
+    /// A chunk's frame.
+    pub(super) fn frame(&self, job: &DecodeJob<'_>) -> &[u8] {
         // SAFETY: it was written before, and is only read until the work on it is done.
         unsafe { self.pinned.slice(self.at + job.at, job.record.len as usize) }
     }
@@ -92,8 +94,13 @@ pub struct Decoder<'s, 'a> {
 }
 
 impl<'s, 'a> Decoder<'s, 'a> {
-    pub(super) fn new(sessions: Vec<Session<'s>>, host: &'s Host) -> Self {
-        let lane = |s: Session<'s>| (s.worker.device.ordinal(), Lane::new(s, host));
+    pub(super) fn new(
+        sessions: Vec<Session<'s>>,
+        host: &'s Host,
+        trusted: Option<&Trusted>,
+    ) -> Self {
+        let lane =
+            |s: Session<'s>| (s.worker.device.ordinal(), Lane::new(s, host, trusted.cloned()));
         Self { lanes: sessions.into_iter().map(lane).collect() }
     }
 
@@ -240,25 +247,30 @@ impl Launch {
 }
 
 /// What is under way in a slot.
-struct Busy<'a> {
-    jobs: Vec<DecodeJob<'a>>,
-    frames: Frames,
+pub(super) struct Busy<'a> {
+    pub(super) jobs: Vec<DecodeJob<'a>>,
+    pub(super) frames: Frames,
+    /// The same as `asked` for chunks with blocks that a library decodes, and what it says of them.
+    pub(super) by_library: Vec<(usize, usize)>,
+    pub(super) answers: Vec<Answers>,
     /// For each chunk on the device its job, and where its status lies in the meta memory.
     asked: Vec<(usize, usize)>,
     /// Bytes of meta memory in use.
-    meta: usize,
+    pub(super) meta: usize,
     /// Address of the tables of a tensor; `None`: it has none.
     tables: HashMap<usize, Option<u64>>,
 }
 
 impl<'a> Busy<'a> {
     fn new(frames: Frames, jobs: Vec<DecodeJob<'a>>) -> Self {
-        Self { jobs, frames, asked: vec![], meta: 0, tables: HashMap::new() }
+        let (by_library, answers, asked) = Default::default();
+        Self { jobs, frames, by_library, answers, asked, meta: 0, tables: HashMap::new() }
     }
 }
 
-struct Lane<'s, 'a> {
-    session: Session<'s>,
+pub(super) struct Lane<'s, 'a> {
+    pub(super) session: Session<'s>,
+    pub(super) trusted: Option<Trusted>,
     host: &'s Host,
     busy: Vec<Option<Busy<'a>>>,
     next: usize,
@@ -269,10 +281,10 @@ struct Lane<'s, 'a> {
 }
 
 impl<'s, 'a> Lane<'s, 'a> {
-    fn new(session: Session<'s>, host: &'s Host) -> Self {
+    fn new(session: Session<'s>, host: &'s Host, trusted: Option<Trusted>) -> Self {
         let busy = (0..SLOTS).map(|_| None).collect();
         let (scratch, bounce, undone) = Default::default();
-        Self { session, host, busy, next: 0, scratch, bounce, undone }
+        Self { session, trusted, host, busy, next: 0, scratch, bounce, undone }
     }
 
     /// A slot that is not in use, once what used it is done and found good.
@@ -326,6 +338,7 @@ impl<'s, 'a> Lane<'s, 'a> {
             }
         }
         self.flush(slot, &mut busy, &mut launch)?;
+        let here = self.decode_blocks(slot, &mut busy, here)?;
         self.session.worker.slots[slot].worked.record(&self.session.worker.compute)?;
         self.host.chunks.host.fetch_add(here.len() as u64, Ordering::Relaxed);
         for number in here {
@@ -354,7 +367,7 @@ impl<'s, 'a> Lane<'s, 'a> {
             let Ok(parsed) = side_tables(job.spec.side) else { return Ok(false) };
             tables = Some(parsed);
         }
-        let direct = matches!(&job.pieces[..], [p] if p.to.bytes() == job.bytes);
+        let direct = has_one_place(job);
         let width = job.spec.dtype.value_width() as u64;
         let own = abi::decode_scratch(route, chunk.n.into(), width, chunk.frame_len.into());
         let own = if chunk.plain != 0 { 0 } else { own.next_multiple_of(16) };
@@ -373,9 +386,7 @@ impl<'s, 'a> Lane<'s, 'a> {
         }
         if busy.meta + launch.meta() + more > sizes.meta as usize {
             self.flush(slot, busy, launch)?;
-            self.session.worker.compute.synchronize()?;
-            self.judge(slot, busy)?;
-            (busy.meta, busy.tables) = Default::default();
+            self.start_over(slot, busy)?;
         }
         let job = &busy.jobs[number];
         let scratch = self.session.scratch() + launch.scratch;
@@ -401,11 +412,24 @@ impl<'s, 'a> Lane<'s, 'a> {
             }
         };
         if !direct {
-            job.pieces.iter().for_each(|p| cut(chunk.values + p.from, p.to, &mut launch.spans));
+            cut_pieces(job, chunk.values, &mut launch.spans);
         }
         launch.scratch += own + values;
         launch.chunks.push((number, route, chunk));
         Ok(true)
+    }
+
+    /// Waits for what was queued, so that the slot's memory for descriptors is free again.
+    pub(super) fn start_over(&mut self, slot: usize, busy: &mut Busy<'a>) -> Result<()> {
+        self.session.worker.compute.synchronize()?;
+        self.judge(slot, busy)?;
+        (busy.meta, busy.tables) = Default::default();
+        Ok(())
+    }
+
+    /// Counts a chunk that the device decoded.
+    pub(super) fn count_device(&self) {
+        self.host.chunks.device.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Queues a launch and forgets it.
@@ -472,6 +496,7 @@ impl<'s, 'a> Lane<'s, 'a> {
 
     /// Looks at the status of chunks whose work is done.
     fn judge(&mut self, slot: usize, busy: &mut Busy<'a>) -> Result<()> {
+        self.judge_blocks(slot, busy)?;
         for (number, at) in std::mem::take(&mut busy.asked) {
             let worker = &self.session.worker;
             let at = self.session.pinned_meta() + at;
@@ -524,6 +549,16 @@ impl<'s, 'a> Lane<'s, 'a> {
         }
         Ok(worker.copy.synchronize()?)
     }
+}
+
+/// Whether a chunk goes to one place as a whole.
+pub(super) fn has_one_place(job: &DecodeJob<'_>) -> bool {
+    matches!(&job.pieces[..], [p] if p.to.bytes() == job.bytes)
+}
+
+/// The spans that bring a chunk's pieces from its values to their places.
+pub(super) fn cut_pieces(job: &DecodeJob<'_>, values: u64, spans: &mut Vec<CopySpan>) {
+    job.pieces.iter().for_each(|p| cut(values + p.from, p.to, spans));
 }
 
 /// Spans of `COPY_SPAN_BYTES` at most from `from` to a piece's place.

@@ -15,6 +15,7 @@ use s4_format::{CodecId, PredictorId, StreamEntry};
 use bring::Decoding;
 
 use super::Host;
+use super::Work;
 use super::error::{CudaError, Of, Result};
 use super::parent::{self, LevelPlaces, ParentValues};
 use super::route::{codings, encode_route, plan_tables};
@@ -125,20 +126,13 @@ pub(super) struct Lane<'a> {
 }
 
 impl<'a> Lane<'a> {
-    pub(super) fn new(
-        session: Session<'a>,
-        host: &'a Host,
-        tensors: &'a [DeviceTensor<'a>],
-        plans: &'a [TensorPlan],
-    ) -> Self {
-        let ordinal = session.worker.device.ordinal();
-        let waiting = (0..tensors.len()).filter(|&t| tensors[t].memory.ordinal() == ordinal);
+    pub(super) fn new(session: Session<'a>, work: Work<'a>) -> Self {
         Self {
-            waiting: waiting.collect(),
+            waiting: work.on(session.worker.device.ordinal()),
             session,
-            host,
-            tensors,
-            plans,
+            host: work.host,
+            tensors: work.tensors,
+            plans: work.plans,
             chunk: 0,
             parent_sets: 0,
             under_way: VecDeque::new(),
@@ -528,7 +522,7 @@ fn place(group: &mut Group) {
     }
 }
 
-fn encoded(r: &EncodeResult) -> EncodedChunk {
+pub(super) fn encoded(r: &EncodeResult) -> EncodedChunk {
     EncodedChunk {
         len: r.len as usize,
         plain: r.plain != 0,
@@ -543,7 +537,7 @@ fn encoded(r: &EncodeResult) -> EncodedChunk {
     }
 }
 
-fn bad_answer(device: u32) -> GpuError {
+pub(super) fn bad_answer(device: u32) -> GpuError {
     GpuError::Driver {
         device,
         action: "encode",

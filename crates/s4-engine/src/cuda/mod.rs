@@ -22,11 +22,13 @@ mod route;
 mod tensor;
 mod worker;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 pub use s4_codec_gpu::{Cuda, DeviceInfo, GpuError, Pinned};
+use s4_format::manifest::ClosedCodec;
 use s4_format::{DType, PredictorId};
 use s4_planes::Simd;
 
@@ -34,6 +36,7 @@ pub use copies::CodedTensor;
 pub use decode::{Batch, DecodeJob, Decoder, Piece};
 pub use encode::DeviceFrame;
 pub use error::{CudaError, Result};
+pub use nvcomp::Trusted;
 pub use parent::{ParentChunk, ParentFrame, ParentSize, ParentValues};
 pub use plan::Planners;
 pub use tensor::{DeviceMemory, DeviceTensor};
@@ -41,6 +44,7 @@ pub use tensor::{DeviceMemory, DeviceTensor};
 use crate::{CpuEngine, ParentSample, Preset, Scratch, TensorPlan, planner};
 use encode::Lane;
 use error::Of;
+use nvcomp::{Lanes, Library};
 use parent::NoParents;
 use worker::{Session, Worker};
 
@@ -92,6 +96,8 @@ pub struct CudaEngine {
     cuda: Cuda,
     host: Host,
     options: CudaOptions,
+    /// nvCOMP, once it was needed and found.
+    library: Mutex<Option<Arc<Library>>>,
     workers: Mutex<BTreeMap<u32, Arc<Mutex<Worker>>>>,
 }
 
@@ -112,11 +118,54 @@ impl Workers {
     }
 }
 
+/// What lanes encode: a run of all tensors.
+struct Work<'a> {
+    host: &'a Host,
+    tensors: &'a [DeviceTensor<'a>],
+    plans: &'a [TensorPlan],
+    run: Range<usize>,
+}
+
+impl Work<'_> {
+    /// Tensors of the run, by number, that are on a device.
+    fn on(&self, ordinal: u32) -> VecDeque<usize> {
+        self.run.clone().filter(|&t| self.tensors[t].memory.ordinal() == ordinal).collect()
+    }
+}
+
+/// What encodes the chunks of one device.
+#[expect(clippy::large_enum_variant, reason = "one a device")]
+enum EncodeLane<'a> {
+    /// This crate's kernels.
+    Kernels(Lane<'a>),
+    /// nvCOMP.
+    Library(Lanes<'a>),
+}
+
+impl EncodeLane<'_> {
+    fn launch<E: From<CudaError>>(&mut self, parents: &dyn ParentValues<E>) -> Result<(), E> {
+        match self {
+            Self::Kernels(lane) => lane.launch(parents),
+            Self::Library(lanes) => Ok(lanes.launch()?),
+        }
+    }
+
+    fn next<E: From<CudaError>>(
+        &mut self,
+        parents: &dyn ParentValues<E>,
+    ) -> Result<Option<DeviceFrame<'_>>, E> {
+        match self {
+            Self::Kernels(lane) => lane.next(parents),
+            Self::Library(lanes) => Ok(lanes.next()?),
+        }
+    }
+}
+
 impl CudaEngine {
     /// An engine on the devices of `cuda`. Devices are opened when they are first used.
     pub fn new(cuda: Cuda, options: CudaOptions) -> Self {
         let host = Host { cpu: CpuEngine::new(options.simd), chunks: Counters::default() };
-        Self { cuda, host, options, workers: Mutex::default() }
+        Self { cuda, host, options, library: Mutex::default(), workers: Mutex::default() }
     }
 
     /// The devices.
@@ -175,9 +224,8 @@ impl CudaEngine {
             if differences.get(i) == Some(&true) {
                 runs.extend(planner::parent_probes(t.dtype, values));
             }
-            let part = |run: std::ops::Range<u64>| {
-                t.memory.part(run.start * width, (run.end - run.start) * width)
-            };
+            let part =
+                |run: Range<u64>| t.memory.part(run.start * width, (run.end - run.start) * width);
             runs.into_iter().map(part).collect::<Result<Vec<_>, GpuError>>()
         });
         let runs = runs.collect::<Result<Vec<_>, _>>().map_err(CudaError::from)?;
@@ -276,19 +324,49 @@ impl CudaEngine {
         mut sink: impl FnMut(DeviceFrame<'_>) -> Result<(), E>,
     ) -> Result<(), E> {
         check(tensors, plans)?;
+        let mut first = 0;
+        for run in plans.chunk_by(|a, b| nvcomp::codes(a) == nvcomp::codes(b)) {
+            let run = first..first + run.len();
+            first = run.end;
+            self.encode_run(tensors, plans, run, parents, &mut sink)?;
+        }
+        Ok(())
+    }
+
+    /// Encodes a run of tensors whose plans are all the library's, or all not.
+    fn encode_run<E: From<CudaError>>(
+        &self,
+        tensors: &[DeviceTensor<'_>],
+        plans: &[TensorPlan],
+        run: Range<usize>,
+        parents: &dyn ParentValues<E>,
+        sink: &mut impl FnMut(DeviceFrame<'_>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let library = self.coding_library(plans, run.clone())?;
         let given = parents.memory();
-        let workers = self.workers(tensors.iter().map(|t| t.memory.ordinal()))?;
+        let memory = || run.clone().map(|t| tensors[t].memory);
+        let workers = self.workers(memory().map(|m| m.ordinal()))?;
         let mut lanes = BTreeMap::new();
         for (ordinal, _) in &workers.0 {
-            let all = tensors.iter().map(|t| t.memory).chain(given.iter().copied());
+            let all = memory().chain(given.iter().copied());
             let own = all.filter(|m| m.ordinal() == *ordinal);
-            if let Some(session) = self.session(&workers, *ordinal, own)? {
-                lanes.insert(*ordinal, Lane::new(session, &self.host, tensors, plans));
-            }
+            let Some(worker) = workers.lock(*ordinal) else { continue };
+            let work = Work { host: &self.host, tensors, plans, run: run.clone() };
+            let lane = match &library {
+                Some(library) => {
+                    let session = Session::whole(worker, own).map_err(CudaError::from)?;
+                    EncodeLane::Library(Lanes::new(session, library, work)?)
+                }
+                None => {
+                    let session = Session::new(worker, own).map_err(CudaError::from)?;
+                    EncodeLane::Kernels(Lane::new(session, work))
+                }
+            };
+            lanes.insert(*ordinal, lane);
         }
         // All devices begin before the first chunk is waited for.
         lanes.values_mut().try_for_each(|lane| lane.launch(parents))?;
-        for (tensor, plan) in tensors.iter().zip(plans) {
+        for (tensor, plan) in tensors[run.clone()].iter().zip(&plans[run.clone()]) {
             let values = tensor.memory.bytes() / tensor.dtype.value_width() as u64;
             for _ in 0..s4_format::index::chunk_count(values, plan.chunk_log2) {
                 let Some(lane) = lanes.get_mut(&tensor.memory.ordinal()) else { continue };
@@ -298,6 +376,31 @@ impl CudaEngine {
             }
         }
         Ok(())
+    }
+
+    /// The library, if it is to code a run of tensors: all or none of them have such planes.
+    fn coding_library(
+        &self,
+        plans: &[TensorPlan],
+        mut run: Range<usize>,
+    ) -> Result<Option<Arc<Library>>> {
+        if !plans.get(run.start).is_some_and(nvcomp::codes) {
+            return Ok(None);
+        }
+        match (self.library(), run.find(|&t| nvcomp::is_needed(&plans[t]))) {
+            (Ok(library), _) => Ok(Some(library)),
+            // The CPU's codecs write the same bitstreams.
+            (Err(_), None) => Ok(None),
+            (Err(e), Some(tensor)) => Err(e).of(tensor),
+        }
+    }
+
+    fn library(&self) -> s4_format::Result<Arc<Library>> {
+        let mut known = self.library.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(library) = &*known {
+            return Ok(Arc::clone(library));
+        }
+        Ok(Arc::clone(known.insert(Arc::new(Library::open(&self.cuda)?))))
     }
 
     /// Decodes frames into device memory. `memory` is all that will be written, `work` pushes the
@@ -312,13 +415,37 @@ impl CudaEngine {
         memory: &[DeviceMemory],
         work: impl FnOnce(&mut Decoder<'_, 'a>) -> Result<(), E>,
     ) -> Result<(), E> {
+        self.decode_with(memory, None, work)
+    }
+
+    /// What [`CudaEngine::decode_with`] decodes streams in blocks with, those of these closed bitstreams
+    /// included; `None` where there is no nvCOMP that reads all of them.
+    ///
+    /// Only for checkpoints that a program wrote which the caller trusts: nvCOMP's decoders may read and
+    /// write any memory of the device when they are given other bytes, and checksums do not say who
+    /// wrote a file.
+    pub fn trusted(&self, closed: &[ClosedCodec]) -> Option<Trusted> {
+        let library = self.library().ok().filter(|l| l.reads(closed))?;
+        Some(Trusted { library, closed: closed.to_vec() })
+    }
+
+    /// As [`CudaEngine::decode`]; with `trusted`, streams in blocks are decoded on the device, too.
+    ///
+    /// # Errors
+    /// As [`CudaEngine::decode`].
+    pub fn decode_with<'a, E: From<CudaError>>(
+        &self,
+        memory: &[DeviceMemory],
+        trusted: Option<&Trusted>,
+        work: impl FnOnce(&mut Decoder<'_, 'a>) -> Result<(), E>,
+    ) -> Result<(), E> {
         let workers = self.workers(memory.iter().map(DeviceMemory::ordinal))?;
         let mut sessions = vec![];
         for (ordinal, _) in &workers.0 {
             let own = memory.iter().copied().filter(|m| m.ordinal() == *ordinal);
             sessions.extend(self.session(&workers, *ordinal, own)?);
         }
-        let mut decoder = Decoder::new(sessions, &self.host);
+        let mut decoder = Decoder::new(sessions, &self.host, trusted);
         work(&mut decoder)?;
         Ok(decoder.finish()?)
     }

@@ -41,7 +41,7 @@ pub(super) fn encode_route(plan: &TensorPlan, n: u64, width: usize) -> Option<Ro
     Some(fused.unwrap_or(Route::Composed))
 }
 
-fn has_layout(layout: LayoutId) -> bool {
+pub(super) fn has_layout(layout: LayoutId) -> bool {
     matches!(layout, LayoutId::WHOLE | LayoutId::BYTES | LayoutId::FIELDS | LayoutId::FIELDS_SIGN)
 }
 

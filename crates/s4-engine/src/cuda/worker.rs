@@ -15,6 +15,8 @@ const MOST: u64 = 32 << 20;
 const SHARES: u64 = SLOTS as u64 + 6;
 /// Memory pools take device memory in pieces of this size: budgets are kept in whole ones.
 const PIECE: u64 = 32 << 20;
+/// The most that a session takes in one piece: no work gets faster with more.
+const WHOLE: u64 = 3 << 29;
 /// A slot holds at least the largest frame.
 const LEAST: u64 = (MAX_CHUNK_BYTES as u64).next_multiple_of(64 << 10);
 
@@ -119,6 +121,23 @@ impl<'a> Session<'a> {
         memory: impl Iterator<Item = DeviceMemory>,
     ) -> Result<Self> {
         let bytes = worker.sizes.device();
+        Self::with_bytes(worker, bytes, memory)
+    }
+
+    /// As [`Session::new`], with all of the device memory that the budget allows, in one piece.
+    pub(super) fn whole(
+        worker: MutexGuard<'a, Worker>,
+        memory: impl Iterator<Item = DeviceMemory>,
+    ) -> Result<Self> {
+        let bytes = worker.pool.budget().min(WHOLE) / PIECE * PIECE;
+        Self::with_bytes(worker, bytes, memory)
+    }
+
+    fn with_bytes(
+        worker: MutexGuard<'a, Worker>,
+        bytes: u64,
+        memory: impl Iterator<Item = DeviceMemory>,
+    ) -> Result<Self> {
         let arena = worker.pool.alloc(&worker.compute, bytes, "scratch memory on the device")?;
         let session = Self { start: arena.address(), arena: Some(arena), worker };
         let Worker { device, compute, copy, .. } = &*session.worker;
@@ -137,6 +156,16 @@ impl<'a> Session<'a> {
         copy.wait_for(compute)?;
         session.worker.up.wait_for(compute)?;
         Ok(session)
+    }
+
+    /// Address of the device memory, a multiple of 256.
+    pub(super) fn address(&self) -> u64 {
+        self.start
+    }
+
+    /// Bytes of it.
+    pub(super) fn bytes(&self) -> u64 {
+        self.arena.as_ref().map_or(0, DeviceBuffer::bytes)
     }
 
     /// Address of a slot's frames.

@@ -6,7 +6,24 @@ use std::process::Command;
 /// Set for the program that runs on the emulated driver.
 const INSIDE: &str = "S4_EMULATED_DRIVER";
 
-/// Builds the driver's library and runs this program again with it.
+/// Builds a library.
+fn build(source: &str, library: &Path) {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".into());
+    let built = Command::new(&compiler)
+        .args(["-std=c++17", "-O2", "-g", "-shared", "-fPIC", "-fvisibility=hidden"])
+        .args(["-Wno-unknown-pragmas", "-Wno-parentheses", "-x", "c++", "-I"])
+        .arg(root.join("../s4-codec-gpu/kernels"))
+        .arg(root.join("tests/cuda/emulated").join(source))
+        .arg("-o")
+        .arg(library)
+        .output();
+    // As the kernels' own emulated tests do: a C++ compiler builds other dependencies anyway.
+    let built = built.unwrap_or_else(|e| panic!("{compiler}: {e}"));
+    assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+}
+
+/// Builds the driver's library and nvCOMP's, and runs this program again with them.
 #[test]
 fn all_tests_pass_on_an_emulated_driver() {
     if std::env::var_os(INSIDE).is_some() || !cfg!(target_os = "linux") {
@@ -16,23 +33,14 @@ fn all_tests_pass_on_an_emulated_driver() {
         println!("skipped: there is a CUDA device");
         return;
     }
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let folder = tempfile::tempdir().unwrap();
-    let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".into());
-    let built = Command::new(&compiler)
-        .args(["-std=c++17", "-O2", "-g", "-shared", "-fPIC", "-fvisibility=hidden"])
-        .args(["-Wno-unknown-pragmas", "-Wno-parentheses", "-x", "c++", "-I"])
-        .arg(root.join("../s4-codec-gpu/kernels"))
-        .arg(root.join("tests/cuda/emulated/driver.cpp"))
-        .arg("-o")
-        .arg(folder.path().join("libcuda.so.1"))
-        .output();
-    // As the kernels' own emulated tests do: a C++ compiler builds other dependencies anyway.
-    let built = built.unwrap_or_else(|e| panic!("{compiler}: {e}"));
-    assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
+    build("driver.cpp", &folder.path().join("libcuda.so.1"));
+    let nvcomp = folder.path().join("libnvcomp.so.6");
+    build("nvcomp.cpp", &nvcomp);
     let ran = Command::new(std::env::current_exe().unwrap())
         .args(["--test-threads=1", "--nocapture"])
         .env("LD_LIBRARY_PATH", folder.path())
+        .env("NVCOMP_LIBRARY", nvcomp)
         .env("S4_REQUIRE_GPU", "1")
         .env(INSIDE, "1")
         .output()

@@ -10,5 +10,6 @@ mod delta;
 mod emulated;
 mod feed;
 mod hostile;
+mod library;
 mod roundtrip;
 mod support;

@@ -92,16 +92,22 @@ pub(super) struct Step<'a> {
 }
 
 impl<'a> Chain<'a> {
-    /// Cuts requests, by number of the tensor, whose tensors are prepared.
-    pub(super) fn of(reader: &'a Reader, requests: &[(usize, DeviceMemory)]) -> Result<Self> {
+    /// Cuts requests, by number of the tensor, whose tensors are prepared. `trusted`: the device
+    /// decodes closed bitstreams of tensors that are stored by themselves.
+    pub(super) fn of(
+        reader: &'a Reader,
+        requests: &[(usize, DeviceMemory)],
+        trusted: bool,
+    ) -> Result<Self> {
         let mut chain = Self::default();
+        let open = trusted || reader.manifest.closed_codecs.is_empty();
         chain.steps.push(Step { reader, wanted: vec![] });
         // An ancestor's tensor is decoded to one place; who else wants it gets it from the host.
         let mut taken = HashSet::<(usize, usize)>::new();
         for (request, &(number, to)) in requests.iter().enumerate() {
             let host = reader.host(number);
             let plan = &reader.manifest.plans[usize::from(reader.tensors[host].plan)];
-            if plan.predictor == PredictorId::NONE && reader.manifest.closed_codecs.is_empty() {
+            if plan.predictor == PredictorId::NONE && open {
                 chain.steps[0].wanted.push(Wanted { tensor: number, request, to, chunks: None });
                 continue;
             }

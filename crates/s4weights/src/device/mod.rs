@@ -1,7 +1,6 @@
 //! Tensors in the memory of CUDA devices: written from there and read to there.
 
 mod chain;
-mod fetched;
 mod parents;
 mod read;
 mod write;

@@ -4,7 +4,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use rayon::ThreadPool;
-use s4_engine::cuda::{Batch, CudaEngine, DecodeJob, Decoder, DeviceMemory, GpuError, Piece};
+use s4_engine::cuda::{
+    Batch, CudaEngine, DecodeJob, Decoder, DeviceMemory, GpuError, Piece, Trusted,
+};
 use s4_format::index::TensorKind;
 
 use super::Failure;
@@ -36,8 +38,9 @@ struct Call<'a> {
 
 impl Reader {
     /// Reads tensors, by number, into device memory of their size. Chunks are decoded there; what they
-    /// are differences from is decoded there before. Those of files that need closed bitstreams, and
-    /// differences in codecs that the device lacks, are decoded on the host and copied.
+    /// are differences from is decoded there before. Those of files that need closed bitstreams which
+    /// nobody vouches for, and differences in codecs that the device lacks, are decoded on the host and
+    /// copied.
     ///
     /// # Errors
     /// As [`Reader::read_into`]; `Device`. The memory's content is unspecified then.
@@ -65,12 +68,13 @@ impl Reader {
         hosts.sort_unstable();
         hosts.dedup();
         self.prepare(&hosts)?;
-        let Chain { steps, mut here } = Chain::of(self, requests)?;
+        let trusted = self.trusted_by(engine);
+        let Chain { steps, mut here } = Chain::of(self, requests, trusted.is_some())?;
         let calls = self.calls(steps)?;
         let total = requests.iter().map(|r| r.1.bytes()).sum();
         let mut meter = Meter { callback: self.options.progress.clone(), done: 0, total };
         let memory: Vec<_> = requests.iter().map(|r| r.1).collect();
-        let done = engine.decode::<Failure>(&memory, |decoder| {
+        let done = engine.decode_with::<Failure>(&memory, trusted.as_ref(), |decoder| {
             // What others are differences from comes first.
             for call in calls.iter().rev() {
                 call.push(call.spans(decoder.room())?, decoder, &mut meter)?;
@@ -127,6 +131,11 @@ impl Reader {
             done += len;
         }
         Ok(())
+    }
+
+    /// What decodes a vendor's streams on the devices, if the caller trusts the file.
+    fn trusted_by(&self, engine: &CudaEngine) -> Option<Trusted> {
+        self.options.trusted.then(|| engine.trusted(&self.manifest.closed_codecs))?
     }
 }
 

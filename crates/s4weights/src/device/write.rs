@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use rayon::ThreadPool;
 use s4_engine::cuda::{CudaEngine, DeviceFrame, DeviceMemory, DeviceTensor, Planners};
-use s4_engine::{Preset, TensorPlan, TensorView};
+use s4_engine::{TensorPlan, TensorView};
 use s4_format::DType;
 
 use super::Failure;
@@ -83,8 +83,7 @@ struct Registered<'a> {
 
 impl Writer {
     /// Writes tensors of CUDA devices, as [`Writer::write_grouped`] writes those of the host: the same
-    /// bytes. Values are encoded where they are. Calls of both kinds may follow each other. (Preset `nvcomp` splits values on the host:
-    /// they are copied there first, and their planes come back to be coded.)
+    /// bytes. Values are encoded where they are. Calls of both kinds may follow each other.
     ///
     /// # Errors
     /// As [`Writer::write_grouped`]; `Device`.
@@ -111,9 +110,6 @@ impl Writer {
         groups: &[u8],
     ) -> Result<()> {
         check_groups(groups, tensors.len())?;
-        if self.options.preset == Preset::Nvcomp {
-            return self.write_fetched(engine, tensors, groups);
-        }
         let total = tensors.iter().map(|t| t.place.bytes()).sum();
         let callback = self.options.progress.clone();
         let mut meter = Meter { callback, done: 0, total };
