@@ -20,6 +20,9 @@ use crate::writer::Writer;
 /// Tensors that are planned together: samples of so many parents are in memory at once.
 const PLANNED: usize = 64;
 
+/// Threads that wait for a device at least, where it codes planes of the host.
+const WAITING: usize = 64;
+
 /// A tensor with chunks of its own, to be written.
 pub(crate) struct Large<'a> {
     pub(crate) name: &'a str,
@@ -97,7 +100,7 @@ impl Writer {
         tensors: Vec<Large<'a>>,
         meter: &mut Meter,
     ) -> Result<Vec<Item<'a>>> {
-        let threads = thread_count(self.options.threads);
+        let threads = self.encoding_threads();
         let chunks: u64 = tensors.iter().map(|t| chunks_of(&t.view)).sum();
         // More threads than chunks would only wait.
         let pool = pool(threads.min(usize::try_from(chunks).unwrap_or(threads)))?;
@@ -119,6 +122,12 @@ impl Writer {
         });
         self.buffers = buffers;
         done
+    }
+
+    /// Threads that encode. Those of preset `nvcomp` wait for the device, which is fast where much waits.
+    fn encoding_threads(&self) -> usize {
+        let threads = thread_count(self.options.threads);
+        if self.options.preset == Preset::Nvcomp { threads.max(WAITING) } else { threads }
     }
 
     /// Encodes a window of chunks on the pool while this thread writes the window before it.
