@@ -22,6 +22,9 @@ const PLANNED: usize = 64;
 /// From so many threads and bytes of values on, others than this one hash and write.
 const BEHIND: (usize, u64) = (4, 64 << 20);
 
+/// Threads that wait for a device at least, where it codes planes of the host.
+const WAITING: usize = 64;
+
 /// A tensor with chunks of its own, to be written.
 pub(crate) struct Large<'a> {
     pub(crate) name: &'a str,
@@ -99,7 +102,7 @@ impl Writer {
         tensors: Vec<Large<'a>>,
         meter: &mut Meter,
     ) -> Result<Vec<Item<'a>>> {
-        let threads = thread_count(self.options.threads);
+        let threads = self.encoding_threads();
         let chunks: u64 = tensors.iter().map(|t| chunks_of(&t.view)).sum();
         let values = tensors.iter().map(|t| t.view.data.len() as u64).sum::<u64>();
         // More threads than chunks would only wait.
@@ -127,6 +130,12 @@ impl Writer {
         });
         self.buffers = buffers;
         done
+    }
+
+    /// Threads that encode. Those of preset `nvcomp` wait for the device, which is fast where much waits.
+    fn encoding_threads(&self) -> usize {
+        let threads = thread_count(self.options.threads);
+        if self.options.preset == Preset::Nvcomp { threads.max(WAITING) } else { threads }
     }
 
     /// Encodes a window of chunks on the pool while this thread writes the window before it.

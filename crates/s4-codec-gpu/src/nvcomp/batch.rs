@@ -272,11 +272,16 @@ impl Call<'_> {
         }
     }
 
+    /// Copies arrays and data to the device. The library does not write every byte of what it counts as
+    /// output: streams would keep what happened to be there.
     fn up(&self) -> Result<()> {
-        let len = self.parts.answers_at();
+        let (len, out) = (self.parts.answers_at(), self.parts.out_at());
+        let address = self.device.address();
         // SAFETY: device memory of this size, and pinned memory that is this call's alone.
-        unsafe { self.stream.copy_to_device(self.pinned, 0, len, self.device.address()) }
-            .map_err(gpu)
+        unsafe {
+            self.stream.copy_to_device(self.pinned, 0, len, address).map_err(gpu)?;
+            self.stream.fill(address + out as u64, 0, self.parts.out as u64).map_err(gpu)
+        }
     }
 
     /// Copies answers and outputs back, and waits.

@@ -13,3 +13,8 @@ mod hostile;
 mod library;
 mod roundtrip;
 mod support;
+
+#[test]
+fn all_tests_pass_on_an_emulated_driver() {
+    emulated::run(&["--test-threads=1", "--nocapture"]);
+}

@@ -228,9 +228,13 @@ impl<'a> Lanes<'a> {
             scratch_bytes: call.scratch as usize,
             statuses,
         };
+        let stream = &self.lanes[group.lane].stream;
+        // The library does not write every byte of what it counts as output: files would keep what
+        // happened to be there.
+        // SAFETY: the slots are the lane's.
+        unsafe { stream.fill(base + places.slots[number], 0, call.slot * call.blocks()) }?;
         let _current = self.session.worker.device.enter()?;
-        let codec = self.library.writer(number);
-        let stream = self.lanes[group.lane].stream.address();
+        let (codec, stream) = (self.library.writer(number), stream.address());
         // SAFETY: the caller's: what the arrays name is the lane's, each block's output as large as the
         // codec asks for; the device is current.
         let queued = unsafe { codec.encode(call.shape, batch, stream) };
