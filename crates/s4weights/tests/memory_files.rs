@@ -83,7 +83,7 @@ fn a_full_file_system_is_an_error_and_leaves_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let mut unshare = Command::new("unshare");
     unshare.args(["--mount", "--map-root-user", "sh", "-c"]);
-    let mount = "mount -t tmpfs -o size=48m none \"$0\" || exit 77; exec \"$@\"";
+    let mount = "mount -t tmpfs -o size=47m none \"$0\" || exit 77; exec \"$@\"";
     unshare.arg(mount).arg(dir.path()).arg(std::env::current_exe().unwrap());
     unshare.args(["--exact", "a_full_file_system_is_an_error_and_leaves_nothing", "--nocapture"]);
     let done = match unshare.env(SMALL, dir.path()).output() {
