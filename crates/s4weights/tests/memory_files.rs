@@ -1,6 +1,7 @@
 //! Files of memory file systems, which several threads write: whole, in order, and an error where
 //! there is no room.
 #![cfg(target_os = "linux")]
+#![expect(clippy::unwrap_used, reason = "tests, and what they share")]
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
