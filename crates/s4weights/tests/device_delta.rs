@@ -307,13 +307,16 @@ fn store(dir: &Path, parent_memory: usize) -> CheckpointStore {
     CheckpointStore::open_or_create(dir.to_str().unwrap(), &Default::default(), options).unwrap()
 }
 
+/// Called with the tensors' memory.
+type Told<'a> = &'a dyn Fn(&[DeviceBuffer]);
+
 /// Saves tensors, most of them on the device. `told` is called when they may change.
 fn save_device(
     gpu: &Gpu,
     store: &CheckpointStore,
     step: u64,
     tensors: &[Tensor],
-    told: Option<&dyn Fn(&[DeviceBuffer])>,
+    told: Option<Told<'_>>,
 ) -> Result<Saved> {
     let buffers: Vec<_> = tensors.iter().map(|t| gpu.upload(&t.data)).collect();
     let mut sources = vec![];

@@ -155,13 +155,15 @@ impl CheckpointStore {
                 .and_then(|ready| self.publish(ready));
             match outcome {
                 Ok((mut saved, snapshot, kept)) => {
-                    *last = match tensors {
-                        Sources::Host(list) => self.remember(&saved.checkpoint, snapshot, list),
+                    *last = match (tensors, kept) {
+                        (Sources::Host(list), _) => {
+                            self.remember(&saved.checkpoint, snapshot, list)
+                        }
                         #[cfg(feature = "cuda")]
-                        Sources::Placed(..) => Some(Last {
+                        (Sources::Placed(..), values) => Some(Last {
                             id: saved.checkpoint.id(),
                             manifest_blake3: saved.checkpoint.about.manifest_blake3,
-                            values: kept,
+                            values,
                         }),
                     };
                     drop(last);
