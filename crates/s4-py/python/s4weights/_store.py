@@ -77,7 +77,7 @@ class CheckpointStore:
     ) -> None:
         self.url = os.fspath(url)
         # One for each call: what it finds is of one process.
-        self._compute = lambda: Compute(device, gpu_scratch)
+        self._compute: Callable[[], Compute] = lambda: Compute(device, gpu_scratch)
         self._compute()
         if isinstance(retention, int):
             retention = Retention(keep_last=retention)
