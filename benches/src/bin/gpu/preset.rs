@@ -108,7 +108,7 @@ fn frames(engine: &CudaEngine, tensor: DeviceTensor<'_>) -> Outcome<f64> {
     let mut times = vec![];
     for round in 0..=ROUNDS {
         let started = Instant::now();
-        let plans = engine.plan(Preset::Nvcomp, &[tensor])?;
+        let plans = engine.plan(Preset::Nvcomp, &[tensor], None)?;
         engine.encode::<CudaError>(&[tensor], &plans, |_| Ok(()))?;
         if round > 0 {
             times.push(started.elapsed().as_secs_f64());
