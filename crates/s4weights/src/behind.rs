@@ -9,7 +9,7 @@ use crate::parallel::pool;
 
 /// Bytes that are hashed and written together: enough for several threads. Pieces end at multiples
 /// of it, so that no two of them share a page of the file.
-const PIECE: usize = 8 << 20;
+const PIECE: usize = 16 << 20;
 /// Pieces on their way besides the one that is filled.
 const UNDER_WAY: usize = 2;
 /// More threads hash and copy no faster than memory is read.

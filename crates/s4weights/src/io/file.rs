@@ -89,7 +89,7 @@ impl Sink for FileSink {
     #[cfg(target_os = "linux")]
     fn write_by(&mut self, pool: &ThreadPool, bytes: &[u8]) -> Result<()> {
         if let Out::Temporary { file, mapped, .. } = &mut self.out
-            && let Some(by) = mapped.as_mut().filter(|m| m.suits(pool, bytes.len()))
+            && let Some(by) = mapped.as_ref().filter(|m| m.suits(pool, bytes.len()))
         {
             let wrote = by.write(file.as_file_mut(), pool, bytes);
             if wrote.map_err(|e| Error::io(&self.name, "write", e))? {

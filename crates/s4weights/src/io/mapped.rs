@@ -1,37 +1,35 @@
 //! Writing a file of a memory file system with several threads.
 //!
-//! A file takes `write` from one thread at a time, and on tmpfs one thread is slow: it takes a page,
-//! fills it, takes the next. Here the pages are reserved first, which is quick, and filled by many
-//! threads through a mapping. Not side by side: while pages of a file are reserved, the kernel lets
-//! page faults on it wait for each other.
-
-#![expect(unsafe_code, reason = "memory that is mapped changes with its file")]
+//! A file takes `write` from one thread at a time, and on tmpfs that thread is slow: it takes a page,
+//! fills it, takes the next. Here several threads take huge pages and fill them through a mapping.
+//! Where there are none (`MADV_COLLAPSE` is of Linux 6.1), pages are reserved with `fallocate` first.
+//! Either way no page is touched that the file does not have: a full file system is an error and no
+//! signal.
 
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use memmap2::{MmapMut, MmapOptions};
 use rayon::ThreadPool;
 use rayon::prelude::*;
-use rustix::fs::{FallocateFlags, fallocate, fstatfs};
+use rustix::fs::{FallocateFlags, fallocate, fstatfs, ftruncate};
 use rustix::io::Errno;
+
+use super::region::{HUGE, Region, collapse};
 
 /// `TMPFS_MAGIC` of Linux.
 const TMPFS: u64 = 0x0102_1994;
-/// Fewer threads are no faster than one that writes.
-const LEAST_THREADS: usize = 6;
+/// Fewer threads are no faster than one that writes: with huge pages, and without.
+const LEAST_THREADS: [usize; 2] = [2, 6];
 /// Fewer bytes are not worth a mapping.
 const LEAST_BYTES: usize = 1 << 20;
-/// Bytes that a thread fills at a time.
-const PART: usize = 256 << 10;
-/// At least the size of a page; a mapping starts at a multiple of it.
-const PAGE: u64 = 64 << 10;
 
 /// How a file is written: each call maps the bytes that it appends.
 pub(super) struct Mapped {
-    least_threads: usize,
-    /// What the last call filled: taken down while the next one reserves.
-    filled: Option<MmapMut>,
+    least_threads: [usize; 2],
+    /// Whether huge pages were to be had so far.
+    huge: AtomicBool,
 }
 
 impl Mapped {
@@ -39,13 +37,15 @@ impl Mapped {
     /// known to be right and fast.
     pub(super) fn of(file: &File) -> Option<Self> {
         let kind = fstatfs(file).ok()?.f_type;
-        (u64::try_from(kind) == Ok(TMPFS))
-            .then_some(Self { least_threads: LEAST_THREADS, filled: None })
+        let new = Self { least_threads: LEAST_THREADS, huge: AtomicBool::new(true) };
+        (u64::try_from(kind) == Ok(TMPFS)).then_some(new)
     }
 
     /// Whether so many bytes are written faster by these threads than by one.
     pub(super) fn suits(&self, pool: &ThreadPool, bytes: usize) -> bool {
-        pool.current_num_threads() >= self.least_threads && bytes >= LEAST_BYTES
+        let [huge, small] = self.least_threads;
+        let least = if self.huge.load(Ordering::Relaxed) { huge } else { small };
+        pool.current_num_threads() >= least && bytes >= LEAST_BYTES
     }
 
     /// Appends bytes where the file's cursor is, at its end, and moves the cursor behind them.
@@ -54,46 +54,57 @@ impl Mapped {
     /// # Errors
     /// As of `write`: no room, a file that is too long.
     pub(super) fn write(
-        &mut self,
+        &self,
         file: &mut File,
         pool: &ThreadPool,
         bytes: &[u8],
     ) -> io::Result<bool> {
-        let last = self.filled.take();
         let at = file.stream_position()?;
-        let reserved = pool.in_place_scope(|s| {
-            s.spawn(move |_| drop(last));
-            reserve(file, at, bytes.len() as u64)
-        })?;
-        let start = at / PAGE * PAGE;
-        let skip = (at - start) as usize;
-        let mut options = MmapOptions::new();
-        options.offset(start).len(skip + bytes.len());
+        let skip = (at % HUGE as u64) as usize;
+        let start = at - skip as u64;
+        let end = at + bytes.len() as u64;
+        ftruncate(&*file, end)?;
+        #[expect(unsafe_code, reason = "memory that is mapped changes with its file")]
         // SAFETY: the file is a temporary one of this process, made for this writer: nobody else
-        // writes or cuts it. All of its pages in the mapping are reserved: filling them needs no
-        // room in the file system.
-        let mapping = reserved.then(|| unsafe { options.map_mut(&*file) });
-        let Some(Ok(mut mapping)) = mapping else { return Ok(false) };
-        let to = &mut mapping[skip..];
-        pool.install(|| {
-            let parts = to.par_chunks_mut(PART).zip(bytes.par_chunks(PART));
-            parts.for_each(|(to, from)| to.copy_from_slice(from));
-        });
-        self.filled = Some(mapping);
-        file.seek(SeekFrom::Start(at + bytes.len() as u64))?;
+        // writes or cuts it. `fill` touches blocks that `secure` has seen to.
+        let region = unsafe { Region::map(file, start, skip + bytes.len()) };
+        let Ok(mut region) = region else { return Ok(false) };
+        let fill = |(i, block): (usize, &mut [u8])| {
+            let first = if i == 0 { skip } else { 0 };
+            self.secure(file, start + (i * HUGE) as u64, first, block)?;
+            let from = i * HUGE + first - skip;
+            let to = &mut block[first..];
+            to.copy_from_slice(&bytes[from..from + to.len()]);
+            io::Result::Ok(())
+        };
+        let blocks = region.bytes().par_chunks_mut(HUGE).enumerate();
+        match pool.install(|| blocks.try_for_each(fill)) {
+            Err(e) if e.kind() == io::ErrorKind::Unsupported => return Ok(false),
+            done => done?,
+        }
+        file.seek(SeekFrom::Start(end))?;
         Ok(true)
     }
-}
 
-/// Takes pages for a range of a file; `false`: the file system cannot. They are in the file then,
-/// as zeros.
-fn reserve(file: &File, at: u64, len: u64) -> io::Result<bool> {
-    loop {
-        match fallocate(file, FallocateFlags::empty(), at, len) {
-            Ok(()) => return Ok(true),
-            Err(Errno::INTR) => {}
-            Err(Errno::OPNOTSUPP | Errno::NOSYS) => return Ok(false),
-            Err(e) => return Err(e.into()),
+    /// Sees to it that the file has the pages of a block, which starts at `at`, from its byte
+    /// `first` on; those in front of it are written.
+    fn secure(&self, file: &File, at: u64, first: usize, block: &mut [u8]) -> io::Result<()> {
+        if block.len() == HUGE && self.huge.load(Ordering::Relaxed) {
+            // A huge page takes the place of one page at least.
+            file.write_all_at(&[0], at + first as u64)?;
+            match collapse(block) {
+                Ok(()) => return Ok(()),
+                // Pages that others look at just now.
+                Err(e) if [Some(libc::EAGAIN), Some(libc::EBUSY)].contains(&e.raw_os_error()) => {}
+                Err(_) => self.huge.store(false, Ordering::Relaxed),
+            }
+        }
+        let len = (block.len() - first) as u64;
+        loop {
+            match fallocate(file, FallocateFlags::empty(), at + first as u64, len) {
+                Err(Errno::INTR) => {}
+                done => return Ok(done?),
+            }
         }
     }
 }
@@ -111,7 +122,7 @@ mod tests {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = File::from(memfd_create("s4weights-test", flags).unwrap());
         let mut mapped = Mapped::of(&file).unwrap();
-        mapped.least_threads = 2;
+        mapped.least_threads = [2, 2];
         let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
         (file, mapped, pool)
     }
@@ -125,33 +136,38 @@ mod tests {
 
     #[test]
     fn all_is_written_in_order_between_plain_writes() {
-        let (mut file, mut mapped, pool) = file();
         let bytes: Vec<u8> = (0..9 << 20).map(|i: u32| (i % 251) as u8).collect();
-        let mut expected = vec![];
-        for len in [5, 1 << 20, 3 << 20, (1 << 20) + 77, 4096, (2 << 20) + 1] {
-            let part = &bytes[expected.len() % 1000..][..len];
-            if mapped.suits(&pool, len) {
-                assert!(mapped.write(&mut file, &pool, part).unwrap());
-            } else {
-                file.write_all(part).unwrap();
+        for huge in [true, false] {
+            let (mut file, mapped, pool) = file();
+            mapped.huge.store(huge, Ordering::Relaxed);
+            let mut expected = vec![];
+            for len in [5, 1 << 20, 7 << 20, (1 << 20) + 77, 4096, (4 << 20) + 1] {
+                let part = &bytes[expected.len() % 1000..][..len];
+                if mapped.suits(&pool, len) {
+                    assert!(mapped.write(&mut file, &pool, part).unwrap());
+                } else {
+                    file.write_all(part).unwrap();
+                }
+                expected.extend_from_slice(part);
+                assert_eq!(file.metadata().unwrap().len(), expected.len() as u64);
             }
-            expected.extend_from_slice(part);
-            assert_eq!(file.metadata().unwrap().len(), expected.len() as u64);
+            assert!(content(&mut file) == expected, "{huge}");
         }
-        assert!(content(&mut file) == expected);
     }
 
     #[test]
     fn one_thread_and_few_bytes_are_left_to_plain_writes() {
-        let (file, mut mapped, pool) = file();
+        let (file, _, pool) = file();
+        let mapped = Mapped::of(&file).unwrap();
         assert!(mapped.suits(&pool, LEAST_BYTES) && !mapped.suits(&pool, LEAST_BYTES - 1));
-        mapped.least_threads = Mapped::of(&file).unwrap().least_threads;
+        // Two threads that take small pages are slower than one that writes.
+        mapped.huge.store(false, Ordering::Relaxed);
         assert!(!mapped.suits(&pool, LEAST_BYTES));
     }
 
     #[test]
     fn pages_that_cannot_be_had_are_an_error() {
-        let (mut file, mut mapped, pool) = file();
+        let (mut file, mapped, pool) = file();
         assert!(mapped.write(&mut file, &pool, &vec![1; 2 << 20]).unwrap());
         fcntl_add_seals(&file, SealFlags::GROW).unwrap();
         let refused = mapped.write(&mut file, &pool, &vec![2; 2 << 20]).unwrap_err();
@@ -161,11 +177,10 @@ mod tests {
 
     #[test]
     fn a_file_that_cannot_be_mapped_is_left_to_plain_writes() {
-        let (mut file, mut mapped, pool) = file();
-        // Memory that may be written before: the kernel lets no shared mapping be made any more.
+        let (mut file, mapped, pool) = file();
+        // It lets no mapping that writes be made any more.
         fcntl_add_seals(&file, SealFlags::FUTURE_WRITE).unwrap();
-        let wrote = mapped.write(&mut file, &pool, &vec![2; 2 << 20]);
-        assert!(matches!(wrote, Ok(false)) || wrote.is_err());
+        assert!(!mapped.write(&mut file, &pool, &vec![2; 2 << 20]).unwrap());
         assert_eq!(file.stream_position().unwrap(), 0);
     }
 }

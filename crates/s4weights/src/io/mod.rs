@@ -4,6 +4,8 @@ mod file;
 #[cfg(target_os = "linux")]
 mod mapped;
 mod object;
+#[cfg(target_os = "linux")]
+mod region;
 
 use std::collections::HashMap;
 use std::io::Write;
