@@ -86,14 +86,14 @@ def test_saves_and_loads_where_the_tensors_are(
     state, steps = training(), []
     before = engine.chunks()
     with CheckpointStore(tmp_path, device="cuda", parent_memory=parent_memory) as store:
-        for step in range(5):
+        for step in range(4):
             entry = store.save_checkpoint(state, step)
             assert (entry.kind == "delta") == (step > 0), entry
             steps.append(copy_of(state))
             train(state)
         done, host, refused = (a - b for a, b in zip(engine.chunks(), before, strict=True))
         # The host does differences of integers by Zstandard, if that is smaller.
-        assert done > 5 * 4 * 4 and host <= 5 and refused == 0, (done, host, refused)
+        assert done > 4 * 50 and host <= 4 and refused == 0, (done, host, refused)
         before = engine.chunks()
         for step, expected in enumerate(steps):
             assert_identical(expected, store.load_checkpoint(step))
@@ -101,7 +101,7 @@ def test_saves_and_loads_where_the_tensors_are(
                 "host": expected["host"]
             })
         done, host, refused = (a - b for a, b in zip(engine.chunks(), before, strict=True))
-        assert done > 10 * 4 * 4 and refused == 0, (done, host, refused)
+        assert done > 8 * 50 and refused == 0, (done, host, refused)
         assert store.verify()["clean"]
     with CheckpointStore(tmp_path, device="cpu") as store:
         for step, expected in enumerate(steps):
@@ -152,7 +152,7 @@ def test_an_error_before_the_snapshot_is_raised(tmp_path: Path) -> None:
 
 def test_host_and_device_take_turns(tmp_path: Path) -> None:
     state, steps = training(), []
-    for step, device in enumerate(["cpu", "cuda", "cuda", "cpu", "cuda"]):
+    for step, device in enumerate(["cpu", "cuda", "cuda", "cpu"]):
         with CheckpointStore(tmp_path, device=device) as store:
             blocking = step % 2 == 0
             saved = store.save_checkpoint(state, step, blocking=blocking)  # type: ignore[call-overload]

@@ -79,7 +79,7 @@ class HostBuffer:
 
         sizes = [storage.nbytes() for storage in storages]
         total = sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
-        devices = {storage.device for storage in storages if storage.device.type == "cuda"}
+        devices = {s.device for s in storages if s.device.type == "cuda" and s.nbytes()}
         buffer = self._grown(total, bool(devices))
         start, at = buffer.data_ptr(), 0
         places, host = [], []

@@ -24,6 +24,8 @@ from ._roles import find_roles
 from ._save import describe, require_little_endian
 
 if TYPE_CHECKING:
+    import torch
+
     from ._storages import StorageWriter
 
 logger = logging.getLogger("s4weights")
@@ -265,7 +267,7 @@ class CheckpointStore:
     ) -> PendingSave:
         pending = PendingSave(step)
         entries = storages.entries()
-        wheres = [place(entry.storage) if on_gpu else HOST for entry in entries]
+        wheres = [_where(entry.storage, on_gpu) for entry in entries]
         copied = [e.storage for e, where in zip(entries, wheres, strict=True) if where == HOST]
         copies = iter(self._buffer.copy(copied))
         sources: list[_core.PlacedSource] = []
@@ -579,6 +581,11 @@ def load_checkpoint(
         return store.load_checkpoint(step, map_location, keys, **options)
 
 
+def _where(storage: torch.UntypedStorage, on_gpu: bool) -> tuple[int, int]:
+    """Where a storage is, if it is to be encoded there."""
+    return place(storage) if on_gpu and storage.nbytes() else HOST
+
+
 def _sources(
     storages: StorageWriter, on_gpu: bool
 ) -> tuple[list[Any], list[_core.PlacedSource]]:
@@ -589,7 +596,7 @@ def _sources(
     sources: list[_core.PlacedSource] = []
     for entry in storages.entries():
         storage = entry.storage
-        where = place(storage) if on_gpu else HOST
+        where = _where(storage, on_gpu)
         if storage.device.type != "cpu" and where == HOST:
             storage = storage.cpu()
             held.append(storage)
