@@ -207,6 +207,7 @@ fn files_that_need_a_closed_codec_can_be_looked_at() {
 
 /// The file with the first stream of its first chunk said to be of nvCOMP's ANS, every hash and checksum
 /// mended: what a stranger's file may look like.
+#[expect(clippy::unwrap_used, reason = "what tests share")]
 fn of_closed_codec(mut file: Vec<u8>) -> Vec<u8> {
     use s4weights::format::{ChunkRecord, CodecId, Digest, StreamEntry, crc32c, layout};
     use s4weights::format::{file::Footer, index, manifest::ClosedCodec};

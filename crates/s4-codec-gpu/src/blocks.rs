@@ -106,6 +106,20 @@ impl Stream {
         }
     }
 
+    /// Queues the check of frames alone: `count` [`DecodeChunk`](abi::DecodeChunk)s at `chunks`, into as
+    /// many `u32`s at `status`.
+    ///
+    /// # Safety
+    /// As [`Stream::encode`].
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub unsafe fn check_frames(&self, chunks: u64, status: u64, count: u32) -> Result<()> {
+        let k = *self.device().kernels()?;
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(k.check_frames, count, threads::CRC, &mut [chunks, status]) }
+    }
+
     /// Queues the decoding of a batch whose frames the caller has checked, and the check of its values.
     /// Chunks whose status is not zero before are left out.
     ///

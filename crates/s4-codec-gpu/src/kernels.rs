@@ -25,7 +25,7 @@ pub(crate) struct Kernels {
     gather_fused: [sys::CUfunction; 2],
     gather_composed: sys::CUfunction,
     pub(crate) encode_crcs: sys::CUfunction,
-    check_frames: sys::CUfunction,
+    pub(crate) check_frames: sys::CUfunction,
     decode_fused: [sys::CUfunction; 2],
     decode_composed: sys::CUfunction,
     pub(crate) check_values: sys::CUfunction,

@@ -15,11 +15,14 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use gpu::{Gpu, gpu, memory};
+use s4_codec_gpu::DeviceBuffer;
 use s4_planes::Width;
 use s4_planes::patterns::{self, Kind};
+use s4weights::store::{CheckpointStore, SaveOptions, Saved, StoreOptions};
 use s4weights::{
     DType, DeviceSource, Error, MemoryParent, ObjectOptions, ObjectSink, ObjectSource, Parent,
-    ReadOptions, Reader, Result, Source, TensorSource, WriteOptions, Writer, Written,
+    Place, PlacedSource, ReadOptions, Reader, Result, Source, TensorSource, WriteOptions, Writer,
+    Written,
 };
 
 #[test]
@@ -297,4 +300,103 @@ fn damage_below_a_difference_is_an_error_on_the_device_too() {
     let refused = write_device(&gpu, &path, tensors, against(middle));
     assert!(matches!(&refused, Err(Error::Format { .. })), "{refused:?}");
     assert!(!path.exists());
+}
+
+fn store(dir: &Path, parent_memory: usize) -> CheckpointStore {
+    let options = StoreOptions { parent_memory, ..StoreOptions::default() };
+    CheckpointStore::open_or_create(dir.to_str().unwrap(), &Default::default(), options).unwrap()
+}
+
+/// Called with the tensors' memory.
+type Told<'a> = &'a dyn Fn(&[DeviceBuffer]);
+
+/// Saves tensors, most of them on the device. `told` is called when they may change.
+fn save_device(
+    gpu: &Gpu,
+    store: &CheckpointStore,
+    step: u64,
+    tensors: &[Tensor],
+    told: Option<Told<'_>>,
+) -> Result<Saved> {
+    let buffers: Vec<_> = tensors.iter().map(|t| gpu.upload(&t.data)).collect();
+    let mut sources = vec![];
+    for (t, buffer) in tensors.iter().zip(&buffers) {
+        let on_host = ["q", "none"].contains(&t.name.as_str());
+        let place = if on_host { Place::Host(&t.data) } else { Place::Device(memory(buffer)) };
+        sources.push(PlacedSource { name: &t.name, dtype: t.dtype, shape: &t.shape, place });
+    }
+    let calls = std::cell::Cell::new(0);
+    let staged = || {
+        calls.set(calls.get() + 1);
+        if let Some(told) = told {
+            told(&buffers);
+        }
+    };
+    let options =
+        SaveOptions { staged: told.map(|_| &staged as &dyn Fn()), ..SaveOptions::default() };
+    let saved = store.save_placed(&gpu.engine, step, &sources, &options);
+    assert!(told.is_none() || saved.is_err() || calls.get() == 1, "{} calls", calls.get());
+    saved
+}
+
+#[test]
+fn a_store_keeps_what_a_device_saved_for_the_next_difference() {
+    let Some(gpu) = gpu() else { return };
+    // Values in memory, not enough of it, and none: then they are read back.
+    for parent_memory in [1 << 30, 400_000, 0] {
+        let dir = tempfile::tempdir().unwrap();
+        let (host, device) = (dir.path().join("host"), dir.path().join("device"));
+        let stores = [store(&host, 1 << 30), store(&device, parent_memory)];
+        let mut steps = vec![first(gpu.is_slow())];
+        for step in 0..5 {
+            if step > 0 {
+                steps.push(later(&steps[step - 1], step as u64));
+            }
+            let tensors = &steps[step];
+            let sources: Vec<_> = tensors.iter().map(Tensor::source).collect();
+            let a = stores[0].save(step as u64, &sources, &SaveOptions::default()).unwrap();
+            let b = save_device(&gpu, &stores[1], step as u64, tensors, None).unwrap();
+            assert_eq!(a.checkpoint.base.is_some(), b.checkpoint.base.is_some(), "step {step}");
+            assert_eq!(a.why_base, b.why_base);
+            let lens = |s: &Saved| (s.checkpoint.about.data_len, s.report.digest.clone());
+            assert_eq!(lens(&a), lens(&b), "step {step}: the same bytes");
+        }
+        assert!(stores[1].list().unwrap().iter().any(|c| c.base.is_some()));
+        for (step, tensors) in steps.iter().enumerate() {
+            let loaded = stores[1].load(Some(step as u64)).unwrap();
+            let to: Vec<_> =
+                tensors.iter().map(|t| gpu.upload(&vec![0xee; t.data.len()])).collect();
+            let requests: Vec<_> = to.iter().map(memory).enumerate().collect();
+            loaded.reader().read_into_device(&gpu.engine, &requests).unwrap();
+            for (t, to) in tensors.iter().zip(&to) {
+                assert!(gpu.download(to) == t.data, "{} of step {step}", t.name);
+                assert!(loaded.reader().read(&t.name).unwrap() == t.data, "{}", t.name);
+            }
+        }
+    }
+    let chunks = gpu.engine.chunks();
+    assert_eq!(chunks.refused, 0, "{chunks:?}");
+}
+
+#[test]
+fn tensors_may_change_once_they_are_staged() {
+    let Some(gpu) = gpu() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let store = store(dir.path(), 1 << 30);
+    let mut tensors = first(gpu.is_slow());
+    let overwrite = |buffers: &[DeviceBuffer]| {
+        for b in buffers.iter().filter(|b| b.bytes() > 0) {
+            // SAFETY: nobody uses the memory but this test.
+            unsafe { gpu.stream.fill(b.address(), 0x55, b.bytes()) }.unwrap();
+        }
+        gpu.stream.synchronize().unwrap();
+    };
+    for step in 0..3 {
+        save_device(&gpu, &store, step, &tensors, Some(&overwrite)).unwrap();
+        let loaded = store.load(Some(step)).unwrap();
+        for t in &tensors {
+            assert!(loaded.reader().read(&t.name).unwrap() == t.data, "{} of {step}", t.name);
+        }
+        tensors = later(&tensors, step + 1);
+    }
 }

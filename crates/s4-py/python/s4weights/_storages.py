@@ -108,18 +108,24 @@ class StorageWriter:
         except Exception:  # Wrappers without a storage of their own.
             return None
 
-    def write(
-        self, writer: _core.Writer, groups: Sequence[int], progress: Progress, compute: Compute
-    ) -> None:
-        """Hands all storages, and the group of each, to the native writer: those of the host and of
-        CUDA devices as they are, others copied to the host a few at a time.
+    def engine(self, compute: Compute) -> _core.CudaEngine | None:
+        """The engine for the CUDA devices that storages are on; ``None`` if there are none, or if
+        their values are to go through host memory.
         """
         there = {
             entry.storage.device.index
             for entry in self._entries
             if entry.storage.device.type == "cuda" and entry.storage.nbytes()
         }
-        engine = compute.engine(there) if there else None
+        return compute.engine(there) if there else None
+
+    def write(
+        self, writer: _core.Writer, groups: Sequence[int], progress: Progress, compute: Compute
+    ) -> None:
+        """Hands all storages, and the group of each, to the native writer: those of the host and of
+        CUDA devices as they are, others copied to the host a few at a time.
+        """
+        engine = self.engine(compute)
         places = Places()
         batch: list[_core.PlacedSource] = []
         kinds: list[int] = []

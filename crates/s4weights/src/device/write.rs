@@ -53,14 +53,14 @@ pub struct PlacedSource<'a> {
 }
 
 impl Place<'_> {
-    pub(super) fn bytes(&self) -> u64 {
+    pub(crate) fn bytes(&self) -> u64 {
         match self {
             Self::Host(data) => data.len() as u64,
             Self::Device(memory) => memory.bytes(),
         }
     }
 
-    pub(super) fn memory(&self) -> Option<DeviceMemory> {
+    pub(crate) fn memory(&self) -> Option<DeviceMemory> {
         match self {
             Self::Host(_) => None,
             Self::Device(memory) => Some(*memory),
@@ -109,6 +109,21 @@ impl Writer {
         tensors: &[PlacedSource<'_>],
         groups: &[u8],
     ) -> Result<()> {
+        self.write_staged(engine, tensors, groups, &mut || ())
+    }
+
+    /// As [`Writer::write_placed`], calling `staged`, once, when the values that lie on devices are not
+    /// needed any more: whoever works on them may go on, while those of the host are written.
+    ///
+    /// # Errors
+    /// As [`Writer::write_placed`].
+    pub fn write_staged(
+        &mut self,
+        engine: &CudaEngine,
+        tensors: &[PlacedSource<'_>],
+        groups: &[u8],
+        staged: &mut dyn FnMut(),
+    ) -> Result<()> {
         check_groups(groups, tensors.len())?;
         let total = tensors.iter().map(|t| t.place.bytes()).sum();
         let callback = self.options.progress.clone();
@@ -124,11 +139,20 @@ impl Writer {
         }
         self.pack_small(engine, &small, &mut meter)?;
         let side = |t: &Registered<'_>| t.source.place.memory().is_some();
+        let on_devices = large.iter().rposition(side).map_or(0, |last| last + 1);
+        let mut done = 0;
+        if on_devices == 0 {
+            staged();
+        }
         for run in large.chunk_by(|a, b| side(a) == side(b)) {
             if run.first().is_some_and(side) {
                 self.write_large(engine, run, &mut meter)?;
             } else {
                 self.write_host(run, &mut meter)?;
+            }
+            done += run.len();
+            if done == on_devices {
+                staged();
             }
         }
         Ok(())

@@ -26,11 +26,13 @@
 //! absent: what the tensors are, which is the caller's `contents`.
 
 mod bridge;
+mod kept;
 mod load;
 mod manage;
 mod open;
 mod rebase;
 mod save;
+mod sources;
 
 use std::sync::{Arc, Mutex};
 
@@ -51,7 +53,8 @@ use s4_store::Store;
 
 use crate::error::{Error, Result};
 use crate::memory::{MemoryOptions, TensorCodec};
-use crate::parent::{MemoryParent, Snapshot};
+use crate::parent::{MemoryParent, Parent, Snapshot};
+use crate::reader::Reader;
 use crate::writer::TensorSource;
 use bridge::Bridge;
 use open::Opener;
@@ -78,7 +81,8 @@ pub struct StoreOptions {
     /// What stays listed after a save; `None`: everything.
     pub retention: Option<Retention>,
     /// Bytes of memory to keep the values of the last save in, which the next one is compared with:
-    /// as they are if they fit, compressed if that fits, else they are read back from the store.
+    /// as they are if they fit, compressed if that fits, else they are read back from the store. Of
+    /// tensors on devices what was stored is kept, with all that it is a difference from.
     pub parent_memory: usize,
     /// Bytes of buffers for encoding.
     pub memory: usize,
@@ -131,7 +135,33 @@ struct Last {
     id: CheckpointId,
     manifest_blake3: Hash,
     /// Its values, if they are in memory.
-    values: Option<Arc<MemoryParent>>,
+    values: Option<Values>,
+}
+
+/// The values of a checkpoint, for differences from it.
+#[derive(Clone)]
+pub(crate) enum Values {
+    /// In memory, as they are or compressed.
+    Memory(Arc<MemoryParent>),
+    /// In the frames of the checkpoint and those that it needs: in memory, or in the store.
+    Frames(Arc<Reader>, usize),
+}
+
+impl Values {
+    pub(crate) fn parent(&self) -> Arc<dyn Parent> {
+        match self {
+            Self::Memory(values) => Arc::clone(values) as _,
+            Self::Frames(reader, _) => Arc::clone(reader) as _,
+        }
+    }
+
+    /// The open checkpoint, and the bytes of memory that it takes with all that it needs.
+    pub(crate) fn reader(&self) -> Option<(Arc<Reader>, usize)> {
+        match self {
+            Self::Memory(_) => None,
+            Self::Frames(reader, bytes) => Some((Arc::clone(reader), *bytes)),
+        }
+    }
 }
 
 impl Last {
@@ -256,7 +286,8 @@ impl CheckpointStore {
             }
         };
         let manifest_blake3 = saved.about.manifest_blake3;
-        Some(Last { id: saved.id(), manifest_blake3, values: values.map(Arc::new) })
+        let values = values.map(|values| Values::Memory(Arc::new(values)));
+        Some(Last { id: saved.id(), manifest_blake3, values })
     }
 
     fn keep(

@@ -1,9 +1,11 @@
 //! Saving: as a difference from the checkpoint before, or as a base.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use s4_delta::policy::{Choice, Entry, Next, Policy, Reason};
+use s4_format::limits::MAX_OBJECTS;
 use s4_store::{
     About, Attempt, Checkpoint, CheckpointId, Conflict, Error as StoreError, Reference, Resolution,
     Staged, State, Store,
@@ -13,11 +15,13 @@ use tokio::sync::mpsc::channel;
 use crate::error::{Error, Result};
 use crate::objects::ObjectOptions;
 use crate::options::{ProgressFn, ReadOptions, WriteOptions};
-use crate::pack::SMALL;
 use crate::parent::Parent;
+use crate::reader::Reader;
 use crate::report::Report;
 use crate::store::bridge::{Asker, ChannelSink, upload};
-use crate::store::{CheckpointStore, Last};
+use crate::store::kept::{Keeping, Kept};
+use crate::store::sources::Sources;
+use crate::store::{CheckpointStore, Last, Values};
 use crate::writer::{Contents, TensorSource, Writer, Written};
 
 /// What is saved besides tensors, and how.
@@ -36,6 +40,10 @@ pub struct SaveOptions<'a> {
     pub base: bool,
     /// Told of progress, from the calling thread; it may stop the save until that is published.
     pub progress: Option<ProgressFn>,
+    /// Called once, from the calling thread, when the values that lie on devices are not needed any
+    /// more. What they became waits in memory then, as much as there is, until it is uploaded. A save
+    /// that cannot be published after that, because another writer retired its parent, fails.
+    pub staged: Option<&'a dyn Fn()>,
 }
 
 /// What a save did.
@@ -79,7 +87,7 @@ impl std::fmt::Display for WhyBase {
 /// The checkpoint that the next one may be a difference from.
 struct Before {
     reference: Reference,
-    values: Arc<dyn Parent>,
+    values: Values,
 }
 
 /// A checkpoint that was made ready.
@@ -87,6 +95,8 @@ struct Ready {
     staged: Staged,
     written: Written,
     why_base: Option<WhyBase>,
+    /// What was stored, kept for the next save.
+    kept: Option<Values>,
 }
 
 impl CheckpointStore {
@@ -104,23 +114,64 @@ impl CheckpointStore {
         tensors: &[TensorSource<'_>],
         options: &SaveOptions<'_>,
     ) -> Result<Saved> {
+        self.save_sources(step, Sources::Host(tensors), options)
+    }
+
+    /// As [`CheckpointStore::save`], of tensors of the host and of devices. Those are encoded where they
+    /// are; what was stored is kept in memory, within [`StoreOptions::parent_memory`], so that the next
+    /// save takes differences from it.
+    ///
+    /// # Errors
+    /// As [`CheckpointStore::save`]; [`Error::Device`].
+    ///
+    /// [`StoreOptions::parent_memory`]: crate::store::StoreOptions::parent_memory
+    #[cfg(feature = "cuda")]
+    pub fn save_placed(
+        &self,
+        engine: &s4_engine::cuda::CudaEngine,
+        step: u64,
+        tensors: &[crate::device::PlacedSource<'_>],
+        options: &SaveOptions<'_>,
+    ) -> Result<Saved> {
+        self.save_sources(step, Sources::Placed(engine, tensors), options)
+    }
+
+    fn save_sources(
+        &self,
+        step: u64,
+        tensors: Sources<'_>,
+        options: &SaveOptions<'_>,
+    ) -> Result<Saved> {
         // One save at a time from one handle: each is the next one's parent.
         let mut last = self.last.lock().unwrap_or_else(|e| e.into_inner());
         let asker = Asker::new(options.progress.clone());
         let (mut before, mut why_base) = self.choose(last.as_ref(), tensors, options)?;
+        let staged = Cell::new(false);
         loop {
             let parent = before.take();
             let had_parent = parent.is_some();
             let outcome = self
-                .stage(step, tensors, options, &asker, parent, why_base.clone())
+                .stage(step, tensors, options, (&asker, &staged), parent, why_base.clone())
                 .and_then(|ready| self.publish(ready));
             match outcome {
-                Ok((mut saved, snapshot)) => {
-                    *last = self.remember(&saved.checkpoint, snapshot, tensors);
+                Ok((mut saved, snapshot, kept)) => {
+                    *last = match (tensors, kept) {
+                        (Sources::Host(list), _) => {
+                            self.remember(&saved.checkpoint, snapshot, list)
+                        }
+                        #[cfg(feature = "cuda")]
+                        (Sources::Placed(..), values) => Some(Last {
+                            id: saved.checkpoint.id(),
+                            manifest_blake3: saved.checkpoint.about.manifest_blake3,
+                            values,
+                        }),
+                    };
                     drop(last);
                     saved.retired = self.retain(&saved.checkpoint)?;
                     return Ok(saved);
                 }
+                // The caller's values are not those that were saved any more.
+                Err(e) if staged.get() && tensors.on_devices() => return Err(e),
                 Err(e) if had_parent && is_parents(&e) => {
                     tracing::warn!(step, error = %e, "saving as a base");
                     why_base = Some(WhyBase::Parent(e.to_string()));
@@ -134,7 +185,7 @@ impl CheckpointStore {
     fn choose(
         &self,
         last: Option<&Last>,
-        tensors: &[TensorSource<'_>],
+        tensors: Sources<'_>,
         options: &SaveOptions<'_>,
     ) -> Result<(Option<Before>, Option<WhyBase>)> {
         if options.base {
@@ -150,20 +201,21 @@ impl CheckpointStore {
             ..Policy::default()
         };
         let sizes: Vec<Entry> = chain.iter().rev().map(sizes).collect();
-        let raw = tensors.iter().map(|t| t.data.len() as u64).sum();
+        let raw = tensors.bytes();
         if let Choice::Base(reason) = policy.choose(&sizes, Next { raw, changed: 0 }) {
             return Ok((None, Some(WhyBase::Policy(reason))));
         }
         let values = match own.and_then(|l| l.values.clone()) {
-            Some(values) => Ok(values as Arc<dyn Parent>),
-            None => self.read_back(&chain),
+            Some(values) => Ok(values),
+            // In the store: it takes no memory.
+            None => self.read_back(&chain).map(|reader| Values::Frames(reader, 0)),
         };
         let values = match values {
             Ok(values) => values,
             Err(Error::Cancelled) => return Err(Error::Cancelled),
             Err(e) => return Ok((None, Some(WhyBase::Parent(e.to_string())))),
         };
-        let changed = changed(tensors, &*values);
+        let changed = tensors.changed(&*values.parent());
         if let Choice::Base(reason) = policy.choose(&sizes, Next { raw, changed }) {
             return Ok((None, Some(WhyBase::Policy(reason))));
         }
@@ -171,22 +223,22 @@ impl CheckpointStore {
         Ok((before, None))
     }
 
-    fn read_back(&self, chain: &[Checkpoint]) -> Result<Arc<dyn Parent>> {
-        let options = ReadOptions {
-            threads: self.options.threads,
-            simd: self.options.simd,
-            ..ReadOptions::default()
-        };
-        Ok(self.opener.open(chain, &options)?)
+    fn read_back(&self, chain: &[Checkpoint]) -> Result<Arc<Reader>> {
+        self.opener.open(chain, &self.reading())
+    }
+
+    fn reading(&self) -> ReadOptions {
+        let (threads, simd) = (self.options.threads, self.options.simd);
+        ReadOptions { threads, simd, ..ReadOptions::default() }
     }
 
     /// Encodes and uploads, at the same time.
     fn stage(
         &self,
         step: u64,
-        tensors: &[TensorSource<'_>],
+        tensors: Sources<'_>,
         options: &SaveOptions<'_>,
-        asker: &Asker,
+        (asker, staged): (&Asker, &Cell<bool>),
         before: Option<Before>,
         why_base: Option<WhyBase>,
     ) -> Result<Ready> {
@@ -194,15 +246,25 @@ impl CheckpointStore {
         let store = self.opener.store.clone();
         let mut attempt = bridge.ask(async move { store.begin().await })?;
         let id = attempt.id();
-        let (sender, receiver) = channel(1);
+        // Whoever waits until the values are encoded does not wait for the network.
+        let waiting = if options.staged.is_some() { MAX_OBJECTS } else { 1 };
+        let (sender, receiver) = channel(waiting);
         let uploading = bridge.spawn(async move {
             let done = upload(&mut attempt, receiver).await;
             (attempt, done)
         })?;
         let reference = before.as_ref().map(|b| b.reference);
         let sink = ChannelSink { bridge: bridge.clone(), asker: asker.clone(), sender };
-        let written = self.encode(tensors, options, asker, sink, before.map(|b| b.values));
-        let written = match written {
+        let reader = before.as_ref().and_then(|b| b.values.reader());
+        let used = reader.as_ref().map_or(0, |r| r.1);
+        let budget = match tensors {
+            Sources::Host(_) => 0,
+            #[cfg(feature = "cuda")]
+            Sources::Placed(..) => self.options.parent_memory.saturating_sub(used),
+        };
+        let (sink, kept) = Keeping::new(sink, budget);
+        let parent = before.map(|b| b.values.parent());
+        let written = match self.encode(tensors, options, (asker, staged), sink, parent) {
             Ok(written) => written,
             Err(e) => {
                 // If an upload failed, that is why the writer could not go on.
@@ -242,7 +304,11 @@ impl CheckpointStore {
             }
         };
         let why_base = why_base.or_else(|| (!delta).then_some(WhyBase::NothingGained));
-        Ok(Ready { staged, written, why_base })
+        let index = written.index.clone().unwrap_or_default();
+        let used = if delta { used } else { 0 };
+        let kept = Kept::open(&kept, index, reader.map(|r| r.0), self.reading())?;
+        let kept = kept.map(|(reader, bytes)| Values::Frames(reader, used + bytes));
+        Ok(Ready { staged, written, why_base, kept })
     }
 
     /// Deletes what a cancelled attempt left; if that fails, a sweep does it.
@@ -255,10 +321,10 @@ impl CheckpointStore {
 
     fn encode(
         &self,
-        tensors: &[TensorSource<'_>],
+        tensors: Sources<'_>,
         options: &SaveOptions<'_>,
-        asker: &Asker,
-        sink: ChannelSink,
+        (asker, staged): (&Asker, &Cell<bool>),
+        sink: Keeping,
         parent: Option<Arc<dyn Parent>>,
     ) -> Result<Written> {
         let write = WriteOptions {
@@ -274,13 +340,17 @@ impl CheckpointStore {
         let objects = ObjectOptions { bytes: self.options.object_bytes };
         let target = self.opener.bridge.target();
         let mut writer = Writer::create_objects(target, Box::new(sink), objects, write)?;
-        writer.write_grouped(tensors, options.groups)?;
+        tensors.write(&mut writer, options.groups, &mut || {
+            if let Some(tell) = options.staged.filter(|_| !staged.replace(true)) {
+                tell();
+            }
+        })?;
         writer.complete(options.contents.clone())
     }
 
     /// Lists the checkpoint. That is short, and nobody can stop it.
-    fn publish(&self, ready: Ready) -> Result<(Saved, crate::Snapshot)> {
-        let Ready { staged, written, why_base } = ready;
+    fn publish(&self, ready: Ready) -> Result<(Saved, crate::Snapshot, Option<Values>)> {
+        let Ready { staged, written, why_base, kept } = ready;
         let id = staged.id();
         let store = self.opener.store.clone();
         let listed = self.opener.bridge.ask(async move {
@@ -303,7 +373,7 @@ impl CheckpointStore {
             }
         };
         let Written { report, snapshot, .. } = written;
-        Ok((Saved { checkpoint, report, why_base, retired: vec![] }, snapshot))
+        Ok((Saved { checkpoint, report, why_base, retired: vec![] }, snapshot, kept))
     }
 
     /// Applies the retention. The checkpoint is safe by now: a failure is told of, and is no failure
@@ -345,16 +415,6 @@ pub(crate) fn chain(state: &State, id: CheckpointId) -> s4_store::Result<Vec<Che
 
 fn sizes(c: &Checkpoint) -> Entry {
     Entry { stored: c.about.data_len.saturating_add(c.about.manifest_len), raw: c.about.raw_len }
-}
-
-/// Bytes of tensors that have no counterpart. Small ones share chunks and are never differences.
-fn changed(tensors: &[TensorSource<'_>], parent: &dyn Parent) -> u64 {
-    let is_new = |t: &&TensorSource<'_>| {
-        let there = parent.find(t.name);
-        let large = t.data.len() as u64 / t.dtype.value_width() as u64 >= SMALL;
-        large && there.is_none_or(|p| p.dtype != t.dtype || p.shape != t.shape)
-    };
-    tensors.iter().filter(is_new).map(|t| t.data.len() as u64).sum()
 }
 
 /// Whether an error is about the parent, so that a base would not meet it.

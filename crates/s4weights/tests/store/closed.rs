@@ -58,6 +58,7 @@ fn closed_streams_are_decoded_only_of_objects_whose_hash_matches() {
     let last = bytes.len() - 40;
     bytes[last] ^= 1;
     std::fs::write(object, &bytes).unwrap();
+    #[expect(clippy::single_range_in_vec_init, reason = "one dimension")]
     let slice = s4weights::Slice(vec![0..10]);
     let error = store.load(None).unwrap().reader().read_slice("w", &slice).unwrap_err();
     assert!(is_damage(&error) && error.to_string().contains("hash"), "{error}");

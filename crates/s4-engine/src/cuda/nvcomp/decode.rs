@@ -1,8 +1,9 @@
 //! Frames with streams in blocks, decoded by the library into planes in scratch memory, and from there by
 //! this crate's kernels as if those planes had been stored raw.
 //!
-//! Only for checkpoints that the caller trusts. The processor compares a frame's checksum before the
-//! library is given its blocks; what comes out is compared on the device.
+//! Only for checkpoints that the caller trusts. A kernel compares a frame's checksum, and its answer is
+//! waited for, before the library is given its blocks: how many it is given is said by the host. What comes
+//! out is compared on the device, too.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -108,19 +109,27 @@ impl<'a> Lane<'_, 'a> {
         numbers: Vec<usize>,
     ) -> Result<Vec<usize>> {
         let Some(trusted) = self.trusted.clone() else { return Ok(numbers) };
-        let (mut others, mut batch) = (vec![], vec![]);
-        let (mut scratch, mut meta) = (0, 0);
+        let (mut others, mut found) = (vec![], vec![]);
         let sizes = self.session.worker.sizes;
         // Half is for what the library needs by itself.
-        let (most, room) = (sizes.scratch / 2, sizes.meta as usize - GAPS);
+        let (most, room) = (sizes.scratch / 2, (sizes.meta as usize).saturating_sub(GAPS));
         for number in numbers {
             let job = &busy.jobs[number];
-            let found = self.chunk_in_blocks(&trusted, number, job, busy.frames.frame(job));
-            let Some(chunk) = found.filter(|c| c.scratch() <= most && c.meta() <= room) else {
-                others.push(number);
+            let chunk = self.chunk_in_blocks(&trusted, slot, number, job, busy.frames.frame(job));
+            match chunk.filter(|c| c.scratch() <= most && c.meta() <= room) {
+                Some(chunk) => found.push(chunk),
+                None => others.push(number),
+            }
+        }
+        let sound = self.check(slot, busy, &found)?;
+        let (mut batch, mut scratch, mut meta) = (vec![], 0, 0);
+        for (chunk, sound) in found.into_iter().zip(sound) {
+            if !sound {
+                // The processor says what is wrong.
+                others.push(chunk.number);
                 continue;
-            };
-            let full = scratch + chunk.scratch() > most || meta + chunk.meta() > room - busy.meta;
+            }
+            let full = scratch + chunk.scratch() > most || meta + chunk.meta() + busy.meta > room;
             if full {
                 self.queue_blocks(slot, busy, std::mem::take(&mut batch))?;
                 self.start_over(slot, busy)?;
@@ -134,10 +143,77 @@ impl<'a> Lane<'_, 'a> {
         Ok(others)
     }
 
-    /// A chunk whose frame is sound and that the library can decode.
+    /// Whether the checksums of frames match.
+    fn check(
+        &mut self,
+        slot: usize,
+        busy: &mut Busy<'a>,
+        chunks: &[Chunk],
+    ) -> Result<Vec<bool>> {
+        let mut sound = Vec::with_capacity(chunks.len());
+        let mut rest = chunks;
+        while !rest.is_empty() {
+            let room = (self.session.worker.sizes.meta as usize).saturating_sub(GAPS);
+            if busy.meta + CHUNK > room {
+                self.start_over(slot, busy)?;
+            }
+            // A slot has room for any single chunk.
+            let fit = (room.saturating_sub(busy.meta) / CHUNK).max(1);
+            let (now, later) = rest.split_at(fit.min(rest.len()));
+            sound.extend(self.check_some(slot, busy.meta, now)?);
+            rest = later;
+        }
+        Ok(sound)
+    }
+
+    /// The same for chunks whose descriptors fit in the memory from `at` on, which is free again after.
+    fn check_some(&self, slot: usize, at: usize, chunks: &[Chunk]) -> Result<Vec<bool>> {
+        let worker = &self.session.worker;
+        let (pinned, base) = (&worker.slots[slot].pinned, self.session.pinned_meta());
+        let mut meta = Meta { start: at, bytes: vec![] };
+        let chunks_at = meta.put(chunks.iter().flat_map(|c| bytemuck::bytes_of(&c.descriptor)));
+        let status_at = meta.end();
+        let fetch_at = (status_at + 4 * chunks.len()).next_multiple_of(16);
+        self.write_meta(slot, &meta, fetch_at);
+        let on_device = self.session.meta(slot);
+        let status = on_device + status_at as u64;
+        // SAFETY: this part of the slot was not used since it was free; frames were copied by the same
+        // stream, which is waited for.
+        unsafe {
+            worker.copy.copy_spans(pinned.address(base + fetch_at), 1)?;
+            let chunks_at = on_device + chunks_at as u64;
+            worker.copy.check_frames(chunks_at, status, chunks.len() as u32)?;
+            worker.copy.copy_to_host(status, pinned, base + status_at, 4 * chunks.len())?;
+        }
+        worker.copy.synchronize()?;
+        // SAFETY: the copy was waited for.
+        let (found, _) =
+            unsafe { pinned.slice(base + status_at, 4 * chunks.len()) }.as_chunks::<4>();
+        Ok(found.iter().map(|s| u32::from_le_bytes(*s) == abi::status::OK).collect())
+    }
+
+    /// Writes what a kernel is to fetch, and at `fetch_at` the span by which it does.
+    fn write_meta(&self, slot: usize, meta: &Meta, fetch_at: usize) {
+        let pinned = &self.session.worker.slots[slot].pinned;
+        let base = self.session.pinned_meta();
+        let fetch = CopySpan {
+            from: pinned.address(base + meta.start),
+            to: self.session.meta(slot) + meta.start as u64,
+            len: meta.bytes.len() as u64,
+        };
+        // SAFETY: this part of the slot was not used since it was free.
+        unsafe {
+            pinned.slice_mut(base + meta.start, meta.bytes.len()).copy_from_slice(&meta.bytes);
+            let to = pinned.slice_mut(base + fetch_at, SPAN);
+            to.copy_from_slice(bytemuck::bytes_of(&fetch));
+        }
+    }
+
+    /// A chunk that the library can decode, if its frame is sound.
     fn chunk_in_blocks(
         &self,
         trusted: &Trusted,
+        slot: usize,
         number: usize,
         job: &DecodeJob<'_>,
         frame: &[u8],
@@ -151,11 +227,8 @@ impl<'a> Lane<'_, 'a> {
         }
         let planes = plane_sizes(plan.layout, width, n).ok()?;
         let streams = StreamEntry::parse_chunk(frame, planes.sizes().len()).ok()?;
-        // No block reaches a decoder before the frame's checksum matched.
-        if frame.len() != job.record.len as usize || streams.crc() != job.record.crc_encoded {
-            return None;
-        }
         let mut d: DecodeChunk = bytemuck::Zeroable::zeroed();
+        d.frame = self.session.frames(slot) + job.at as u64;
         (d.frame_len, d.n, d.width) = (job.record.len, n as u32, width as u8);
         (d.layout, d.residual) = (plan.layout.0, plan.residual.0);
         (d.crc_encoded, d.crc_raw) = (job.record.crc_encoded, job.record.crc_raw);
@@ -206,7 +279,7 @@ impl<'a> Lane<'_, 'a> {
         let mut scratch = self.session.scratch();
         for chunk in batch {
             let number = chunk.number;
-            let (d, end) = self.place(slot, &busy.jobs[number], chunk, scratch, &mut calls);
+            let (d, end) = place(&busy.jobs[number], chunk, scratch, &mut calls);
             if !has_one_place(&busy.jobs[number]) {
                 cut_pieces(&busy.jobs[number], d.values, &mut spans);
             }
@@ -235,17 +308,7 @@ impl<'a> Lane<'_, 'a> {
         let worker = &self.session.worker;
         let (pinned, base) = (&worker.slots[slot].pinned, self.session.pinned_meta());
         let on_device = self.session.meta(slot);
-        let fetch = CopySpan {
-            from: pinned.address(base + busy.meta),
-            to: on_device + busy.meta as u64,
-            len: meta.bytes.len() as u64,
-        };
-        // SAFETY: this part of the slot was not used since it was free.
-        unsafe {
-            pinned.slice_mut(base + busy.meta, meta.bytes.len()).copy_from_slice(&meta.bytes);
-            let to = pinned.slice_mut(base + fetch_at, SPAN);
-            to.copy_from_slice(bytemuck::bytes_of(&fetch));
-        }
+        self.write_meta(slot, &meta, fetch_at);
         let work = DecodeBatch {
             chunks: on_device + chunks_at as u64,
             status: on_device + status_at as u64,
@@ -274,46 +337,6 @@ impl<'a> Lane<'_, 'a> {
         busy.answers.extend(answers);
         busy.meta = (fetch_at + SPAN).next_multiple_of(16);
         Ok(())
-    }
-
-    /// Gives a chunk its addresses, with scratch memory from an address on, and its blocks to the calls;
-    /// returns where its scratch memory ends.
-    fn place(
-        &self,
-        slot: usize,
-        job: &DecodeJob<'_>,
-        chunk: Chunk,
-        scratch: u64,
-        calls: &mut BTreeMap<(u8, u8), Call>,
-    ) -> (DecodeChunk, u64) {
-        let mut d = chunk.descriptor;
-        d.frame = self.session.frames(slot) + job.at as u64;
-        d.scratch = scratch;
-        d.values = match &job.pieces[..] {
-            [piece] if has_one_place(job) => piece.to.address(),
-            _ => scratch + chunk.own,
-        };
-        let mut plane = scratch + chunk.own + chunk.values;
-        for coded in chunk.coded {
-            let call = calls.entry((coded.codec.id().0, coded.codec.param())).or_default();
-            for (stored, to) in coded.blocks {
-                let fields = [
-                    d.frame + stored.start as u64,
-                    stored.len() as u64,
-                    plane + to.start as u64,
-                    to.len() as u64,
-                ];
-                call.arrays.iter_mut().zip(fields).for_each(|(array, field)| array.push(field));
-                call.jobs.push(chunk.number);
-            }
-            call.codec = Some(coded.codec);
-            // Scratch memory lies behind all frames, and a session has less than 4 GiB of both.
-            let offset = u32::try_from(plane - d.frame).unwrap_or(u32::MAX);
-            let (len, codec) = (coded.size as u32, CodecId::RAW.0);
-            d.streams[coded.plane] = DecodeStream { offset, len, codec, param: 0, reserved: 0 };
-            plane += (coded.size as u64).next_multiple_of(PART);
-        }
-        (d, plane)
     }
 
     /// Queues one call of the library, with scratch memory from an address on. `tensor` is that of the
@@ -389,6 +412,43 @@ impl<'a> Lane<'_, 'a> {
         }
         Ok(())
     }
+}
+
+/// Gives a chunk its addresses, with scratch memory from an address on, and its blocks to the calls;
+/// returns where its scratch memory ends.
+fn place(
+    job: &DecodeJob<'_>,
+    chunk: Chunk,
+    scratch: u64,
+    calls: &mut BTreeMap<(u8, u8), Call>,
+) -> (DecodeChunk, u64) {
+    let mut d = chunk.descriptor;
+    d.scratch = scratch;
+    d.values = match &job.pieces[..] {
+        [piece] if has_one_place(job) => piece.to.address(),
+        _ => scratch + chunk.own,
+    };
+    let mut plane = scratch + chunk.own + chunk.values;
+    for coded in chunk.coded {
+        let call = calls.entry((coded.codec.id().0, coded.codec.param())).or_default();
+        for (stored, to) in coded.blocks {
+            let fields = [
+                d.frame + stored.start as u64,
+                stored.len() as u64,
+                plane + to.start as u64,
+                to.len() as u64,
+            ];
+            call.arrays.iter_mut().zip(fields).for_each(|(array, field)| array.push(field));
+            call.jobs.push(chunk.number);
+        }
+        call.codec = Some(coded.codec);
+        // Scratch memory lies behind all frames, and a session has less than 4 GiB of both.
+        let offset = u32::try_from(plane - d.frame).unwrap_or(u32::MAX);
+        let (len, codec) = (coded.size as u32, CodecId::RAW.0);
+        d.streams[coded.plane] = DecodeStream { offset, len, codec, param: 0, reserved: 0 };
+        plane += (coded.size as u64).next_multiple_of(PART);
+    }
+    (d, plane)
 }
 
 /// What is uploaded, as it lies from `start` on.

@@ -138,33 +138,60 @@ impl<'a> Lanes<'a> {
         }
     }
 
-    /// Takes as many chunks as a lane has room for.
+    /// Takes as many chunks as a lane has room for. The library is asked what it needs when blocks become
+    /// longer, and in the end.
     fn cut(&mut self, lane: usize) -> Result<Group> {
-        let (mut jobs, mut load) = (vec![], Load::default());
-        let stream = self.lanes[lane].stream.address();
+        let mut taken: Vec<(Job, Load)> = vec![];
         while let Some(job) = self.job() {
-            let (device, plan) = (&self.session.worker.device, &self.plans[job.tensor]);
-            let more = load.with(self.library, device, stream, plan, (job.n, job.width));
-            let more = more.map_err(|e| e.in_chunk(job.chunk)).of(job.tensor)?;
-            let places = Places::of(&more);
-            let fits = places.end <= self.memory
-                && places.meta() <= self.meta
-                && more.frames <= self.session.worker.sizes.frames;
-            if !fits && jobs.is_empty() {
-                let what = format!(
-                    "a chunk that needs {} bytes of device memory, of {} that the budget has for it",
-                    places.end, self.memory
-                );
-                return Err(Error::limit(what).in_chunk(job.chunk)).of(job.tensor);
-            }
-            if !fits {
+            let load = taken.last().map_or(Load::default(), |t| t.1);
+            let plan = &self.plans[job.tensor];
+            let load = load.with(self.library, plan, (job.n, job.width));
+            let load = load.and_then(|l| if l.is_known() { Ok(l) } else { self.asked(lane, l) });
+            let load = load.map_err(|e| e.in_chunk(job.chunk)).of(job.tensor)?;
+            if !self.fits(&load) && !taken.is_empty() {
                 break;
             }
-            load = more;
             self.chunk += 1;
-            jobs.push(job);
+            taken.push((job, load));
         }
-        Ok(Group { lane, jobs, load })
+        while let Some((job, load)) = taken.last().copied() {
+            let named = |e: Error| e.in_chunk(job.chunk);
+            let load = self.asked(lane, load).map_err(named).of(job.tensor)?;
+            if self.fits(&load) {
+                return Ok(Group { lane, jobs: taken.into_iter().map(|t| t.0).collect(), load });
+            }
+            if taken.len() == 1 {
+                let what = format!(
+                    "a chunk that needs {} bytes of device memory, of {} that the budget has for it",
+                    Places::of(&load).end,
+                    self.memory
+                );
+                return Err(named(Error::limit(what))).of(job.tensor);
+            }
+            taken.pop();
+            self.put_back(job);
+        }
+        Ok(Group { lane, jobs: vec![], load: Load::default() })
+    }
+
+    fn asked(&self, lane: usize, load: Load) -> s4_format::Result<Load> {
+        let stream = self.lanes[lane].stream.address();
+        load.asked(self.library, &self.session.worker.device, stream)
+    }
+
+    fn fits(&self, load: &Load) -> bool {
+        let places = Places::of(load);
+        places.end <= self.memory
+            && places.meta() <= self.meta
+            && load.frames <= self.session.worker.sizes.frames
+    }
+
+    /// Makes a chunk that was taken last the next one again.
+    fn put_back(&mut self, job: Job) {
+        if self.waiting.front() != Some(&job.tensor) {
+            self.waiting.push_front(job.tensor);
+        }
+        self.chunk = job.chunk;
     }
 
     /// Address of a lane's device memory.

@@ -22,11 +22,14 @@ pub(super) struct Call {
     pub(super) slot: u64,
     /// Bytes of scratch memory.
     pub(super) scratch: u64,
+    /// The longest block that the library was asked about.
+    asked: usize,
 }
 
 impl Default for Call {
     fn default() -> Self {
-        Self { shape: Shape { blocks: 0, max_block: 0, total: 0 }, slot: 0, scratch: 0 }
+        let shape = Shape { blocks: 0, max_block: 0, total: 0 };
+        Self { shape, slot: 0, scratch: 0, asked: 0 }
     }
 }
 
@@ -53,35 +56,50 @@ pub(super) fn plane_sizes(layout: LayoutId, width: usize, n: u64) -> Result<Plan
 }
 
 impl Load {
-    /// With a chunk of `n` values of `width` bytes more. `stream` is one of the device.
+    /// With a chunk of `n` values of `width` bytes more. What the calls need is estimated, as so much for
+    /// each block as in [`Load::asked`].
+    ///
+    /// # Errors
+    /// A layout that such values do not have.
     pub(super) fn with(
         mut self,
         library: &Library,
-        device: &Device,
-        stream: u64,
         plan: &TensorPlan,
         (n, width): (u64, usize),
     ) -> Result<Self> {
         self.chunks += 1;
         self.planes += split_scratch(n, width as u64);
         self.frames += (n * width as u64).next_multiple_of(ALIGN as u64);
-        let mut grown = [false; WRITERS];
         let planes = plane_sizes(plan.plan.layout, width, n)?;
         for (&size, &coding) in planes.sizes().iter().zip(&plan.planes) {
             let Some(number) = Library::number(coding) else { continue };
-            let block = library.writer(number).block();
-            let shape = &mut self.calls[number].shape;
-            shape.blocks += size.div_ceil(block);
-            shape.max_block = shape.max_block.max(size.min(block));
-            shape.total += size;
-            grown[number] = true;
+            let (block, call) = (library.writer(number).block(), &mut self.calls[number]);
+            let (before, more) = (call.blocks(), size.div_ceil(block));
+            call.shape.blocks += more;
+            call.shape.max_block = call.shape.max_block.max(size.min(block));
+            call.shape.total += size;
+            call.scratch += (call.scratch * more as u64).div_ceil(before.max(1));
         }
-        for (number, call) in self.calls.iter_mut().enumerate().filter(|c| grown[c.0]) {
+        Ok(self)
+    }
+
+    /// The same, with what the library says that the calls need. `stream` is one of the device.
+    ///
+    /// # Errors
+    /// What the library says.
+    pub(super) fn asked(mut self, library: &Library, device: &Device, stream: u64) -> Result<Self> {
+        for (number, call) in self.calls.iter_mut().enumerate().filter(|c| c.1.shape.blocks > 0) {
             let (needs, slot) = encode_needs(library.writer(number), device, call.shape, stream)?;
             call.slot = slot as u64;
             call.scratch = needs.scratch as u64;
+            call.asked = call.shape.max_block;
         }
         Ok(self)
+    }
+
+    /// Whether the estimate is one: blocks of this length were asked for.
+    pub(super) fn is_known(&self) -> bool {
+        self.calls.iter().all(|c| c.asked >= c.shape.max_block)
     }
 }
 
@@ -183,6 +201,7 @@ mod tests {
             shape: Shape { blocks: n, max_block: 100, total: 100 * n },
             slot: 208,
             scratch: 1000 * n as u64,
+            asked: 100,
         };
         Load { chunks, planes: 300 * chunks, frames: 272 * chunks, calls: blocks.map(call) }
     }
