@@ -339,9 +339,11 @@ impl Reader {
         if buf.is_empty() {
             return Ok(());
         }
-        let bytes = objects.get_range(number, offset..offset.saturating_add(buf.len() as u64))?;
-        buf.copy_from_slice(&self.whole(number, bytes, buf.len())?);
-        Ok(())
+        if objects.fill(number, offset, buf)? {
+            return Ok(());
+        }
+        let what = format!("object {number} lacks bytes {offset} to {}", offset + buf.len() as u64);
+        Err(s4_format::Error::truncated(what).in_part("object")).at(&self.name)
     }
 
     /// The frame of a chunk: where objects are in memory, a part of theirs.

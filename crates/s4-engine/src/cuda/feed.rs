@@ -7,8 +7,9 @@ use rayon::ThreadPool;
 use rayon::prelude::*;
 use s4_codec_gpu::Pinned;
 
-use super::decode::{Batch, Decoder, Filled};
+use super::decode::Decoder;
 use super::error::{CudaError, Result};
+use super::job::{Batch, Filled};
 
 impl<'a> Decoder<'_, 'a> {
     /// As [`Decoder::push`], for frames that are in pinned memory, from byte `at` on: they go to the

@@ -101,15 +101,19 @@ pub(super) fn decode_frames(
     bytes: usize,
     scratch: &mut Scratch,
 ) -> s4_format::Result<Vec<u8>> {
-    let mut values: Option<Vec<u8>> = None;
-    for f in frames {
-        let mut to = vec![0; bytes];
-        let below = values.as_deref().filter(|_| f.is_delta());
-        cpu.decode_chunk_from(&f.spec, chunk, &f.record, &f.bytes, below, scratch, &mut to)
-            .map_err(|e| e.in_part("parent"))?;
-        values = Some(to);
+    if frames.is_empty() {
+        return Err(Error::corrupt("a parent without a frame").in_chunk(chunk));
     }
-    values.ok_or_else(|| Error::corrupt("a parent without a frame").in_chunk(chunk))
+    let mut values = vec![0; bytes];
+    for (i, f) in frames.iter().enumerate() {
+        let (to, bytes) = (&mut values[..], &f.bytes);
+        let decoded = match i {
+            0 => cpu.decode_chunk(&f.spec, chunk, &f.record, bytes, scratch, to),
+            _ => cpu.decode_chunk_over(&f.spec, chunk, &f.record, bytes, scratch, to),
+        };
+        decoded.map_err(|e| e.in_part("parent"))?;
+    }
+    Ok(values)
 }
 
 const CHUNK: usize = size_of::<DecodeChunk>();

@@ -18,7 +18,8 @@ use s4_format::{CodecId, Error, PredictorId, ResidualId, StreamEntry};
 
 use super::layout::plane_sizes;
 use super::library::{Library, decode_scratch};
-use crate::cuda::decode::{Busy, DecodeJob, Lane, cut_pieces, has_one_place};
+use crate::cuda::DecodeJob;
+use crate::cuda::decode::{Busy, Lane, cut_pieces, has_one_place};
 use crate::cuda::error::{Of, Result};
 use crate::cuda::route::has_layout;
 use std::sync::Arc;
@@ -144,12 +145,7 @@ impl<'a> Lane<'_, 'a> {
     }
 
     /// Whether the checksums of frames match.
-    fn check(
-        &mut self,
-        slot: usize,
-        busy: &mut Busy<'a>,
-        chunks: &[Chunk],
-    ) -> Result<Vec<bool>> {
+    fn check(&mut self, slot: usize, busy: &mut Busy<'a>, chunks: &[Chunk]) -> Result<Vec<bool>> {
         let mut sound = Vec::with_capacity(chunks.len());
         let mut rest = chunks;
         while !rest.is_empty() {
