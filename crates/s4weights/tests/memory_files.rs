@@ -3,7 +3,6 @@
 
 #![expect(clippy::unwrap_used, reason = "tests, and what they share")]
 #![cfg(target_os = "linux")]
-#![expect(clippy::unwrap_used, reason = "tests, and what they share")]
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
