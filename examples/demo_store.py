@@ -17,8 +17,10 @@ from same import check, differences
 
 import s4weights
 
-#: Checkpoints of a chain, so that the demo shows more than one base.
+#: Checkpoints that share a base, so that the demo shows more than one.
 MAX_CHAIN = 5
+#: The newest so many are kept, and what they need.
+KEPT = 3
 SAVED = re.compile(r"step (\d+): .* in ([0-9.]+) s$")
 
 
@@ -99,7 +101,7 @@ class Demo:
         return True
 
     def clean_up(self, store: s4weights.CheckpointStore) -> None:
-        """Makes a base of a difference, deletes what came before it, and sweeps."""
+        """Makes a base of a difference, retires what the newest ones do not need, and sweeps."""
         entries = store.list()
         newer = entries[len(entries) // 2 :]
         delta = next(entry for entry in newer if entry.kind == "delta")
@@ -108,11 +110,9 @@ class Demo:
         print(f"  rebased: step {base.step}, {sizes}, now a {base.kind}")
         pinned = entries[0].step
         store.pin(pinned)
-        old = [entry.step for entry in entries if pinned < entry.step < base.step]
-        # What is a difference goes before what it is one from.
-        for step in reversed(old):
-            store.delete(step)
-        print(f"  pinned: step {pinned}; retired: {', '.join(map(str, old))}")
+        steps = {entry.id: entry.step for entry in store.list()}
+        gone = store.apply_retention(s4weights.Retention(keep_last=KEPT))
+        print(f"  pinned: step {pinned}; retired: {', '.join(str(steps[id]) for id in sorted(gone))}")
         # The first sweep gives up what the killed run left, the second one deletes that.
         swept = [store.gc(grace=0, exclusive=True)["deleted_bytes"] for _ in range(2)]
         print(f"  swept: {sum(swept):,} bytes of what was retired, replaced or never published")

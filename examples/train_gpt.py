@@ -8,7 +8,7 @@ in does not depend on how often it was killed: a checkpoint holds the model, the
 schedule, the step, the losses so far and the state of every random number generator.
 
 With `--checkpoints`, each checkpoint is a file of its own; with `--store`, most are stored as their
-difference from the one before, in a folder or a bucket.
+difference from an earlier one, in a folder or a bucket.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def main() -> None:
     place.add_argument("--checkpoints", type=Path, help="folder to save files in")
     place.add_argument("--store", help="folder or URL of a checkpoint store")
     parser.add_argument("--storage-option", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--max-chain", type=int, help="most checkpoints from a delta to its base")
+    parser.add_argument("--max-chain", type=int, help="most checkpoints that share a base")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--save-every", type=int, default=10)
     parser.add_argument("--kill-in-step", type=int, default=0, help="die in the middle of it")

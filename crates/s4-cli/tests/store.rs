@@ -41,7 +41,8 @@ fn save(store: &CheckpointStore, step: u64) {
 /// A store of steps 0 to 4, chains of three at most: 0 and 3 are bases.
 fn filled(folder: &Path) -> String {
     let url = folder.join("runs").to_str().expect("plain names").to_owned();
-    let options = StoreOptions { max_chain: 3, threads: Some(2), ..StoreOptions::default() };
+    let options =
+        StoreOptions { max_chain: 3, max_hops: 2, threads: Some(2), ..StoreOptions::default() };
     let store = CheckpointStore::create(&url, &Default::default(), options).expect("created");
     (0..5).for_each(|step| save(&store, step));
     url
@@ -85,6 +86,7 @@ fn listings_tell_what_is_there() {
     assert_eq!(list.as_array().unwrap().len(), 2);
     assert_eq!((&list[0]["kind"], &list[1]["kind"]), (&"base".into(), &"delta".into()));
     assert_eq!((&list[1]["of_step"], &list[1]["chain"]), (&3.into(), &2.into()));
+    assert_eq!((&list[1]["hops"], &list[1]["since_base"]), (&1.into(), &1.into()));
     assert_eq!((&list[1]["metrics"]["loss"], &list[1]["tags"]["run"]), (&6.0.into(), &"a".into()));
     assert!(list[1]["bytes"].as_u64().unwrap() < list[1]["raw_bytes"].as_u64().unwrap());
 

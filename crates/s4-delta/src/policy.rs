@@ -1,13 +1,17 @@
-//! When the next checkpoint should be a base.
+//! When the next checkpoint should be a base, and what it is a delta of if not.
 //!
 //! A delta is small but must be read together with its parents. These are the rules for ending a
 //! chain; all are plain arithmetic on what a store knows of the checkpoints that it lists.
 
 use std::fmt;
 
-/// A checkpoint of the chain that the next one would extend.
+use crate::Tree;
+
+/// A checkpoint that is listed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Entry {
+    /// Its number since the base ([`Tree`]): 0 for the base.
+    pub number: u32,
     /// Bytes that it takes where it is stored.
     pub stored: u64,
     /// Bytes of its tensors' values.
@@ -26,11 +30,9 @@ pub struct Next {
 /// The rules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Policy {
-    /// A base after so many checkpoints; `None`: the other rules decide.
-    pub every: Option<u32>,
-    /// Most checkpoints of a chain, the base counted.
-    pub max_chain: u32,
-    /// Deltas that are looked at to see whether they pay: the newest ones of the chain.
+    /// How many checkpoints share a base, and what each is a delta of.
+    pub tree: Tree,
+    /// Deltas that are looked at to see whether they pay: the newest ones of the base.
     pub recent: usize,
     /// A base if the recent deltas take, on average, this many parts in a thousand or more of what
     /// a base takes.
@@ -39,17 +41,23 @@ pub struct Policy {
     pub changed: u64,
 }
 
-impl Default for Policy {
-    fn default() -> Self {
-        Self { every: None, max_chain: 16, recent: 3, not_paying: 950, changed: 500 }
+impl Policy {
+    /// The rules with a tree of the caller's.
+    pub fn new(tree: Tree) -> Self {
+        Self { tree, recent: 3, not_paying: 950, changed: 500 }
     }
 }
 
 /// What the next checkpoint should be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Choice {
-    /// A delta against the newest checkpoint.
-    Delta,
+    /// A delta.
+    Delta {
+        /// Its number since the base.
+        number: u32,
+        /// The place of its parent in the line.
+        parent: usize,
+    },
     /// A base, for a reason.
     Base(Reason),
 }
@@ -59,10 +67,8 @@ pub enum Choice {
 pub enum Reason {
     /// There is no checkpoint before.
     First,
-    /// One is written after a fixed number of checkpoints.
-    Every,
-    /// The chain is as long as is allowed.
-    Long,
+    /// As many checkpoints share the base as may.
+    Full,
     /// Recent deltas were hardly smaller than a base.
     NotPaying,
     /// Most of the checkpoint has no counterpart in the parent.
@@ -73,8 +79,7 @@ impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::First => "there is no checkpoint before",
-            Self::Every => "a base is due after this many checkpoints",
-            Self::Long => "the chain is as long as is allowed",
+            Self::Full => "as many checkpoints share a base as may",
             Self::NotPaying => "recent deltas were hardly smaller than a base",
             Self::Changed => "most tensors are new or changed dtype or shape",
         })
@@ -82,17 +87,18 @@ impl fmt::Display for Reason {
 }
 
 impl Policy {
-    /// What the next checkpoint should be. `chain` is the chain of the newest checkpoint, its base
-    /// first ([`crate::chain`]); empty if there is none.
-    pub fn choose(&self, chain: &[Entry], next: Next) -> Choice {
-        let Some((base, deltas)) = chain.split_first() else { return Choice::Base(Reason::First) };
-        let length = u32::try_from(chain.len()).unwrap_or(u32::MAX);
-        if self.every.is_some_and(|n| length >= n.max(1)) {
-            return Choice::Base(Reason::Every);
-        }
-        if length >= self.max_chain {
-            return Choice::Base(Reason::Long);
-        }
+    /// What the next checkpoint should be. `line` is the checkpoint that it follows with all that
+    /// this one needs, the base first ([`crate::chain`]); empty if there is none. `deltas` are those
+    /// of that base, from the oldest to the newest; more than [`Policy::recent`] are not looked at.
+    pub fn choose(&self, line: &[Entry], deltas: &[Entry], next: Next) -> Choice {
+        let (Some(base), Some(last)) = (line.first(), line.last()) else {
+            return Choice::Base(Reason::First);
+        };
+        let number = last.number.saturating_add(1);
+        let numbers: Vec<u32> = line.iter().map(|e| e.number).collect();
+        let Some(parent) = self.tree.parent_in(number, &numbers) else {
+            return Choice::Base(Reason::Full);
+        };
         if at_least(next.changed, next.raw, self.changed) {
             return Choice::Base(Reason::Changed);
         }
@@ -100,7 +106,7 @@ impl Policy {
         if !recent.is_empty() && recent.len() == self.recent && self.no_longer_pay(*base, recent) {
             return Choice::Base(Reason::NotPaying);
         }
-        Choice::Delta
+        Choice::Delta { number, parent }
     }
 
     /// Compares sizes for each byte of values: the base may have had other tensors.
@@ -126,66 +132,82 @@ mod tests {
 
     const SAME: Next = Next { raw: 1000, changed: 0 };
 
-    fn chain(stored: &[u64]) -> Vec<Entry> {
-        stored.iter().map(|&stored| Entry { stored, raw: 1000 }).collect()
+    fn policy() -> Policy {
+        Policy::new(Tree::new(16, 2))
+    }
+
+    fn sizes(stored: &[u64]) -> Vec<Entry> {
+        (0..).zip(stored).map(|(number, &stored)| Entry { number, stored, raw: 1000 }).collect()
+    }
+
+    /// What follows checkpoints of these sizes, all of one base, the first.
+    fn after(policy: Policy, stored: &[u64], next: Next) -> Choice {
+        let all = sizes(stored);
+        let mut line = all[..1].to_vec();
+        line.extend(all.last().filter(|e| e.number > 0));
+        policy.choose(&line, &all[1..], next)
+    }
+
+    fn delta(number: u32, parent: usize) -> Choice {
+        Choice::Delta { number, parent }
     }
 
     #[test]
     fn the_first_checkpoint_is_a_base_and_the_next_a_delta() {
-        let p = Policy::default();
-        assert_eq!(p.choose(&[], SAME), Choice::Base(Reason::First));
-        assert_eq!(p.choose(&chain(&[700]), SAME), Choice::Delta);
+        assert_eq!(policy().choose(&[], &[], SAME), Choice::Base(Reason::First));
+        assert_eq!(after(policy(), &[700], SAME), delta(1, 0));
     }
 
     #[test]
-    fn bases_come_after_a_number_of_checkpoints_and_at_the_longest_chain() {
-        let p = Policy { every: Some(3), ..Policy::default() };
-        assert_eq!(p.choose(&chain(&[700, 300]), SAME), Choice::Delta);
-        assert_eq!(p.choose(&chain(&[700, 300, 300]), SAME), Choice::Base(Reason::Every));
-        let always = Policy { every: Some(0), ..p };
-        assert_eq!(always.choose(&chain(&[700]), SAME), Choice::Base(Reason::Every));
-        let p = Policy::default();
-        let mut long = vec![700];
-        long.extend([300; 14]);
-        assert_eq!(p.choose(&chain(&long), SAME), Choice::Delta);
-        long.push(300);
-        assert_eq!(p.choose(&chain(&long), SAME), Choice::Base(Reason::Long));
+    fn parents_are_those_of_the_tree_until_the_base_has_enough() {
+        let mut line = sizes(&[700]);
+        let mut parents = vec![];
+        while let Choice::Delta { number, parent } = policy().choose(&line, &[], SAME) {
+            parents.push(line[parent].number);
+            line.truncate(parent + 1);
+            line.push(Entry { number, ..line[0] });
+        }
+        assert_eq!(parents, [0, 0, 0, 0, 4, 4, 4, 0, 8, 8, 8, 0, 12, 12, 12]);
+        assert_eq!(policy().choose(&line, &[], SAME), Choice::Base(Reason::Full));
+        let alone = Policy::new(Tree::new(1, 2));
+        assert_eq!(after(alone, &[700], SAME), Choice::Base(Reason::Full));
+        line[1].number = u32::MAX;
+        assert_eq!(policy().choose(&line, &[], SAME), Choice::Base(Reason::Full));
     }
 
     #[test]
     fn deltas_that_no_longer_pay_end_the_chain() {
-        let p = Policy::default();
-        assert_eq!(p.choose(&chain(&[700, 690, 690]), SAME), Choice::Delta);
-        assert_eq!(p.choose(&chain(&[700, 690, 690, 690]), SAME), Choice::Base(Reason::NotPaying));
+        let p = policy();
+        assert_eq!(after(p, &[700, 690, 690], SAME), delta(3, 0));
+        assert_eq!(after(p, &[700, 690, 690, 690], SAME), Choice::Base(Reason::NotPaying));
         // One of them does.
-        assert_eq!(p.choose(&chain(&[700, 690, 690, 300]), SAME), Choice::Delta);
+        assert_eq!(after(p, &[700, 690, 690, 300], SAME), delta(4, 0));
         // Only the newest count, and sizes are compared for each byte of values.
-        assert_eq!(p.choose(&chain(&[700, 690, 690, 690, 300]), SAME), Choice::Delta);
-        let mut grown = chain(&[700, 690, 690, 690]);
+        assert_eq!(after(p, &[700, 690, 690, 690, 300], SAME), delta(5, 1));
+        let mut grown = sizes(&[700, 690, 690, 690]);
         grown[1..].iter_mut().for_each(|e| e.raw = 2000);
-        assert_eq!(p.choose(&grown, SAME), Choice::Delta);
+        assert_eq!(p.choose(&[grown[0], grown[3]], &grown[1..], SAME), delta(4, 0));
         let exact = Policy { recent: 1, not_paying: 900, ..p };
-        assert_eq!(exact.choose(&chain(&[1000, 899]), SAME), Choice::Delta);
-        assert_eq!(exact.choose(&chain(&[1000, 900]), SAME), Choice::Base(Reason::NotPaying));
+        assert_eq!(after(exact, &[1000, 899], SAME), delta(2, 0));
+        assert_eq!(after(exact, &[1000, 900], SAME), Choice::Base(Reason::NotPaying));
         let never = Policy { recent: 0, ..p };
-        assert_eq!(never.choose(&chain(&[700, 700, 700]), SAME), Choice::Delta);
+        assert_eq!(after(never, &[700, 700, 700], SAME), delta(3, 0));
     }
 
     #[test]
     fn a_checkpoint_that_is_mostly_new_is_a_base() {
-        let p = Policy::default();
         let next = |changed| Next { raw: 1000, changed };
-        assert_eq!(p.choose(&chain(&[700]), next(499)), Choice::Delta);
-        assert_eq!(p.choose(&chain(&[700]), next(500)), Choice::Base(Reason::Changed));
-        assert_eq!(p.choose(&chain(&[700]), Next { raw: 0, changed: 0 }), Choice::Delta);
+        assert_eq!(after(policy(), &[700], next(499)), delta(1, 0));
+        assert_eq!(after(policy(), &[700], next(500)), Choice::Base(Reason::Changed));
+        assert_eq!(after(policy(), &[700], Next { raw: 0, changed: 0 }), delta(1, 0));
     }
 
     #[test]
     fn numbers_of_any_size_do_not_overflow() {
-        let huge = [Entry { stored: u64::MAX, raw: u64::MAX }; 5];
+        let huge = [Entry { number: 0, stored: u64::MAX, raw: u64::MAX }; 5];
         let next = Next { raw: u64::MAX, changed: 1 };
-        assert_eq!(Policy::default().choose(&huge, next), Choice::Base(Reason::NotPaying));
-        let empty = [Entry { stored: 0, raw: 0 }; 5];
-        assert_eq!(Policy::default().choose(&empty, SAME), Choice::Delta);
+        assert_eq!(policy().choose(&huge, &huge, next), Choice::Base(Reason::NotPaying));
+        let empty = [Entry { number: 0, stored: 0, raw: 0 }; 5];
+        assert_eq!(policy().choose(&empty, &empty, SAME), delta(1, 1));
     }
 }

@@ -43,41 +43,36 @@ impl CpuEngine {
         scratch: &mut Scratch,
         dst: &mut [u8],
     ) -> Result<()> {
-        self.decode_chunk_from(spec, chunk, record, frame, None, scratch, dst)
-    }
-
-    /// As [`CpuEngine::decode_chunk`], for a plan that may predict from a parent. `parent` are the
-    /// parent's values of this chunk, as many as `dst`; a plain chunk does not need them.
-    ///
-    /// # Errors
-    /// As [`CpuEngine::decode_chunk`]; `Unsupported` if the parent's values are needed and `None`,
-    /// `Corrupt` if they have another size.
-    #[expect(clippy::too_many_arguments, reason = "one more than decode_chunk")]
-    pub fn decode_chunk_from(
-        &self,
-        spec: &TensorSpec<'_>,
-        chunk: u64,
-        record: &ChunkRecord,
-        frame: &[u8],
-        parent: Option<&[u8]>,
-        scratch: &mut Scratch,
-        dst: &mut [u8],
-    ) -> Result<()> {
-        self.decode_checked(spec, chunk, record, frame, parent, scratch, dst)
+        self.decode_checked(&Coded { spec, chunk, record, frame, over: false }, scratch, dst)
             .map_err(|e| e.in_chunk(chunk))
     }
 
-    #[expect(clippy::too_many_arguments, reason = "as decode_chunk_from")]
-    fn decode_checked(
+    /// As [`CpuEngine::decode_chunk`], for a plan that may predict from a parent: `dst` holds the
+    /// parent's values of this chunk, which become the chunk's. A plain chunk, or a plan without a
+    /// parent, does not look at them.
+    ///
+    /// # Errors
+    /// As [`CpuEngine::decode_chunk`].
+    pub fn decode_chunk_over(
         &self,
         spec: &TensorSpec<'_>,
         chunk: u64,
         record: &ChunkRecord,
         frame: &[u8],
-        parent: Option<&[u8]>,
         scratch: &mut Scratch,
         dst: &mut [u8],
     ) -> Result<()> {
+        self.decode_checked(&Coded { spec, chunk, record, frame, over: true }, scratch, dst)
+            .map_err(|e| e.in_chunk(chunk))
+    }
+
+    fn decode_checked(
+        &self,
+        coded: &Coded<'_>,
+        scratch: &mut Scratch,
+        dst: &mut [u8],
+    ) -> Result<()> {
+        let Coded { spec, record, frame, .. } = *coded;
         let stored = || Error::corrupt("checksum of the stored bytes differs");
         if frame.len() != record.len as usize {
             let what = format!("{} bytes stored, {} named", frame.len(), record.len);
@@ -100,18 +95,16 @@ impl CpuEngine {
             dst.copy_from_slice(frame);
         } else {
             let width = spec.dtype.value_width();
+            if !dst.len().is_multiple_of(width) {
+                let what = format!("{} bytes for values of {width}", dst.len());
+                return Err(Error::corrupt(what));
+            }
             let planes = Planes::new(spec.plan.layout, width, dst.len() / width)?;
             let streams = StreamEntry::parse_chunk(frame, planes.sizes().len())?;
             if streams.crc() != record.crc_encoded {
                 return Err(stored());
             }
-            crc = self.decode_streams(spec, &streams, scratch, dst)?;
-            if spec.plan.predictor != PredictorId::NONE {
-                crc = None;
-                let view = TensorView { dtype: spec.dtype, shape: spec.shape, data: &[] };
-                let first = chunk << spec.chunk_log2;
-                residual::inverse(self.kernels, spec.plan, spec.side, &view, first, parent, dst)?;
-            }
+            crc = self.decode_predicted(coded, &streams, scratch, dst)?;
         }
         if crc.unwrap_or_else(|| crc32c(dst)) != record.crc_raw {
             return Err(Error::corrupt("checksum of the decoded values differs"));
@@ -119,7 +112,41 @@ impl CpuEngine {
         Ok(())
     }
 
-    /// Decodes streams and merges what they hold; returns the CRC-32C of `dst` if that was at hand.
+    /// Decodes streams and undoes the prediction; returns the CRC-32C of `dst` if that was at hand.
+    fn decode_predicted(
+        &self,
+        coded: &Coded<'_>,
+        streams: &StreamList<'_>,
+        scratch: &mut Scratch,
+        dst: &mut [u8],
+    ) -> Result<Option<u32>> {
+        let Coded { spec, chunk, over, .. } = *coded;
+        match spec.plan.predictor {
+            PredictorId::NONE => self.decode_streams(spec, streams, scratch, dst),
+            PredictorId::PARENT if !over => {
+                Err(Error::unsupported("a delta without the values of its parent"))
+            }
+            PredictorId::PARENT => {
+                let mut residuals = std::mem::take(&mut scratch.residuals);
+                let differences = sized(&mut residuals, dst.len());
+                let done = self
+                    .decode_streams(spec, streams, scratch, differences)
+                    .and_then(|_| residual::apply(self.kernels, spec, differences, dst));
+                scratch.residuals = residuals;
+                done.map(|()| None)
+            }
+            _ => {
+                self.decode_streams(spec, streams, scratch, dst)?;
+                let view = TensorView { dtype: spec.dtype, shape: spec.shape, data: &[] };
+                let first = chunk << spec.chunk_log2;
+                residual::inverse(self.kernels, spec.plan, spec.side, &view, first, dst)?;
+                Ok(None)
+            }
+        }
+    }
+
+    /// Decodes streams and merges what they hold; returns the CRC-32C of `dst` if that was at hand,
+    /// and `dst` is values.
     fn decode_streams(
         &self,
         spec: &TensorSpec<'_>,
@@ -178,20 +205,20 @@ impl CpuEngine {
             return Err(Error::corrupt("the last stream carries bytes of another")
                 .in_stream(sizes.len() - 1));
         }
-        self.merge(layout, width, &sizes, &stored, scratch, dst)
+        self.merge(spec, &sizes, &stored, scratch, dst)
     }
 
     /// Merges planes: those that were stored raw are taken from the frame itself. Returns the CRC-32C
-    /// of `dst` if that was at hand.
+    /// of `dst` if that was at hand, and `dst` is values.
     fn merge(
         &self,
-        layout: LayoutId,
-        width: usize,
+        spec: &TensorSpec<'_>,
         sizes: &[usize],
         stored: &[Stored<'_>; MAX_PLANES],
         scratch: &mut Scratch,
         dst: &mut [u8],
     ) -> Result<Option<u32>> {
+        let (layout, width) = (spec.plan.layout, spec.dtype.value_width());
         let w = width_of(width)?;
         let k = &self.kernels;
         if layout == LayoutId::BYTES {
@@ -216,6 +243,11 @@ impl CpuEngine {
                 let (e, e_tail) = plane(0).split_at(head);
                 let (b, b_tail) = plane(2).split_at(head * (width - 2));
                 let (to, to_tail) = dst.split_at_mut(head * width);
+                if spec.plan.predictor != PredictorId::NONE {
+                    k.merge_fields(w, e, plane(1), b, to);
+                    k.merge_fields(w, e_tail, &scratch.split[..e_tail.len()], b_tail, to_tail);
+                    return Ok(None);
+                }
                 let mut crc = k.merge_fields_crc(w, e, plane(1), b, to, 0);
                 if !e_tail.is_empty() {
                     crc = k.merge_fields_crc(w, e_tail, &scratch.split, b_tail, to_tail, crc);
@@ -232,6 +264,17 @@ impl CpuEngine {
         }
         Ok(None)
     }
+}
+
+/// A chunk to be decoded.
+#[derive(Clone, Copy)]
+struct Coded<'a> {
+    spec: &'a TensorSpec<'a>,
+    chunk: u64,
+    record: &'a ChunkRecord,
+    frame: &'a [u8],
+    /// Whether the destination holds the parent's values.
+    over: bool,
 }
 
 /// Where a plane is after decoding.

@@ -315,7 +315,7 @@ impl CpuEngine {
 }
 
 /// Counts of all symbols, not of a sample: differences have many rare ones, and take few bits.
-fn all_counts(plane: &[u8]) -> Counts {
+pub(crate) fn all_counts(plane: &[u8]) -> Counts {
     let mut counts = Counts::new();
     // Parts this short are counted as a whole.
     plane.chunks(8192).for_each(|part| counts.add_stream(part));

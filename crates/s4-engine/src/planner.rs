@@ -8,7 +8,7 @@ use s4_format::dtype::Form;
 use s4_format::layout::Planes;
 use s4_format::{CodecId, DType, Digest, Error, LayoutId, Plan, Result};
 
-use crate::encode::repeats;
+use crate::encode::{all_counts, repeats};
 use crate::scratch::sized;
 use crate::{CpuEngine, Preset, Scratch, TensorView, chunk_log2};
 
@@ -230,13 +230,18 @@ impl CpuEngine {
         let values = sample.len() / width;
         let sizes = Planes::new(layout, width, values)?;
         self.split(layout, width, sample, scratch)?;
-        // Differences take few bits, of which the coarse frequencies of pairs waste a larger part.
-        let pairs_may_lose = if delta { 128 } else { 50 };
         let mut c = Candidate { layout, planes: vec![], cost: 0, bits: 0 };
-        for i in 0..sizes.sizes().len() {
-            let plane = scratch.plane(layout, sizes.sizes(), i);
+        let planes = sizes.sizes().len();
+        let plane = |i| scratch.plane(layout, sizes.sizes(), i);
+        // Several planes of differences are coded, some of them in few bits, of which the coarse
+        // frequencies of pairs waste a larger part: what counts is the part of all bits.
+        let least = |i| entropy(&all_counts(plane(i))).min(8 * plane(i).len() as u64);
+        let all = if delta { (0..planes).map(least).sum() } else { 0 };
+        for i in 0..planes {
+            let plane = plane(i);
             let dense = layout == LayoutId::FIELDS_SIGN && i == 2;
-            let (coding, counts, cost) = choose(plane, dense, pairs_may_lose);
+            let may_lose = |pairs: u64| if delta { all / 128 } else { pairs / 50 };
+            let (coding, counts, cost) = choose(plane, dense, may_lose);
             // Entropy coding a plane is most of the work: it must save an eighth of a bit more.
             let work = if matches!(coding, PlaneCoding::Rans(_)) { values as u64 / 8 } else { 0 };
             c.planes.push((coding, counts, cost == 8 * plane.len() as u64));
@@ -293,8 +298,12 @@ fn finish(
     let chunk_log2 = chunk_log2(dtype);
     let several = bytes > dtype.value_width() << chunk_log2;
     let shared = planes.iter().map(|(coding, counts, _)| match coding {
-        // The sample need not have seen every symbol of the tensor.
-        PlaneCoding::Rans(p) if several => Some(counts.clone().partial().table(*p)),
+        PlaneCoding::Rans(p) if several => Some(match (0..=255).all(|s| counts.get(s) > 0) {
+            // Nothing is left to escape, and tables without an escape are faster to decode.
+            true => counts.table(*p),
+            // The sample need not have seen every symbol of the tensor.
+            false => counts.clone().partial().table(*p),
+        }),
         _ => None,
     });
     TensorPlan {
@@ -345,12 +354,10 @@ fn sample(data: &[u8], width: usize) -> Vec<u8> {
     out
 }
 
-/// The coding of a plane, its counts and its estimated cost in bits. `pairs_may_lose`: one part in so
-/// many, for being faster.
-fn choose(plane: &[u8], dense: bool, pairs_may_lose: u64) -> (PlaneCoding, Counts, u64) {
-    let mut counts = Counts::new();
-    // Parts this short are counted as a whole.
-    plane.chunks(8 * PROBE).for_each(|part| counts.add_stream(part));
+/// The coding of a plane, its counts and its estimated cost in bits. `may_lose`: of how many bits, for
+/// being faster.
+fn choose(plane: &[u8], dense: bool, may_lose: impl Fn(u64) -> u64) -> (PlaneCoding, Counts, u64) {
+    let counts = all_counts(plane);
     if plane.iter().all(|b| *b == plane[0]) {
         // Stored as a constant wherever it is one.
         return (PlaneCoding::Raw, counts, 0);
@@ -365,7 +372,7 @@ fn choose(plane: &[u8], dense: bool, pairs_may_lose: u64) -> (PlaneCoding, Count
     }
     let pairs = cost(&counts, &counts.table(Precision::P8));
     // One renormalisation for two symbols is much the faster.
-    let much_less = pairs - pairs / pairs_may_lose;
+    let much_less = pairs.saturating_sub(may_lose(pairs));
     let singles = match least < much_less {
         true => cost(&counts, &counts.table(Precision::P12)),
         false => pairs,

@@ -5,8 +5,8 @@ use s4_format::side::{Side, SideKind};
 use s4_format::{Error, Plan, PredictorId, ResidualId, Result};
 use s4_planes::Kernels;
 
-use crate::TensorView;
 use crate::scratch::width_of;
+use crate::{TensorSpec, TensorView};
 
 /// Replaces values by what is left of them after prediction. `first` is the number of the first one;
 /// `parent` are the parent's values at their places, if the plan predicts from it.
@@ -29,23 +29,38 @@ pub(crate) fn forward(
     }
 }
 
-/// The inverse of [`forward`].
+/// The inverse of [`forward`] where nothing but the values is needed.
 pub(crate) fn inverse(
     kernels: Kernels,
     plan: &Plan,
     side: &Side,
     view: &TensorView<'_>,
     first: u64,
-    parent: Option<&[u8]>,
     values: &mut [u8],
 ) -> Result<()> {
     match plan.predictor {
         PredictorId::RANK1 => rank1(side, view)?.inverse(kernels, first, values),
-        PredictorId::PARENT => {
-            let width = width_of(view.dtype.value_width())?;
-            residual(plan)?.apply(kernels, width, present(parent)?, values)
-        }
         other => other.require_open().map(drop),
+    }
+}
+
+/// The inverse of [`forward`] with a parent, whose values in `values` become those that `residuals`
+/// are the differences of. `residuals` is used up.
+pub(crate) fn apply(
+    kernels: Kernels,
+    spec: &TensorSpec<'_>,
+    residuals: &mut [u8],
+    values: &mut [u8],
+) -> Result<()> {
+    let width = width_of(spec.dtype.value_width())?;
+    match residual(spec.plan)? {
+        // It does not matter which of the two is the difference.
+        Residual::Xor => Residual::Xor.apply(kernels, width, residuals, values),
+        Residual::Sub => {
+            Residual::Sub.apply(kernels, width, values, residuals)?;
+            values.copy_from_slice(residuals);
+            Ok(())
+        }
     }
 }
 

@@ -92,7 +92,8 @@ def test_a_run_comes_back_bit_for_bit(place: dict[str, Any]) -> None:
         assert store.latest() == 40
     with CheckpointStore(**place) as store:
         entries = store.list()
-        assert entries[2].parent == entries[1].id and entries[0].parent is None
+        assert entries[2].parent == entries[0].id and entries[0].parent is None
+        assert [entry.since_base for entry in entries] == [0, 1, 2, 0, 1]
         assert entries[1].bytes < entries[0].bytes < entries[0].raw_bytes
         assert entries[1].metrics == {"loss": 10 / 7} and entries[1].tags == {"by": "test"}
         for step, state in states.items():
@@ -199,7 +200,7 @@ def test_retention(tmp_path: Path) -> None:
 
 def test_deleting_pinning_rebasing_and_collecting(place: dict[str, Any]) -> None:
     run, states = Run(), []
-    with CheckpointStore(**place, max_chain=8) as store:
+    with CheckpointStore(**place, max_chain=8, max_hops=7) as store:
         for step in range(4):
             states.append(copy.deepcopy(run.train().state()))
             store.save_checkpoint(states[-1], step)
@@ -276,8 +277,10 @@ def test_arguments_are_checked(store: CheckpointStore) -> None:
         store.save_checkpoint({}, 1, {"loss": float("inf")})
     with pytest.raises(ValueError, match="secrte"):
         CheckpointStore("s3://b/p", storage_options={"secrte": "x"}).list()
-    with pytest.raises(ValueError, match="1 to 64"):
-        CheckpointStore(store.url, max_chain=65).save_checkpoint({}, 0)
+    with pytest.raises(ValueError, match="1 to 4096"):
+        CheckpointStore(store.url, max_chain=0).save_checkpoint({}, 0)
+    with pytest.raises(ValueError, match="1 to 63"):
+        CheckpointStore(store.url, max_hops=64).save_checkpoint({}, 0)
     assert store.list() == []
 
 

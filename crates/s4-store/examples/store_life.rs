@@ -54,6 +54,7 @@ async fn live(folder: &str, fsync: bool) -> Outcome {
     let base = save(&store, before + 1, None).await?;
     let one = save(&store, before + 2, Some(&base)).await?;
     save(&store, before + 3, Some(&one)).await?;
+    save(&store, before + 4, Some(&one)).await?;
     say(format_args!("replacing {}", one.id()))?;
     let full = store.rebase(one.id(), &mut toy::ToyRebaser::default()).await?;
     say(format_args!("listed {} {}", full.id(), full.step()))?;

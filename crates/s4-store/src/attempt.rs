@@ -30,6 +30,10 @@ pub struct About {
     pub step: u64,
     /// What it is a delta of: [`Checkpoint::reference`] of that one.
     pub parent: Option<Reference>,
+    /// How many checkpoints the writer has made since the base, this one counted; 0 for a base. It is
+    /// kept with the checkpoint, so that whoever goes on knows where in its chain that is, also when
+    /// those between are gone.
+    pub since_base: u32,
     /// The checkpoint whose content this full one also holds, and whose place it takes.
     pub replaces: Option<Reference>,
     /// Bytes of the tensors before compression.
@@ -162,6 +166,7 @@ impl Attempt {
             id: self.id,
             step: about.step,
             parent: about.parent,
+            since_base: about.since_base,
             replaces: about.replaces,
             manifest_blake3: hash(bytes.clone()).await,
             manifest_len: bytes.len() as u64,

@@ -81,6 +81,10 @@ pub struct Publish {
     /// What it is a delta of; absent for a full checkpoint.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<Reference>,
+    /// How many checkpoints its writer had made since the base, itself counted; 0 for a base. Writers
+    /// choose parents by it ([`crate::About::since_base`]); no rule of the log looks at it.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub since_base: u32,
     /// The checkpoint whose content this full one also holds, and whose place it takes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replaces: Option<Reference>,
@@ -111,6 +115,10 @@ pub struct Reference {
     pub id: CheckpointId,
     /// BLAKE3 of its object `manifest`.
     pub manifest_blake3: Hash,
+}
+
+fn is_zero(n: &u32) -> bool {
+    *n == 0
 }
 
 impl Op {

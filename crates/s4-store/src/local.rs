@@ -106,7 +106,7 @@ impl Folder {
         let _ = fs::remove_dir(self.path_of(folder));
     }
 
-    fn path_of(&self, key: &object_store::path::Path) -> PathBuf {
+    pub(crate) fn path_of(&self, key: &object_store::path::Path) -> PathBuf {
         key.parts().fold(self.root.clone(), |path, part| path.join(part.as_ref()))
     }
 

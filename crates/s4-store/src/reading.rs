@@ -1,6 +1,7 @@
 //! Reading a checkpoint's data objects.
 
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use bytes::Bytes;
@@ -82,6 +83,14 @@ impl Reading {
             return Err(Error::Argument(what));
         }
         self.inner.io.get_range(&key, range).await
+    }
+
+    /// The file that holds an object, where objects are files of a local folder: for those who read
+    /// many small ranges, of which nothing is checked. It need not exist.
+    #[must_use]
+    pub fn local_path(&self, n: u32) -> Option<PathBuf> {
+        let (key, _) = self.find(n).ok()?;
+        Some(self.inner.folder.as_ref()?.path_of(&key))
     }
 
     fn find(&self, n: u32) -> Result<(Path, &ObjectInfo)> {

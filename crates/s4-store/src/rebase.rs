@@ -52,6 +52,7 @@ impl Store {
         let about = About {
             step: old.about.step,
             parent: None,
+            since_base: 0,
             replaces: Some(old.reference()),
             raw_len: old.about.raw_len,
             metrics: old.about.metrics.clone(),

@@ -47,6 +47,12 @@ impl Checkpoint {
         self.about.step
     }
 
+    /// How many checkpoints were made since its base, itself counted ([`crate::About::since_base`]).
+    #[must_use]
+    pub fn since_base(&self) -> u32 {
+        self.base.map_or(0, |_| self.about.since_base)
+    }
+
     /// The id and the manifest's hash, as a delta against this checkpoint names it.
     #[must_use]
     pub fn reference(&self) -> Reference {

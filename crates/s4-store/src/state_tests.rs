@@ -13,6 +13,7 @@ fn publish(step: u64, parent: Option<Reference>) -> Publish {
         id,
         step,
         parent,
+        since_base: parent.map_or(0, |_| step as u32),
         replaces: None,
         manifest_blake3: Hash::of(id.to_string().as_bytes()),
         manifest_len: 10,

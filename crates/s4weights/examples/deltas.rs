@@ -4,7 +4,9 @@
 //! K, and stores each step K by itself and as its difference from step 0. `--threads N`: with so many
 //! threads (1 unless told).
 
-use std::error::Error;
+#[path = "common/states.rs"]
+mod states;
+
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -12,14 +14,12 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use s4weights::{
-    Contents, MemoryParent, Preset, ReadOptions, Reader, Source, Target, TensorSource,
-    WriteOptions, Writer, Written,
+    Contents, MemoryParent, Preset, ReadOptions, Reader, Source, Target, WriteOptions, Writer,
+    Written,
 };
-use safetensors::SafeTensors;
+use states::{Outcome, State};
 
 const CALLS: usize = 9;
-
-type Outcome<T> = Result<T, Box<dyn Error>>;
 
 fn main() -> Outcome<()> {
     let (mut data, mut threads) = (None, 1);
@@ -58,15 +58,15 @@ fn pairs(dir: &Path) -> Outcome<Vec<(String, u64, PathBuf, PathBuf)>> {
 }
 
 fn measure(name: &str, base: &Path, file: &Path, threads: usize) -> Outcome<()> {
-    let (base, file) = (std::fs::read(base)?, std::fs::read(file)?);
+    let (base, file) = (State::read(base)?, State::read(file)?);
     let options =
         WriteOptions { preset: Preset::Fast, threads: Some(threads), ..WriteOptions::default() };
     let (parent_file, parent) = write(&base, options.clone())?;
     let direct = write(&file, options.clone())?.1.report;
     // The parent's values are still in memory, as they are when a training loop saves again.
     let mut memory = MemoryParent::new(Arc::new(parent.snapshot), 0);
-    for (name, view) in SafeTensors::deserialize(&base)?.tensors() {
-        memory.hold(&name, Bytes::copy_from_slice(view.data()))?;
+    for t in base.sources() {
+        memory.hold(t.name, Bytes::copy_from_slice(t.data))?;
     }
     let options = WriteOptions { parent: Some(Arc::new(memory)), ..options };
     let (delta_file, delta) = write(&file, options.clone())?;
@@ -81,11 +81,8 @@ fn measure(name: &str, base: &Path, file: &Path, threads: usize) -> Outcome<()> 
     let mut values: Vec<_> = sizes.into_iter().map(|n| vec![0; n]).collect();
     let mut wanted: Vec<_> = values.iter_mut().map(Vec::as_mut_slice).enumerate().collect();
     let took = fastest(|| Ok(reader.read_into(&mut wanted)?))?;
-    let tensors = SafeTensors::deserialize(&file)?;
-    for (info, values) in reader.tensors().zip(&values) {
-        if tensors.tensor(info.name)?.data() != values {
-            return Err(format!("{name}: tensor `{}` came back different", info.name).into());
-        }
+    if !file.equals(reader.tensors().map(|t| t.name), &values) {
+        return Err(format!("{name}: values came back different").into());
     }
     let bytes = delta.report.bytes_in as f64;
     println!(
@@ -123,33 +120,11 @@ impl Write for Memory {
     }
 }
 
-/// Writes a safetensors file's tensors; gives the file.
-fn write(file: &[u8], options: WriteOptions) -> Outcome<(Bytes, Written)> {
-    let tensors = SafeTensors::deserialize(file)?;
-    let mut named: Vec<_> = tensors.tensors();
-    named.sort_by(|a, b| a.0.cmp(&b.0));
-    let mut shapes = vec![];
-    for (name, view) in &named {
-        let dtype = match view.dtype() {
-            safetensors::Dtype::F32 => s4weights::DType::Float32,
-            safetensors::Dtype::BF16 => s4weights::DType::BFloat16,
-            safetensors::Dtype::F16 => s4weights::DType::Float16,
-            safetensors::Dtype::I64 => s4weights::DType::Int64,
-            other => return Err(format!("tensor `{name}` of {other:?}").into()),
-        };
-        shapes.push((dtype, view.shape().iter().map(|&d| d as u64).collect::<Vec<_>>()));
-    }
-    let sources: Vec<_> = (named.iter().zip(&shapes))
-        .map(|((name, view), (dtype, shape))| TensorSource {
-            name,
-            dtype: *dtype,
-            shape,
-            data: view.data(),
-        })
-        .collect();
+/// Writes a state; gives the file.
+fn write(state: &State, options: WriteOptions) -> Outcome<(Bytes, Written)> {
     let memory = Memory::default();
     let mut writer = Writer::create(Target::Stream(Box::new(memory.clone())), options)?;
-    writer.write(&sources)?;
+    writer.write(&state.sources())?;
     let written = writer.complete(Contents::default())?;
     let bytes = std::mem::take(&mut *memory.0.lock().unwrap_or_else(|e| e.into_inner()));
     Ok((bytes.into(), written))

@@ -18,6 +18,9 @@ use crate::reader::{LoadedBlock, Reader};
 /// Requests under way at once where they are slow to answer.
 const REMOTE_REQUESTS: usize = 8;
 
+/// Requests of no more bytes than this are asked for where they are cheap.
+const LOCAL_REQUEST: u64 = 1 << 20;
+
 /// Bytes of a tensor that are wanted.
 pub(crate) struct Want<'a> {
     pub(crate) tensor: usize,
@@ -158,10 +161,12 @@ impl Reader {
     }
 
     /// Groups chunks that lie close together: each group is read by one request. Differences are
-    /// small: a group of them is bounded by the values too that its parent must give.
+    /// small: a group of them is bounded by the values too that its parent must give. Where requests
+    /// are cheap these are few, so that they are in a core's cache still when the difference comes.
     fn spans<'a>(&self, mut jobs: Vec<Job<'a>>) -> Vec<Vec<Job<'a>>> {
         jobs.sort_by_key(|j| (j.record.object, j.record.offset));
         let request = self.request_size() as u64;
+        let most = if request > LOCAL_REQUEST { 4 * request } else { request / 2 };
         let values = |job: &Job<'_>| if job.delta { job.bytes as u64 } else { 0 };
         let mut sum = 0;
         let mut spans: Vec<Vec<Job<'a>>> = vec![];
@@ -174,7 +179,7 @@ impl Reader {
                 first.object == job.record.object
                     && job.record.offset <= last_end + request / 16
                     && end.max(last_end) - first.offset <= request
-                    && sum + values(&job) <= 4 * request
+                    && sum + values(&job) <= most
             });
             sum = if joins { sum } else { 0 } + values(&job);
             match spans.last_mut() {
@@ -309,27 +314,31 @@ impl Reader {
         let Buffers { scratch, span, chunk } = buffers;
         let frame = &span[at..at + job.record.len as usize];
         let spec = self.spec(job.tensor, &blocks[&job.tensor]);
-        let whole = job.is_whole();
+        let (whole, delta) = (job.is_whole(), job.delta);
         let mut pieces = job.pieces;
-        let mut decode = |parent: Option<&[u8]>, to: &mut [u8]| {
-            self.engine
-                .decode_chunk_from(&spec, job.chunk, &job.record, frame, parent, scratch, to)
-                .map_err(|e| e.in_tensor(self.label(job.tensor)))
-                .at(&self.name)
+        let mut decode = |to: &mut [u8]| {
+            match delta {
+                true => {
+                    self.engine.decode_chunk_over(&spec, job.chunk, &job.record, frame, scratch, to)
+                }
+                false => {
+                    self.engine.decode_chunk(&spec, job.chunk, &job.record, frame, scratch, to)
+                }
+            }
+            .map_err(|e| e.in_tensor(self.label(job.tensor)))
+            .at(&self.name)
         };
-        if let Some(piece) = pieces.first_mut().filter(|_| whole && !job.delta) {
-            return decode(None, piece.to);
+        if let Some(piece) = pieces.first_mut().filter(|_| whole) {
+            return decode(piece.to);
         }
-        if chunk.len() < job.bytes {
-            chunk.resize(job.bytes, 0);
+        let mut parent = job.parent;
+        let values = if delta { &mut parent } else { chunk };
+        if values.len() < job.bytes {
+            values.resize(job.bytes, 0);
         }
-        let parent = match pieces.first() {
-            Some(piece) if whole => &*piece.to,
-            _ => &job.parent,
-        };
-        decode(job.delta.then_some(parent), &mut chunk[..job.bytes])?;
+        decode(&mut values[..job.bytes])?;
         for p in pieces {
-            p.to.copy_from_slice(&chunk[p.from..p.from + p.to.len()]);
+            p.to.copy_from_slice(&values[p.from..p.from + p.to.len()]);
         }
         Ok(())
     }

@@ -39,6 +39,25 @@ pub trait ObjectSource: Send + Sync {
     /// What keeps the bytes from being read.
     fn get_range(&self, number: u32, range: Range<u64>) -> Result<Bytes>;
 
+    /// Fills `buf` from a place in object `number`; tells whether there were as many bytes.
+    ///
+    /// # Errors
+    /// As [`ObjectSource::get_range`].
+    fn fill(&self, number: u32, offset: u64, buf: &mut [u8]) -> Result<bool> {
+        let bytes = self.get_range(number, offset..offset.saturating_add(buf.len() as u64))?;
+        let enough = bytes.len() == buf.len();
+        if enough {
+            buf.copy_from_slice(&bytes);
+        }
+        Ok(enough)
+    }
+
+    /// A range of an object that is in memory, as a part of it; `None` if it is not, or not so much.
+    fn in_memory(&self, number: u32, range: Range<u64>) -> Option<Bytes> {
+        let _ = (number, range);
+        None
+    }
+
     /// Bytes that one request should ask for: large where a request is slow to answer.
     fn request_size(&self) -> usize {
         8 << 20

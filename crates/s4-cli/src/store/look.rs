@@ -26,11 +26,12 @@ pub(crate) fn list(place: &Place, last: Option<usize>, json: bool) -> Result<()>
 }
 
 fn rows_as_text(rows: &[Row]) -> String {
-    let head = ["step", "kind", "size", "ratio", "published", "", "id"];
+    let head = ["step", "kind", "hops", "size", "ratio", "published", "", "id"];
     let line = |r: &Row| {
         vec![
             r.step.to_string(),
             r.kind_text(),
+            r.hops.to_string(),
             text::bytes(r.bytes),
             text::ratio_text(r.ratio),
             r.published.clone(),
@@ -38,7 +39,7 @@ fn rows_as_text(rows: &[Row]) -> String {
             r.id.to_string(),
         ]
     };
-    text::table(&head, &rows.iter().map(line).collect::<Vec<_>>(), &[1, 4, 5, 6])
+    text::table(&head, &rows.iter().map(line).collect::<Vec<_>>(), &[1, 5, 6, 7])
 }
 
 fn totals(list: &[&Checkpoint]) -> String {

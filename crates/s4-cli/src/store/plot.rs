@@ -192,9 +192,10 @@ fn sizes(svg: &mut Svg, rows: &[Row], top: f64) {
     for (i, r) in rows.iter().enumerate() {
         let x = LEFT + slot * (i as f64 + 0.5) - width / 2.0;
         let title = format!(
-            "step {}: {}, {} for {}, ratio {}",
+            "step {}: {}, {}, {} for {}, ratio {}",
             r.step,
             r.kind_text(),
+            text::count(r.hops, "hop"),
             text::bytes(r.bytes),
             text::bytes(r.raw_bytes),
             text::ratio_text(r.ratio)

@@ -19,6 +19,10 @@ pub(crate) struct Row {
     pub(crate) of_step: Option<u64>,
     /// Checkpoints that restoring it reads, itself counted.
     pub(crate) chain: usize,
+    /// Differences among these: steps down to the base.
+    pub(crate) hops: usize,
+    /// Its number among those that share the base, which is 0.
+    pub(crate) since_base: u32,
     /// What it takes in the store.
     pub(crate) bytes: u64,
     pub(crate) raw_bytes: u64,
@@ -33,13 +37,16 @@ pub(crate) struct Row {
 impl Row {
     pub(crate) fn new(state: &State, c: &Checkpoint) -> Self {
         let bytes = stored(c);
+        let chain = state.chain(c.id()).map_or(0, |chain| chain.len());
         Self {
             step: c.step(),
             id: c.id(),
             kind: if c.base.is_some() { "delta" } else { "base" },
             of: c.base,
             of_step: c.base.and_then(|id| state.get(id)).map(Checkpoint::step),
-            chain: state.chain(c.id()).map_or(0, |chain| chain.len()),
+            chain,
+            hops: chain.saturating_sub(1),
+            since_base: c.since_base(),
             bytes,
             raw_bytes: c.about.raw_len,
             ratio: text::ratio(c.about.raw_len, bytes),

@@ -101,15 +101,19 @@ pub(super) fn decode_frames(
     bytes: usize,
     scratch: &mut Scratch,
 ) -> s4_format::Result<Vec<u8>> {
-    let mut values: Option<Vec<u8>> = None;
-    for f in frames {
-        let mut to = vec![0; bytes];
-        let below = values.as_deref().filter(|_| f.is_delta());
-        cpu.decode_chunk_from(&f.spec, chunk, &f.record, &f.bytes, below, scratch, &mut to)
-            .map_err(|e| e.in_part("parent"))?;
-        values = Some(to);
+    if frames.is_empty() {
+        return Err(Error::corrupt("a parent without a frame").in_chunk(chunk));
     }
-    values.ok_or_else(|| Error::corrupt("a parent without a frame").in_chunk(chunk))
+    let mut values = vec![0; bytes];
+    for (level, f) in frames.iter().enumerate() {
+        let (spec, record, to) = (&f.spec, &f.record, &mut values[..]);
+        let done = match level {
+            0 => cpu.decode_chunk(spec, chunk, record, &f.bytes, scratch, to),
+            _ => cpu.decode_chunk_over(spec, chunk, record, &f.bytes, scratch, to),
+        };
+        done.map_err(|e| e.in_part("parent"))?;
+    }
+    Ok(values)
 }
 
 const CHUNK: usize = size_of::<DecodeChunk>();

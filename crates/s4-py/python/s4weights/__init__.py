@@ -37,9 +37,10 @@ from ._errors import (
 )
 from ._load import inspect, load, verify
 from ._load_into import load_into
+from ._once import load_checkpoint, save_checkpoint
 from ._pending import PendingSave, finish_on_sigterm
 from ._save import save
-from ._store import CheckpointStore, load_checkpoint, save_checkpoint
+from ._store import CheckpointStore
 
 __all__ = [
     "CheckpointEntry",

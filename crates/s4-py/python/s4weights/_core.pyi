@@ -87,7 +87,7 @@ class Store:
         preset: str,
         threads: int | None,
         max_chain: int | None,
-        every: int | None,
+        max_hops: int | None,
         parent_memory: int | None,
         bandwidth: int | None,
         allow_network_fs: bool,

@@ -17,6 +17,7 @@ class CheckpointEntry:
         raw_bytes: what its tensors take in memory.
         kind: ``"base"``, or ``"delta"`` for a difference from another checkpoint.
         parent: the ``id`` of that one.
+        since_base: its number among those that share its base, which is 0.
         metrics: numbers that retention can choose by.
         tags: free text.
         pinned: whether it is protected.
@@ -29,6 +30,7 @@ class CheckpointEntry:
     raw_bytes: int
     kind: Literal["base", "delta"]
     parent: str | None
+    since_base: int
     metrics: dict[str, float]
     tags: dict[str, str]
     pinned: bool
@@ -74,6 +76,7 @@ def listed(item: dict[str, Any], report: dict[str, Any] | None = None) -> Checkp
         raw_bytes=item["raw_bytes"],
         kind="base" if item["parent"] is None else "delta",
         parent=item["parent"],
+        since_base=item["since_base"],
         metrics=item["metrics"],
         tags=item["tags"],
         pinned=item["pinned"],

@@ -10,13 +10,13 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import _core
+from ._catalog import Catalog
 from ._device import HOST, Compute, place
-from ._entries import CheckpointEntry, Entries, Ids, Retention, listed
-from ._errors import CorruptDataError, NotFoundError, UnsupportedFormatError
+from ._entries import CheckpointEntry, Retention, listed
+from ._errors import CorruptDataError, UnsupportedFormatError
 from ._load import read
 from ._pending import Deadline, HostBuffer, PendingSave
 from ._progress import Progress, ProgressArgument
@@ -33,27 +33,28 @@ logger = logging.getLogger("s4weights")
 #: Stores of a process that was forked: their threads stayed behind, so they are left as they are.
 _ABANDONED: list[_core.Store] = []
 
-_DAY = 24 * 3600.0
-
-
-class CheckpointStore:
+class CheckpointStore(Catalog):
     """Checkpoints of one run, or of several, in a local folder or below a URL.
 
-    Most are stored as their difference from the one before. Each is listed whole or not at all;
-    what was saved is never changed. The first save creates the store if there is none.
+    Most are stored as their difference from an earlier one, so chosen that restoring reads few of
+    them. Each is listed whole or not at all; what was saved is never changed. The first save
+    creates the store if there is none.
 
     Args:
         url: a folder or a URL such as ``s3://bucket/runs/a``.
         retention: what stays listed after each save; ``None``: everything. An integer stands for
             ``Retention(keep_last=...)``.
-        max_chain: most checkpoints from a difference down to its base, both counted; 1 for bases
-            only. Restoring takes about as many times as long.
+        max_chain: most checkpoints that share one base, itself counted (16); 1 for bases only.
+        max_hops: most differences that restoring one reads besides its base (2). Each takes about
+            as long as the base. Fewer make larger differences: with 1 all are from the base, with
+            ``max_chain - 1`` each is from the checkpoint before.
         preset: ``"fast"``, ``"balanced"`` or ``"small"``.
         storage_options: settings of the object store, such as ``{"region": "eu-west-1"}``.
         threads: native threads; ``None`` means one for each core.
-        every: a base after so many checkpoints.
-        parent_memory: bytes of host memory to keep the last save's values in (1 GiB): the next save
-            compares with them. Values that do not fit are read back from the store.
+        parent_memory: bytes of host memory to keep values in that later saves are differences from
+            (1 GiB): of the base, and of one checkpoint more for each further hop, in equal shares,
+            compressed if need be. What does not fit its share is read back at every save. A save
+            takes some 250 MiB besides.
         bandwidth: bytes a second that uploads may use.
         allow_network_fs: use a folder on a network file system all the same.
         device: where tensors on CUDA devices are encoded and decoded, as in `save`. What is stored is
@@ -67,10 +68,10 @@ class CheckpointStore:
         *,
         retention: Retention | int | None = None,
         max_chain: int | None = None,
+        max_hops: int | None = None,
         preset: str = "balanced",
         storage_options: Mapping[str, str] | None = None,
         threads: int | None = None,
-        every: int | None = None,
         parent_memory: int | None = None,
         bandwidth: int | None = None,
         allow_network_fs: bool = False,
@@ -93,7 +94,7 @@ class CheckpointStore:
             preset,
             threads,
             max_chain,
-            every,
+            max_hops,
             parent_memory,
             bandwidth,
             allow_network_fs,
@@ -397,97 +398,6 @@ class CheckpointStore:
                 )
         raise first or self._nothing(None)
 
-    def latest(self) -> int | None:
-        """The step of the newest checkpoint; ``None`` if there is none, or no store yet."""
-        entry = self.latest_entry()
-        return None if entry is None else entry.step
-
-    def latest_entry(self) -> CheckpointEntry | None:
-        """The newest checkpoint: the one that was saved last, whatever its step."""
-        try:
-            found = self._open("open").latest()
-        except NotFoundError:
-            return None
-        return None if found is None else listed(json.loads(found))
-
-    def list(self) -> Entries:
-        """All checkpoints, from the oldest to the newest."""
-        try:
-            return [listed(item) for item in json.loads(self._open("open").list())]
-        except NotFoundError:
-            return []
-
-    def delete(self, step: int | str) -> None:
-        """Takes a checkpoint, or all of a step, off the list. `gc` deletes the data later.
-
-        Raises `ConflictError` if it is pinned, or needed by another: `rebase` that one first.
-        """
-        self._settle()
-        self._open("open").retire([entry.id for entry in self._all(step)], "deleted")
-
-    def pin(self, step: int | str) -> None:
-        """Protects a checkpoint from being deleted, by retention too."""
-        self._open("open").pin(self._find(step).id, True)
-
-    def unpin(self, step: int | str) -> None:
-        """Ends a protection."""
-        self._open("open").pin(self._find(step).id, False)
-
-    def verify(self, step: int | str | None = None, *, read_data: bool = True) -> dict[str, Any]:
-        """Checks one checkpoint, or all: hashes, and with ``read_data`` every value.
-
-        Returns what was seen: ``clean``; ``findings``, what is damaged; ``unusable``, what needs
-        that.
-        """
-        self._settle()
-        only = [] if step is None else [entry.id for entry in self._all(step)]
-        report: dict[str, Any] = json.loads(self._open("open").check(read_data, only))
-        return report
-
-    def gc(
-        self,
-        dry_run: bool = False,
-        *,
-        grace: timedelta | float = 7 * _DAY,
-        exclusive: bool = False,
-    ) -> dict[str, Any]:
-        """Deletes the data of checkpoints that were taken off the list longer ago than ``grace``
-        (at least a day, in seconds), and of saves that were never finished.
-
-        Args:
-            dry_run: only tell what would be deleted.
-            grace: lets whoever reads a checkpoint, or saves one, finish.
-            exclusive: nobody else uses the store now: any grace will do.
-        """
-        self._settle()
-        seconds = grace.total_seconds() if isinstance(grace, timedelta) else float(grace)
-        report: dict[str, Any] = json.loads(self._open("open").sweep(seconds, exclusive, dry_run))
-        return report
-
-    def rebase(self, step: int | str, *, progress: ProgressArgument = None) -> CheckpointEntry:
-        """Writes a difference anew as a base, which takes its place once every value was compared.
-        Then what it was a difference from can be deleted.
-        """
-        self._settle()
-        found = self._find(step)
-        tracker = Progress(progress, found.raw_bytes, "rebase")
-        try:
-            return listed(json.loads(self._open("open").rebase(found.id, self._watch(tracker))))
-        finally:
-            tracker.close()
-
-    def apply_retention(self, retention: Retention | None = None) -> Ids:
-        """Takes off the list what a policy, or the store's, does not keep. Returns the ids."""
-        policy = retention or self.retention
-        if policy is None:
-            raise ValueError("no retention was given, neither here nor to the store")
-        return self._retain(policy)
-
-    def _retain(self, policy: Retention) -> Ids:
-        native = self._open("open")
-        best = policy.native_best()
-        return [*native.apply_retention(policy.keep_last, policy.keep_every, best, [])]
-
     def _open(self, mode: str) -> _core.Store:
         with self._lock:
             if self._closed:
@@ -526,59 +436,6 @@ class CheckpointStore:
             pending.committed.exception(seconds + 5.0)
         except TimeoutError:
             logger.error("%s: the save of step %d did not end in time", self.url, pending.step)
-
-    def _find(self, step: int | str | None) -> CheckpointEntry:
-        if step is None:
-            entry = self.latest_entry()
-            if entry is None:
-                raise self._nothing(None)
-            return entry
-        return self._all(step)[-1]
-
-    def _all(self, step: int | str) -> Entries:
-        found = [entry for entry in self.list() if step in (entry.step, entry.id)]
-        if not found:
-            raise self._nothing(step)
-        return found
-
-    def _nothing(self, step: int | str | None) -> NotFoundError:
-        what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        return NotFoundError(2, what, self.url)
-
-
-def save_checkpoint(
-    state: object,
-    url: str | os.PathLike[str],
-    step: int,
-    metrics: Mapping[str, float] | None = None,
-    tags: Mapping[str, str] | None = None,
-    *,
-    base: bool = False,
-    progress: ProgressArgument = None,
-    **store_options: Any,
-) -> CheckpointEntry:
-    """Saves one checkpoint into the store at a folder or URL, which is created if need be.
-
-    A training loop does better with a `CheckpointStore`, which remembers what it saved last.
-    ``store_options`` are those of that class.
-    """
-    with CheckpointStore(url, **store_options) as store:
-        return store.save_checkpoint(state, step, metrics, tags, base=base, progress=progress)
-
-
-def load_checkpoint(
-    url: str | os.PathLike[str],
-    step: int | None = None,
-    map_location: Any = None,
-    keys: Iterable[str] | None = None,
-    *,
-    storage_options: Mapping[str, str] | None = None,
-    threads: int | None = None,
-    **options: Any,
-) -> Any:
-    """Loads a checkpoint from the store at a folder or URL: `CheckpointStore.load_checkpoint`."""
-    with CheckpointStore(url, storage_options=storage_options, threads=threads) as store:
-        return store.load_checkpoint(step, map_location, keys, **options)
 
 
 def _where(storage: torch.UntypedStorage, on_gpu: bool) -> tuple[int, int]:

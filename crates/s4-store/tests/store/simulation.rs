@@ -77,9 +77,14 @@ fn expected(model: &Shared, error: Error) {
 async fn publish(store: &Store, model: &Shared, random: &mut Random) -> Result<(), Error> {
     let state = store.state().await?;
     let all = state.list();
-    let parent = match random.below(3) {
+    let parent = match random.below(4) {
         0 => None,
         1 => all.last().copied(),
+        // The newest, or one that it needs: trees of deltas.
+        2 => all.last().and_then(|c| {
+            let chain = state.chain(c.id()).ok()?;
+            chain.get(random.below(chain.len() as u64) as usize).copied()
+        }),
         _ => all.get(random.below(all.len() as u64) as usize).copied(),
     };
     let base = parent.map(|parent| (parent.reference(), known_content(model, parent.id())));

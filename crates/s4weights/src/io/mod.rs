@@ -19,6 +19,8 @@ use url::Url;
 
 use crate::error::{Error, Result};
 
+pub(crate) use file::read_exact_at;
+
 /// Options of an object store, by `object_store`'s names (`aws_region`, `endpoint`, ...).
 pub type StorageOptions = HashMap<String, String>;
 

@@ -214,24 +214,6 @@ pub(crate) async fn upload(
     Ok(())
 }
 
-/// The data objects of a checkpoint in the store.
-pub(crate) struct StoredObjects {
-    pub(crate) bridge: Bridge,
-    pub(crate) reading: Reading,
-    pub(crate) local: bool,
-}
-
-impl ObjectSource for StoredObjects {
-    fn get_range(&self, number: u32, range: Range<u64>) -> Result<Bytes> {
-        let reading = self.reading.clone();
-        self.bridge.ask(async move { reading.range(number, range).await })
-    }
-
-    fn request_size(&self) -> usize {
-        if self.local { 1 << 20 } else { 8 << 20 }
-    }
-}
-
 /// The objects of a checkpoint, none of whose bytes are given out before the hash of the whole object
 /// was compared with the manifest's, and those that were: what a vendor's decoders are given.
 ///

@@ -61,7 +61,7 @@ impl Kept {
         }
     }
 
-    /// Opens what was kept, and gives its size; `None` if it did not fit. `parent` is the checkpoint that
+    /// Opens what was kept; `None` if it did not fit. `parent` is the checkpoint that
     /// it is a difference from, if it is one.
     ///
     /// # Errors
@@ -71,9 +71,8 @@ impl Kept {
         index: Bytes,
         parent: Option<Arc<Reader>>,
         options: ReadOptions,
-    ) -> Result<Option<(Arc<Reader>, usize)>> {
+    ) -> Result<Option<Arc<Reader>>> {
         let Some(objects) = lock(kept).objects.take() else { return Ok(None) };
-        let bytes = index.len() + objects.values().map(Bytes::len).sum::<usize>();
         let objects = Box::new(Objects(objects));
         let reader = Reader::open_objects(Source::Bytes(index), objects, options)?;
         match (reader.parent_digest(), parent) {
@@ -81,7 +80,7 @@ impl Kept {
             (Some(_), Some(parent)) => reader.set_parent(parent)?,
             (Some(_), None) => return Ok(None),
         }
-        Ok(Some((Arc::new(reader), bytes)))
+        Ok(Some(Arc::new(reader)))
     }
 }
 
@@ -95,12 +94,14 @@ struct Objects(BTreeMap<u32, Bytes>);
 impl ObjectSource for Objects {
     fn get_range(&self, number: u32, range: Range<u64>) -> Result<Bytes> {
         let outside = || Error::Argument(format!("bytes {range:?} of object {number} in memory"));
-        let object = self.0.get(&number).ok_or_else(outside)?;
+        self.in_memory(number, range.clone()).ok_or_else(outside)
+    }
+
+    fn in_memory(&self, number: u32, range: Range<u64>) -> Option<Bytes> {
+        let object = self.0.get(&number)?;
         let place = |at: u64| usize::try_from(at).ok().filter(|&at| at <= object.len());
-        match (place(range.start), place(range.end)) {
-            (Some(start), Some(end)) if start <= end => Ok(object.slice(start..end)),
-            _ => Err(outside()),
-        }
+        let (start, end) = (place(range.start)?, place(range.end)?);
+        (start <= end).then(|| object.slice(start..end))
     }
 
     fn request_size(&self) -> usize {

@@ -101,6 +101,7 @@ impl CheckpointStore {
         let reader = self.opener.open(&chain, &options)?;
         let missing = || self.error(StoreError::NoCheckpoint { what: id.to_string() });
         let checkpoint = chain.into_iter().next().ok_or_else(missing)?;
+        *self.opened.lock().unwrap_or_else(|e| e.into_inner()) = Some(checkpoint.reference());
         Ok(Loaded { checkpoint, reader })
     }
 

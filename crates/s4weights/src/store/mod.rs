@@ -2,7 +2,8 @@
 //!
 //! [`CheckpointStore`] joins `s4-store`, which keeps and lists checkpoints in a folder or a bucket,
 //! with [`crate::Writer`] and [`crate::Reader`], which know what they hold. A checkpoint becomes a
-//! difference from the one before when that is smaller; chains are kept short.
+//! difference from an earlier one when that is smaller, and from which one is chosen so that a restore
+//! reads few of them.
 //!
 //! ```
 //! use s4weights::store::{CheckpointStore, StoreOptions, SaveOptions};
@@ -29,7 +30,9 @@ mod bridge;
 mod kept;
 mod load;
 mod manage;
+mod objects;
 mod open;
+mod parents;
 mod rebase;
 mod save;
 mod sources;
@@ -52,17 +55,18 @@ use s4_planes::Simd;
 use s4_store::Store;
 
 use crate::error::{Error, Result};
-use crate::memory::{MemoryOptions, TensorCodec};
-use crate::parent::{MemoryParent, Parent, Snapshot};
-use crate::reader::Reader;
-use crate::writer::TensorSource;
 use bridge::Bridge;
 use open::Opener;
+use parents::Line;
 
-/// The longest chain, unless told. Every level is decoded, each in about the time of a base: at
-/// depth 4 a restore took 2.7 to 3.6 times as long as that of a base, at depth 8 nine times, while
-/// longer chains make what is stored hardly smaller (ratio 1.37 for 1.34 on values like float32 AdamW).
-pub const DEFAULT_STORE_CHAIN: u32 = 4;
+/// Checkpoints that share a base, unless told.
+pub const DEFAULT_STORE_CHAIN: u32 = 16;
+
+/// Differences that a restore reads, unless told. Each costs about what the base does.
+pub const DEFAULT_STORE_HOPS: u32 = 2;
+
+/// Checkpoints that may share a base.
+const MAX_SHARING: u32 = 4096;
 
 /// How a store is used. What it is was decided when it was created.
 #[derive(Debug, Clone)]
@@ -73,16 +77,20 @@ pub struct StoreOptions {
     pub threads: Option<usize>,
     /// Vector instructions; `None`: the best that the machine has.
     pub simd: Option<Simd>,
-    /// Most checkpoints of a chain, the base counted: 1 to 64. 1 means bases only.
+    /// Most checkpoints that share one base, itself counted: 1 to 4096. 1 means bases only. A new base
+    /// comes sooner when differences no longer pay, or when most tensors are new.
     pub max_chain: u32,
-    /// A base after so many checkpoints; `None`: when the chain is as long as it may be, when
-    /// differences no longer pay, or when most tensors are new.
-    pub every: Option<u32>,
+    /// Most differences that a restore reads besides the base: 1 to 63. The fewer, the larger the
+    /// differences: with 1 each is taken from the base, with `max_chain - 1` or more from the
+    /// checkpoint before ([`s4_delta::Tree`]).
+    pub max_hops: u32,
     /// What stays listed after a save; `None`: everything.
     pub retention: Option<Retention>,
-    /// Bytes of memory to keep the values of the last save in, which the next one is compared with:
-    /// as they are if they fit, compressed if that fits, else they are read back from the store. Of
-    /// tensors on devices what was stored is kept, with all that it is a difference from.
+    /// Bytes of memory to keep the values in that later saves are differences from, besides the
+    /// buffers of a save: of the base, and of one checkpoint more for each further hop. Each has an
+    /// equal share, where its values lie as they are if they fit, compressed if that fits, and else
+    /// not at all: then they are read back from the store, at every save. Of tensors on devices what
+    /// was stored is kept.
     pub parent_memory: usize,
     /// Bytes of buffers for encoding.
     pub memory: usize,
@@ -103,7 +111,7 @@ impl Default for StoreOptions {
             threads: None,
             simd: None,
             max_chain: DEFAULT_STORE_CHAIN,
-            every: None,
+            max_hops: DEFAULT_STORE_HOPS,
             retention: None,
             parent_memory: 1 << 30,
             memory: 128 << 20,
@@ -115,11 +123,13 @@ impl Default for StoreOptions {
 
 impl StoreOptions {
     fn check(&self) -> Result<()> {
-        if (1..=s4_store::MAX_CHAIN as u64).contains(&u64::from(self.max_chain)) {
-            return Ok(());
-        }
-        let what = format!("chains of {} checkpoints: 1 to 64 are allowed", self.max_chain);
-        Err(Error::Argument(what))
+        let within = |what, n: u32, most: u32| match (1..=most).contains(&n) {
+            true => Ok(()),
+            false => Err(Error::Argument(format!("{what}: {n}, 1 to {most} are allowed"))),
+        };
+        within("max_chain", self.max_chain, MAX_SHARING)?;
+        // A chain has the base as well.
+        within("max_hops", self.max_hops, s4_store::MAX_CHAIN as u32 - 1)
     }
 }
 
@@ -127,47 +137,10 @@ impl StoreOptions {
 pub struct CheckpointStore {
     opener: Opener,
     options: StoreOptions,
-    last: Mutex<Option<Last>>,
-}
-
-/// The checkpoint that this handle saved last.
-struct Last {
-    id: CheckpointId,
-    manifest_blake3: Hash,
-    /// Its values, if they are in memory.
-    values: Option<Values>,
-}
-
-/// The values of a checkpoint, for differences from it.
-#[derive(Clone)]
-pub(crate) enum Values {
-    /// In memory, as they are or compressed.
-    Memory(Arc<MemoryParent>),
-    /// In the frames of the checkpoint and those that it needs: in memory, or in the store.
-    Frames(Arc<Reader>, usize),
-}
-
-impl Values {
-    pub(crate) fn parent(&self) -> Arc<dyn Parent> {
-        match self {
-            Self::Memory(values) => Arc::clone(values) as _,
-            Self::Frames(reader, _) => Arc::clone(reader) as _,
-        }
-    }
-
-    /// The open checkpoint, and the bytes of memory that it takes with all that it needs.
-    pub(crate) fn reader(&self) -> Option<(Arc<Reader>, usize)> {
-        match self {
-            Self::Memory(_) => None,
-            Self::Frames(reader, bytes) => Some((Arc::clone(reader), *bytes)),
-        }
-    }
-}
-
-impl Last {
-    fn reference(&self) -> Reference {
-        Reference { id: self.id, manifest_blake3: self.manifest_blake3 }
-    }
+    /// Where saving stands. Locked for as long as a save lasts.
+    line: Mutex<Line>,
+    /// What was opened last.
+    opened: Mutex<Option<Reference>>,
 }
 
 impl CheckpointStore {
@@ -243,7 +216,8 @@ impl CheckpointStore {
         let bridge = Bridge::new(place.name())?;
         let store = bridge.ask(open(place.clone(), options.requests.clone()))?;
         let local = place.as_folder().is_some();
-        Ok(Self { opener: Opener { bridge, store, local }, options, last: Mutex::new(None) })
+        let opener = Opener { bridge, store, local };
+        Ok(Self { opener, options, line: Mutex::default(), opened: Mutex::default() })
     }
 
     /// Folder or URL, for messages; holds no secret.
@@ -269,56 +243,6 @@ impl CheckpointStore {
 
     fn error(&self, source: s4_store::Error) -> Error {
         self.opener.bridge.error(source)
-    }
-
-    /// Keeps the values of what was saved, as far as they fit.
-    fn remember(
-        &self,
-        saved: &Checkpoint,
-        snapshot: Snapshot,
-        tensors: &[TensorSource<'_>],
-    ) -> Option<Last> {
-        let values = match self.keep(snapshot, tensors) {
-            Ok(values) => values,
-            Err(e) => {
-                tracing::debug!(error = %e, "the next save reads this one back");
-                None
-            }
-        };
-        let manifest_blake3 = saved.about.manifest_blake3;
-        let values = values.map(|values| Values::Memory(Arc::new(values)));
-        Some(Last { id: saved.id(), manifest_blake3, values })
-    }
-
-    fn keep(
-        &self,
-        snapshot: Snapshot,
-        tensors: &[TensorSource<'_>],
-    ) -> Result<Option<MemoryParent>> {
-        let budget = self.options.parent_memory;
-        let snapshot = Arc::new(snapshot);
-        let held = |t: &&TensorSource<'_>| snapshot.tensors.contains_key(t.name);
-        let raw: usize = tensors.iter().filter(held).map(|t| t.data.len()).sum();
-        let mut parent = MemoryParent::new(Arc::clone(&snapshot), budget);
-        if raw <= budget {
-            for t in tensors.iter().filter(held) {
-                parent.hold(t.name, bytes::Bytes::copy_from_slice(t.data))?;
-            }
-            return Ok(Some(parent));
-        }
-        // Values rarely become smaller than this; what is tried in vain costs time.
-        if raw / 3 * 2 > budget {
-            return Ok(None);
-        }
-        let (threads, simd) = (self.options.threads, self.options.simd);
-        let codec = TensorCodec::new(MemoryOptions { preset: Preset::Fast, threads, simd })?;
-        let codec = Arc::new(codec);
-        for t in tensors.iter().filter(held) {
-            if !parent.keep(&codec, t.name, t.data)? {
-                return Ok(None);
-            }
-        }
-        Ok(Some(parent))
     }
 }
 

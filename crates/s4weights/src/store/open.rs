@@ -8,7 +8,8 @@ use crate::error::{Error, Result};
 use crate::io::Source;
 use crate::options::ReadOptions;
 use crate::reader::Reader;
-use crate::store::bridge::{Bridge, HashedObjects, StoredObjects};
+use crate::store::bridge::{Bridge, HashedObjects};
+use crate::store::objects::StoredObjects;
 
 /// What opening needs, and keeps alive: cheap to clone.
 #[derive(Clone)]
@@ -64,9 +65,8 @@ impl Opener {
         options: &ReadOptions,
     ) -> Result<Reader> {
         let index = || Source::Bytes(reading.manifest().blob.clone());
-        let (bridge, local) = (self.bridge.clone(), self.local);
-        let objects = Box::new(StoredObjects { bridge, reading: reading.clone(), local });
-        let mut reader = Reader::open_objects(index(), objects, options.clone())?;
+        let objects = StoredObjects::new(self.bridge.clone(), reading.clone(), self.local);
+        let mut reader = Reader::open_objects(index(), Box::new(objects), options.clone())?;
         if !reader.manifest().closed_codecs.is_empty() {
             // The log names the manifest by its hash, and that names every object by its own: as long as
             // both are compared first, a vendor's decoders see what a writer of this store wrote.

@@ -4,11 +4,11 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use s4_delta::policy::{Choice, Entry, Next, Policy, Reason};
+use s4_delta::policy::Reason;
 use s4_format::limits::MAX_OBJECTS;
 use s4_store::{
-    About, Attempt, Checkpoint, CheckpointId, Conflict, Error as StoreError, Reference, Resolution,
-    Staged, State, Store,
+    About, Attempt, Checkpoint, CheckpointId, Conflict, Error as StoreError, Resolution, Staged,
+    State, Store,
 };
 use tokio::sync::mpsc::channel;
 
@@ -18,10 +18,11 @@ use crate::options::{ProgressFn, ReadOptions, WriteOptions};
 use crate::parent::Parent;
 use crate::reader::Reader;
 use crate::report::Report;
+use crate::store::CheckpointStore;
 use crate::store::bridge::{Asker, ChannelSink, upload};
 use crate::store::kept::{Keeping, Kept};
+use crate::store::parents::Before;
 use crate::store::sources::Sources;
-use crate::store::{CheckpointStore, Last, Values};
 use crate::writer::{Contents, TensorSource, Writer, Written};
 
 /// What is saved besides tensors, and how.
@@ -84,25 +85,20 @@ impl std::fmt::Display for WhyBase {
     }
 }
 
-/// The checkpoint that the next one may be a difference from.
-struct Before {
-    reference: Reference,
-    values: Values,
-}
-
 /// A checkpoint that was made ready.
 struct Ready {
     staged: Staged,
     written: Written,
     why_base: Option<WhyBase>,
     /// What was stored, kept for the next save.
-    kept: Option<Values>,
+    kept: Option<Arc<Reader>>,
 }
 
 impl CheckpointStore {
-    /// Saves a checkpoint: it is listed whole, or not at all. It becomes a difference from the one
-    /// that this handle saved last, if that is listed still, or else from the newest one; and a base
-    /// when the policy wants one, or when these values cannot be had.
+    /// Saves a checkpoint: it is listed whole, or not at all. It follows the one that this handle saved
+    /// last, or opened last if it has saved none, or else the newest one, and becomes a difference from
+    /// that one or from one of those which that one needs ([`StoreOptions::max_hops`]); and a base when
+    /// the policy wants one, or when the values for a difference cannot be had.
     ///
     /// # Errors
     /// [`Error::Argument`] for tensors or numbers that cannot be saved, [`Error::Store`] if the store
@@ -142,10 +138,17 @@ impl CheckpointStore {
         tensors: Sources<'_>,
         options: &SaveOptions<'_>,
     ) -> Result<Saved> {
-        // One save at a time from one handle: each is the next one's parent.
-        let mut last = self.last.lock().unwrap_or_else(|e| e.into_inner());
+        // One save at a time from one handle: each may be the next one's parent.
+        let mut line = self.line.lock().unwrap_or_else(|e| e.into_inner());
         let asker = Asker::new(options.progress.clone());
-        let (mut before, mut why_base) = self.choose(last.as_ref(), tensors, options)?;
+        let chosen = match options.base {
+            true => Err(WhyBase::Asked),
+            false => self.choose(&mut line, tensors)?,
+        };
+        let (mut before, mut why_base) = match chosen {
+            Ok(before) => (Some(before), None),
+            Err(why) => (None, Some(why)),
+        };
         let staged = Cell::new(false);
         loop {
             let parent = before.take();
@@ -155,18 +158,8 @@ impl CheckpointStore {
                 .and_then(|ready| self.publish(ready));
             match outcome {
                 Ok((mut saved, snapshot, kept)) => {
-                    *last = match (tensors, kept) {
-                        (Sources::Host(list), _) => {
-                            self.remember(&saved.checkpoint, snapshot, list)
-                        }
-                        #[cfg(feature = "cuda")]
-                        (Sources::Placed(..), values) => Some(Last {
-                            id: saved.checkpoint.id(),
-                            manifest_blake3: saved.checkpoint.about.manifest_blake3,
-                            values,
-                        }),
-                    };
-                    drop(last);
+                    self.saved(&mut line, &saved.checkpoint, snapshot, tensors, kept);
+                    drop(line);
                     saved.retired = self.retain(&saved.checkpoint)?;
                     return Ok(saved);
                 }
@@ -181,53 +174,8 @@ impl CheckpointStore {
         }
     }
 
-    /// The parent's values, or why there is none.
-    fn choose(
-        &self,
-        last: Option<&Last>,
-        tensors: Sources<'_>,
-        options: &SaveOptions<'_>,
-    ) -> Result<(Option<Before>, Option<WhyBase>)> {
-        if options.base {
-            return Ok((None, Some(WhyBase::Asked)));
-        }
-        let state = self.state()?;
-        let own = last.filter(|l| state.get(l.id).is_some_and(|c| c.reference() == l.reference()));
-        let id = own.map(|l| l.id).or_else(|| state.latest().map(Checkpoint::id));
-        let chain = id.map_or(Ok(vec![]), |id| chain(&state, id)).map_err(|e| self.error(e))?;
-        let policy = Policy {
-            every: self.options.every,
-            max_chain: self.options.max_chain,
-            ..Policy::default()
-        };
-        let sizes: Vec<Entry> = chain.iter().rev().map(sizes).collect();
-        let raw = tensors.bytes();
-        if let Choice::Base(reason) = policy.choose(&sizes, Next { raw, changed: 0 }) {
-            return Ok((None, Some(WhyBase::Policy(reason))));
-        }
-        let values = match own.and_then(|l| l.values.clone()) {
-            Some(values) => Ok(values),
-            // In the store: it takes no memory.
-            None => self.read_back(&chain).map(|reader| Values::Frames(reader, 0)),
-        };
-        let values = match values {
-            Ok(values) => values,
-            Err(Error::Cancelled) => return Err(Error::Cancelled),
-            Err(e) => return Ok((None, Some(WhyBase::Parent(e.to_string())))),
-        };
-        let changed = tensors.changed(&*values.parent());
-        if let Choice::Base(reason) = policy.choose(&sizes, Next { raw, changed }) {
-            return Ok((None, Some(WhyBase::Policy(reason))));
-        }
-        let before = chain.first().map(|c| Before { reference: c.reference(), values });
-        Ok((before, None))
-    }
-
-    fn read_back(&self, chain: &[Checkpoint]) -> Result<Arc<Reader>> {
-        self.opener.open(chain, &self.reading())
-    }
-
-    fn reading(&self) -> ReadOptions {
+    /// How a checkpoint is read whose values are wanted here.
+    pub(crate) fn reading(&self) -> ReadOptions {
         let (threads, simd) = (self.options.threads, self.options.simd);
         ReadOptions { threads, simd, ..ReadOptions::default() }
     }
@@ -253,18 +201,17 @@ impl CheckpointStore {
             let done = upload(&mut attempt, receiver).await;
             (attempt, done)
         })?;
-        let reference = before.as_ref().map(|b| b.reference);
+        let parent = before.as_ref().map(|b| (b.reference, b.number));
         let sink = ChannelSink { bridge: bridge.clone(), asker: asker.clone(), sender };
-        let reader = before.as_ref().and_then(|b| b.values.reader());
-        let used = reader.as_ref().map_or(0, |r| r.1);
+        let reader = before.as_ref().and_then(|b| b.reader.clone());
         let budget = match tensors {
             Sources::Host(_) => 0,
             #[cfg(feature = "cuda")]
-            Sources::Placed(..) => self.options.parent_memory.saturating_sub(used),
+            Sources::Placed(..) => self.options.share(),
         };
         let (sink, kept) = Keeping::new(sink, budget);
-        let parent = before.map(|b| b.values.parent());
-        let written = match self.encode(tensors, options, (asker, staged), sink, parent) {
+        let values = before.map(|b| b.values);
+        let written = match self.encode(tensors, options, (asker, staged), sink, values) {
             Ok(written) => written,
             Err(e) => {
                 // If an upload failed, that is why the writer could not go on.
@@ -276,9 +223,11 @@ impl CheckpointStore {
             }
         };
         let delta = written.snapshot.depth() > 1;
+        let parent = parent.filter(|_| delta);
         let about = About {
             step,
-            parent: reference.filter(|_| delta),
+            parent: parent.map(|(reference, _)| reference),
+            since_base: parent.map_or(0, |(_, number)| number),
             replaces: None,
             raw_len: written.report.bytes_in,
             metrics: options.metrics.clone(),
@@ -305,9 +254,7 @@ impl CheckpointStore {
         };
         let why_base = why_base.or_else(|| (!delta).then_some(WhyBase::NothingGained));
         let index = written.index.clone().unwrap_or_default();
-        let used = if delta { used } else { 0 };
-        let kept = Kept::open(&kept, index, reader.map(|r| r.0), self.reading())?;
-        let kept = kept.map(|(reader, bytes)| Values::Frames(reader, used + bytes));
+        let kept = Kept::open(&kept, index, reader, self.reading())?;
         Ok(Ready { staged, written, why_base, kept })
     }
 
@@ -349,7 +296,7 @@ impl CheckpointStore {
     }
 
     /// Lists the checkpoint. That is short, and nobody can stop it.
-    fn publish(&self, ready: Ready) -> Result<(Saved, crate::Snapshot, Option<Values>)> {
+    fn publish(&self, ready: Ready) -> Result<(Saved, crate::Snapshot, Option<Arc<Reader>>)> {
         let Ready { staged, written, why_base, kept } = ready;
         let id = staged.id();
         let store = self.opener.store.clone();
@@ -411,10 +358,6 @@ async fn committed(store: &Store, id: CheckpointId) -> s4_store::Result<Checkpoi
 /// A checkpoint and what it needs, its base last.
 pub(crate) fn chain(state: &State, id: CheckpointId) -> s4_store::Result<Vec<Checkpoint>> {
     Ok(state.chain(id)?.into_iter().cloned().collect())
-}
-
-fn sizes(c: &Checkpoint) -> Entry {
-    Entry { stored: c.about.data_len.saturating_add(c.about.manifest_len), raw: c.about.raw_len }
 }
 
 /// Whether an error is about the parent, so that a base would not meet it.

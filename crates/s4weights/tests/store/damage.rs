@@ -31,8 +31,9 @@ pub(crate) fn flip(path: &Path) {
     std::fs::write(path, bytes).unwrap();
 }
 
+/// Steps 0, 1 and 2, each a difference from the one before, or bases.
 fn three_steps(folder: &Path, max_chain: u32) -> (CheckpointStore, Vec<State>) {
-    let store = open(&Place::folder(folder), StoreOptions { max_chain, ..options() });
+    let store = open(&Place::folder(folder), StoreOptions { max_chain, max_hops: 63, ..options() });
     let mut state = State::new(40_000);
     let mut states = vec![];
     for step in 0..3 {
@@ -85,7 +86,8 @@ fn a_damaged_parent_makes_the_next_save_a_base() {
     let newest = store.latest().unwrap().unwrap();
     objects(folder.path(), newest.id()).iter().for_each(|p| flip(p));
     drop(store);
-    let store = open(&Place::folder(folder.path()), options());
+    let linear = StoreOptions { max_hops: 63, ..options() };
+    let store = open(&Place::folder(folder.path()), linear);
     let mut state = states[2].clone();
     state.step(7);
     let saved = state.save(&store, 7).unwrap();

@@ -59,14 +59,14 @@ fn a_new_process_goes_on_with_the_chain_of_the_old_one() {
     state.step(9);
     let saved = state.save(&store, 99).unwrap();
     assert_eq!(saved.why_base, None);
-    assert_eq!(saved.checkpoint.base, Some(store.at_step(10).unwrap().id()));
+    assert_eq!(saved.checkpoint.base, Some(store.at_step(0).unwrap().id()));
     assert_eq!(State::load(&store, Some(99)).unwrap(), state);
 }
 
 #[test]
 fn the_last_values_are_kept_compressed_or_not_at_all_and_the_outcome_is_the_same() {
     let mut sizes = vec![];
-    for parent_memory in [1 << 30, 200_000, 0] {
+    for parent_memory in [1 << 30, 400_000, 0] {
         let store = open(&memory(), StoreOptions { parent_memory, ..options() });
         train(&store, &mut State::new(20_000), 0..3);
         sizes.push(store.list().unwrap().iter().map(|c| c.about.data_len).collect::<Vec<_>>());
@@ -144,6 +144,7 @@ fn retention_keeps_what_its_rules_name_and_what_that_needs() {
 #[test]
 fn a_delta_cannot_lose_its_base_until_it_is_rebased_and_then_can() {
     for (place, _folder) in places() {
+        let options = || StoreOptions { max_hops: 63, ..options() };
         let store = open(&place, options());
         let states = train(&store, &mut State::new(20_000), 0..4);
         let ids: Vec<_> = store.list().unwrap().iter().map(|c| c.id()).collect();
@@ -265,7 +266,11 @@ fn what_cannot_be_saved_is_refused_by_name() {
     twice.0.push(state.0[0].clone());
     let error = store.save(1, &twice.sources(), &SaveOptions::default()).err();
     assert!(matches!(error, Some(Error::Argument(what)) if what.contains("model.w")));
-    let long = StoreOptions { max_chain: 65, ..options() };
-    assert!(matches!(CheckpointStore::create_at(&memory(), long), Err(Error::Argument(_))));
+    let bad = |max_chain, max_hops| {
+        let bad = StoreOptions { max_chain, max_hops, ..options() };
+        matches!(CheckpointStore::create_at(&memory(), bad), Err(Error::Argument(_)))
+    };
+    assert!(bad(0, 2) && bad(4097, 2) && bad(16, 0) && bad(16, 64));
+    assert!(!bad(1, 1) && !bad(4096, 63));
     assert!(store.list().unwrap().is_empty());
 }

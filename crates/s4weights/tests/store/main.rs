@@ -8,3 +8,4 @@ mod damage;
 mod emulated;
 mod life;
 mod run;
+mod tree;

@@ -144,12 +144,7 @@ impl<'a> Lane<'_, 'a> {
     }
 
     /// Whether the checksums of frames match.
-    fn check(
-        &mut self,
-        slot: usize,
-        busy: &mut Busy<'a>,
-        chunks: &[Chunk],
-    ) -> Result<Vec<bool>> {
+    fn check(&mut self, slot: usize, busy: &mut Busy<'a>, chunks: &[Chunk]) -> Result<Vec<bool>> {
         let mut sound = Vec::with_capacity(chunks.len());
         let mut rest = chunks;
         while !rest.is_empty() {

@@ -1,0 +1,143 @@
+"""What a store lists, and taking care of it: the part of `CheckpointStore` that moves no values."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import Any
+
+from . import _core
+from ._entries import CheckpointEntry, Entries, Ids, Retention, listed
+from ._errors import NotFoundError
+from ._progress import Progress, ProgressArgument
+
+_DAY = 24 * 3600.0
+
+
+class Catalog(ABC):
+    """The checkpoints of a store. How it is opened is the subclass's matter."""
+
+    url: str
+    retention: Retention | None
+
+    @abstractmethod
+    def _open(self, mode: str) -> _core.Store:
+        """The native store, opened."""
+
+    @abstractmethod
+    def _settle(self) -> None:
+        """Waits for a save in the background."""
+
+    @abstractmethod
+    def _watch(self, tracker: Progress) -> _core.Progress:
+        """What native work calls while it runs."""
+
+    def latest(self) -> int | None:
+        """The step of the newest checkpoint; ``None`` if there is none, or no store yet."""
+        entry = self.latest_entry()
+        return None if entry is None else entry.step
+
+    def latest_entry(self) -> CheckpointEntry | None:
+        """The newest checkpoint: the one that was saved last, whatever its step."""
+        try:
+            found = self._open("open").latest()
+        except NotFoundError:
+            return None
+        return None if found is None else listed(json.loads(found))
+
+    def list(self) -> Entries:
+        """All checkpoints, from the oldest to the newest."""
+        try:
+            return [listed(item) for item in json.loads(self._open("open").list())]
+        except NotFoundError:
+            return []
+
+    def delete(self, step: int | str) -> None:
+        """Takes a checkpoint, or all of a step, off the list. `gc` deletes the data later.
+
+        Raises `ConflictError` if it is pinned, or needed by another: `rebase` that one first.
+        """
+        self._settle()
+        self._open("open").retire([entry.id for entry in self._all(step)], "deleted")
+
+    def pin(self, step: int | str) -> None:
+        """Protects a checkpoint from being deleted, by retention too."""
+        self._open("open").pin(self._find(step).id, True)
+
+    def unpin(self, step: int | str) -> None:
+        """Ends a protection."""
+        self._open("open").pin(self._find(step).id, False)
+
+    def verify(self, step: int | str | None = None, *, read_data: bool = True) -> dict[str, Any]:
+        """Checks one checkpoint, or all: hashes, and with ``read_data`` every value.
+
+        Returns what was seen: ``clean``; ``findings``, what is damaged; ``unusable``, what needs
+        that.
+        """
+        self._settle()
+        only = [] if step is None else [entry.id for entry in self._all(step)]
+        report: dict[str, Any] = json.loads(self._open("open").check(read_data, only))
+        return report
+
+    def gc(
+        self,
+        dry_run: bool = False,
+        *,
+        grace: timedelta | float = 7 * _DAY,
+        exclusive: bool = False,
+    ) -> dict[str, Any]:
+        """Deletes the data of checkpoints that were taken off the list longer ago than ``grace``
+        (at least a day, in seconds), and of saves that were never finished.
+
+        Args:
+            dry_run: only tell what would be deleted.
+            grace: lets whoever reads a checkpoint, or saves one, finish.
+            exclusive: nobody else uses the store now: any grace will do.
+        """
+        self._settle()
+        seconds = grace.total_seconds() if isinstance(grace, timedelta) else float(grace)
+        report: dict[str, Any] = json.loads(self._open("open").sweep(seconds, exclusive, dry_run))
+        return report
+
+    def rebase(self, step: int | str, *, progress: ProgressArgument = None) -> CheckpointEntry:
+        """Writes a difference anew as a base, which takes its place once every value was compared.
+        Then what it was a difference from can be deleted.
+        """
+        self._settle()
+        found = self._find(step)
+        tracker = Progress(progress, found.raw_bytes, "rebase")
+        try:
+            return listed(json.loads(self._open("open").rebase(found.id, self._watch(tracker))))
+        finally:
+            tracker.close()
+
+    def apply_retention(self, retention: Retention | None = None) -> Ids:
+        """Takes off the list what a policy, or the store's, does not keep. Returns the ids."""
+        policy = retention or self.retention
+        if policy is None:
+            raise ValueError("no retention was given, neither here nor to the store")
+        return self._retain(policy)
+
+    def _retain(self, policy: Retention) -> Ids:
+        native = self._open("open")
+        best = policy.native_best()
+        return [*native.apply_retention(policy.keep_last, policy.keep_every, best, [])]
+
+    def _find(self, step: int | str | None) -> CheckpointEntry:
+        if step is None:
+            entry = self.latest_entry()
+            if entry is None:
+                raise self._nothing(None)
+            return entry
+        return self._all(step)[-1]
+
+    def _all(self, step: int | str) -> Entries:
+        found = [entry for entry in self.list() if step in (entry.step, entry.id)]
+        if not found:
+            raise self._nothing(step)
+        return found
+
+    def _nothing(self, step: int | str | None) -> NotFoundError:
+        what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        return NotFoundError(2, what, self.url)

@@ -1,0 +1,46 @@
+"""One checkpoint in a store, without keeping the store open."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ._entries import CheckpointEntry
+from ._progress import ProgressArgument
+from ._store import CheckpointStore
+
+
+def save_checkpoint(
+    state: object,
+    url: str | os.PathLike[str],
+    step: int,
+    metrics: Mapping[str, float] | None = None,
+    tags: Mapping[str, str] | None = None,
+    *,
+    base: bool = False,
+    progress: ProgressArgument = None,
+    **store_options: Any,
+) -> CheckpointEntry:
+    """Saves one checkpoint into the store at a folder or URL, which is created if need be.
+
+    A training loop does better with a `CheckpointStore`, which remembers what it saved last.
+    ``store_options`` are those of that class.
+    """
+    with CheckpointStore(url, **store_options) as store:
+        return store.save_checkpoint(state, step, metrics, tags, base=base, progress=progress)
+
+
+def load_checkpoint(
+    url: str | os.PathLike[str],
+    step: int | None = None,
+    map_location: Any = None,
+    keys: Iterable[str] | None = None,
+    *,
+    storage_options: Mapping[str, str] | None = None,
+    threads: int | None = None,
+    **options: Any,
+) -> Any:
+    """Loads a checkpoint from the store at a folder or URL: `CheckpointStore.load_checkpoint`."""
+    with CheckpointStore(url, storage_options=storage_options, threads=threads) as store:
+        return store.load_checkpoint(step, map_location, keys, **options)

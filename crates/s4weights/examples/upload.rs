@@ -1,0 +1,94 @@
+//! Saving a state to an S3 server in this process, beside uploading its bytes as they are with the
+//! same client, in parts of the same size, as many at once.
+//!
+//! `upload MIB [CALLS]`: the size of the state, and how often each is done; the fastest counts.
+
+#[path = "common/adam.rs"]
+mod adam;
+#[path = "common/s3.rs"]
+mod s3;
+
+use std::time::Instant;
+
+use adam::{State, sources};
+use bytes::Bytes;
+use futures::{StreamExt, TryStreamExt};
+use object_store::ObjectStoreExt;
+use s4weights::store::{CheckpointStore, Place, SaveOptions, StorageOptions, StoreOptions};
+
+type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
+
+fn main() -> Outcome<()> {
+    let usage = "usage: upload MIB [CALLS]";
+    let mut arguments = std::env::args().skip(1).map(|a| a.parse::<usize>());
+    let mib = arguments.next().ok_or(usage)??;
+    let calls = arguments.next().transpose()?.unwrap_or(3);
+    let server = s3::Server::start()?;
+    let pairs = [
+        ("endpoint_url", server.url()),
+        ("key", "test".into()),
+        ("secret", "test".into()),
+        ("region", "us-east-1".into()),
+    ];
+    let storage: StorageOptions = pairs.map(|(k, v)| (k.to_owned(), v)).into();
+    let options = StoreOptions::default();
+    let place = Place::open_url("s3://bucket/raw", &storage)?;
+    let (client, prefix) = place.as_objects().ok_or("no bucket")?;
+    let store = CheckpointStore::create("s3://bucket/store", &storage, options.clone())?;
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+
+    let values = mib * (1 << 20) / 12;
+    let shape = [values as u64];
+    let mut state = State::new(values);
+    (0..5).for_each(|step| state.step(step));
+    let save = |bytes: &[Vec<u8>], step: u64, base: bool| -> Outcome<(f64, f64)> {
+        let sources = sources(bytes, &shape);
+        let with = SaveOptions { groups: &[0, 1, 1], base, ..Default::default() };
+        let start = Instant::now();
+        let saved = store.save(step, &sources, &with)?;
+        let seconds = start.elapsed().as_secs_f64();
+        if base != saved.checkpoint.base.is_none() {
+            return Err(format!("a base: {:?}", saved.why_base).into());
+        }
+        Ok((seconds, saved.report.bytes_in as f64 / saved.report.bytes_out as f64))
+    };
+    let [mut raw, mut base, mut delta] = [f64::INFINITY; 3];
+    let mut ratios = [0.0; 2];
+    for call in 0..calls as u64 {
+        state.step(10 + 2 * call);
+        let bytes = state.bytes();
+        let parts: Vec<Bytes> = bytes
+            .iter()
+            .flat_map(|t| t.chunks(options.object_bytes))
+            .map(Bytes::copy_from_slice)
+            .collect();
+        let at_once = options.requests.upload_memory / options.object_bytes;
+        let start = Instant::now();
+        let puts = futures::stream::iter(parts.into_iter().enumerate()).map(|(n, part)| {
+            let (client, key) = (client.clone(), prefix.clone().join(n.to_string()));
+            async move { client.put(&key, part.into()).await }
+        });
+        runtime.block_on(puts.buffer_unordered(at_once).try_for_each(|_| async { Ok(()) }))?;
+        raw = raw.min(start.elapsed().as_secs_f64());
+        let (seconds, ratio) = save(&bytes, 2 * call, true)?;
+        (base, ratios[0]) = (base.min(seconds), ratio);
+        drop(bytes);
+        state.step(11 + 2 * call);
+        let (seconds, ratio) = save(&state.bytes(), 2 * call + 1, false)?;
+        (delta, ratios[1]) = (delta.min(seconds), ratio);
+        server.forget();
+    }
+    let line = |what: &str, seconds: f64, ratio: f64| {
+        let speed = values as f64 * 12.0 / seconds / 1e9;
+        let times = seconds / raw;
+        println!(
+            "{what:6} {seconds:8.3} s  {speed:6.2} GB/s  {times:5.2} of raw  ratio {ratio:.3}"
+        );
+    };
+    println!("{mib} MiB, the fastest of {calls}");
+    line("raw", raw, 1.0);
+    line("base", base, ratios[0]);
+    line("delta", delta, ratios[1]);
+    Ok(())
+}

@@ -1,0 +1,71 @@
+//! The data objects of a checkpoint in the store, to be read.
+
+use std::fs::File;
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use bytes::Bytes;
+use s4_store::Reading;
+
+use crate::error::Result;
+use crate::io::read_exact_at;
+use crate::objects::ObjectSource;
+use crate::store::bridge::Bridge;
+
+/// Files of one checkpoint that are kept open.
+const OPEN_FILES: usize = 8;
+
+/// Reads through the store, and files of a local folder directly: that spares a thread and two
+/// copies.
+pub(crate) struct StoredObjects {
+    bridge: Bridge,
+    reading: Reading,
+    local: bool,
+    /// The newest last.
+    open: Mutex<Vec<(u32, Arc<File>)>>,
+}
+
+impl StoredObjects {
+    pub(crate) fn new(bridge: Bridge, reading: Reading, local: bool) -> Self {
+        Self { bridge, reading, local, open: Mutex::default() }
+    }
+
+    /// The file of an object, if it is one and can be opened.
+    fn file(&self, number: u32) -> Option<Arc<File>> {
+        let mut open = self.open.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some((_, file)) = open.iter().find(|(n, _)| *n == number) {
+            return Some(Arc::clone(file));
+        }
+        let file = Arc::new(File::open(self.reading.local_path(number)?).ok()?);
+        if open.len() == OPEN_FILES {
+            open.remove(0);
+        }
+        open.push((number, Arc::clone(&file)));
+        Some(file)
+    }
+}
+
+impl ObjectSource for StoredObjects {
+    fn get_range(&self, number: u32, range: Range<u64>) -> Result<Bytes> {
+        let reading = self.reading.clone();
+        self.bridge.ask(async move { reading.range(number, range).await })
+    }
+
+    fn fill(&self, number: u32, offset: u64, buf: &mut [u8]) -> Result<bool> {
+        let file = if self.local { self.file(number) } else { None };
+        if file.is_some_and(|file| read_exact_at(&file, buf, offset).is_ok()) {
+            return Ok(true);
+        }
+        // The store says what is wrong, if anything is.
+        let bytes = self.get_range(number, offset..offset.saturating_add(buf.len() as u64))?;
+        let enough = bytes.len() == buf.len();
+        if enough {
+            buf.copy_from_slice(&bytes);
+        }
+        Ok(enough)
+    }
+
+    fn request_size(&self) -> usize {
+        if self.local { 1 << 20 } else { 8 << 20 }
+    }
+}

@@ -1,0 +1,244 @@
+//! Which checkpoint the next one is a difference from, and where the values of that one are.
+
+use std::sync::Arc;
+
+use s4_delta::Tree;
+use s4_delta::policy::{Choice, Entry, Next, Policy};
+use s4_engine::Preset;
+use s4_store::{Checkpoint, Reference, State};
+
+use crate::error::{Error, Result};
+use crate::memory::{MemoryOptions, TensorCodec};
+use crate::parent::{MemoryParent, Parent, Snapshot};
+use crate::reader::Reader;
+use crate::store::save::{WhyBase, chain};
+use crate::store::sources::Sources;
+use crate::store::{CheckpointStore, StoreOptions};
+use crate::writer::TensorSource;
+
+/// Where the saving of one handle stands.
+#[derive(Default)]
+pub(crate) struct Line {
+    /// What was saved last.
+    last: Option<Reference>,
+    /// Values that later saves may be differences from.
+    held: Vec<Held>,
+}
+
+/// A checkpoint whose values are in memory.
+struct Held {
+    reference: Reference,
+    /// Since its base.
+    number: u32,
+    values: Arc<dyn Parent>,
+    /// The checkpoint itself, if its frames are what is in memory.
+    reader: Option<Arc<Reader>>,
+}
+
+/// The checkpoint that the next one may be a difference from.
+pub(crate) struct Before {
+    pub(crate) reference: Reference,
+    pub(crate) values: Arc<dyn Parent>,
+    /// The open checkpoint, unless its values are in memory as such.
+    pub(crate) reader: Option<Arc<Reader>>,
+    /// The next one's number since the base.
+    pub(crate) number: u32,
+}
+
+impl StoreOptions {
+    fn tree(&self) -> Tree {
+        Tree::new(self.max_chain, self.max_hops)
+    }
+
+    /// Bytes that the values of one checkpoint may take.
+    pub(crate) fn share(&self) -> usize {
+        self.parent_memory / self.tree().parents().max(1) as usize
+    }
+}
+
+impl CheckpointStore {
+    /// The parent of what is saved next, or why it has none.
+    pub(crate) fn choose(
+        &self,
+        line: &mut Line,
+        tensors: Sources<'_>,
+    ) -> Result<std::result::Result<Before, WhyBase>> {
+        let state = self.state()?;
+        let head = self.head(&state, line);
+        let chain = head.map_or(Ok(vec![]), |head| chain(&state, head.id()));
+        let chain = chain.map_err(|e| self.error(e))?;
+        let entries: Vec<Entry> = chain.iter().rev().map(entry).collect();
+        let deltas = chain.last().map_or(vec![], |base| newest_deltas(&state, base));
+        let policy = Policy::new(self.options.tree());
+        let raw = tensors.bytes();
+        let (number, parent) = match policy.choose(&entries, &deltas, Next { raw, changed: 0 }) {
+            Choice::Base(reason) => return Ok(Err(WhyBase::Policy(reason))),
+            Choice::Delta { number, parent } => (number, parent),
+        };
+        // The chain stands the other way round.
+        let chain = &chain[chain.len() - 1 - parent..];
+        let mut before = match self.values(line, chain, tensors.on_devices()) {
+            Ok(before) => before,
+            Err(Error::Cancelled) => return Err(Error::Cancelled),
+            Err(e) => return Ok(Err(WhyBase::Parent(e.to_string()))),
+        };
+        let changed = tensors.changed(&*before.values);
+        if let Choice::Base(reason) = policy.choose(&entries, &deltas, Next { raw, changed }) {
+            return Ok(Err(WhyBase::Policy(reason)));
+        }
+        before.number = number;
+        Ok(Ok(before))
+    }
+
+    /// The checkpoint that the next one follows: what this handle saved last; before its first save
+    /// what it opened last, because a run goes on from there; else the newest.
+    fn head<'a>(&self, state: &'a State, line: &Line) -> Option<&'a Checkpoint> {
+        let opened = *self.opened.lock().unwrap_or_else(|e| e.into_inner());
+        let own = line.last.or(opened);
+        let own = own.and_then(|r| state.get(r.id).filter(|c| c.reference() == r));
+        own.or_else(|| state.latest())
+    }
+
+    /// The values of the first checkpoint of a chain: from memory, or read back. What is read back is
+    /// kept if it is wanted again; but for devices, which decode its frames once more.
+    fn values(&self, line: &mut Line, chain: &[Checkpoint], for_devices: bool) -> Result<Before> {
+        let parent = chain.first().ok_or_else(|| Error::Argument("an empty chain".into()))?;
+        let reference = parent.reference();
+        if let Some(held) = line.held.iter().find(|h| h.reference == reference) {
+            let (values, reader) = (Arc::clone(&held.values), held.reader.clone());
+            return Ok(Before { reference, values, reader, number: held.number });
+        }
+        let reader = self.opener.open(chain, &self.reading())?;
+        let number = parent.since_base();
+        let again = !for_devices && self.options.tree().last_child(number).is_some();
+        let values = if again { self.keep_read(&reader)?.map(Arc::new) } else { None };
+        let Some(values) = values else {
+            let values = Arc::clone(&reader) as _;
+            return Ok(Before { reference, values, reader: Some(reader), number });
+        };
+        let held = Held { reference, number, values: values.clone(), reader: None };
+        line.held.push(held);
+        Ok(Before { reference, values, reader: None, number })
+    }
+
+    /// Notes what was saved, and keeps its values as far as they are wanted and fit.
+    pub(crate) fn saved(
+        &self,
+        line: &mut Line,
+        saved: &Checkpoint,
+        snapshot: Snapshot,
+        tensors: Sources<'_>,
+        kept: Option<Arc<Reader>>,
+    ) {
+        let (reference, number, tree) =
+            (saved.reference(), saved.since_base(), self.options.tree());
+        line.last = Some(reference);
+        let is_base = saved.base.is_none();
+        let later = |h: &Held| tree.last_child(h.number).is_some_and(|last| last > number);
+        line.held.retain(|h| !is_base && later(h));
+        if tree.last_child(number).is_none() {
+            return;
+        }
+        let tensors = match (tensors, kept) {
+            (Sources::Host(tensors), _) => tensors,
+            #[cfg(feature = "cuda")]
+            (Sources::Placed(..), kept) => {
+                line.held.extend(kept.map(|reader| {
+                    let values = Arc::clone(&reader) as _;
+                    Held { reference, number, values, reader: Some(reader) }
+                }));
+                return;
+            }
+        };
+        let snapshot = Arc::new(snapshot);
+        let held = |t: &&TensorSource<'_>| snapshot.tensors.contains_key(t.name);
+        let values = tensors.iter().filter(held).map(|t| Ok((t.name, Values::Theirs(t.data))));
+        let raw = tensors.iter().filter(held).map(|t| t.data.len()).sum();
+        match self.keep(&snapshot, raw, values) {
+            Ok(Some(values)) => {
+                let values = Arc::new(values);
+                line.held.push(Held { reference, number, values, reader: None });
+            }
+            Ok(None) => tracing::debug!("the next save reads this one back: it does not fit"),
+            Err(e) => tracing::debug!(error = %e, "the next save reads this one back"),
+        }
+    }
+
+    /// The values of a checkpoint that was read, if they fit.
+    fn keep_read(&self, reader: &Reader) -> Result<Option<MemoryParent>> {
+        let snapshot = Arc::new(reader.snapshot()?);
+        let held = || reader.tensors().filter(|t| snapshot.tensors.contains_key(t.name));
+        let raw = held().map(|t| usize::try_from(t.bytes).unwrap_or(usize::MAX));
+        let raw = raw.fold(0, usize::saturating_add);
+        let read = held().map(|t| Ok((t.name, Values::Own(reader.read(t.name)?))));
+        self.keep(&snapshot, raw, read)
+    }
+
+    /// Keeps values, of `raw` bytes in all, within their share of memory.
+    fn keep<'a>(
+        &self,
+        snapshot: &Arc<Snapshot>,
+        raw: usize,
+        values: impl Iterator<Item = Result<(&'a str, Values<'a>)>>,
+    ) -> Result<Option<MemoryParent>> {
+        let share = self.options.share();
+        let mut parent = MemoryParent::new(Arc::clone(snapshot), share);
+        if raw <= share {
+            for tensor in values {
+                let (name, values) = tensor?;
+                parent.hold(name, values.into_bytes())?;
+            }
+            return Ok(Some(parent));
+        }
+        // Values rarely become smaller than this; what is tried in vain costs time.
+        if raw / 3 * 2 > share {
+            return Ok(None);
+        }
+        let (threads, simd) = (self.options.threads, self.options.simd);
+        let codec = TensorCodec::new(MemoryOptions { preset: Preset::Fast, threads, simd })?;
+        let codec = Arc::new(codec);
+        for tensor in values {
+            let (name, values) = tensor?;
+            if !parent.keep(&codec, name, values.as_slice())? {
+                return Ok(None);
+            }
+        }
+        Ok(Some(parent))
+    }
+}
+
+/// Values of a tensor.
+enum Values<'a> {
+    Theirs(&'a [u8]),
+    Own(Vec<u8>),
+}
+
+impl Values<'_> {
+    fn as_slice(&self) -> &[u8] {
+        match self {
+            Self::Theirs(values) => values,
+            Self::Own(values) => values,
+        }
+    }
+
+    fn into_bytes(self) -> bytes::Bytes {
+        match self {
+            Self::Theirs(values) => bytes::Bytes::copy_from_slice(values),
+            Self::Own(values) => values.into(),
+        }
+    }
+}
+
+fn entry(c: &Checkpoint) -> Entry {
+    Entry {
+        number: c.since_base(),
+        stored: c.about.data_len.saturating_add(c.about.manifest_len),
+        raw: c.about.raw_len,
+    }
+}
+
+/// Deltas that share a base, from the oldest to the newest.
+fn newest_deltas(state: &State, base: &Checkpoint) -> Vec<Entry> {
+    let family = state.descendants(&[base.id()]);
+    state.list().into_iter().filter(|c| family.contains(&c.id())).map(entry).collect()
+}
