@@ -153,8 +153,10 @@ __device__ __forceinline__ Status decode_stream(const DecodeChunk& c, u32 i, Dec
     copy_padded(from, s.joined, e.len);
     __syncthreads();
     copy_bytes(s.carries[1 - i % 2], s.joined + e.len, tail);
-    __syncthreads();
     stream = StreamBytes{s.joined, e.len + tail};
+    const u32 behind = stream.len + threadIdx.x;  // what is read of it is whole vectors
+    if (behind < round_up(stream.len, 16)) s.joined[behind] = 0;
+    __syncthreads();
   }
   s.planes.at[i] = s.buffers + plane_at(c.layout, c.width, c.n, i);
   tail = 0;

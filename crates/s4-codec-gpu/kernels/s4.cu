@@ -9,6 +9,7 @@
 #include "composed.cuh"
 #include "crc32c.cuh"
 #include "fused.cuh"
+#include "fused_decode.cuh"
 #include "residual.cuh"
 
 namespace s4 {
@@ -169,7 +170,7 @@ s4_decode_fused_w2(const DecodeChunk* chunks, u32* status) {
   decode_fused<2>(chunks[blockIdx.x], status[blockIdx.x]);
 }
 
-__global__ void __launch_bounds__(kFusedThreads4, 8)
+__global__ void __launch_bounds__(kFusedThreads4, 7)
 s4_decode_fused_w4(const DecodeChunk* chunks, u32* status) {
   decode_fused<4>(chunks[blockIdx.x], status[blockIdx.x]);
 }

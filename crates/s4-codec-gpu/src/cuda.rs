@@ -92,7 +92,7 @@ impl Cuda {
         self.devices.iter().find(is).map_or(0, |d| d.ordinal)
     }
 
-    /// Opens a device on its primary context, which frameworks use too.
+    /// Opens a device on its primary context, which frameworks use too, and loads the kernels.
     ///
     /// # Errors
     /// `Argument` if there is no such device; `Driver`.

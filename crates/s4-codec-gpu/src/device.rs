@@ -1,7 +1,7 @@
 //! One device: its primary context, streams and events.
 
 use std::marker::PhantomData;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::Arc;
 
 use cudarc::driver::{result, sys};
 
@@ -9,7 +9,7 @@ use crate::cuda::DeviceInfo;
 use crate::error::{GpuError, On, Result};
 use crate::kernels::Kernels;
 
-/// A device whose primary context is held, with the kernels loaded into it once they are used.
+/// A device whose primary context is held, with the kernels loaded into it.
 ///
 /// Frameworks use the primary context too, so their pointers, streams and events are at home in it.
 #[derive(Debug)]
@@ -18,9 +18,7 @@ pub struct Device {
     handle: sys::CUdevice,
     context: sys::CUcontext,
     pools: bool,
-    /// Loaded when they are first used: who only calls a library needs none.
-    kernels: OnceLock<Kernels>,
-    loading: Mutex<()>,
+    kernels: Option<Kernels>,
 }
 
 // SAFETY: contexts, modules and functions are handles that the driver lets every thread use.
@@ -56,8 +54,13 @@ impl Device {
         // SAFETY: as above; released in `drop`.
         let context = unsafe { result::primary_ctx::retain(handle) };
         let context = context.on(number, "use its primary context")?;
-        let (kernels, loading) = Default::default();
-        Ok(Arc::new(Self { info, handle, context, pools, kernels, loading }))
+        let mut device = Self { info, handle, context, pools, kernels: None };
+        let kernels = {
+            let _current = device.enter()?;
+            Kernels::load(number)?
+        };
+        device.kernels = Some(kernels);
+        Ok(Arc::new(device))
     }
 
     /// Its number, name and size.
@@ -79,19 +82,11 @@ impl Device {
     }
 
     pub(crate) fn kernels(&self) -> Result<&Kernels> {
-        if let Some(kernels) = self.kernels.get() {
-            return Ok(kernels);
-        }
-        // A load that failed may work later, for instance with more free memory.
-        let _one = self.loading.lock().unwrap_or_else(|e| e.into_inner());
-        if let Some(kernels) = self.kernels.get() {
-            return Ok(kernels);
-        }
-        let loaded = {
-            let _current = self.enter()?;
-            Kernels::load(self.ordinal())?
-        };
-        Ok(self.kernels.get_or_init(|| loaded))
+        self.kernels.as_ref().ok_or_else(|| GpuError::Driver {
+            device: self.ordinal(),
+            action: "find its kernels",
+            reason: "they are not loaded".into(),
+        })
     }
 
     /// Makes this device's context the current one of the calling thread, as long as the answer lives:

@@ -188,7 +188,7 @@ mod tests {
             let children = |n| (1..tree.chain()).filter(move |c| tree.parent(*c) == Some(n));
             let mut most = 0;
             for n in 0..tree.chain() {
-                assert_eq!(tree.last_child(n), children(n).last(), "{tree:?}: {n}");
+                assert_eq!(tree.last_child(n), children(n).next_back(), "{tree:?}: {n}");
                 let wanted = |p: &u32| tree.last_child(*p).is_some_and(|last| last > n);
                 most = most.max((0..=n).filter(wanted).count());
             }

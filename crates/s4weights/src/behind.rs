@@ -33,6 +33,9 @@ pub(crate) struct Behind {
 }
 
 impl Behind {
+    /// Bytes of buffers that one may have.
+    pub(crate) const BUFFERS: usize = (UNDER_WAY + 1) * PIECE;
+
     /// Starts the thread, and `threads` or fewer that help it. The sink has `written` bytes already.
     pub(crate) fn start(mut back: Back, written: u64, threads: usize) -> Result<Self> {
         let helpers = pool(threads.min(HELPERS))?;

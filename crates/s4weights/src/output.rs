@@ -119,6 +119,11 @@ impl Output {
         Ok(())
     }
 
+    /// Whether other threads hash and write.
+    pub(crate) fn is_behind(&self) -> bool {
+        matches!(self.to, To::File { end: End::Behind(_), .. })
+    }
+
     /// Writes what is on its way, and goes on here.
     pub(crate) fn write_here(&mut self) -> Result<()> {
         if let To::File { end, .. } = &mut self.to {

@@ -11,6 +11,7 @@ use s4_format::index::chunk_count;
 use s4_format::layout::Planes;
 use s4_format::{ChunkRecord, CodecId, DType, Digest};
 
+use crate::behind::Behind;
 use crate::error::{At, Result};
 use crate::options::{Meter, thread_count};
 use crate::parallel::pool;
@@ -120,7 +121,7 @@ impl Writer {
         };
         let items = encoder.plan(self.options.preset, tensors);
         let done = items.and_then(|mut items| {
-            if threads >= BEHIND.0 && values >= BEHIND.1 {
+            if threads >= BEHIND.0 && values >= BEHIND.1 && self.memory() >= 2 * Behind::BUFFERS {
                 self.out.write_behind(threads)?;
             }
             let done = self.run(&encoder, threads, &mut items, &mut buffers.frames, meter);
@@ -188,9 +189,15 @@ impl Writer {
         Ok(())
     }
 
+    /// Bytes of buffers to keep within.
+    fn memory(&self) -> usize {
+        self.options.memory.unwrap_or(256 << 20)
+    }
+
     /// Chunks of a window.
     fn window(&self, encoder: &Encoder<'_>, threads: usize, jobs: usize) -> usize {
-        let memory = self.options.memory.unwrap_or(256 << 20);
+        let behind = if self.out.is_behind() { Behind::BUFFERS } else { 0 };
+        let memory = self.memory().saturating_sub(behind);
         // A frame is at most about twice a chunk's 512 KiB, and there are two windows; a parent's
         // values are one chunk more.
         let budget = match encoder.parent {

@@ -1,5 +1,7 @@
 //! Files of memory file systems, which several threads write: whole, in order, and an error where
 //! there is no room.
+
+#![expect(clippy::unwrap_used, reason = "tests, and what they share")]
 #![cfg(target_os = "linux")]
 
 use std::path::{Path, PathBuf};

@@ -123,7 +123,9 @@ static s4::DecodeChunk read_decode(Input& in, Memory& pool, std::vector<uint32_t
   const size_t bytes = size_t(item.n) * item.width;
   if (item.tables > 0)
     c.tables = reinterpret_cast<s4::SharedTable*>(pool.add(in.bytes(item.tables * sizeof(s4::SharedTable))));
-  c.frame = pool.add(in.bytes(item.frame_len));
+  Bytes frame = in.bytes(item.frame_len);
+  frame.resize(s4::round_up64(frame.size(), 16), 0xa5);  // readable, but nothing that counts
+  c.frame = pool.add(frame);
   if (item.residual != 0) c.parent = pool.add(in.bytes(bytes), item.skew * 3 % 16);
   c.values = pool.add(bytes, item.skew);
   c.scratch = pool.add(item.kind == 0 ? s4::composed_decode_scratch(item.n, item.width, item.frame_len) : 0);

@@ -36,13 +36,13 @@ pub(super) struct Item {
 }
 
 impl Item {
-    /// Bytes of blocks before coding, and of the longest.
-    fn plain(&self, direction: Direction) -> (usize, usize) {
+    /// Bytes of blocks before coding.
+    fn plain(&self, direction: Direction) -> usize {
         let sizes = self.blocks.iter().map(|(stored, room)| match direction {
             Direction::Encode => stored.len(),
             Direction::Decode => *room,
         });
-        sizes.fold((0, 0), |(sum, most), size| (sum + size, most.max(size)))
+        sizes.sum()
     }
 }
 
@@ -132,12 +132,12 @@ impl Lane {
         direction: Direction,
         items: &[&Item],
     ) -> Result<(Shape, Needs)> {
-        let mut shape = Shape { blocks: 0, max_block: 0, total: 0 };
+        // Not the longest of these blocks: ANS writes other bytes then, and a plane's should not depend on
+        // the planes beside it.
+        let mut shape = Shape { blocks: 0, max_block: codec.block(), total: 0 };
         for item in items {
-            let (sum, most) = item.plain(direction);
             shape.blocks += item.blocks.len();
-            shape.max_block = shape.max_block.max(most);
-            shape.total += sum;
+            shape.total += item.plain(direction);
         }
         let _current = self.device.enter().map_err(gpu)?;
         let needs = match direction {
@@ -202,12 +202,8 @@ impl Lane {
         {
             let _current = self.device.enter().map_err(gpu)?;
             let stream = self.stream.address();
-            // SAFETY: everything is as large and aligned as the batch says, in memory that stays until
-            // the stream is done: `down` waits for it, and `run` does after an error. What is decoded
-            // is the caller's promise.
             match direction {
-                // SAFETY: as above.
-                Direction::Encode => unsafe {
+                Direction::Encode => {
                     let batch = Compress {
                         inputs,
                         input_sizes,
@@ -217,10 +213,11 @@ impl Lane {
                         scratch_bytes,
                         statuses,
                     };
-                    codec.encode(shape, batch, stream)
-                },
-                // SAFETY: as above.
-                Direction::Decode => unsafe {
+                    // SAFETY: everything is as large and aligned as the batch says, in memory that stays
+                    // until the stream is done: `down` waits for it, and `run` does after an error.
+                    unsafe { codec.encode(shape, batch, stream) }
+                }
+                Direction::Decode => {
                     let batch = Decompress {
                         inputs,
                         input_sizes,
@@ -231,8 +228,9 @@ impl Lane {
                         scratch_bytes,
                         statuses,
                     };
-                    codec.decode(shape, batch, stream)
-                },
+                    // SAFETY: as above; who wrote the blocks is the caller's promise.
+                    unsafe { codec.decode(shape, batch, stream) }
+                }
             }?;
         }
         call.down()?;

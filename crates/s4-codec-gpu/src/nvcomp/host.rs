@@ -228,6 +228,13 @@ impl HostEncoder {
     pub fn new(host: &Arc<Host>, codec: impl GpuCodec + 'static) -> Self {
         Self { host: Arc::clone(host), codec: Arc::new(codec) }
     }
+
+    /// Bytes that a block may take, of whatever size it is: all are coded as if they could be the longest.
+    fn room(&self) -> usize {
+        let block = self.codec.block();
+        // Where the library gives no bound, encoding says why.
+        self.codec.bound(block).unwrap_or(block)
+    }
 }
 
 impl Codec for HostEncoder {
@@ -236,8 +243,7 @@ impl Codec for HostEncoder {
     }
 
     fn bound(&self, len: usize) -> usize {
-        // Where the library gives no bound, encoding says why.
-        blocks::bound(len, self.codec.block(), |n| self.codec.bound(n).unwrap_or(n))
+        blocks::bound(len, self.codec.block(), |_| self.room())
     }
 
     fn encode(&self, _: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<Encoded> {
@@ -249,23 +255,28 @@ impl Codec for HostEncoder {
             let (id, unit, len) = (self.codec.id(), self.codec.unit(), src.len());
             return Err(Error::limit(format!("{len} bytes for `{id}`, in units of {unit}")));
         }
-        let room = self.codec.bound(block.min(src.len()))?;
+        let room = self.codec.bound(block)?;
         let blocks = (0..src.len()).step_by(block);
         let blocks = blocks.map(|at| (at..src.len().min(at + block), room)).collect();
         let item = Item { data: src.to_vec(), blocks };
         // SAFETY: nothing is decoded.
         let coded = unsafe { self.host.code(&self.codec, Direction::Encode, item) }?;
         let mut coded = coded.into_iter();
-        let bound = |n| self.codec.bound(n).unwrap_or(n);
-        let len = blocks::write(src, dst, block, bound, |_, to| {
-            let coded = coded.next().unwrap_or_default();
-            let to = to.get_mut(..coded.len());
-            let to = to.ok_or_else(|| {
-                Error::limit(format!("no room for a block of {} bytes", coded.len()))
-            })?;
-            to.copy_from_slice(&coded);
-            Ok(coded.len())
-        })?;
+        let len = blocks::write(
+            src,
+            dst,
+            block,
+            |_| room,
+            |_, to| {
+                let coded = coded.next().unwrap_or_default();
+                let to = to.get_mut(..coded.len());
+                let to = to.ok_or_else(|| {
+                    Error::limit(format!("no room for a block of {} bytes", coded.len()))
+                })?;
+                to.copy_from_slice(&coded);
+                Ok(coded.len())
+            },
+        )?;
         Ok(Encoded { len, param })
     }
 

@@ -105,13 +105,13 @@ pub(super) fn decode_frames(
         return Err(Error::corrupt("a parent without a frame").in_chunk(chunk));
     }
     let mut values = vec![0; bytes];
-    for (level, f) in frames.iter().enumerate() {
-        let (spec, record, to) = (&f.spec, &f.record, &mut values[..]);
-        let done = match level {
-            0 => cpu.decode_chunk(spec, chunk, record, &f.bytes, scratch, to),
-            _ => cpu.decode_chunk_over(spec, chunk, record, &f.bytes, scratch, to),
+    for (i, f) in frames.iter().enumerate() {
+        let (to, bytes) = (&mut values[..], &f.bytes);
+        let decoded = match i {
+            0 => cpu.decode_chunk(&f.spec, chunk, &f.record, bytes, scratch, to),
+            _ => cpu.decode_chunk_over(&f.spec, chunk, &f.record, bytes, scratch, to),
         };
-        done.map_err(|e| e.in_part("parent"))?;
+        decoded.map_err(|e| e.in_part("parent"))?;
     }
     Ok(values)
 }

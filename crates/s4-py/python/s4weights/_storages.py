@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
-from ._device import HOST, Compute, place
+from ._device import HOST, Compute, Places
 from ._errors import CorruptDataError, LimitError, S4Error
 from ._names import UniqueNames
 from ._progress import Progress
@@ -126,6 +126,7 @@ class StorageWriter:
         CUDA devices as they are, others copied to the host a few at a time.
         """
         engine = self.engine(compute)
+        places = Places()
         batch: list[_core.PlacedSource] = []
         kinds: list[int] = []
         staged: list[torch.UntypedStorage] = []
@@ -135,7 +136,7 @@ class StorageWriter:
             nbytes = storage.nbytes()
             where = HOST
             if engine is not None and nbytes:
-                where = place(storage)
+                where = places.of(storage)
             if storage.device.type != "cpu" and where == HOST:
                 if staged and staged_bytes + nbytes > STAGING_BYTES:
                     _write_batch(writer, engine, batch, kinds, progress)
@@ -290,10 +291,11 @@ class StorageReader:
         self._ahead.update(batch)
 
     def _read(self, batch: list[tuple[int, torch.UntypedStorage]]) -> None:
+        places = Places()
         read_batch(
             self._reader,
             self._compute,
-            [(number, s.data_ptr(), s.nbytes(), place(s)) for number, s in batch if s.nbytes()],
+            [(n, s.data_ptr(), s.nbytes(), places.of(s)) for n, s in batch if s.nbytes()],
             self._progress,
         )
 

@@ -37,7 +37,8 @@ impl Mapped {
     /// known to be right and fast.
     pub(super) fn of(file: &File) -> Option<Self> {
         let kind = fstatfs(file).ok()?.f_type;
-        let new = Self { least_threads: LEAST_THREADS, huge: AtomicBool::new(true) };
+        let huge = AtomicBool::new(has_huge_pages());
+        let new = Self { least_threads: LEAST_THREADS, huge };
         (u64::try_from(kind) == Ok(TMPFS)).then_some(new)
     }
 
@@ -109,6 +110,13 @@ impl Mapped {
     }
 }
 
+/// Whether the kernel's huge pages have the size of a block. With others `MADV_COLLAPSE` of a block
+/// could do nothing, and call it done.
+fn has_huge_pages() -> bool {
+    let size = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size");
+    size.is_ok_and(|size| size.trim().parse() == Ok(HUGE))
+}
+
 #[cfg(test)]
 mod tests {
     use std::io::{Read, Write};
@@ -159,6 +167,7 @@ mod tests {
     fn one_thread_and_few_bytes_are_left_to_plain_writes() {
         let (file, _, pool) = file();
         let mapped = Mapped::of(&file).unwrap();
+        mapped.huge.store(true, Ordering::Relaxed);
         assert!(mapped.suits(&pool, LEAST_BYTES) && !mapped.suits(&pool, LEAST_BYTES - 1));
         // Two threads that take small pages are slower than one that writes.
         mapped.huge.store(false, Ordering::Relaxed);

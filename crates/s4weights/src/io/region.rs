@@ -7,7 +7,7 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::ptr;
 
-/// Bytes of a huge page, and what regions are aligned to: of x86-64, and of Arm with pages of 4 KiB.
+/// Bytes of a huge page where pages have 4 KiB, and what regions are aligned to.
 pub(super) const HUGE: usize = 2 << 20;
 
 /// Bytes of a file, mapped to be written: as far into a huge page in memory as in the file.

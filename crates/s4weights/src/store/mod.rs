@@ -55,6 +55,8 @@ use s4_planes::Simd;
 use s4_store::Store;
 
 use crate::error::{Error, Result};
+use crate::parent::{MemoryParent, Parent};
+use crate::reader::Reader;
 use bridge::Bridge;
 use open::Opener;
 use parents::Line;
@@ -141,6 +143,32 @@ pub struct CheckpointStore {
     line: Mutex<Line>,
     /// What was opened last.
     opened: Mutex<Option<Reference>>,
+}
+
+/// The values of a checkpoint, for differences from it.
+#[derive(Clone)]
+pub(crate) enum ParentValues {
+    /// In memory, as they are or compressed.
+    Memory(Arc<MemoryParent>),
+    /// In the frames of the checkpoint and those that it needs: in memory, or in the store.
+    Frames(Arc<Reader>),
+}
+
+impl ParentValues {
+    pub(crate) fn parent(&self) -> Arc<dyn Parent> {
+        match self {
+            Self::Memory(values) => Arc::clone(values) as _,
+            Self::Frames(reader) => Arc::clone(reader) as _,
+        }
+    }
+
+    /// The open checkpoint.
+    pub(crate) fn reader(&self) -> Option<Arc<Reader>> {
+        match self {
+            Self::Memory(_) => None,
+            Self::Frames(reader) => Some(Arc::clone(reader)),
+        }
+    }
 }
 
 impl CheckpointStore {

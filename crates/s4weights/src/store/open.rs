@@ -8,8 +8,8 @@ use crate::error::{Error, Result};
 use crate::io::Source;
 use crate::options::ReadOptions;
 use crate::reader::Reader;
-use crate::store::bridge::{Bridge, HashedObjects};
-use crate::store::objects::StoredObjects;
+use crate::store::bridge::Bridge;
+use crate::store::objects::{HashedObjects, StoredObjects};
 
 /// What opening needs, and keeps alive: cheap to clone.
 #[derive(Clone)]
@@ -65,12 +65,13 @@ impl Opener {
         options: &ReadOptions,
     ) -> Result<Reader> {
         let index = || Source::Bytes(reading.manifest().blob.clone());
-        let objects = StoredObjects::new(self.bridge.clone(), reading.clone(), self.local);
-        let mut reader = Reader::open_objects(index(), Box::new(objects), options.clone())?;
+        let bridge = || self.bridge.clone();
+        let objects = Box::new(StoredObjects::new(bridge(), reading.clone(), self.local));
+        let mut reader = Reader::open_objects(index(), objects, options.clone())?;
         if !reader.manifest().closed_codecs.is_empty() {
             // The log names the manifest by its hash, and that names every object by its own: as long as
             // both are compared first, a vendor's decoders see what a writer of this store wrote.
-            let objects = Box::new(HashedObjects::new(self.bridge.clone(), reading.clone()));
+            let objects = Box::new(HashedObjects::new(bridge(), reading.clone()));
             let options = ReadOptions { trusted: true, ..options.clone() };
             reader = Reader::open_objects(index(), objects, options)?;
         }

@@ -9,11 +9,12 @@ use s4_store::{Checkpoint, Reference, State};
 
 use crate::error::{Error, Result};
 use crate::memory::{MemoryOptions, TensorCodec};
-use crate::parent::{MemoryParent, Parent, Snapshot};
+use crate::options::ReadOptions;
+use crate::parent::{MemoryParent, Snapshot};
 use crate::reader::Reader;
 use crate::store::save::{WhyBase, chain};
 use crate::store::sources::Sources;
-use crate::store::{CheckpointStore, StoreOptions};
+use crate::store::{CheckpointStore, ParentValues, StoreOptions};
 use crate::writer::TensorSource;
 
 /// Where the saving of one handle stands.
@@ -30,17 +31,13 @@ struct Held {
     reference: Reference,
     /// Since its base.
     number: u32,
-    values: Arc<dyn Parent>,
-    /// The checkpoint itself, if its frames are what is in memory.
-    reader: Option<Arc<Reader>>,
+    values: ParentValues,
 }
 
 /// The checkpoint that the next one may be a difference from.
 pub(crate) struct Before {
     pub(crate) reference: Reference,
-    pub(crate) values: Arc<dyn Parent>,
-    /// The open checkpoint, unless its values are in memory as such.
-    pub(crate) reader: Option<Arc<Reader>>,
+    pub(crate) values: ParentValues,
     /// The next one's number since the base.
     pub(crate) number: u32,
 }
@@ -51,7 +48,7 @@ impl StoreOptions {
     }
 
     /// Bytes that the values of one checkpoint may take.
-    pub(crate) fn share(&self) -> usize {
+    fn share(&self) -> usize {
         self.parent_memory / self.tree().parents().max(1) as usize
     }
 }
@@ -77,17 +74,16 @@ impl CheckpointStore {
         };
         // The chain stands the other way round.
         let chain = &chain[chain.len() - 1 - parent..];
-        let mut before = match self.values(line, chain, tensors.on_devices()) {
-            Ok(before) => before,
+        let (reference, values) = match self.values(line, chain, tensors) {
+            Ok(found) => found,
             Err(Error::Cancelled) => return Err(Error::Cancelled),
             Err(e) => return Ok(Err(WhyBase::Parent(e.to_string()))),
         };
-        let changed = tensors.changed(&*before.values);
+        let changed = tensors.changed(&*values.parent());
         if let Choice::Base(reason) = policy.choose(&entries, &deltas, Next { raw, changed }) {
             return Ok(Err(WhyBase::Policy(reason)));
         }
-        before.number = number;
-        Ok(Ok(before))
+        Ok(Ok(Before { reference, values, number }))
     }
 
     /// The checkpoint that the next one follows: what this handle saved last; before its first save
@@ -100,35 +96,58 @@ impl CheckpointStore {
     }
 
     /// The values of the first checkpoint of a chain: from memory, or read back. What is read back is
-    /// kept if it is wanted again; but for devices, which decode its frames once more.
-    fn values(&self, line: &mut Line, chain: &[Checkpoint], for_devices: bool) -> Result<Before> {
+    /// kept if it is wanted again.
+    fn values(
+        &self,
+        line: &mut Line,
+        chain: &[Checkpoint],
+        tensors: Sources<'_>,
+    ) -> Result<(Reference, ParentValues)> {
         let parent = chain.first().ok_or_else(|| Error::Argument("an empty chain".into()))?;
         let reference = parent.reference();
         if let Some(held) = line.held.iter().find(|h| h.reference == reference) {
-            let (values, reader) = (Arc::clone(&held.values), held.reader.clone());
-            return Ok(Before { reference, values, reader, number: held.number });
+            return Ok((reference, held.values.clone()));
         }
         let reader = self.opener.open(chain, &self.reading())?;
         let number = parent.since_base();
-        let again = !for_devices && self.options.tree().last_child(number).is_some();
-        let values = if again { self.keep_read(&reader)?.map(Arc::new) } else { None };
-        let Some(values) = values else {
-            let values = Arc::clone(&reader) as _;
-            return Ok(Before { reference, values, reader: Some(reader), number });
+        let again = self.options.tree().last_child(number).is_some();
+        // Devices decode frames by themselves.
+        let again = again && !tensors.on_devices();
+        let Some(values) = (if again { self.keep_read(&reader)? } else { None }) else {
+            return Ok((reference, ParentValues::Frames(reader)));
         };
-        let held = Held { reference, number, values: values.clone(), reader: None };
-        line.held.push(held);
-        Ok(Before { reference, values, reader: None, number })
+        let values = ParentValues::Memory(Arc::new(values));
+        line.held.push(Held { reference, number, values: values.clone() });
+        Ok((reference, values))
     }
 
-    /// Notes what was saved, and keeps its values as far as they are wanted and fit.
+    pub(crate) fn reading(&self) -> ReadOptions {
+        let (threads, simd) = (self.options.threads, self.options.simd);
+        ReadOptions { threads, simd, ..ReadOptions::default() }
+    }
+
+    /// Bytes of memory for what is stored of a checkpoint, by its number since the base: none if its
+    /// values are kept, or if nothing becomes a difference from it.
+    pub(crate) fn room_for_stored(&self, tensors: Sources<'_>, number: u32) -> usize {
+        match tensors {
+            Sources::Host(_) => 0,
+            #[cfg(feature = "cuda")]
+            Sources::Placed(..) => match self.options.tree().last_child(number) {
+                Some(_) => self.options.share(),
+                None => 0,
+            },
+        }
+    }
+
+    /// Notes what was saved, and keeps its values as far as they are wanted and fit: those of the host,
+    /// or what was stored.
     pub(crate) fn saved(
         &self,
         line: &mut Line,
         saved: &Checkpoint,
         snapshot: Snapshot,
         tensors: Sources<'_>,
-        kept: Option<Arc<Reader>>,
+        stored: Option<Arc<Reader>>,
     ) {
         let (reference, number, tree) =
             (saved.reference(), saved.since_base(), self.options.tree());
@@ -139,29 +158,30 @@ impl CheckpointStore {
         if tree.last_child(number).is_none() {
             return;
         }
-        let tensors = match (tensors, kept) {
-            (Sources::Host(tensors), _) => tensors,
+        let values = match tensors {
+            Sources::Host(tensors) => self.keep_values(snapshot, tensors),
             #[cfg(feature = "cuda")]
-            (Sources::Placed(..), kept) => {
-                line.held.extend(kept.map(|reader| {
-                    let values = Arc::clone(&reader) as _;
-                    Held { reference, number, values, reader: Some(reader) }
-                }));
-                return;
-            }
+            Sources::Placed(..) => Ok(stored.map(ParentValues::Frames)),
         };
+        match values {
+            Ok(Some(values)) => line.held.push(Held { reference, number, values }),
+            Ok(None) => tracing::debug!("the next save reads this one back: it does not fit"),
+            Err(e) => tracing::debug!(error = %e, "the next save reads this one back"),
+        }
+    }
+
+    /// Values of the host, if they fit.
+    fn keep_values(
+        &self,
+        snapshot: Snapshot,
+        tensors: &[TensorSource<'_>],
+    ) -> Result<Option<ParentValues>> {
         let snapshot = Arc::new(snapshot);
         let held = |t: &&TensorSource<'_>| snapshot.tensors.contains_key(t.name);
         let values = tensors.iter().filter(held).map(|t| Ok((t.name, Values::Theirs(t.data))));
         let raw = tensors.iter().filter(held).map(|t| t.data.len()).sum();
-        match self.keep(&snapshot, raw, values) {
-            Ok(Some(values)) => {
-                let values = Arc::new(values);
-                line.held.push(Held { reference, number, values, reader: None });
-            }
-            Ok(None) => tracing::debug!("the next save reads this one back: it does not fit"),
-            Err(e) => tracing::debug!(error = %e, "the next save reads this one back"),
-        }
+        let kept = self.keep(&snapshot, raw, values)?;
+        Ok(kept.map(|values| ParentValues::Memory(Arc::new(values))))
     }
 
     /// The values of a checkpoint that was read, if they fit.

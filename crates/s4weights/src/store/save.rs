@@ -14,7 +14,7 @@ use tokio::sync::mpsc::channel;
 
 use crate::error::{Error, Result};
 use crate::objects::ObjectOptions;
-use crate::options::{ProgressFn, ReadOptions, WriteOptions};
+use crate::options::{ProgressFn, WriteOptions};
 use crate::parent::Parent;
 use crate::reader::Reader;
 use crate::report::Report;
@@ -114,8 +114,8 @@ impl CheckpointStore {
     }
 
     /// As [`CheckpointStore::save`], of tensors of the host and of devices. Those are encoded where they
-    /// are; what was stored is kept in memory, within [`StoreOptions::parent_memory`], so that the next
-    /// save takes differences from it.
+    /// are; what was stored is kept in memory, within [`StoreOptions::parent_memory`], where later saves
+    /// are differences from it.
     ///
     /// # Errors
     /// As [`CheckpointStore::save`]; [`Error::Device`].
@@ -174,12 +174,6 @@ impl CheckpointStore {
         }
     }
 
-    /// How a checkpoint is read whose values are wanted here.
-    pub(crate) fn reading(&self) -> ReadOptions {
-        let (threads, simd) = (self.options.threads, self.options.simd);
-        ReadOptions { threads, simd, ..ReadOptions::default() }
-    }
-
     /// Encodes and uploads, at the same time.
     fn stage(
         &self,
@@ -203,14 +197,10 @@ impl CheckpointStore {
         })?;
         let parent = before.as_ref().map(|b| (b.reference, b.number));
         let sink = ChannelSink { bridge: bridge.clone(), asker: asker.clone(), sender };
-        let reader = before.as_ref().and_then(|b| b.reader.clone());
-        let budget = match tensors {
-            Sources::Host(_) => 0,
-            #[cfg(feature = "cuda")]
-            Sources::Placed(..) => self.options.share(),
-        };
-        let (sink, kept) = Keeping::new(sink, budget);
-        let values = before.map(|b| b.values);
+        let reader = before.as_ref().and_then(|b| b.values.reader());
+        let number = parent.map_or(0, |(_, number)| number);
+        let (sink, kept) = Keeping::new(sink, self.room_for_stored(tensors, number));
+        let values = before.map(|b| b.values.parent());
         let written = match self.encode(tensors, options, (asker, staged), sink, values) {
             Ok(written) => written,
             Err(e) => {

@@ -76,7 +76,9 @@ impl Load {
             let (block, call) = (library.writer(number).block(), &mut self.calls[number]);
             let (before, more) = (call.blocks(), size.div_ceil(block));
             call.shape.blocks += more;
-            call.shape.max_block = call.shape.max_block.max(size.min(block));
+            // Not the longest of this group: ANS writes other bytes then, and a chunk's should not depend
+            // on the chunks beside it.
+            call.shape.max_block = block;
             call.shape.total += size;
             call.scratch += (call.scratch * more as u64).div_ceil(before.max(1));
         }
