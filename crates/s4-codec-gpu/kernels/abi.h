@@ -111,7 +111,7 @@ constexpr u32 kMaxDecodeBytes = 2048u << 10;  // n * width of a chunk, decode
 struct SharedTable {
   u16 precision;  // 0, 8 or 12
   u16 count;      // symbols
-  u16 escape;     // frequency of the escape; an encoder uses no table where this or `count` is 0
+  u16 escape;     // frequency of the escape; an encoder uses no table that lacks one and a symbol
   u16 reserved;
   u8 symbol[256];
   u16 freq[256];

@@ -279,7 +279,8 @@ __device__ __forceinline__ u32 table_cost(const u32* counts, const u8* symbols, 
 // Whether a stream of `n` symbols is cheaper with the tensor's table than with one of its own. One warp.
 __device__ __forceinline__ bool shared_is_cheaper(const u32* counts, const Model& own, const SharedTable& table,
                                                   u32 n, u32 slots) {
-  if (slots != 1u << table.precision || table.escape == 0 || table.count == 0 || table.count > 256) return false;
+  if (slots != 1u << table.precision || table.count == 0 || table.count > 256) return false;
+  if (table.escape == 0 && table.count < 256) return false;  // it could not code every symbol
   u32 counted = 0;
   for (u32 s = lane_id(); s < 256; s += kLanes) counted += counts[s];
   counted = warp_sum(counted);

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
 
+#[cfg(feature = "cuda")]
 use bytes::Bytes;
 use s4_engine::{CpuEngine, TensorSpec};
 use s4_format::file::{self, FOOTER_LEN, Footer, HEADER_LEN};
@@ -350,27 +351,14 @@ impl Reader {
     #[cfg(feature = "cuda")]
     pub(crate) fn frame(&self, record: &ChunkRecord) -> Result<Bytes> {
         let (number, len) = (record.object, u64::from(record.len));
-        let object = self.manifest.objects.get(number as usize).filter(|o| o.name.is_some());
-        match (object, &self.objects) {
-            (Some(_), Some(objects)) if len > 0 => {
-                let bytes = objects.get_range(number, record.offset..record.offset + len)?;
-                self.whole(number, bytes, record.len as usize)
-            }
-            _ => {
-                let mut bytes = self.buffer(len)?;
-                self.read_object(number, record.offset, &mut bytes)?;
-                Ok(bytes.into())
-            }
-        }
-    }
-
-    /// Refuses a part of what was asked for.
-    fn whole(&self, number: u32, bytes: Bytes, len: usize) -> Result<Bytes> {
-        if bytes.len() == len {
+        let range = record.offset..record.offset + len;
+        let known = self.objects.as_ref().and_then(|o| o.in_memory(number, range));
+        if let Some(bytes) = known.filter(|b| b.len() as u64 == len) {
             return Ok(bytes);
         }
-        let what = format!("{} of {len} bytes of object {number}", bytes.len());
-        Err(s4_format::Error::truncated(what).in_part("object")).at(&self.name)
+        let mut bytes = self.buffer(len)?;
+        self.read_object(number, record.offset, &mut bytes)?;
+        Ok(bytes.into())
     }
 
     /// Bytes that one request for chunks should ask for.

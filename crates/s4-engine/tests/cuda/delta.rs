@@ -462,3 +462,28 @@ fn chains_too_long_for_the_device_are_decoded_by_the_cpu() {
     assert_eq!(lines[0].levels(18, 0).len(), 19);
     check(&gpu, &engine, &lines, Given::Frames);
 }
+
+/// Differences with every symbol, some of them often: tables that several chunks share, without an escape.
+#[test]
+fn tables_of_all_symbols_are_shared_without_an_escape() {
+    let Some(gpu) = gpu() else { return };
+    let n = if gpu.is_slow() { 140_000 } else { 1_000_000 };
+    let data = patterns::all(Kind::BF16, n).find(|p| p.0 == "random").unwrap().1;
+    let first = Host::new("random", DType::BFloat16, data);
+    let mut last = first.clone();
+    for (i, value) in last.data.chunks_exact_mut(2).enumerate() {
+        let noise = (i as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 24;
+        if noise.is_multiple_of(2) {
+            value[0] ^= (noise >> 1) as u8;
+            value[1] ^= (noise >> 2) as u8 & 0x80;
+        }
+    }
+    let coded = vec![on_cpu(&first, None), delta_on_cpu(&last, &first, None)];
+    assert!(coded[1].chunks.iter().any(|c| c.0.shared), "{:?}", coded[1].plan);
+    let lines = [Line { steps: vec![first, last], coded }];
+    let engine = gpu.engine(CudaOptions::default());
+    check(&gpu, &engine, &lines, Given::Host);
+    let (values, undone) = decode(&gpu, &engine, &lines);
+    assert!(values[0] == lines[0].last().data && undone.is_empty());
+    assert_eq!(engine.chunks().host + engine.chunks().refused, 0);
+}

@@ -94,12 +94,14 @@ struct Objects(BTreeMap<u32, Bytes>);
 impl ObjectSource for Objects {
     fn get_range(&self, number: u32, range: Range<u64>) -> Result<Bytes> {
         let outside = || Error::Argument(format!("bytes {range:?} of object {number} in memory"));
-        let object = self.0.get(&number).ok_or_else(outside)?;
+        self.in_memory(number, range.clone()).ok_or_else(outside)
+    }
+
+    fn in_memory(&self, number: u32, range: Range<u64>) -> Option<Bytes> {
+        let object = self.0.get(&number)?;
         let place = |at: u64| usize::try_from(at).ok().filter(|&at| at <= object.len());
-        match (place(range.start), place(range.end)) {
-            (Some(start), Some(end)) if start <= end => Ok(object.slice(start..end)),
-            _ => Err(outside()),
-        }
+        let (start, end) = (place(range.start)?, place(range.end)?);
+        (start <= end).then(|| object.slice(start..end))
     }
 
     fn request_size(&self) -> usize {
