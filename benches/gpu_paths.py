@@ -1,11 +1,11 @@
 """Whole paths of GPU tensors: to a file in a memory file system and back to the GPU.
 
-    python benches/gpu_paths.py [--gb 2.5] [--repeat 3] [--json FILE]
+    python benches/gpu_paths.py [--gb 0.25 2.5 4] [--repeat 3] [--out FOLDER]
 
-Two states: a bf16 model with its AdamW state in fp32, and 3,000 small tensors. Every tool saves the
-same tensors and loads them to the GPU; what comes back is compared to the bit. Values are like
+Several states: bf16 models with their AdamW states in fp32, and 3,000 small tensors. Every tool saves
+the same tensors and loads them to the GPU; what comes back is compared to the bit. Values are like
 those of training: normal weights of a size that depends on the layer, moments of gradients that
-differ in size from row to row.
+differ in size from row to row. `gpu_paths.json`, `.md` and `.svg` go to the folder.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpu_paths_report as report
 import s4weights
 import safetensors.torch
 import torch
@@ -152,12 +153,23 @@ def measure(state: State, tool: Tool, folder: Path, repeat: int) -> dict[str, fl
     }
 
 
+def warm_up(folder: Path, gigabytes: float) -> None:
+    """Touches as much memory as files will take: where memory is given to a virtual machine when it
+    is first used, the first file would be slow."""
+    piece = bytes(8 << 20)
+    with open(folder / "warm", "wb", buffering=0) as file:
+        for _ in range(int(2 * gigabytes * 1e9) // len(piece)):
+            file.write(piece)
+    (folder / "warm").unlink()
+
+
 def ceilings(folder: Path) -> dict[str, float]:
-    """GB/s of a pinned copy to the host, and of one thread that writes a new file here."""
+    """GB/s of pinned copies to the host and back, and of one thread that writes a new file here."""
     n = 1 << 30
     on_gpu = torch.empty(n, dtype=torch.uint8, device="cuda")
     pinned = torch.empty(n, dtype=torch.uint8, pin_memory=True)
-    copy_s = min(timed(lambda: pinned.copy_(on_gpu))[0] for _ in range(3))
+    down_s = min(timed(lambda: pinned.copy_(on_gpu))[0] for _ in range(3))
+    up_s = min(timed(lambda: on_gpu.copy_(pinned))[0] for _ in range(3))
     piece, write_s = bytes(8 << 20), []
     for _ in range(2):
         started = time.perf_counter()
@@ -166,48 +178,75 @@ def ceilings(folder: Path) -> dict[str, float]:
                 file.write(piece)
         write_s.append(time.perf_counter() - started)
         (folder / "ceiling").unlink()
-    return {"pinned_copy_gb_s": n / copy_s / 1e9, "write_gb_s": n / min(write_s) / 1e9}
+    return {
+        "copy_to_host_gb_s": n / down_s / 1e9,
+        "copy_to_device_gb_s": n / up_s / 1e9,
+        "write_gb_s": n / min(write_s) / 1e9,
+    }
+
+
+def rows(state: State, folder: Path, repeat: int) -> dict[str, dict[str, float]]:
+    """What each tool needs for a state."""
+    found = {}
+    for tool, functions in tools().items():
+        try:
+            found[tool] = row = measure(state, functions, folder, repeat)
+        except Exception as error:
+            if tool.startswith("s4weights"):
+                raise
+            # A peer that does not run here must not take the others with it.
+            print(f"  {tool:28}{error!r}")
+            continue
+        print(
+            f"  {tool:28} ratio {row['ratio']:.3f}  "
+            f"save {row['save_gb_s']:7.2f} GB/s {row['save_s'] * 1e3:8.1f} ms  "
+            f"load {row['load_gb_s']:7.2f} GB/s {row['load_s'] * 1e3:8.1f} ms",
+            flush=True,
+        )
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gb", type=float, default=2.5)
+    parser.add_argument("--gb", type=float, nargs="*", default=[0.25, 2.5, 4])
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("benches/results"))
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("there is no CUDA device that PyTorch can use")
     torch.manual_seed(0)
+    states: list[tuple[str, Callable[[], State]]] = [("3,000 small tensors", small_state)]
+    for size in arguments.gb:
+        states.append(("training state", lambda size=size: training_state(size)))
     place = MEMORY_FILES if MEMORY_FILES.is_dir() else None
-    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "cores": os.cpu_count()}
+    results: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "repeat": arguments.repeat,
+        "states": [],
+    }
     with tempfile.TemporaryDirectory(dir=place) as name:
         folder = Path(name)
+        warm_up(folder, max(arguments.gb, default=1))
         results["ceilings"] = ceilings(folder)
         print({k: round(v, 1) for k, v in results["ceilings"].items()})
-        for what, make in (
-            ("training state", lambda: training_state(arguments.gb)),
-            ("3,000 small tensors", small_state),
-        ):
+        for what, make in states:
             state = make()
             nbytes = sum(t.nbytes for t in state.values())
             print(f"{what}: {len(state)} tensors, {nbytes / 1e9:.2f} GB")
-            rows = results[what] = {}
-            for tool, functions in tools().items():
-                try:
-                    rows[tool] = row = measure(state, functions, folder, arguments.repeat)
-                except Exception as error:
-                    if tool.startswith("s4weights"):
-                        raise
-                    # A peer that does not run here must not take the others with it.
-                    print(f"  {tool:28}{error!r}")
-                    continue
-                print(
-                    f"  {tool:28} ratio {row['ratio']:.3f}  "
-                    f"save {row['save_gb_s']:7.2f} GB/s {row['save_s'] * 1e3:8.1f} ms  "
-                    f"load {row['load_gb_s']:7.2f} GB/s {row['load_s'] * 1e3:8.1f} ms",
-                    flush=True,
-                )
+            found = rows(state, folder, arguments.repeat)
+            results["states"].append(
+                {"name": what, "tensors": len(state), "bytes": nbytes, "tools": found}
+            )
             del state
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for suffix, text in (
+        ("json", json.dumps(results, indent=1) + "\n"),
+        ("md", report.markdown(results)),
+        ("svg", report.picture(results)),
+    ):
+        (arguments.out / f"gpu_paths.{suffix}").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

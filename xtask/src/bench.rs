@@ -33,7 +33,8 @@ pub(crate) struct Args {
     /// Measure one part only
     #[arg(long, value_enum)]
     only: Option<Part>,
-    /// Measure the CUDA engine, and nothing else; fails where there is no device
+    /// Measure the CUDA engine, and saves and loads of GPU tensors if PyTorch has a device, and nothing
+    /// else; fails where there is no device
     #[arg(long, conflicts_with_all = ["only", "readme"])]
     gpu: bool,
 }
@@ -65,13 +66,39 @@ pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
     Ok(format!("results are in {RESULTS}"))
 }
 
-/// The CUDA engine, and nvCOMP where its library is found: one program, one run.
+/// Succeeds where PyTorch sees a CUDA device.
+const CUDA_PROBE: &str = "import sys, torch; sys.exit(not torch.cuda.is_available())";
+
+/// The CUDA engine, and nvCOMP where its library is found: one program, one run. Then whole paths
+/// from Python, where its PyTorch sees the device.
 fn gpu(root: &Path, data: &Path) -> Result<String> {
     let mut bench = proc::cargo(root);
     bench.args(["run", "--release", "--locked", "-p", "s4-benches", "--bin", "gpu", "--"]);
     bench.arg("--data").arg(data).args(["--out", RESULTS]);
     proc::run(&mut bench)?;
-    Ok(format!("results are in {RESULTS}/gpu.{{json,md,svg}}"))
+    let paths = match gpu_paths(root)? {
+        None => format!("and {RESULTS}/gpu_paths.{{json,md,svg}}"),
+        Some(why) => format!("benches/gpu_paths.py was not run: {why}"),
+    };
+    Ok(format!("results are in {RESULTS}/gpu.{{json,md,svg}}; {paths}"))
+}
+
+/// Saves and loads of GPU tensors against those of torch and others; says why if they are not
+/// measured.
+fn gpu_paths(root: &Path) -> Result<Option<String>> {
+    let venv = match Venv::main(root) {
+        Ok(venv) => venv,
+        Err(e) => return Ok(Some(e.to_string())),
+    };
+    let mut probe = proc::command(root, venv.python());
+    if proc::output(probe.args(["-c", CUDA_PROBE])).is_err() {
+        return Ok(Some("the PyTorch of .venv sees no CUDA device".into()));
+    }
+    venv.install_wheel()?;
+    let mut bench = proc::command(root, venv.python());
+    bench.args(["benches/gpu_paths.py", "--out", RESULTS]);
+    proc::run(&mut bench)?;
+    Ok(None)
 }
 
 /// Replaces what stands between the marks of README.md by the newest summary.

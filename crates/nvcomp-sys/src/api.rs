@@ -30,7 +30,12 @@ pub struct Alignments {
     pub scratch: usize,
 }
 
-const _: () = assert!(size_of::<Alignments>() == 3 * size_of::<usize>());
+const _: () = {
+    use std::mem::offset_of;
+    assert!(size_of::<Alignments>() == 3 * size_of::<usize>());
+    assert!(offset_of!(Alignments, output) == size_of::<usize>());
+    assert!(offset_of!(Alignments, scratch) == 2 * size_of::<usize>());
+};
 
 /// Size of a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

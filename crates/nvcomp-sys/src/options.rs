@@ -208,4 +208,9 @@ impl CascadedCommon {
     }
 }
 
-const _: () = assert!(size_of::<CascadedCommon>() == 24);
+const _: () = {
+    use std::mem::offset_of;
+    assert!(size_of::<CascadedCommon>() == 24);
+    assert!(offset_of!(CascadedCommon, mode) == 4 && offset_of!(CascadedCommon, terminal) == 8);
+    assert!(offset_of!(CascadedCommon, coarse_stages) == 16);
+};

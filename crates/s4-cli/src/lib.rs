@@ -58,6 +58,8 @@ enum Command {
         /// File to write; by default the input with the ending .safetensors
         output: Option<String>,
         #[command(flatten)]
+        trust: Trust,
+        #[command(flatten)]
         common: Common,
     },
     /// Tell what is in a file, without decoding values
@@ -79,6 +81,8 @@ enum Command {
         #[arg(long)]
         json: bool,
         #[command(flatten)]
+        trust: Trust,
+        #[command(flatten)]
         common: Common,
     },
     /// Keep, list, restore and check many checkpoints in a folder or a bucket
@@ -93,9 +97,8 @@ enum Command {
         /// How much is tried to make it smaller: fast, balanced or small
         #[arg(long, default_value = "balanced")]
         preset: Preset,
-        /// The input comes from a program that you trust: decode a vendor's closed codecs, on a GPU
-        #[arg(long)]
-        trusted: bool,
+        #[command(flatten)]
+        trust: Trust,
         #[command(flatten)]
         common: Common,
     },
@@ -125,6 +128,13 @@ struct Common {
     quiet: bool,
 }
 
+#[derive(Args)]
+struct Trust {
+    /// The input comes from a program that you trust: decode a vendor's closed codecs, on a GPU
+    #[arg(long)]
+    trusted: bool,
+}
+
 impl Common {
     fn write(&self, preset: Preset, bar: &progress::Bar) -> WriteOptions {
         WriteOptions {
@@ -136,11 +146,12 @@ impl Common {
         }
     }
 
-    fn read(&self, bar: &progress::Bar) -> ReadOptions {
+    fn read(&self, trust: &Trust, bar: &progress::Bar) -> ReadOptions {
         ReadOptions {
             threads: self.threads,
             simd: self.simd,
             progress: bar.callback(),
+            trusted: trust.trusted,
             ..ReadOptions::default()
         }
     }
@@ -181,10 +192,10 @@ fn execute(command: Command) -> Result<()> {
                 report.seconds
             ))
         }
-        Command::Decompress { input, output, common } => {
+        Command::Decompress { input, output, trust, common } => {
             let output = output.unwrap_or_else(|| convert::with_ending(&input, "safetensors"));
             let bar = progress::Bar::new(common.quiet);
-            let tensors = convert::decompress(&input, &output, common.read(&bar), &bar)?;
+            let tensors = convert::decompress(&input, &output, common.read(&trust, &bar), &bar)?;
             drop(bar);
             say(&format!("{output}: {tensors} tensors"))
         }
@@ -194,9 +205,9 @@ fn execute(command: Command) -> Result<()> {
             let report = reader.inspect(bits)?;
             say(&if json { to_json(&report)? } else { inspect::table(&report) })
         }
-        Command::Verify { input, json, common } => {
+        Command::Verify { input, json, trust, common } => {
             let bar = progress::Bar::new(common.quiet);
-            let reader = Reader::open(Source::from(input.as_str()), common.read(&bar))?;
+            let reader = Reader::open(Source::from(input.as_str()), common.read(&trust, &bar))?;
             bar.expect(reader.tensors().map(|t| t.bytes).sum());
             let report = reader.verify()?;
             drop(bar);
@@ -210,9 +221,9 @@ fn execute(command: Command) -> Result<()> {
             })
         }
         Command::Store(verb) => store::execute(verb),
-        Command::Transcode { input, output, preset, trusted, common } => {
+        Command::Transcode { input, output, preset, trust, common } => {
             let bar = progress::Bar::new(common.quiet);
-            let read = ReadOptions { trusted, progress: None, ..common.read(&bar) };
+            let read = ReadOptions { progress: None, ..common.read(&trust, &bar) };
             let write = common.write(preset, &bar);
             let report = transcode::run(&input, &output, read, write, &bar)?;
             drop(bar);

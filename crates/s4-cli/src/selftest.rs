@@ -1,6 +1,7 @@
 //! Proves that every dtype comes back bit by bit, on this machine.
 
 mod gpu;
+mod library;
 
 use std::sync::{Arc, Mutex};
 

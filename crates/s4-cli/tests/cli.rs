@@ -204,3 +204,76 @@ fn files_that_need_a_closed_codec_can_be_looked_at() {
     // No chunk of it is closed in truth, and what is open is read anywhere.
     assert!(s4w(&["verify", packed]).status.success());
 }
+
+/// The file with the first stream of its first chunk said to be of nvCOMP's ANS, every hash and checksum
+/// mended: what a stranger's file may look like.
+#[expect(clippy::unwrap_used, reason = "what tests share")]
+fn of_closed_codec(mut file: Vec<u8>) -> Vec<u8> {
+    use s4weights::format::{ChunkRecord, CodecId, Digest, StreamEntry, crc32c, layout};
+    use s4weights::format::{file::Footer, index, manifest::ClosedCodec};
+    let footer = Footer::parse(&file, file.len() as u64).unwrap();
+    let (start, end) = (footer.offset as usize, (footer.offset + footer.len) as usize);
+    let manifest = s4weights::Manifest::parse(&file[start..end], footer.offset).unwrap();
+    let section = manifest.tensors.section;
+    let table = section.offset as usize..(section.offset + section.bytes) as usize;
+    let plans = manifest.plans.len();
+    let mut tensors = index::parse_table(&file[table.clone()], footer.offset, plans).unwrap();
+    let t =
+        tensors.iter_mut().find(|t| matches!(t.kind, index::TensorKind::Chunks { .. })).unwrap();
+    let (width, plan) = (t.dtype.value_width(), usize::from(t.plan));
+    let values = t.values().unwrap();
+    let index::TensorKind::Chunks { block, chunk_log2, .. } = &mut t.kind else { panic!() };
+    let place = block.offset as usize..block.offset as usize + block.len as usize;
+    let chunks = index::chunk_count(values, *chunk_log2);
+    let (side, records) = index::split_block(&file[place.clone()], block, chunks).unwrap();
+    let (side, mut records) = (side.to_vec(), ChunkRecord::parse_table(records).unwrap());
+    let first = &mut records[0];
+    assert!(!first.plain);
+    let frame = first.offset as usize..first.offset as usize + first.len as usize;
+    file[frame.start] = CodecId::NVCOMP_ANS.0;
+    file[frame.start + 1] = 0;
+    let planes = layout::Planes::new(manifest.plans[plan].layout, width, 1).unwrap().sizes().len();
+    first.crc_encoded = StreamEntry::parse_chunk(&file[frame], planes).unwrap().crc();
+    let mut bytes = side;
+    records.iter().for_each(|r| r.write(&mut bytes));
+    block.crc = crc32c(&bytes);
+    file[place].copy_from_slice(&bytes);
+    let bytes = index::write_table(&tensors).unwrap();
+    file[table].copy_from_slice(&bytes);
+    let chunks = Digest::of(&file[..manifest.objects[0].bytes as usize]);
+    with_manifest(&file, |m| {
+        m.tensors.section.blake3 = Digest::of(&bytes);
+        m.objects[0].blake3 = chunks;
+        m.closed_codecs = vec![ClosedCodec { codec: CodecId::NVCOMP_ANS, library_major: 6 }];
+    })
+}
+
+#[test]
+fn closed_codecs_are_decoded_only_when_the_user_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    let (packed, back) = (path("a.s4w"), path("b.safetensors"));
+    assert!(s4w(&["compress", samples()[0].to_str().unwrap(), &packed]).status.success());
+    let closed = of_closed_codec(std::fs::read(&packed).unwrap());
+    std::fs::write(&packed, closed).unwrap();
+    let verbs = [vec!["verify", &packed], vec!["decompress", &packed, &back]];
+    for verb in verbs {
+        let out = s4w(&verb);
+        assert_eq!(out.status.code(), Some(4), "{}", text(&out));
+        for part in ["nvcomp-ans", "`--trusted`", "chunk 0", "s4w transcode"] {
+            assert!(text(&out).contains(part), "{part}: {}", text(&out));
+        }
+        // Trusted, it is up to the machine; these bytes no encoder wrote, so a GPU is not given them.
+        if !has_nvidia() {
+            let out = s4w(&[&verb[..], &["--trusted"]].concat());
+            assert_eq!(out.status.code(), Some(4), "{}", text(&out));
+            assert!(text(&out).contains("needs an NVIDIA GPU and nvCOMP 6"), "{}", text(&out));
+        }
+        assert!(!Path::new(&back).exists());
+    }
+}
+
+/// Whether there may be a GPU.
+fn has_nvidia() -> bool {
+    Path::new("/dev/nvidiactl").exists() || std::env::var_os("NVCOMP_LIBRARY").is_some()
+}

@@ -13,10 +13,11 @@
 //   1. s4_encode_fused_w2 (c, r)                           grid = chunks of the run, block = kFusedThreads2
 //      s4_encode_fused_w4 (c, r)                           grid = chunks of the run, block = kFusedThreads4
 //      s4_encode_composed (c, r)                           grid = chunks of the run, block = kComposedThreads
+//      s4_encode_residual (c, r)                           grid = chunks of the run, block = kComposedThreads
 //   2. s4_frame_offsets (results, count, total)            grid = 1, block = kOffsetsThreads
 //   3. s4_gather_fused_w2 (c, r, frames, capacity)         grid and block as in 1.
 //      s4_gather_fused_w4 (c, r, frames, capacity)
-//      s4_gather_composed (c, r, frames, capacity)
+//      s4_gather_composed (c, r, frames, capacity)         composed and residual
 //   4. s4_encode_crcs (chunks, results, frames, capacity)  grid = 2 x count, block = kCrcThreads
 //
 // Afterwards `results` holds one `EncodeResult` for each chunk, `*total` the bytes of `frames` in use, and
@@ -29,9 +30,8 @@
 //   fused w2, w4   layout `fields`, width 2 or 4, residual `id`, coding rANS P = 8 for plane 0 and raw for
 //                  all others, at most kFusedValues2 or kFusedValues4 values
 //   composed       any chunk, up to kMaxPlaneBytes of values (slower where the fused kernels will do)
-//                  With a residual, planes of at most 8192 symbols become the CPU's bytes. Larger ones become
-//                  sound streams that every decoder reads, but from sampled counts and in segments of 2^14,
-//                  where the CPU's engine counts all differences and may write longer segments.
+//   residual       the same with residual `xor` or `sub`. Their planes are coded as the CPU's engine codes
+//                  differences: all symbols are counted, and long planes have longer segments.
 //   neither        codecs and layouts that are not listed here (zstd, token, rank1): the CPU's
 //
 // DECODE a batch, sorted by kind alike:
@@ -41,6 +41,8 @@
 //      s4_decode_fused_w4 (c, s)                           grid = chunks of the run, block = kFusedThreads4
 //      s4_decode_composed (c, s)                           grid = chunks of the run, block = kComposedThreads
 //   3. s4_check_values (chunks, status)                    grid = count, block = kCrcThreads
+//
+// The parent of a chunk may be its `values` themselves, which are replaced then.
 //
 // 1. sets every `status[i]`; a host that has checked the frames itself clears the array instead. A chunk
 // whose status is not `kOk` is skipped by what follows. The host finds the streams of a frame
@@ -109,7 +111,7 @@ constexpr u32 kMaxDecodeBytes = 2048u << 10;  // n * width of a chunk, decode
 struct SharedTable {
   u16 precision;  // 0, 8 or 12
   u16 count;      // symbols
-  u16 escape;     // frequency of the escape; an encoder uses no table where this or `count` is 0
+  u16 escape;     // frequency of the escape; an encoder uses no table that lacks one and a symbol
   u16 reserved;
   u8 symbol[256];
   u16 freq[256];
@@ -121,7 +123,7 @@ constexpr u32 kKeepPlanes = 1;  // EncodeChunk::flags, fused: raw planes go thro
 // A chunk to encode, 8-byte aligned.
 struct EncodeChunk {
   const u8* values;           // n * width bytes, at any address; fast if 16-byte aligned
-  const u8* parent;           // as many bytes to predict from; null with residual `id`
+  const u8* parent;           // as many bytes to predict from, at any address; null with residual `id`
   const SharedTable* tables;  // one for each plane, or null; 8-byte aligned
   u8* scratch;                // 16-byte aligned; sizes below; not shared with another chunk of the batch
   u32 n;                      // values, at least 1
@@ -219,6 +221,11 @@ constexpr u64 kSegmentScratch = 49664;
 
 S4_ANYWHERE constexpr u64 composed_encode_scratch(u64 n, u64 width) {
   return 2 * planes_bytes(n, width) + (n * width + 16383) / 16384 * kSegmentScratch;
+}
+
+// As that: a segment may be twice as long.
+S4_ANYWHERE constexpr u64 residual_encode_scratch(u64 n, u64 width) {
+  return 2 * planes_bytes(n, width) + (n * width + 32767) / 32768 * (2 * kSegmentScratch);
 }
 
 // `frame_len` as in the descriptor.

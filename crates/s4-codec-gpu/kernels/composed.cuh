@@ -1,4 +1,4 @@
-// Chunks of every layout, width and coding: split into planes in scratch memory, code each, put the frame
+// Chunks of every layout, width and coding, but for encoding differences (residual.cuh): split into planes in scratch memory, code each, put the frame
 // together; and back. One thread block a chunk.
 #pragma once
 
@@ -68,12 +68,13 @@ __device__ __forceinline__ void encode_planes(const EncodeChunk& c, u32 planes, 
 __device__ __forceinline__ void encode_composed(const EncodeChunk& c, EncodeResult& result) {
   __shared__ ComposedShared shared;
   const u32 planes = planes_of(c.layout, c.width);
-  const bool good = fits(c, planes), codes = good && may_shrink(c, planes, shared.plane);
+  const bool good = fits(c, planes) && c.residual == kId;
+  const bool codes = good && may_shrink(c, planes, shared.plane);
   if (codes) {
     if (threadIdx.x < planes)
       shared.planes.at[threadIdx.x] = c.scratch + plane_at(c.layout, c.width, c.n, threadIdx.x);
     __syncthreads();
-    split_chunk(c.layout, c.width, ValueSpan{c.values, c.parent, c.n, c.residual}, shared.planes);
+    split_chunk(c.layout, c.width, ValueSpan{c.values, nullptr, c.n, kId}, shared.planes);
     __syncthreads();
     encode_planes(c, planes, shared);
   }
@@ -152,8 +153,10 @@ __device__ __forceinline__ Status decode_stream(const DecodeChunk& c, u32 i, Dec
     copy_padded(from, s.joined, e.len);
     __syncthreads();
     copy_bytes(s.carries[1 - i % 2], s.joined + e.len, tail);
-    __syncthreads();
     stream = StreamBytes{s.joined, e.len + tail};
+    const u32 behind = stream.len + threadIdx.x;  // what is read of it is whole vectors
+    if (behind < round_up(stream.len, 16)) s.joined[behind] = 0;
+    __syncthreads();
   }
   s.planes.at[i] = s.buffers + plane_at(c.layout, c.width, c.n, i);
   tail = 0;

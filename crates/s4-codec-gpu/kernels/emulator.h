@@ -242,13 +242,27 @@ T __ldcs(const T* p) {
   return *p;
 }
 template <class T>
+T __ldg(const T* p) {
+  return *p;
+}
+template <class T>
 void __stcs(T* p, T v) {
+  *p = v;
+}
+template <class T>
+void __stwb(T* p, T v) {
   *p = v;
 }
 template <class T>
 T atomicAdd(T* p, T v) {
   const T old = *p;
   *p += v;
+  return old;
+}
+template <class T>
+T atomicOr(T* p, T v) {
+  const T old = *p;
+  *p |= v;
   return old;
 }
 using std::max;

@@ -1,12 +1,11 @@
 // The common case without a detour: layout `fields` of 2- and 4-byte values, plane E coded by rANS with
-// P = 8, the others as they are. Values are split while they are coded and merged while they are decoded; the
-// gather splits the raw planes off again, which costs no more than storing and copying them.
+// P = 8, the others as they are. Values are split while they are coded (and merged while they are decoded:
+// fused_decode.cuh); the gather splits the raw planes off again, which costs no more than storing and copying them.
 //
 // The stream of plane E carries the last `carried_bytes(n)` bytes of plane A, so that plane A is stored
 // without them; but for a constant plane A, and where plane E is not stored as a stream.
 #pragma once
 
-#include "rans_decode.cuh"
 #include "rans_encode.cuh"
 
 namespace s4 {
@@ -15,9 +14,6 @@ static_assert(kThreads<2> == kFusedThreads2 && kThreads<4> == kFusedThreads4, "a
 static_assert(kMaxChunk<2> == kFusedValues2 && kMaxChunk<4> == kFusedValues4, "as abi.h says");
 
 // ---- encode ----
-
-template <int kWidth>
-constexpr u32 kFieldPlanes = kWidth == 2 ? 2 : 3;
 
 template <int kWidth>
 struct EncodeShared {
@@ -259,90 +255,6 @@ __device__ __forceinline__ void gather_fused(const EncodeChunk& c, EncodeResult&
   const PlaneTargets targets{raw[0], raw[1], raw[2], result.stream[1].len};
   if (c.flags & kKeepPlanes && result.stream[0].codec == kRans) copy_kept_planes<kWidth>(c, targets);
   else store_raw_planes<kWidth>(c.values, c.n, targets);
-}
-
-// ---- decode ----
-
-constexpr u32 kFusedSegments = kFusedDecodeValues >> 12;
-
-template <int kWidth>
-struct DecodeShared {
-  AlignedTable<u32, kTotal> entries;
-  FusedStreams chunk;
-  Header<kFusedSegments> header;
-  u16 carry[kFusedSegments * kLanes];
-  __align__(16) u16 rings[kWarps<kWidth>][WordSource::kBytes / 2];
-};
-
-// Decodes every `kWarps`-th segment of a chunk; false if one is not sound. One warp.
-template <int kWidth>
-__device__ __forceinline__ bool decode_segments(DecodeShared<kWidth>& shared) {
-  const FusedStreams& chunk = shared.chunk;
-  const auto& h = shared.header;
-  const Shared entries = shared_address(shared.entries.get());
-  const u32 warp = uniform_warp_id();
-  for (u32 i = warp; i < h.segments; i += kWarps<kWidth>) {
-    const u32 at = h.segment_at[i], first = i << h.segment_log2;
-    u32 x = *reinterpret_cast<const u32*>(chunk.stream + at + 4 * lane_id());
-    WordSource words(shared.rings[warp], chunk.stream, at + kStatesBytes, h.words[i]);
-    const u32 end = min(chunk.n - first, 1u << h.segment_log2) + first;
-    const bool sound = decode_segment<kWidth>(chunk, first, end, x, entries, words);
-    if (!__all_sync(kAllLanes, sound && x - kLow < (h.carried > 0 ? kLow : 1))) return false;
-    shared.carry[i * kLanes + lane_id()] = static_cast<u16>(x);
-  }
-  return true;
-}
-
-// Gives the last values their bytes A, once they have all other bits. All threads.
-template <int kWidth>
-__device__ __forceinline__ void restore_carried(const DecodeShared<kWidth>& shared) {
-  const FusedStreams& chunk = shared.chunk;
-  const u32 carried = shared.header.carried;
-  for (u32 i = threadIdx.x; 2 * i < carried; i += kThreads<kWidth>) {
-    const u32 pair = shared.carry[i];
-    u8* p = chunk.values + static_cast<u64>(chunk.n - carried + 2 * i) * kWidth;
-    replace_a<kWidth>(p, pair & 0xff);
-    replace_a<kWidth>(p + kWidth, pair >> 8);
-  }
-}
-
-template <int kWidth>
-__device__ __forceinline__ Status fused_streams(const DecodeChunk& c, FusedStreams& out) {
-  const bool right = !c.plain && c.layout == kFields && c.width == kWidth && c.residual == kId && c.n > 0 &&
-                     c.n <= kFusedDecodeValues && c.planes == kFieldPlanes<kWidth>;
-  if (!right || c.streams[0].codec != kRans || c.streams[0].param != 8) return kUnsupported;
-  for (u32 i = 1; i < kFieldPlanes<kWidth>; i++)
-    if (c.streams[i].codec != kRaw || c.streams[i].param != 0) return kUnsupported;
-  if (c.streams[1].len > c.n || (kWidth == 4 && c.streams[2].len != 2 * c.n)) return kCorrupt;
-  // The planes are only read.
-  u8* frame = const_cast<u8*>(c.frame);
-  out = FusedStreams{frame + c.streams[0].offset,
-                     {frame + c.streams[1].offset, kWidth == 4 ? frame + c.streams[2].offset : nullptr},
-                     c.values,
-                     c.streams[0].len,
-                     c.n,
-                     c.streams[1].len};
-  return kOk;
-}
-
-template <int kWidth>
-__device__ __forceinline__ void decode_fused(const DecodeChunk& c, u32& status) {
-  __shared__ DecodeShared<kWidth> shared;
-  if (status != kOk) return;
-  FusedStreams chunk{};
-  u32 result = fused_streams<kWidth>(c, chunk);
-  if (threadIdx.x == 0) shared.chunk = chunk;
-  __syncthreads();  // all have read the status
-  if (result == kOk)
-    result = read_header<8>(chunk.stream, chunk.stream_len, chunk.n, c.tables, shared.header,
-                            shared.entries.get());
-  if (result == kOk && chunk.a_len + shared.header.carried != chunk.n) result = kCorrupt;
-  if (result == kOk) {
-    const bool sound = decode_segments<kWidth>(shared);
-    result = __syncthreads_or(!sound) ? kCorrupt : kOk;
-    if (result == kOk) restore_carried<kWidth>(shared);
-  }
-  if (threadIdx.x == 0) status = result;
 }
 
 }  // namespace s4

@@ -126,10 +126,12 @@ __device__ __forceinline__ void choose_symbols(const u32* counts, bool all, u32 
   for (int k = 0; k < 8; k++) sum += count[k] = counts[first + k];
   const u32 n = warp_sum(sum);
 
+  // count * total * 5 >= n, which of 2^19 symbols would not fit.
+  const u32 least = (n + total * 5 - 1) / (total * 5);
   u32 dropped = 0, mine = 0;
 #pragma unroll
   for (int k = 0; k < 8; k++) {
-    const bool keep = count[k] > 0 && count[k] * (total * 5) >= n;
+    const bool keep = count[k] > 0 && count[k] >= least;
     dropped += keep ? 0 : count[k];
     mine += keep;
     if (!keep) count[k] = 0;
@@ -162,7 +164,7 @@ __device__ __forceinline__ void choose_symbols(const u32* counts, bool all, u32 
   __syncwarp();
 }
 
-// What decides where a frequency is changed: a count in relation to it. Counts are at most 2^16.
+// What decides where a frequency is changed: a count in relation to it. Counts are at most 2^19.
 __device__ __forceinline__ u32 weight(u32 count, u32 divisor) { return count * 4096 / divisor; }
 
 // The smallest of `weights` over a warp, of equal ones the smallest index.
@@ -180,7 +182,9 @@ __device__ __forceinline__ void choose_frequencies(Model& model, u32 slots) {
   const u32 m = warp_sum(sum);
   sum = 0;
   for (u32 i = lane_id(); i < kept; i += kLanes) {
-    const u32 freq = max(1u, (2 * model.listed_count[i] * total + m) / (2 * m));
+    // The nearest integer to count * total / m: of 2^19 symbols twice that would not fit.
+    const u32 product = model.listed_count[i] * total, whole = product / m;
+    const u32 freq = max(1u, whole + (2 * (product - whole * m) >= m));
     model.listed_freq[i] = static_cast<u16>(freq);
     sum += freq;
   }
@@ -275,7 +279,8 @@ __device__ __forceinline__ u32 table_cost(const u32* counts, const u8* symbols, 
 // Whether a stream of `n` symbols is cheaper with the tensor's table than with one of its own. One warp.
 __device__ __forceinline__ bool shared_is_cheaper(const u32* counts, const Model& own, const SharedTable& table,
                                                   u32 n, u32 slots) {
-  if (slots != 1u << table.precision || table.escape == 0 || table.count == 0 || table.count > 256) return false;
+  if (slots != 1u << table.precision || table.count == 0 || table.count > 256) return false;
+  if (table.escape == 0 && table.count < 256) return false;  // it could not code every symbol
   u32 counted = 0;
   for (u32 s = lane_id(); s < 256; s += kLanes) counted += counts[s];
   counted = warp_sum(counted);

@@ -14,7 +14,7 @@ struct PlaneDecodeShared {
   u32 entries[1 << 12];             // P = 12
   AlignedTable<u32, kTotal> pairs;  // P = 8
   Header<kMostSegments> header;
-  __align__(16) u16 rings[kDecodeWarps][WordSource::kBytes / 2];
+  __align__(16) u16 words[kDecodeWarps][WordSource::kBytes / 2];
 };
 
 // A stream, whole: 16-byte aligned.
@@ -33,6 +33,7 @@ __device__ __forceinline__ void pop_plane_block(u32& x, WordSource& words, Share
   symbols[0] = symbols[1] = 0;
 #pragma unroll
   for (int k = 0; k < 8; k++) {
+    if (k % 4 == 0) words.prepare();
     const u32 slot = x & 0xfff, entry = load_shared(entries + 4 * slot);
     x = ((entry >> 20) + 1) * (x >> 12) + (entry & 0xfff);
     symbols[k / 4] |= (entry >> 12 & 0xff) << (8 * (k % 4));
@@ -52,7 +53,6 @@ __device__ __forceinline__ bool decode_plane_segment(u8* plane, u32 first, u32 e
 #pragma unroll 1
   for (u32 at = first; at < end; at += kBlock) {
     u32 symbols[2];
-    words.prepare();
     pop_plane_block<kBits>(x, words, entries, escape, symbols);
     const u32 left = values_left(at + mine, end);
     u8* to = plane + at + mine;
@@ -73,14 +73,14 @@ __device__ __forceinline__ bool decode_plane_segments(const StreamBytes& stream,
   const auto& h = shared.header;
   const Shared entries = shared_address(kBits == 8 ? shared.pairs.get() : shared.entries);
 #pragma unroll 1
-  for (u32 i = uniform_warp_id(); i < h.segments; i += kDecodeWarps) {
-    const u32 at = h.segment_at[i], first = i << h.segment_log2;
+  for (u32 i = uniform_warp_id(); i < h.fixed.segments; i += kDecodeWarps) {
+    const u32 at = h.segment_at[i], first = i << h.fixed.segment_log2;
     u32 x = *reinterpret_cast<const u32*>(stream.at + at + 4 * lane_id());
-    WordSource words(shared.rings[warp_id()], stream.at, at + kStatesBytes, h.words[i]);
-    const u32 end = min(size - first, 1u << h.segment_log2) + first;
-    const bool sound = decode_plane_segment<kBits>(plane, first, end, x, entries, h.escape, words);
-    if (!__all_sync(kAllLanes, sound && x - kLow < (h.carried > 0 ? kLow : 1))) return false;
-    if (h.carried > 0) *reinterpret_cast<u16*>(carry + i * kCarryBytes + 2 * lane_id()) = static_cast<u16>(x);
+    WordSource words(shared.words[warp_id()], stream.at, at + kStatesBytes, h.words[i]);
+    const u32 end = min(size - first, 1u << h.fixed.segment_log2) + first;
+    const bool sound = decode_plane_segment<kBits>(plane, first, end, x, entries, h.fixed.escape, words);
+    if (!__all_sync(kAllLanes, sound && x - kLow < (h.fixed.carried > 0 ? kLow : 1))) return false;
+    if (h.fixed.carried > 0) *reinterpret_cast<u16*>(carry + i * kCarryBytes + 2 * lane_id()) = static_cast<u16>(x);
     __syncwarp();
   }
   return true;
@@ -101,7 +101,7 @@ __device__ __forceinline__ Status decode_rans(const StreamBytes& stream, const P
   u32* const entries = kBits == 8 ? shared.pairs.get() : shared.entries;
   const Status status = read_header<kBits>(stream.at, stream.len, to.size, to.table, shared.header, entries);
   if (status != kOk) return status;
-  carried = shared.header.carried;
+  carried = shared.header.fixed.carried;
   const bool sound = decode_plane_segments<kBits>(stream, to.plane, to.size, to.carry, shared);
   return __syncthreads_or(!sound) ? kCorrupt : kOk;
 }

@@ -36,12 +36,21 @@ struct Values {
   uint4 v[kWidth / 2];
 };
 
+// The bits of `a` where `mask` has zeros, those of `b` where it has ones: one instruction, which the compiler
+// does not find for a constant mask.
+__device__ __forceinline__ u32 blend(u32 a, u32 b, u32 mask) {
+#ifdef __CUDA_ARCH__
+  u32 v;
+  asm("lop3.b32 %0, %1, %2, %3, 0xd8;" : "=r"(v) : "r"(a), "r"(b), "r"(mask));
+  return v;
+#else
+  return (a & ~mask) | (b & mask);
+#endif
+}
+
 // Swaps the lowest bits of neighbouring bytes. Rotating a pair of 16-bit values as one 32-bit word
 // leaves each sign with the other value; this brings them home, four values at a time.
-__device__ __forceinline__ u32 swap_signs(u32 a) {
-  const u32 swapped = __byte_perm(a, 0, 0x2301);
-  return (a & 0xfefefefeu) | (swapped & 0x01010101u);
-}
+__device__ __forceinline__ u32 swap_signs(u32 a) { return blend(a, __byte_perm(a, 0, 0x2301), 0x01010101u); }
 
 __device__ __forceinline__ u32 rotate_left1(u32 v) { return __funnelshift_l(v, v, 1); }
 __device__ __forceinline__ u32 rotate_right1(u32 v) { return __funnelshift_r(v, v, 1); }
@@ -165,13 +174,6 @@ __device__ __forceinline__ Values<kWidth> load_values_slow(const u8* values, u32
 }
 
 template <int kWidth>
-__device__ __forceinline__ void store_values(u8* values, u32 at, const Values<kWidth>& in) {
-  uint4* p = reinterpret_cast<uint4*>(values + static_cast<u64>(at) * kWidth);
-#pragma unroll
-  for (int i = 0; i < kWidth / 2; i++) __stcs(p + i, in.v[i]);
-}
-
-template <int kWidth>
 __device__ __forceinline__ void store_values_slow(u8* values, u32 at, const Values<kWidth>& in,
                                                   u32 count) {
   u32 w[2 * kWidth];
@@ -222,19 +224,7 @@ __device__ __forceinline__ void store_raw_slow(const RawPlanes& to, u32 at, cons
   store_bytes<16>(to.b + 2 * static_cast<u64>(at), o.b, 2 * count);
 }
 
-__device__ __forceinline__ void load_a(const RawPlanes& from, u32 at, u32* a) {
-  const uint2 v = __ldcs(reinterpret_cast<const uint2*>(from.a + at));
-  a[0] = v.x, a[1] = v.y;
-}
-
-__device__ __forceinline__ void load_b(const RawPlanes&, u32, Octet<2>&) {}
-
-__device__ __forceinline__ void load_b(const RawPlanes& from, u32 at, Octet<4>& o) {
-  const uint4 b = __ldcs(reinterpret_cast<const uint4*>(from.b + 2 * static_cast<u64>(at)));
-  o.b[0] = b.x, o.b[1] = b.y, o.b[2] = b.z, o.b[3] = b.w;
-}
-
-// As these two, for `count_a` and `count` of eight values.
+// Loads the planes' bytes of eight values from `at` on, `count_a` of plane A and `count` of plane B.
 __device__ __forceinline__ void load_raw_slow(const RawPlanes& from, u32 at, Octet<2>& o, u32 count_a, u32) {
   load_bytes<8>(from.a + at, o.a, count_a);
 }

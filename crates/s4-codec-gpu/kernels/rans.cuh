@@ -1,6 +1,6 @@
-// Constants of the `rans` bitstream (docs/codecs/rans.md). Tables are made in model.cuh; P = 8 is coded
-// from and into values in rans_encode.cuh and rans_decode.cuh, and both precisions from and into planes in
-// plane_encode.cuh and plane_decode.cuh.
+// Constants of the `rans` bitstream (docs/codecs/rans.md). Tables are made in model.cuh; P = 8 is coded from
+// values in rans_encode.cuh and into values in fused_decode.cuh, both precisions from and into planes in
+// plane_encode.cuh and plane_decode.cuh; rans_decode.cuh is what the decoders share.
 //
 // One thread block codes one chunk; a warp codes one segment, a lane one state. No function needs more
 // than sm_75.
@@ -31,6 +31,9 @@ template <int kWidth>
 constexpr u32 kThreads = kWarps<kWidth> * kLanes;
 template <int kWidth>
 constexpr u32 kMaxChunk = kWarps<kWidth> * kSegment;
+
+template <int kWidth>
+constexpr u32 kFieldPlanes = kWidth == 2 ? 2 : 3;
 
 __device__ __forceinline__ u32 segments_of(u32 n) { return (n + kSegment - 1) / kSegment; }
 

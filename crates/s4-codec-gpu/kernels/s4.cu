@@ -5,9 +5,12 @@
 // registers than they leave mean spills, fewer blocks too little to do while loads are under way.
 
 #include "abi.h"
+#include "blocks.cuh"
 #include "composed.cuh"
 #include "crc32c.cuh"
 #include "fused.cuh"
+#include "fused_decode.cuh"
+#include "residual.cuh"
 
 namespace s4 {
 
@@ -107,6 +110,11 @@ s4_encode_composed(const EncodeChunk* chunks, EncodeResult* results) {
   encode_composed(chunks[blockIdx.x], results[blockIdx.x]);
 }
 
+__global__ void __launch_bounds__(kComposedThreads)
+s4_encode_residual(const EncodeChunk* chunks, EncodeResult* results) {
+  encode_residual(chunks[blockIdx.x], results[blockIdx.x]);
+}
+
 __global__ void __launch_bounds__(kOffsetsThreads)
 s4_frame_offsets(EncodeResult* results, u32 count, u64* total) {
   place_frames(results, count, total);
@@ -132,6 +140,25 @@ s4_encode_crcs(const EncodeChunk* chunks, EncodeResult* results, const u8* frame
   encode_crcs(chunks, results, frames, capacity);
 }
 
+// ---- encode, with planes that a library codes (blocks.cuh) ----
+
+__global__ void __launch_bounds__(kComposedThreads) s4_split_planes(const EncodeChunk* chunks, EncodeResult* results) {
+  split_planes(chunks[blockIdx.x], results[blockIdx.x]);
+}
+
+__global__ void __launch_bounds__(kPlaceThreads)
+s4_place_streams(const EncodeChunk* chunks, EncodeResult* results, const CodedPlane* planes, u32 count) {
+  const u32 i = blockIdx.x * kPlaceThreads + threadIdx.x;
+  if (i < count) place_streams(chunks[i], results[i], planes + i * kMaxPlanes);
+}
+
+__global__ void __launch_bounds__(kComposedThreads)
+s4_gather_planes(const EncodeChunk* chunks, EncodeResult* results, const CodedPlane* planes, u8* frames,
+                 u64 capacity) {
+  const CodedPlane* coded = planes + blockIdx.x * kMaxPlanes;
+  gather_planes(chunks[blockIdx.x], results[blockIdx.x], coded, frames, capacity);
+}
+
 // ---- decode ----
 
 __global__ void __launch_bounds__(kCrcThreads) s4_check_frames(const DecodeChunk* chunks, u32* status) {
@@ -143,7 +170,7 @@ s4_decode_fused_w2(const DecodeChunk* chunks, u32* status) {
   decode_fused<2>(chunks[blockIdx.x], status[blockIdx.x]);
 }
 
-__global__ void __launch_bounds__(kFusedThreads4, 8)
+__global__ void __launch_bounds__(kFusedThreads4, 7)
 s4_decode_fused_w4(const DecodeChunk* chunks, u32* status) {
   decode_fused<4>(chunks[blockIdx.x], status[blockIdx.x]);
 }

@@ -13,6 +13,13 @@ constexpr u32 kAllLanes = 0xffffffffu;
 
 #ifdef __CUDA_ARCH__
 typedef u32 Shared;
+// Hides from the compiler how an address came about, so that it keeps it and does not compute it anew wherever it
+// is used.
+__device__ __forceinline__ void hide(Shared& at) { asm volatile("" : "+r"(at)); }
+template <class T>
+__device__ __forceinline__ void hide(T*& p) {
+  asm volatile("" : "+l"(p));
+}
 __device__ __forceinline__ Shared shared_address(const void* p) {
   return static_cast<u32>(__cvta_generic_to_shared(p));
 }
@@ -34,6 +41,9 @@ __device__ __forceinline__ uint4 load_shared4(Shared at) {
                : "memory");
   return v;
 }
+__device__ __forceinline__ void store_shared2(Shared at, const uint2& v) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" : : "r"(at), "r"(v.x), "r"(v.y) : "memory");
+}
 __device__ __forceinline__ void store_shared4(Shared at, const uint4& v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};"
                :
@@ -50,10 +60,13 @@ __device__ __forceinline__ void store_shared_u16(Shared at, u32 v) {
 }
 #else
 typedef u64 Shared;
+template <class T>
+void hide(T&) {}
 inline Shared shared_address(const void* p) { return reinterpret_cast<u64>(p); }
 inline u32 load_shared(Shared at) { return *reinterpret_cast<const u32*>(at); }
 inline uint2 load_shared2(Shared at) { return *reinterpret_cast<const uint2*>(at); }
 inline uint4 load_shared4(Shared at) { return *reinterpret_cast<const uint4*>(at); }
+inline void store_shared2(Shared at, const uint2& v) { *reinterpret_cast<uint2*>(at) = v; }
 inline void store_shared4(Shared at, const uint4& v) { *reinterpret_cast<uint4*>(at) = v; }
 inline u32 load_shared_u16(Shared at) { return *reinterpret_cast<const u16*>(at); }
 inline void store_shared_u16(Shared at, u32 v) { *reinterpret_cast<u16*>(at) = static_cast<u16>(v); }
@@ -74,23 +87,22 @@ struct AlignedTable {
 };
 
 // Every lane whose state is below 2^16 takes a word from `cursor` on, in the order of lanes; the
-// cursor moves behind the words taken. `below` has a bit for each lower lane. Full warp.
+// cursor moves behind the words taken. `below` has a bit for each lower lane. Full warp. (On the device all
+// lanes load: a word more may be read, and a register less is needed than for a load that may not happen.)
 __device__ __forceinline__ void take_words(u32& x, Shared& cursor, u32 below) {
 #ifdef __CUDA_ARCH__
   asm volatile(
       "{\n"
       " .reg .pred low;\n"
-      " .reg .u32 lanes, rank, count;\n"
-      " .reg .u16 word, half, rest;\n"
+      " .reg .u32 lanes, rank, count, word;\n"
       " setp.lt.u32 low, %0, 0x10000;\n"
       " vote.sync.ballot.b32 lanes, low, 0xffffffff;\n"
       " and.b32 rank, lanes, %2;\n"
       " popc.b32 rank, rank;\n"
       " popc.b32 count, lanes;\n"
       " mad.lo.u32 rank, rank, 2, %1;\n"
-      " @low ld.shared.u16 word, [rank];\n"
-      " mov.b32 {half, rest}, %0;\n"
-      " @low mov.b32 %0, {word, half};\n"
+      " ld.shared.u16 word, [rank];\n"
+      " @low mad.lo.u32 %0, %0, 0x10000, word;\n"
       " mad.lo.u32 %1, count, 2, %1;\n"
       "}"
       : "+r"(x), "+r"(cursor)

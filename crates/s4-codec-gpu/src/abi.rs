@@ -306,6 +306,8 @@ pub enum Route {
     Fused4,
     /// Everything else that the kernels do.
     Composed,
+    /// Encoding a difference from a parent. (Decoding one is [`Route::Composed`].)
+    Residual,
 }
 
 impl Route {
@@ -320,7 +322,7 @@ impl Route {
 }
 
 /// All planes of `n` values, each at a multiple of 16.
-const fn planes_bytes(n: u64, width: u64) -> u64 {
+pub(crate) const fn planes_bytes(n: u64, width: u64) -> u64 {
     (n * width + n / 8).next_multiple_of(16) + 16 * MAX_PLANES as u64
 }
 
@@ -332,6 +334,10 @@ pub const fn encode_scratch(route: Route, n: u64, width: u64) -> u64 {
         Route::Composed => {
             2 * planes_bytes(n, width) + (n * width).div_ceil(SEGMENT) * SEGMENT_SCRATCH
         }
+        // Segments may be twice as long.
+        Route::Residual => {
+            2 * planes_bytes(n, width) + (n * width).div_ceil(2 * SEGMENT) * 2 * SEGMENT_SCRATCH
+        }
     }
 }
 
@@ -339,7 +345,7 @@ pub const fn encode_scratch(route: Route, n: u64, width: u64) -> u64 {
 pub const fn decode_scratch(route: Route, n: u64, width: u64, frame_len: u64) -> u64 {
     match route {
         Route::Fused2 | Route::Fused4 => 0,
-        Route::Composed => {
+        Route::Composed | Route::Residual => {
             planes_bytes(n, width)
                 + frame_len.next_multiple_of(16)
                 + 3 * ((n * width / 64).next_multiple_of(16) + 64)

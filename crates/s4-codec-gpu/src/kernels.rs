@@ -17,14 +17,18 @@ pub(crate) struct Kernels {
     module: sys::CUmodule,
     encode_fused: [sys::CUfunction; 2],
     encode_composed: sys::CUfunction,
-    frame_offsets: sys::CUfunction,
+    encode_residual: sys::CUfunction,
+    pub(crate) split_planes: sys::CUfunction,
+    pub(crate) place_streams: sys::CUfunction,
+    pub(crate) gather_planes: sys::CUfunction,
+    pub(crate) frame_offsets: sys::CUfunction,
     gather_fused: [sys::CUfunction; 2],
     gather_composed: sys::CUfunction,
-    encode_crcs: sys::CUfunction,
-    check_frames: sys::CUfunction,
+    pub(crate) encode_crcs: sys::CUfunction,
+    pub(crate) check_frames: sys::CUfunction,
     decode_fused: [sys::CUfunction; 2],
     decode_composed: sys::CUfunction,
-    check_values: sys::CUfunction,
+    pub(crate) check_values: sys::CUfunction,
     copy_spans: sys::CUfunction,
     crc_spans: sys::CUfunction,
 }
@@ -58,6 +62,10 @@ impl Kernels {
             module,
             encode_fused: [get("s4_encode_fused_w2")?, get("s4_encode_fused_w4")?],
             encode_composed: get("s4_encode_composed")?,
+            encode_residual: get("s4_encode_residual")?,
+            split_planes: get("s4_split_planes")?,
+            place_streams: get("s4_place_streams")?,
+            gather_planes: get("s4_gather_planes")?,
             frame_offsets: get("s4_frame_offsets")?,
             gather_fused: [get("s4_gather_fused_w2")?, get("s4_gather_fused_w4")?],
             gather_composed: get("s4_gather_composed")?,
@@ -92,7 +100,7 @@ pub struct EncodeBatch {
     /// Bytes there: the sum of the chunks' bytes, each rounded up to 16, is always enough.
     pub capacity: u64,
     /// Chunks of each [`Route`], in the order of routes.
-    pub routes: [u32; 3],
+    pub routes: [u32; 4],
 }
 
 /// A batch of chunks to decode, in device memory.
@@ -102,11 +110,11 @@ pub struct DecodeBatch {
     pub chunks: u64,
     /// Address of a `u32` for each: its [`status`](crate::abi::status).
     pub status: u64,
-    /// Chunks of each [`Route`], in the order of routes.
+    /// Chunks of each [`Route`] up to [`Route::Composed`], in the order of routes.
     pub routes: [u32; 3],
 }
 
-const ROUTES: [Route; 3] = [Route::Fused2, Route::Fused4, Route::Composed];
+const ROUTES: [Route; 4] = [Route::Fused2, Route::Fused4, Route::Composed, Route::Residual];
 
 /// Bytes of a chunk's descriptor, and of what becomes of it.
 const ENCODE: (u64, u64) =
@@ -135,7 +143,8 @@ impl Stream {
             self.launch(k.frame_offsets, 1, threads::OFFSETS, &mut args)?;
             self.each_route(&batch.routes, ENCODE, |route, n, (c, r)| {
                 let (at, threads) = (route as usize, route_threads(route));
-                let f = [k.gather_fused[0], k.gather_fused[1], k.gather_composed][at];
+                let [w2, w4] = k.gather_fused;
+                let f = [w2, w4, k.gather_composed, k.gather_composed][at];
                 let (c, r) = (batch.chunks + c, batch.results + r);
                 self.launch(f, n, threads, &mut [c, r, batch.frames, batch.capacity])
             })?;
@@ -158,7 +167,8 @@ impl Stream {
         unsafe {
             self.each_route(&batch.routes, ENCODE, |route, n, (c, r)| {
                 let (at, threads) = (route as usize, route_threads(route));
-                let f = [k.encode_fused[0], k.encode_fused[1], k.encode_composed][at];
+                let [w2, w4] = k.encode_fused;
+                let f = [w2, w4, k.encode_composed, k.encode_residual][at];
                 self.launch(f, n, threads, &mut [batch.chunks + c, batch.results + r])
             })
         }
@@ -239,7 +249,7 @@ impl Stream {
     /// one in the two lists.
     fn each_route(
         &self,
-        routes: &[u32; 3],
+        routes: &[u32],
         (chunk, result): (u64, u64),
         mut run: impl FnMut(Route, u32, (u64, u64)) -> Result<()>,
     ) -> Result<()> {
@@ -258,7 +268,7 @@ impl Stream {
     ///
     /// # Safety
     /// `args` are the kernel's parameters.
-    unsafe fn launch(
+    pub(crate) unsafe fn launch(
         &self,
         f: sys::CUfunction,
         grid: u32,
@@ -269,7 +279,7 @@ impl Stream {
             return Ok(());
         }
         let _current = self.device().enter()?;
-        let mut params: [*mut c_void; 4] = [std::ptr::null_mut(); 4];
+        let mut params: [*mut c_void; 5] = [std::ptr::null_mut(); 5];
         for (param, arg) in params.iter_mut().zip(args.iter_mut()) {
             *param = (&raw mut *arg).cast();
         }
@@ -288,7 +298,7 @@ fn route_threads(route: Route) -> u32 {
     match route {
         Route::Fused2 => threads::FUSED2,
         Route::Fused4 => threads::FUSED4,
-        Route::Composed => threads::COMPOSED,
+        Route::Composed | Route::Residual => threads::COMPOSED,
     }
 }
 

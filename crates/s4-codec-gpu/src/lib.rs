@@ -12,6 +12,7 @@
 //! among chunks (`s4-engine`).
 
 pub mod abi;
+mod blocks;
 mod cuda;
 mod device;
 mod error;
@@ -19,6 +20,7 @@ mod kernels;
 mod memory;
 pub mod nvcomp;
 
+pub use blocks::{CodedBatch, CodedPlane, split_scratch};
 pub use cuda::{Cuda, DeviceInfo};
 pub use device::{Current, Device, Event, Stream};
 pub use error::{GpuError, Result};

@@ -103,7 +103,7 @@ fn not_trusted(c: &ClosedCodec) -> Error {
     Error::unsupported(format!(
         "closed codec `{}` (nvCOMP {}) is decoded only if the file is trusted, because the vendor's \
          decoder is not safe on bytes of unknown origin: if you know who wrote it, read it with \
-         `trusted=True`, {WAY_OUT}",
+         `trusted=True` (`s4w`: with `--trusted`), {WAY_OUT}",
         c.codec, c.library_major
     ))
 }
@@ -162,7 +162,8 @@ mod tests {
     #[test]
     fn closed_streams_are_refused_by_name_and_with_a_way_out() {
         let text = why(&[ANS], false, ANS.codec);
-        for part in ["nvcomp-ans", "nvCOMP 6", "trusted", "s4w transcode"] {
+        for part in ["nvcomp-ans", "nvCOMP 6", "trusted=True", "with `--trusted`", "s4w transcode"]
+        {
             assert!(text.contains(part), "{text}");
         }
         // Another version is refused wherever there is one, and without any it is named too.

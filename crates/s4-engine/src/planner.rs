@@ -149,11 +149,27 @@ impl CpuEngine {
             return Ok(nvcomp(view.dtype));
         }
         let width = view.dtype.value_width();
-        let values = (view.data.len() / width) as u64;
         let mut sample = vec![];
-        for r in parent_probes(view.dtype, values) {
+        for r in parent_probes(view.dtype, (view.data.len() / width) as u64) {
             sample.extend_from_slice(&view.data[r.start as usize * width..r.end as usize * width]);
         }
+        let direct = |scratch: &mut Scratch| self.plan(preset, view, scratch);
+        self.plan_difference(view.dtype, view.data.len(), sample, parent, scratch, direct)
+    }
+
+    /// [`CpuEngine::plan_from`] for a tensor of `bytes` bytes whose values at [`parent_probes`] lie in
+    /// `sample`. `direct` plans it by itself.
+    pub(crate) fn plan_difference(
+        &self,
+        dtype: DType,
+        bytes: usize,
+        mut sample: Vec<u8>,
+        parent: &ParentSample<'_>,
+        scratch: &mut Scratch,
+        direct: impl FnOnce(&mut Scratch) -> Result<TensorPlan>,
+    ) -> Result<TensorPlan> {
+        let width = dtype.value_width();
+        let values = (bytes / width) as u64;
         if sample.len() != parent.values.len() {
             return Err(Error::corrupt(format!(
                 "a sample of {} bytes and {} of its parent",
@@ -161,17 +177,17 @@ impl CpuEngine {
                 parent.values.len()
             )));
         }
-        let direct = self.best(view.dtype, &sample, false, scratch)?.map_or(0, |b| b.bits);
+        let alone = self.best(dtype, &sample, false, scratch)?.map_or(0, |b| b.bits);
         self.kernels.xor(&mut sample, parent.values);
-        let delta = self.best(view.dtype, &sample, true, scratch)?;
-        let saved = direct.saturating_sub(delta.as_ref().map_or(u64::MAX, |d| d.bits));
+        let delta = self.best(dtype, &sample, true, scratch)?;
+        let saved = alone.saturating_sub(delta.as_ref().map_or(u64::MAX, |d| d.bits));
         // A delta is read together with its parents: it must be worth it, here and as a whole.
         let whole = saved.saturating_mul(values) / ((sample.len() / width) as u64).max(1);
-        if saved == 0 || saved < direct / 128 || whole <= PLAN_BITS {
-            return self.plan(preset, view, scratch);
+        if saved == 0 || saved < alone / 128 || whole <= PLAN_BITS {
+            return direct(scratch);
         }
         let plan = |layout| Plan::delta(layout, parent.manifest, parent.tensor);
-        Ok(finish(view.dtype, view.data.len(), delta, plan))
+        Ok(finish(dtype, bytes, delta, plan))
     }
 
     /// The cheapest layout of a sample. `delta`: of differences, which may be anything where the

@@ -9,14 +9,16 @@ mod emulated;
 
 use emulated::{Answers, Decode, Encode, Encoded, Jobs, Kind, codings, tables};
 use s4_codec_cpu::rans::Precision;
-use s4_delta::Residual;
 use s4_engine::{
     CpuEngine, EncodedChunk, PlaneCoding, Preset, Scratch, TensorPlan, TensorSpec, TensorView,
 };
+use s4_format::layout::Planes;
 use s4_format::side::Side;
-use s4_format::{ChunkRecord, CodecId, DType, LayoutId, Plan, StreamEntry, crc32c};
+use s4_format::{
+    ChunkRecord, CodecId, DType, Digest, LayoutId, Plan, ResidualId, StreamEntry, crc32c,
+};
 use s4_planes::patterns;
-use s4_planes::{Kernels, Simd, Width};
+use s4_planes::{Simd, Width};
 
 /// A chunk as the CPU engine encoded it.
 struct Expected {
@@ -85,7 +87,7 @@ impl Expected {
     }
 
     fn streams(&self) -> &[StreamEntry] {
-        let planes = s4_format::layout::Planes::new(self.plan.layout, self.width(), 1).unwrap();
+        let planes = Planes::new(self.plan.layout, self.width(), 1).unwrap();
         &self.chunk.streams[..if self.chunk.plain { 0 } else { planes.sizes().len() }]
     }
 }
@@ -276,50 +278,126 @@ fn every_layout_with_every_coding_is_coded_as_by_the_cpu() {
     compare("forced", &all);
 }
 
+/// One chunk as its difference from a parent, as the CPU engine encodes it with every plane coded as
+/// named.
+fn difference(
+    dtype: DType,
+    (layout, residual): (LayoutId, ResidualId),
+    values: &[u8],
+    parent: &[u8],
+    planes: &[PlaneCoding],
+) -> Expected {
+    let engine = CpuEngine::new(Simd::detect());
+    let mut scratch = Scratch::default();
+    let shape = [(values.len() / dtype.size()) as u64];
+    let view = TensorView { dtype, shape: &shape, data: values };
+    let mut plan = engine.plan(Preset::Fast, &view, &mut scratch).unwrap();
+    plan.plan = Plan::delta(layout, Digest::of(parent), 0);
+    plan.plan.residual = residual;
+    plan.planes = planes.to_vec();
+    let mut frame = vec![];
+    let chunk =
+        engine.encode_chunk_from(&view, &plan, 0, Some(parent), &mut scratch, &mut frame).unwrap();
+    let coding = codings(&plan).unwrap();
+    Expected {
+        name: format!("{dtype} {residual} {layout} {} values {planes:?}", shape[0]),
+        dtype,
+        plan: plan.plan.clone(),
+        side: Side::default(),
+        chunk_log2: plan.chunk_log2,
+        coding,
+        tables: vec![],
+        values: values.to_vec(),
+        chunk,
+        frame,
+    }
+}
+
+/// Values a training step later: most change a little, some a lot.
+fn later(values: &[u8], every: usize) -> Vec<u8> {
+    let mut parent = values.to_vec();
+    for (i, b) in parent.iter_mut().enumerate().filter(|(i, _)| i % every == 0) {
+        *b = b.wrapping_add((i % 7) as u8) ^ (i % 11 / 10 * 128) as u8;
+    }
+    parent
+}
+
 #[test]
 fn residuals_are_the_cpus() {
-    let mut jobs = Jobs::new("residuals");
-    let (mut encode, mut decode, mut expected) = (vec![], vec![], vec![]);
+    let (p8, p12) = (PlaneCoding::Rans(Precision::P8), PlaneCoding::Rans(Precision::P12));
+    let mut cases = vec![];
     for (dtype, kind) in dtypes() {
-        let width = dtype.value_width();
-        let w = Width::from_bytes(width).unwrap();
         let name = if kind.exponent_bits > 0 { "like-weights" } else { "sparse" };
-        let values = pattern(kind, name, 1237);
-        let mut parent = values.clone();
-        for (i, b) in parent.iter_mut().enumerate().filter(|(i, _)| i % 5 == 0) {
-            *b = b.wrapping_add((i % 7) as u8) ^ (i % 11 / 10 * 128) as u8;
-        }
-        for (id, residual) in [(1, Residual::Xor), (2, Residual::Sub)] {
-            let mut difference = values.clone();
-            residual.diff(Kernels::default(), w, &parent, &mut difference).unwrap();
-            let p12 = [PlaneCoding::Rans(Precision::P12); 8];
-            for e in forced(dtype, LayoutId::BYTES, &difference, &p12) {
-                let crc_raw = crc32c(&values);
-                let job = e.encode(Kind::Composed, 0, 0);
-                let (values, parent) = (values.clone(), parent.clone());
-                encode.push(Encode { values, parent: parent.clone(), residual: id, ..job });
-                decode.push(Decode {
-                    residual: id,
-                    parent,
-                    crc_raw,
-                    ..e.decode(Kind::Composed, 0)
-                });
-                expected.push(e);
+        let floats = kind.exponent_bits > 0 && dtype.value_width() > 1;
+        let layout = if floats { LayoutId::FIELDS } else { LayoutId::WHOLE };
+        // Beyond 8192 symbols other streams are counted by a sample.
+        for n in [1237, 9001] {
+            let values = pattern(kind, name, n);
+            for residual in [ResidualId::XOR, ResidualId::SUB] {
+                for (layout, planes) in [(LayoutId::BYTES, [p12; 8]), (layout, [p8; 8])] {
+                    cases.push((dtype, (layout, residual), values.clone(), 5, planes));
+                }
             }
         }
     }
+    // Planes of 2^16 symbols and one more, and whole chunks: longer segments.
+    let bytes = patterns::Kind::F8_E4M3;
+    for n in [1 << 16, (1 << 16) + 1, 1 << 18] {
+        let values = pattern(bytes, "like-weights", n);
+        let shape = (LayoutId::WHOLE, ResidualId::XOR);
+        cases.push((DType::Float8E4M3Fn, shape, values.clone(), 40, [p8; 8]));
+        cases.push((DType::Float8E4M3Fn, shape, values, 40, [p12; 8]));
+    }
+    let weights = pattern(patterns::Kind::BF16, "like-weights", 1 << 17);
+    cases.push((DType::BFloat16, (LayoutId::FIELDS, ResidualId::XOR), weights, 3, [p8; 8]));
+    // The most symbols that a plane has, nearly all of them the same.
+    let most = pattern(patterns::Kind::int(Width::B8), "sparse", 1 << 16);
+    cases.push((DType::Int64, (LayoutId::WHOLE, ResidualId::XOR), most.clone(), 5001, [p12; 8]));
+    cases.push((DType::Int64, (LayoutId::WHOLE, ResidualId::XOR), most, 5001, [p8; 8]));
+
+    let mut jobs = Jobs::new("residuals");
+    let (mut encode, mut decode, mut expected) = (vec![], vec![], vec![]);
+    for (dtype, what, values, every, planes) in cases {
+        let parent = later(&values, every);
+        let count = Planes::new(what.0, dtype.value_width(), 1).unwrap().sizes().len();
+        let e = difference(dtype, what, &values, &parent, &planes[..count]);
+        let id = what.1.0;
+        let skew = (expected.len() % 3 * dtype.value_width()) as u32;
+        encode.push(Encode {
+            parent: parent.clone(),
+            residual: id,
+            ..e.encode(Kind::Residual, 0, skew)
+        });
+        decode.push(Decode { parent, residual: id, ..e.decode(Kind::Composed, skew) });
+        expected.push(e);
+    }
+    // What is no difference is not for these kernels, nor a difference for the others.
+    let mut wrong = [encode[0].clone(), encode[0].clone()];
+    wrong[0].kind = Kind::Composed;
+    (wrong[1].residual, wrong[1].parent) = (0, vec![]);
     jobs.encode(&encode);
     jobs.decode(&decode);
+    jobs.encode(&wrong);
     let answers = jobs.run();
-    let [Answers::Encoded(encoded), Answers::Decoded(decoded)] = &answers[..] else { panic!() };
-    for ((e, got), job) in expected.iter().zip(encoded).zip(&encode) {
-        assert!(!e.chunk.plain && got.frame == e.frame, "{}", e.name);
-        assert_eq!((got.crc_encoded, got.crc_raw), (e.chunk.crc_encoded, crc32c(&job.values)));
+    let [Answers::Encoded(encoded), Answers::Decoded(decoded), Answers::Encoded(refused)] =
+        &answers[..]
+    else {
+        panic!()
+    };
+    for (e, got) in expected.iter().zip(encoded) {
+        assert_eq!(got.status, 0, "{}", e.name);
+        assert_eq!(got.streams, e.streams(), "{}", e.name);
+        assert!(got.frame == e.frame, "{}: the frame differs", e.name);
+        let crcs = (e.chunk.crc_encoded, e.chunk.crc_raw);
+        assert_eq!((got.crc_encoded, got.crc_raw, got.plain), (crcs.0, crcs.1, e.chunk.plain));
     }
-    for ((status, values), job) in decoded.iter().zip(&encode) {
-        assert_eq!(*status, emulated::OK);
-        assert!(*values == job.values);
+    let coded = expected.iter().filter(|e| !e.chunk.plain).count();
+    assert!(coded > expected.len() / 2, "only {coded} of {} became smaller", expected.len());
+    for (e, (status, values)) in expected.iter().zip(decoded) {
+        assert_eq!(*status, emulated::OK, "{}", e.name);
+        assert!(*values == e.values, "{}", e.name);
     }
+    assert!(refused.iter().all(|r| u32::from(r.status) == emulated::UNSUPPORTED));
 }
 
 #[test]

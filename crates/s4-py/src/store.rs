@@ -6,18 +6,19 @@ use std::time::Duration;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
-use s4weights::Contents;
 use s4weights::format::manifest::Roles;
 use s4weights::store::{
     CheckOptions, Checkpoint, CheckpointId, CheckpointStore, Retention, SaveOptions, StoreOptions,
     SweepOptions, Swept,
 };
+use s4weights::{Contents, Place, PlacedSource, TensorSource};
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
+use crate::device::{CudaEngine, PlacedTensor, placed};
 use crate::reader::Reader;
 use crate::watch::{progress, watched};
-use crate::writer::{Tensor, source, to_value_error};
+use crate::writer::to_value_error;
 
 /// A store that is open. Calls may come from several threads.
 #[pyclass(frozen, module = "s4weights._core")]
@@ -70,22 +71,34 @@ impl Store {
         Ok(Self { inner })
     }
 
-    /// Saves a checkpoint. Returns its entry and the report, as JSON.
+    /// Saves a checkpoint. Tensors of CUDA devices need an engine; `staged` is called when their values
+    /// are not needed any more. Returns the entry and the report, as JSON.
     #[expect(clippy::too_many_arguments, reason = "all of them differ from save to save")]
     fn save(
         &self,
         py: Python<'_>,
         step: u64,
-        tensors: Vec<Tensor>,
+        tensors: Vec<PlacedTensor>,
         groups: Vec<u8>,
         described: Described,
         metrics: BTreeMap<String, f64>,
         tags: BTreeMap<String, String>,
         base: bool,
         callback: Option<Py<PyAny>>,
+        engine: Option<Py<CudaEngine>>,
+        staged: Option<Py<PyAny>>,
     ) -> PyResult<String> {
-        let sources = tensors.iter().map(source).collect::<PyResult<Vec<_>>>()?;
+        let sources = tensors.iter().map(placed).collect::<PyResult<Vec<_>>>()?;
+        let of_host = if engine.is_some() { vec![] } else { on_host(&sources)? };
         let contents = contents(described)?;
+        let tell = || {
+            // Without an interpreter, which is shutting down then, nobody waits.
+            Python::try_attach(|py| {
+                if let Some(Err(e)) = staged.as_ref().map(|s| s.call0(py)) {
+                    e.write_unraisable(py, None);
+                }
+            });
+        };
         let (saved, note) = watched(py, callback, || {
             let options = SaveOptions {
                 groups: &groups,
@@ -94,8 +107,14 @@ impl Store {
                 tags,
                 base,
                 progress: Some(progress()),
+                staged: staged.is_some().then_some(&tell as &dyn Fn()),
             };
-            let saved = self.inner.save(step, &sources, &options)?;
+            let saved = match &engine {
+                Some(engine) => {
+                    self.inner.save_placed(&engine.get().0, step, &sources, &options)?
+                }
+                None => self.inner.save(step, &of_host, &options)?,
+            };
             let note = saved.why_base.as_ref().map(ToString::to_string);
             Ok((saved, note))
         })?;
@@ -219,6 +238,17 @@ impl Store {
     fn repo(&self) -> PyResult<String> {
         serde_json::to_string(self.inner.repo()).map_err(to_value_error)
     }
+}
+
+/// Tensors that are all of the host.
+fn on_host<'a>(sources: &[PlacedSource<'a>]) -> PyResult<Vec<TensorSource<'a>>> {
+    let source = |&PlacedSource { name, dtype, shape, place }: &PlacedSource<'a>| match place {
+        Place::Host(data) => Ok(TensorSource { name, dtype, shape, data }),
+        Place::Device(_) => {
+            Err(PyValueError::new_err(format!("tensor `{name}` is on a device, without an engine")))
+        }
+    };
+    sources.iter().map(source).collect()
 }
 
 pub(crate) fn contents(described: Described) -> PyResult<Contents> {

@@ -59,6 +59,23 @@ def test_inspect_and_verify_are_the_native_program(tmp_path: Path) -> None:
     assert run("nonsense").returncode == 2
 
 
+def test_trust_is_for_reading_and_what_cannot_be_read_has_a_code_of_its_own(tmp_path: Path) -> None:
+    torch.save(state(), tmp_path / "a.pt")
+    (source, file, back) = (str(tmp_path / name) for name in ("a.pt", "a.s4w", "b.pt"))
+    assert run("compress", source, "--trusted").returncode == 2
+    assert run("compress", source).returncode == 0
+    # No codec of it is closed: trust changes nothing.
+    assert run("decompress", file, back, "--trusted").returncode == 0
+    assert torch.load(back)["step"] == 7
+    assert run("decompress", file, back, "--fast").returncode == 2
+    data = bytearray(Path(file).read_bytes())
+    data[10] = 77
+    Path(file).write_bytes(data)
+    out = run("decompress", file, back, "--trusted")
+    assert out.returncode == 4
+    assert "format 0.77" in out.stderr
+
+
 def test_an_unsafe_pickle_is_refused(tmp_path: Path) -> None:
     torch.save({"run": subprocess.run}, tmp_path / "a.pt")
     out = run("compress", str(tmp_path / "a.pt"))

@@ -184,4 +184,9 @@ impl Parent for Reader {
     fn is_remote(&self) -> bool {
         self.any_remote()
     }
+
+    fn frames_of(&self, tensor: u32) -> Option<&Reader> {
+        let there = (tensor as usize) < self.named() && !self.any_remote();
+        there.then_some(self)
+    }
 }

@@ -7,12 +7,13 @@ use crate::error::{Error, Result};
 use crate::io::Sink;
 use crate::parallel::pool;
 
-/// Bytes that are hashed and written together: enough for several threads to hash.
-const PIECE: usize = 8 << 20;
+/// Bytes that are hashed and written together: enough for several threads. Pieces end at multiples
+/// of it, so that no two of them share a page of the file.
+const PIECE: usize = 16 << 20;
 /// Pieces on their way besides the one that is filled.
 const UNDER_WAY: usize = 2;
-/// More threads hash no faster than memory is read.
-const HASHERS: usize = 4;
+/// More threads hash and copy no faster than memory is read.
+const HELPERS: usize = 16;
 
 /// What is given back at the end.
 pub(crate) struct Back {
@@ -23,6 +24,8 @@ pub(crate) struct Back {
 /// A sink at work on a thread that ends with it.
 pub(crate) struct Behind {
     piece: Vec<u8>,
+    /// Bytes until the piece is full.
+    room: usize,
     /// `None` once no more will come.
     full: Option<SyncSender<Vec<u8>>>,
     empty: Receiver<Vec<u8>>,
@@ -30,15 +33,18 @@ pub(crate) struct Behind {
 }
 
 impl Behind {
-    /// Starts the thread, and `threads` or fewer that hash.
-    pub(crate) fn start(mut back: Back, threads: usize) -> Result<Self> {
-        let hashers = pool(threads.min(HASHERS))?;
+    /// Bytes of buffers that one may have.
+    pub(crate) const BUFFERS: usize = (UNDER_WAY + 1) * PIECE;
+
+    /// Starts the thread, and `threads` or fewer that help it. The sink has `written` bytes already.
+    pub(crate) fn start(mut back: Back, written: u64, threads: usize) -> Result<Self> {
+        let helpers = pool(threads.min(HELPERS))?;
         let (full, pieces) = sync_channel::<Vec<u8>>(UNDER_WAY - 1);
         let (done, empty) = channel();
         let work = move || {
             for mut piece in pieces {
                 let Back { sink, hasher } = &mut back;
-                match &hashers {
+                match &helpers {
                     None => {
                         hasher.update(&piece);
                         sink.write(&piece)?;
@@ -47,7 +53,7 @@ impl Behind {
                         s.spawn(|_| {
                             hasher.update_rayon(&piece);
                         });
-                        sink.write(&piece)
+                        sink.write_by(pool, &piece)
                     })?,
                 }
                 piece.clear();
@@ -58,7 +64,8 @@ impl Behind {
         };
         let thread = std::thread::Builder::new().name("s4weights-write".into()).spawn(work);
         let thread = thread.map_err(|e| Error::io("threads", "start", e))?;
-        Ok(Self { piece: vec![], full: Some(full), empty, thread: Some(thread) })
+        let room = PIECE - (written % PIECE as u64) as usize;
+        Ok(Self { piece: vec![], room, full: Some(full), empty, thread: Some(thread) })
     }
 
     /// Takes bytes to be hashed and written. What goes wrong there, [`Behind::finish`] tells.
@@ -67,11 +74,13 @@ impl Behind {
             if self.piece.capacity() == 0 {
                 self.piece.reserve_exact(PIECE);
             }
-            let (now, later) = bytes.split_at(bytes.len().min(PIECE - self.piece.len()));
+            let (now, later) = bytes.split_at(bytes.len().min(self.room));
             self.piece.extend_from_slice(now);
             bytes = later;
-            if self.piece.len() == PIECE {
+            self.room -= now.len();
+            if self.room == 0 {
                 self.send()?;
+                self.room = PIECE;
             }
         }
         Ok(())
@@ -137,11 +146,16 @@ mod tests {
         }
     }
 
-    fn run(parts: &[&[u8]], limit: usize, threads: usize) -> (Result<blake3::Hash>, Vec<u8>) {
+    fn run(
+        parts: &[&[u8]],
+        limit: usize,
+        threads: usize,
+        written: u64,
+    ) -> (Result<blake3::Hash>, Vec<u8>) {
         let bytes = Arc::<Mutex<Vec<u8>>>::default();
         let sink = Box::new(Kept { bytes: Arc::clone(&bytes), limit });
         let back = Back { sink, hasher: Box::default() };
-        let mut behind = Behind::start(back, threads).unwrap();
+        let mut behind = Behind::start(back, written, threads).unwrap();
         let put = parts.iter().try_for_each(|p| behind.put(p));
         let done = behind.finish().map(|back| back.hasher.finalize());
         assert!(put.is_ok() || done.is_err());
@@ -156,9 +170,11 @@ mod tests {
             let (first, rest) = whole.split_at(1000);
             for parts in [vec![], vec![&whole[..5]], vec![first, &[], rest]] {
                 let all = parts.concat();
-                let (hash, kept) = run(&parts, usize::MAX, threads);
-                assert!(kept == all);
-                assert_eq!(hash.unwrap(), blake3::hash(&all));
+                for written in [0, 77, 3 * PIECE as u64 - 1] {
+                    let (hash, kept) = run(&parts, usize::MAX, threads, written);
+                    assert!(kept == all);
+                    assert_eq!(hash.unwrap(), blake3::hash(&all));
+                }
             }
         }
     }
@@ -167,7 +183,7 @@ mod tests {
     fn an_error_of_the_sink_is_told() {
         let whole = vec![1; 6 * PIECE];
         for threads in [1, 3] {
-            let (hash, kept) = run(&[&whole], 2 * PIECE, threads);
+            let (hash, kept) = run(&[&whole], 2 * PIECE, threads, 0);
             assert_eq!(hash.unwrap_err().to_string(), "kept: cannot write: full");
             assert_eq!(kept.len(), 2 * PIECE);
         }

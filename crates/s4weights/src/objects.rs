@@ -52,6 +52,12 @@ pub trait ObjectSource: Send + Sync {
         Ok(enough)
     }
 
+    /// A range of an object that is in memory, as a part of it; `None` if it is not, or not so much.
+    fn in_memory(&self, number: u32, range: Range<u64>) -> Option<Bytes> {
+        let _ = (number, range);
+        None
+    }
+
     /// Bytes that one request should ask for: large where a request is slow to answer.
     fn request_size(&self) -> usize {
         8 << 20

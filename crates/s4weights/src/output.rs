@@ -108,15 +108,20 @@ impl Output {
     /// Hashes and writes a file on other threads from now on, if its sink may be moved there: for
     /// callers that have more to do than to wait.
     pub(crate) fn write_behind(&mut self, threads: usize) -> Result<()> {
-        if let To::File { end, .. } = &mut self.to {
+        if let To::File { end, offset } = &mut self.to {
             *end = match std::mem::replace(end, End::Failed) {
                 End::Here(back) if back.sink.may_move() => {
-                    End::Behind(Behind::start(back, threads)?)
+                    End::Behind(Behind::start(back, *offset, threads)?)
                 }
                 other => other,
             };
         }
         Ok(())
+    }
+
+    /// Whether other threads hash and write.
+    pub(crate) fn is_behind(&self) -> bool {
+        matches!(self.to, To::File { end: End::Behind(_), .. })
     }
 
     /// Writes what is on its way, and goes on here.

@@ -9,6 +9,7 @@ use s4_format::{DType, Digest, crc32c};
 
 use crate::error::{Error, ParentProblem, Result};
 use crate::memory::{Compressed, TensorCodec};
+use crate::reader::Reader;
 
 /// A tensor of a parent checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,6 +56,14 @@ pub trait Parent: Send + Sync {
     /// for the ranges of many chunks at once, and finds threads of its own.
     fn is_remote(&self) -> bool {
         false
+    }
+
+    /// The open checkpoint that holds the frames of a tensor that [`Parent::find`] gave, where they
+    /// are quickly had: a device decodes them itself. Otherwise it is given what
+    /// [`Parent::read`] gives.
+    fn frames_of(&self, tensor: u32) -> Option<&Reader> {
+        let _ = tensor;
+        None
     }
 }
 
@@ -288,5 +297,10 @@ impl Parent for MemoryParent {
 
     fn is_remote(&self) -> bool {
         self.rest.as_ref().is_some_and(|r| r.is_remote())
+    }
+
+    fn frames_of(&self, tensor: u32) -> Option<&Reader> {
+        let rest = self.rest.as_ref().filter(|_| !self.held.contains_key(&tensor));
+        rest.and_then(|r| r.frames_of(tensor))
     }
 }

@@ -11,6 +11,7 @@ use s4_format::index::chunk_count;
 use s4_format::layout::Planes;
 use s4_format::{ChunkRecord, CodecId, DType, Digest};
 
+use crate::behind::Behind;
 use crate::error::{At, Result};
 use crate::options::{Meter, thread_count};
 use crate::parallel::pool;
@@ -19,6 +20,11 @@ use crate::writer::Writer;
 
 /// Tensors that are planned together: samples of so many parents are in memory at once.
 const PLANNED: usize = 64;
+/// From so many threads and bytes of values on, others than this one hash and write.
+const BEHIND: (usize, u64) = (4, 64 << 20);
+
+/// Threads that wait for a device at least, where it codes planes of the host.
+const WAITING: usize = 64;
 
 /// A tensor with chunks of its own, to be written.
 pub(crate) struct Large<'a> {
@@ -97,8 +103,9 @@ impl Writer {
         tensors: Vec<Large<'a>>,
         meter: &mut Meter,
     ) -> Result<Vec<Item<'a>>> {
-        let threads = thread_count(self.options.threads);
+        let threads = self.encoding_threads();
         let chunks: u64 = tensors.iter().map(|t| chunks_of(&t.view)).sum();
+        let values = tensors.iter().map(|t| t.view.data.len() as u64).sum::<u64>();
         // More threads than chunks would only wait.
         let pool = pool(threads.min(usize::try_from(chunks).unwrap_or(threads)))?;
         let mut buffers = std::mem::take(&mut self.buffers);
@@ -114,11 +121,22 @@ impl Writer {
         };
         let items = encoder.plan(self.options.preset, tensors);
         let done = items.and_then(|mut items| {
-            self.run(&encoder, threads, &mut items, &mut buffers.frames, meter)?;
-            Ok(items)
+            if threads >= BEHIND.0 && values >= BEHIND.1 && self.memory() >= 2 * Behind::BUFFERS {
+                self.out.write_behind(threads)?;
+            }
+            let done = self.run(&encoder, threads, &mut items, &mut buffers.frames, meter);
+            // What the sink says comes before what came of it.
+            self.out.write_here()?;
+            done.map(|()| items)
         });
         self.buffers = buffers;
         done
+    }
+
+    /// Threads that encode. Those of preset `nvcomp` wait for the device, which is fast where much waits.
+    fn encoding_threads(&self) -> usize {
+        let threads = thread_count(self.options.threads);
+        if self.options.preset == Preset::Nvcomp { threads.max(WAITING) } else { threads }
     }
 
     /// Encodes a window of chunks on the pool while this thread writes the window before it.
@@ -171,9 +189,15 @@ impl Writer {
         Ok(())
     }
 
+    /// Bytes of buffers to keep within.
+    fn memory(&self) -> usize {
+        self.options.memory.unwrap_or(256 << 20)
+    }
+
     /// Chunks of a window.
     fn window(&self, encoder: &Encoder<'_>, threads: usize, jobs: usize) -> usize {
-        let memory = self.options.memory.unwrap_or(256 << 20);
+        let behind = if self.out.is_behind() { Behind::BUFFERS } else { 0 };
+        let memory = self.memory().saturating_sub(behind);
         // A frame is at most about twice a chunk's 512 KiB, and there are two windows; a parent's
         // values are one chunk more.
         let budget = match encoder.parent {

@@ -3,6 +3,8 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
 
+#[cfg(feature = "cuda")]
+use bytes::Bytes;
 use s4_engine::{CpuEngine, TensorSpec};
 use s4_format::file::{self, FOOTER_LEN, Footer, HEADER_LEN};
 use s4_format::index::{self, Tensor, TensorKind, chunk_count};
@@ -343,6 +345,20 @@ impl Reader {
         }
         let what = format!("object {number} lacks bytes {offset} to {}", offset + buf.len() as u64);
         Err(s4_format::Error::truncated(what).in_part("object")).at(&self.name)
+    }
+
+    /// The frame of a chunk: where objects are in memory, a part of theirs.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn frame(&self, record: &ChunkRecord) -> Result<Bytes> {
+        let (number, len) = (record.object, u64::from(record.len));
+        let range = record.offset..record.offset + len;
+        let known = self.objects.as_ref().and_then(|o| o.in_memory(number, range));
+        if let Some(bytes) = known.filter(|b| b.len() as u64 == len) {
+            return Ok(bytes);
+        }
+        let mut bytes = self.buffer(len)?;
+        self.read_object(number, record.offset, &mut bytes)?;
+        Ok(bytes.into())
     }
 
     /// Bytes that one request for chunks should ask for.

@@ -175,7 +175,8 @@ impl Writer {
             } else {
                 let view = TensorView { dtype: t.dtype, shape: t.shape, data: t.data };
                 numbers.push(number);
-                large.push(Large { name: t.name, view, group, parent: self.parent_of(t) });
+                let parent = self.parent_of(t.name, t.dtype, t.shape);
+                large.push(Large { name: t.name, view, group, parent });
             }
         }
         let items = self.encode(large, &mut meter)?;
@@ -187,9 +188,9 @@ impl Writer {
 
     /// The number of the parent's tensor that a tensor may be stored as its difference from: the
     /// one of its name, if it has its type and shape.
-    pub(crate) fn parent_of(&mut self, t: &TensorSource<'_>) -> Option<u32> {
-        let there = self.options.parent.as_ref()?.find(t.name)?;
-        let alike = there.dtype == t.dtype && there.shape == t.shape;
+    pub(crate) fn parent_of(&mut self, name: &str, dtype: DType, shape: &[u64]) -> Option<u32> {
+        let there = self.options.parent.as_ref()?.find(name)?;
+        let alike = there.dtype == dtype && there.shape == shape;
         let number = Some(there.number).filter(|_| alike && self.deltas < MAX_DELTAS)?;
         self.deltas += 1;
         Some(number)

@@ -1,6 +1,6 @@
 //! The CUDA engine against the ceilings of its machine and against nvCOMP, in one run of one program.
 //!
-//! `gpu [--data FOLDER] [--out FOLDER] [--mib N,N,...] [--tensors N]`: values are weights of
+//! `gpu [--data FOLDER] [--out FOLDER] [--mib N,N,...] [--tensors N] [--only preset]`: values are weights of
 //! `testdata`, repeated; kernels are timed by device events, whole paths by the clock. `gpu.json`, `gpu.md` and
 //! `gpu.svg` go to the folder. nvCOMP is measured where its library is found (`NVCOMP_LIBRARY` or the
 //! system's), and named as missing otherwise.
@@ -8,6 +8,7 @@
 mod lab;
 mod ours;
 mod path;
+mod preset;
 mod report;
 mod theirs;
 
@@ -23,6 +24,9 @@ const MIB: u64 = 1 << 20;
 /// The largest size, in MiB, at which nvCOMP is measured: the one that is next to it is.
 const MOST_OF_PEERS: u64 = 1024;
 
+/// Budgets of scratch memory, in MiB, with which preset `nvcomp` is measured.
+const SCRATCH: [u64; 3] = [256, 512, 1024];
+
 /// Values of one dtype.
 struct Tile {
     dtype: DType,
@@ -37,12 +41,15 @@ struct Args {
     mib: Vec<u64>,
     /// How many small tensors there are.
     tensors: u64,
+    /// Preset `nvcomp` alone.
+    only_preset: bool,
 }
 
 impl Args {
     fn parse(mut args: impl Iterator<Item = String>) -> Outcome<Self> {
         let (data, folder) = ("testdata".into(), "benches/results".into());
-        let mut out = Self { data, out: folder, mib: vec![64, 1024, 4096], tensors: 3000 };
+        let mib = vec![64, 1024, 4096];
+        let mut out = Self { data, out: folder, mib, tensors: 3000, only_preset: false };
         while let Some(arg) = args.next() {
             let value = args.next().ok_or_else(|| format!("{arg} needs a value"))?;
             match arg.as_str() {
@@ -50,6 +57,7 @@ impl Args {
                 "--out" => out.out = value.into(),
                 "--mib" => out.mib = value.split(',').map(str::parse).collect::<Result<_, _>>()?,
                 "--tensors" => out.tensors = value.parse()?,
+                "--only" if value == "preset" => out.only_preset = true,
                 _ => return Err(format!("unknown argument {arg}").into()),
             }
         }
@@ -67,6 +75,12 @@ fn main() -> Outcome<()> {
     let mut groups: Vec<Group> = vec![];
     for tile in &tiles {
         let of_peers = args.mib.iter().copied().filter(|m| *m <= MOST_OF_PEERS).max();
+        if let Some(mib) = of_peers.filter(|_| theirs::missing().is_none()) {
+            groups.push(preset::measure(&lab, tile, mib * MIB, &SCRATCH)?);
+        }
+        if args.only_preset {
+            continue;
+        }
         for mib in args.mib.iter().copied() {
             groups.push(kernels(&lab, tile, mib * MIB, of_peers == Some(mib))?);
             groups.push(path::large(&lab, tile, mib * MIB)?);

@@ -1,21 +1,24 @@
 //! The engine's whole path: tensors in device memory to frames in the host's, and back.
 
+use std::sync::Arc;
 use std::time::Instant;
 
-use s4_codec_gpu::{DeviceBuffer, Pinned};
+use rayon::{ThreadPool, ThreadPoolBuilder};
+use s4_codec_gpu::DeviceBuffer;
 use s4_engine::cuda::{
-    CudaEngine, CudaError, CudaOptions, DecodeJob, DeviceMemory, DeviceTensor, Piece,
+    Batch, CudaEngine, CudaError, CudaOptions, DecodeJob, DeviceMemory, DeviceTensor, Piece, Pinned,
 };
 use s4_engine::{EncodedChunk, Preset, TensorPlan, TensorSpec};
 use s4_format::ChunkRecord;
+use s4_format::limits::ALIGN;
 use s4_format::side::Side;
 
 use crate::Tile;
 use crate::lab::{Lab, Outcome, PIECE, median};
 use crate::report::Group;
 
-/// Bytes of frames that are handed to the decoder at a time.
-const SPAN: usize = 16 << 20;
+/// Bytes that a thread copies into pinned memory at a time.
+const PART: usize = 1 << 20;
 
 /// Measurements of each thing: the clock's.
 const ROUNDS: usize = 3;
@@ -25,7 +28,18 @@ struct Frame {
     tensor: usize,
     chunk: u64,
     encoded: EncodedChunk,
+    /// Where it starts.
+    at: usize,
+}
+
+/// Tensors as they were encoded: frames one behind the other, as in a file.
+struct Coded {
+    frames: Vec<Frame>,
     bytes: Vec<u8>,
+    /// Bytes of the frames and of what a file keeps for each.
+    stored: u64,
+    /// By tensor.
+    sides: Vec<Side>,
 }
 
 /// One tensor of `bytes` bytes.
@@ -56,37 +70,52 @@ fn measure(lab: &Lab, tile: &Tile, sizes: &[u64], mut group: Group) -> Outcome<G
     }
     group.ceilings(copies(lab, &from, sizes, true)?, copies(lab, &to, sizes, false)?);
     let engine = CudaEngine::new(lab.cuda.clone(), CudaOptions::default());
-    let (mut encoded, mut decoded) = (vec![], vec![]);
-    let mut ratio = 0.0;
-    let mut planned = vec![];
-    for round in 0..=ROUNDS {
+    let pool = ThreadPoolBuilder::new().build()?;
+    let (mut planned, mut encoded, mut decoded, mut pageable) = (vec![], vec![], vec![], vec![]);
+    let timed = |times: &mut Vec<f64>, work: &mut dyn FnMut() -> Outcome<()>| {
         let started = Instant::now();
-        let plans = engine.plan(Preset::Fast, &tensors)?;
-        let planning = started.elapsed().as_secs_f64();
-        let started = Instant::now();
-        let mut stored = 0;
-        engine.encode::<CudaError>(&tensors, &plans, |frame| {
-            stored += frame.bytes.len() as u64 + 24;
+        work()?;
+        times.push(started.elapsed().as_secs_f64());
+        Outcome::Ok(())
+    };
+    let mut plans = vec![];
+    for _ in 0..=ROUNDS {
+        timed(&mut planned, &mut || {
+            plans = engine.plan(Preset::Fast, &tensors, Some(&pool))?;
             Ok(())
         })?;
-        let took = started.elapsed().as_secs_f64();
-        ratio = bytes as f64 / stored as f64;
-        let (frames, sides) = collect(&engine, &tensors, &plans)?;
-        let started = Instant::now();
-        decode(&engine, &tensors, &plans, &sides, &frames, &targets)?;
-        if round > 0 {
-            planned.push(1e3 * planning);
-            encoded.push(took);
-            decoded.push(started.elapsed().as_secs_f64());
-        }
+        timed(&mut encoded, &mut || Ok(engine.encode::<CudaError>(&tensors, &plans, |_| Ok(()))?))?;
+    }
+    let coded = Coded::collect(&engine, &tensors, &plans)?;
+    let pinned = Arc::new(Pinned::new(&lab.device, coded.bytes.len())?);
+    // SAFETY: nothing else uses it.
+    unsafe { pinned.slice_mut(0, coded.bytes.len()) }.copy_from_slice(&coded.bytes);
+    for _ in 0..=ROUNDS {
+        let from = From::Pinned(&pinned);
+        timed(&mut decoded, &mut || decode(&engine, &tensors, &plans, &coded, from, &targets))?;
+    }
+    // What follows must write them again.
+    // SAFETY: the buffer is not used by anything else.
+    unsafe { lab.stream.fill(to.address(), 0xee, bytes)? };
+    lab.stream.synchronize()?;
+    for _ in 0..=ROUNDS {
+        let from = From::Pageable(&pool);
+        timed(&mut pageable, &mut || decode(&engine, &tensors, &plans, &coded, from, &targets))?;
     }
     if !lab.holds(&to, &tile.data)? || engine.chunks().refused > 0 {
         return Err("decoded values differ, or the kernels refused a chunk".into());
     }
+    let ratio = bytes as f64 / coded.stored as f64;
     let scratch = engine.scratch_high_water(0)? >> 20;
-    let planned = median(planned);
-    let name = format!("s4weights, {scratch} MiB of scratch; before it {planned:.1} ms to plan");
-    group.row(&name, Some(median(encoded)), Some(median(decoded)), Some(ratio));
+    // The first of each is not counted.
+    let [planned, encoded, decoded, pageable] =
+        [planned, encoded, decoded, pageable].map(|times| median(times[1..].to_vec()));
+    let name =
+        format!("s4weights, {scratch} MiB of scratch; before it {:.1} ms to plan", 1e3 * planned);
+    group.row(&name, Some(encoded), Some(decoded), Some(ratio));
+    let name =
+        format!("s4weights, frames in pageable memory, {} threads", pool.current_num_threads());
+    group.row(&name, None, Some(pageable), Some(ratio));
     eprintln!("{}", group.text());
     Ok(group)
 }
@@ -113,102 +142,107 @@ fn copies(lab: &Lab, buffer: &DeviceBuffer, sizes: &[u64], to_host: bool) -> Out
     })
 }
 
-fn collect(
-    engine: &CudaEngine,
-    tensors: &[DeviceTensor<'_>],
-    plans: &[TensorPlan],
-) -> Outcome<(Vec<Frame>, Vec<Side>)> {
-    let mut frames = vec![];
-    let mut shared = vec![false; tensors.len()];
-    engine.encode::<CudaError>(tensors, plans, |f| {
-        shared[f.tensor] |= f.encoded.shared;
-        let (tensor, chunk, encoded) = (f.tensor, f.chunk, f.encoded);
-        frames.push(Frame { tensor, chunk, encoded, bytes: f.bytes.to_vec() });
-        Ok(())
-    })?;
-    let sides = plans.iter().zip(shared).map(|(p, s)| p.side_data(s));
-    Ok((frames, sides.collect::<s4_format::Result<_>>()?))
+impl Coded {
+    fn collect(
+        engine: &CudaEngine,
+        tensors: &[DeviceTensor<'_>],
+        plans: &[TensorPlan],
+    ) -> Outcome<Self> {
+        let (mut frames, mut bytes, mut stored) = (vec![], vec![], 0);
+        let mut shared = vec![false; tensors.len()];
+        engine.encode::<CudaError>(tensors, plans, |f| {
+            shared[f.tensor] |= f.encoded.shared;
+            let (tensor, chunk, encoded) = (f.tensor, f.chunk, f.encoded);
+            frames.push(Frame { tensor, chunk, encoded, at: bytes.len() });
+            bytes.extend_from_slice(f.bytes);
+            bytes.resize(bytes.len().next_multiple_of(ALIGN), 0);
+            stored += f.bytes.len() as u64 + 24;
+            Ok(())
+        })?;
+        let sides = plans.iter().zip(shared).map(|(p, s)| p.side_data(s));
+        let sides = sides.collect::<s4_format::Result<_>>()?;
+        Ok(Self { frames, bytes, stored, sides })
+    }
+
+    /// Frames that fit into `room` bytes together: the first byte of each batch, and the batch.
+    fn batches<'a>(
+        &'a self,
+        tensors: &'a [DeviceTensor<'a>],
+        plans: &'a [TensorPlan],
+        to: &[DeviceMemory],
+        room: usize,
+    ) -> Result<Vec<(usize, Batch<'a>)>, CudaError> {
+        let mut batches: Vec<(usize, Batch<'a>)> = vec![];
+        for f in &self.frames {
+            let end = f.at + f.encoded.len;
+            if batches.last().is_none_or(|(first, _)| end - first > room) {
+                batches.push((f.at, Batch { ordinal: 0, len: 0, jobs: vec![] }));
+            }
+            let Some((first, batch)) = batches.last_mut() else { continue };
+            let (t, plan) = (&tensors[f.tensor], &plans[f.tensor]);
+            let size = (t.dtype.value_width() as u64) << plan.chunk_log2;
+            let bytes = size.min(t.memory.bytes() - f.chunk * size);
+            batch.len = end - *first;
+            batch.jobs.push(DecodeJob {
+                tensor: f.tensor,
+                spec: TensorSpec {
+                    dtype: t.dtype,
+                    shape: t.shape,
+                    plan: &plan.plan,
+                    side: &self.sides[f.tensor],
+                    chunk_log2: plan.chunk_log2,
+                },
+                chunk: f.chunk,
+                record: ChunkRecord {
+                    offset: 0,
+                    object: 0,
+                    // A chunk has at most 2 MiB.
+                    len: f.encoded.len as u32,
+                    plain: f.encoded.plain,
+                    crc_encoded: f.encoded.crc_encoded,
+                    crc_raw: f.encoded.crc_raw,
+                },
+                at: f.at - *first,
+                bytes,
+                pieces: vec![Piece { from: 0, to: to[f.tensor].part(f.chunk * size, bytes)? }],
+            });
+        }
+        Ok(batches)
+    }
+}
+
+/// Where frames are decoded from.
+#[derive(Clone, Copy)]
+enum From<'a> {
+    Pinned(&'a Arc<Pinned>),
+    /// Copied into pinned memory by these threads.
+    Pageable(&'a ThreadPool),
 }
 
 fn decode(
     engine: &CudaEngine,
     tensors: &[DeviceTensor<'_>],
     plans: &[TensorPlan],
-    sides: &[Side],
-    frames: &[Frame],
+    coded: &Coded,
+    from: From<'_>,
     to: &[DeviceMemory],
 ) -> Outcome<()> {
-    let job = |f: &Frame, at: usize| -> Result<DecodeJob<'_>, CudaError> {
-        let (t, plan) = (&tensors[f.tensor], &plans[f.tensor]);
-        let size = (t.dtype.value_width() as u64) << plan.chunk_log2;
-        let bytes = size.min(t.memory.bytes() - f.chunk * size);
-        Ok(DecodeJob {
-            tensor: f.tensor,
-            spec: TensorSpec {
-                dtype: t.dtype,
-                shape: t.shape,
-                plan: &plan.plan,
-                side: &sides[f.tensor],
-                chunk_log2: plan.chunk_log2,
-            },
-            chunk: f.chunk,
-            record: ChunkRecord {
-                offset: 0,
-                object: 0,
-                // A chunk has at most 2 MiB.
-                len: f.encoded.len as u32,
-                plain: f.encoded.plain,
-                crc_encoded: f.encoded.crc_encoded,
-                crc_raw: f.encoded.crc_raw,
-            },
-            at,
-            bytes,
-            pieces: vec![Piece { from: 0, to: to[f.tensor].part(f.chunk * size, bytes)? }],
-        })
-    };
     engine.decode::<CudaError>(to, |decoder| {
-        let span = SPAN.min(decoder.room());
-        let mut rest = frames;
-        while !rest.is_empty() {
-            let (mut jobs, mut len) = (vec![], 0);
-            for f in rest {
-                let next = len + f.bytes.len().next_multiple_of(16);
-                if next > span && !jobs.is_empty() {
-                    break;
-                }
-                jobs.push(job(f, len)?);
-                len = next;
+        let batches = coded.batches(tensors, plans, to, decoder.room())?;
+        match from {
+            From::Pinned(pinned) => batches
+                .into_iter()
+                .try_for_each(|(at, batch)| decoder.push_pinned(batch, pinned, at)),
+            From::Pageable(pool) => {
+                let (first, batches): (Vec<_>, Vec<_>) = batches.into_iter().unzip();
+                let fill = |batch: usize, at: usize, to: &mut [u8]| {
+                    let from = first[batch] + at;
+                    to.copy_from_slice(&coded.bytes[from..from + to.len()]);
+                    Ok(())
+                };
+                decoder.push_all(Some(pool), batches, PART, fill, |_| Ok(()))
             }
-            let (now, behind) = rest.split_at(jobs.len());
-            let places: Vec<usize> = jobs.iter().map(|j| j.at).collect();
-            decoder.push(0, len, jobs, |pinned| {
-                fill_in(pinned, now, &places);
-                Ok::<(), CudaError>(())
-            })?;
-            rest = behind;
         }
-        Ok(())
     })?;
     Ok(())
-}
-
-/// Copies frames to their places, on several threads, as a reader's would.
-fn fill_in(mut rest: &mut [u8], frames: &[Frame], places: &[usize]) {
-    let each = frames.len().div_ceil(8).max(1);
-    std::thread::scope(|scope| {
-        let mut start = 0;
-        for (frames, places) in frames.chunks(each).zip(places.chunks(each)) {
-            let last = frames.len() - 1;
-            let end = places[last] + frames[last].bytes.len().next_multiple_of(16) - start;
-            let (part, behind) = std::mem::take(&mut rest).split_at_mut(end);
-            let first = start;
-            (start, rest) = (start + end, behind);
-            scope.spawn(move || {
-                for (frame, at) in frames.iter().zip(places) {
-                    let at = at - first;
-                    part[at..at + frame.bytes.len()].copy_from_slice(&frame.bytes);
-                }
-            });
-        }
-    });
 }

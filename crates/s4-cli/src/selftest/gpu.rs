@@ -3,6 +3,7 @@
 use s4weights::cuda::{CodedTensor, Cuda, CudaEngine, CudaOptions, DeviceInfo};
 use s4weights::{CpuEngine, DType, Preset, Simd, TensorView, adversarial};
 
+use super::library;
 use crate::error::{Failure, Result};
 
 /// Values of a pattern: one, a part of a segment, one segment, and more than one chunk of the smallest
@@ -13,23 +14,32 @@ const PRESETS: [Preset; 3] = [Preset::Fast, Preset::Balanced, Preset::Small];
 
 /// A byte to be flipped in what a device gives back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Fault {
+pub(super) enum Fault {
     /// In the first frame that it wrote.
     Frame,
     /// In the first values that it decoded.
     Values,
+    /// The same where nvCOMP codes planes.
+    LibraryFrame,
+    LibraryValues,
+}
+
+/// Every fault, but for those that need nvCOMP where there is none.
+fn faults(library: bool) -> &'static [Fault] {
+    let all = &[Fault::Frame, Fault::Values, Fault::LibraryFrame, Fault::LibraryValues];
+    if library { all } else { &all[..2] }
 }
 
 /// One tensor of the test.
-struct Case {
-    name: String,
+pub(super) struct Case {
+    pub(super) name: String,
     dtype: DType,
     shape: [u64; 1],
-    data: Vec<u8>,
+    pub(super) data: Vec<u8>,
 }
 
 impl Case {
-    fn view(&self) -> TensorView<'_> {
+    pub(super) fn view(&self) -> TensorView<'_> {
         TensorView { dtype: self.dtype, shape: &self.shape, data: &self.data }
     }
 }
@@ -53,7 +63,7 @@ pub(super) fn run(fault: bool, simd: Option<Simd>) -> Result<String> {
 fn inject(cuda: &Cuda, simd: Simd) -> Result<String> {
     let mut noticed = vec![];
     for device in cuda.devices() {
-        for fault in [Fault::Frame, Fault::Values] {
+        for &fault in faults(library::is_here()) {
             match test_device(cuda, device, simd, Some(fault)) {
                 Err(Failure::Test(what)) => noticed.push(what),
                 Err(e) => return Err(e),
@@ -73,6 +83,9 @@ fn test_device(
     let options = CudaOptions { simd, ..CudaOptions::default() };
     let engine = CudaEngine::new(cuda.clone(), options);
     let both = Both { engine, cpu: CpuEngine::new(simd), ordinal: device.ordinal };
+    if matches!(fault, Some(Fault::LibraryFrame | Fault::LibraryValues)) {
+        return library::hold(&both.engine, device, simd, fault);
+    }
     let mut count = 0;
     for preset in PRESETS {
         for &dtype in DType::ALL {
@@ -88,9 +101,10 @@ fn test_device(
             device.name
         )));
     }
+    let library = library::hold(&both.engine, device, simd, None)?;
     Ok(format!(
         "selftest passed on {} (device {}): {count} tensors of {} dtypes, encoded and decoded on both \
-         sides; {} chunks by the device, {} by the processor for codecs that devices lack",
+         sides; {} chunks by the device, {} by the processor for codecs that devices lack\n{library}",
         device.name,
         device.ordinal,
         DType::ALL.len(),
@@ -100,7 +114,7 @@ fn test_device(
 }
 
 /// Tensors of one dtype: every pattern in every size for the default preset, small ones for the others.
-fn cases(dtype: DType, preset: Preset) -> Vec<Case> {
+pub(super) fn cases(dtype: DType, preset: Preset) -> Vec<Case> {
     let sizes = if preset == Preset::default() { &SIZES[..] } else { &SIZES[1..3] };
     let mut out = vec![];
     let mut add = |name: String, data: Vec<u8>| {
@@ -188,12 +202,12 @@ impl Both {
     }
 }
 
-fn differs(name: &str, what: &str) -> Failure {
+pub(super) fn differs(name: &str, what: &str) -> Failure {
     Failure::Test(format!("{name}: {what} differ from the processor's"))
 }
 
 /// Flips a bit in the middle of the first bytes that there are.
-fn damage<'a>(mut bytes: impl Iterator<Item = &'a mut Vec<u8>>) {
+pub(super) fn damage<'a>(mut bytes: impl Iterator<Item = &'a mut Vec<u8>>) {
     if let Some(first) = bytes.find(|b| !b.is_empty()) {
         let middle = first.len() / 2;
         first[middle] ^= 0x10;

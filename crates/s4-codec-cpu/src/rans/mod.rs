@@ -11,6 +11,8 @@ mod avx2;
 mod avx512;
 mod digits;
 mod model;
+#[cfg(target_arch = "x86_64")]
+mod pairs;
 mod part;
 mod scalar;
 mod stream;
@@ -176,34 +178,39 @@ impl Rans {
     ) -> Result<()> {
         #[cfg(target_arch = "x86_64")]
         if matches!(self.simd, Simd::Avx2 | Simd::Avx512) {
-            if let ([table], Simd::Avx512) = (&stream.tables[..], self.simd) {
-                if precision == Precision::P12
-                    && let Some(decoder) = singles::Decoder::new(table)
-                {
-                    // SAFETY: `new` has checked that the machine has the set.
-                    return unsafe { decoder.segments(stream.segments(), symbols, carries) };
-                }
-                if precision == Precision::P8
-                    && let Some(decoder) = avx512::Decoder::new(table)
-                {
-                    // SAFETY: `new` has checked that the machine has the set.
-                    return unsafe { decoder.segments(stream.segments(), symbols, carries) };
-                }
+            let one = match &stream.tables[..] {
+                [table] if self.simd == Simd::Avx512 => Some(table),
+                _ => None,
+            };
+            if let Some(table) = one
+                && precision == Precision::P8
+                && let Some(decoder) = avx512::Decoder::new(table)
+            {
+                // SAFETY: `new` has checked that the machine has the set.
+                return unsafe { decoder.segments(stream.segments(), symbols, carries) };
             }
-            if let Some(decoder) = avx2::Decoder::new(&stream.tables) {
+            if let Some(slots) = pairs::Slots::new(&stream.tables) {
                 let mut rest = symbols;
                 let jobs = stream.segments().map(|(range, segment)| {
                     let (symbols, behind) = std::mem::take(&mut rest).split_at_mut(range.len());
                     rest = behind;
                     let contexts = contexts.get(range).unwrap_or_default();
-                    avx2::Job { segment, contexts, symbols }
+                    pairs::Job { segment, contexts, symbols }
                 });
                 // SAFETY: `new` has checked that the machine has the set; the tables are of
                 // `precision`, and contexts are below their number.
                 return unsafe {
                     match precision {
-                        Precision::P8 => decoder.segments::<8>(jobs, carries),
-                        Precision::P12 => decoder.segments::<12>(jobs, carries),
+                        Precision::P8 => {
+                            pairs::decode(&avx2::Decoder::<8>::new(slots), jobs, carries)
+                        }
+                        Precision::P12 if one.is_some() => {
+                            let decoder = singles::Decoder::new(slots);
+                            pairs::decode(&decoder, jobs, carries)
+                        }
+                        Precision::P12 => {
+                            pairs::decode(&avx2::Decoder::<12>::new(slots), jobs, carries)
+                        }
                     }
                 };
             }

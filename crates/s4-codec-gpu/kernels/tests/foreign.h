@@ -44,7 +44,9 @@ static uint32_t decode(bool fused, int width, const Bytes& values, const Bytes& 
     frame.insert(frame.end(), parts[i].begin(), parts[i].end());
   }
   Memory memory;
-  c.frame = memory.add(frame);
+  Bytes readable = frame;
+  readable.resize(s4::round_up64(frame.size(), 16), 0xa5);
+  c.frame = memory.add(readable);
   c.values = memory.add(values.size());
   c.scratch = memory.add(s4::composed_decode_scratch(n, width, frame.size()));
   c.frame_len = static_cast<uint32_t>(frame.size());

@@ -26,7 +26,7 @@ static void for_runs(const std::vector<uint32_t>& kinds, const Body& body) {
 // ---- encode ----
 
 struct EncodeItem {
-  uint8_t kind;  // 2, 4: fused; 0: composed
+  uint8_t kind;  // 2, 4: fused; 0: composed; 1: residual
   uint8_t width, layout, residual;
   uint8_t coding[s4::kMaxPlanes];
   uint32_t n, flags, skew, tables;
@@ -47,6 +47,7 @@ static s4::EncodeChunk read_encode(Input& in, Memory& pool, std::vector<uint32_t
       item.flags & s4::kKeepPlanes ? s4::round_up64(uint64_t(item.n) * (item.width - 1), 32) : 0;
   c.scratch = pool.add(item.kind == 2   ? s4::kFusedScratch2 + planes
                        : item.kind == 4 ? s4::kFusedScratch4 + planes
+                       : item.kind == 1 ? s4::residual_encode_scratch(item.n, item.width)
                                         : s4::composed_encode_scratch(item.n, item.width));
   c.n = item.n;
   c.width = item.width;
@@ -75,6 +76,7 @@ static void encode(Input& in, Output& out, uint32_t count) {
     auto* r = results + first;
     if (kind == 2) S4_LAUNCH(s4_encode_fused_w2, n, s4::kFusedThreads2, c, r);
     else if (kind == 4) S4_LAUNCH(s4_encode_fused_w4, n, s4::kFusedThreads4, c, r);
+    else if (kind == 1) S4_LAUNCH(s4_encode_residual, n, s4::kComposedThreads, c, r);
     else S4_LAUNCH(s4_encode_composed, n, s4::kComposedThreads, c, r);
   });
   S4_LAUNCH(s4_frame_offsets, 1, s4::kOffsetsThreads, results, count, total);
@@ -121,7 +123,9 @@ static s4::DecodeChunk read_decode(Input& in, Memory& pool, std::vector<uint32_t
   const size_t bytes = size_t(item.n) * item.width;
   if (item.tables > 0)
     c.tables = reinterpret_cast<s4::SharedTable*>(pool.add(in.bytes(item.tables * sizeof(s4::SharedTable))));
-  c.frame = pool.add(in.bytes(item.frame_len));
+  Bytes frame = in.bytes(item.frame_len);
+  frame.resize(s4::round_up64(frame.size(), 16), 0xa5);  // readable, but nothing that counts
+  c.frame = pool.add(frame);
   if (item.residual != 0) c.parent = pool.add(in.bytes(bytes), item.skew * 3 % 16);
   c.values = pool.add(bytes, item.skew);
   c.scratch = pool.add(item.kind == 0 ? s4::composed_decode_scratch(item.n, item.width, item.frame_len) : 0);

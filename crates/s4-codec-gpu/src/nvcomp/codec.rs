@@ -17,6 +17,14 @@ pub struct Needs {
     pub alignments: Alignments,
 }
 
+impl Needs {
+    /// Whether memory at multiples of `align` bytes will do for all of it.
+    pub fn fit(&self, align: usize) -> bool {
+        let Alignments { input, output, scratch } = self.alignments;
+        [input, output, scratch].iter().all(|a| *a != 0 && align.is_multiple_of(*a))
+    }
+}
+
 /// One bitstream, coded in batches of blocks on a GPU: stream-ordered, without allocating or waiting.
 ///
 /// A block is at most [`Self::block`] bytes of a plane, and a multiple of [`Self::unit`].

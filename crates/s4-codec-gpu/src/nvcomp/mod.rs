@@ -15,6 +15,7 @@
 //! What is deliberately absent from [`GpuCodec`]: allocation, waiting, CUDA handles (addresses and
 //! streams are `u64`), and the choice of a codec.
 
+mod batch;
 mod batched;
 mod codec;
 mod error;
@@ -25,5 +26,5 @@ pub use batched::{
 };
 pub use codec::{GpuCodec, Needs};
 pub use error::{Error, Result};
-pub use host::{Host, HostDecoder, HostEncoder, HostError};
+pub use host::{Host, HostDecoder, HostEncoder, HostError, open};
 pub use nvcomp_sys::{Alignments, Compress, DataType, Decompress, Nvcomp, Search, Shape, Status};

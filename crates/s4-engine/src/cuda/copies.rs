@@ -10,7 +10,9 @@ use s4_format::ChunkRecord;
 use s4_format::side::Side;
 
 use super::error::{Of, Result};
-use super::{CudaEngine, CudaError, DecodeJob, Decoder, DeviceMemory, DeviceTensor, Piece};
+use super::{
+    CudaEngine, CudaError, DecodeJob, Decoder, DeviceMemory, DeviceTensor, Piece, Trusted,
+};
 use crate::{CpuEngine, EncodedChunk, Preset, Scratch, TensorPlan, TensorSpec, TensorView};
 
 /// A tensor as an engine encoded it.
@@ -164,7 +166,7 @@ impl CudaEngine {
             memory: place.memory(buffer),
         });
         let on_device: Vec<_> = on_device.collect();
-        let plans = self.plan(preset, &on_device)?;
+        let plans = self.plan(preset, &on_device, None)?;
         let mut chunks: Vec<Vec<_>> = tensors.iter().map(|_| vec![]).collect();
         self.encode::<CudaError>(&on_device, &plans, |frame| {
             chunks[frame.tensor].push((frame.encoded, frame.bytes.to_vec()));
@@ -185,6 +187,20 @@ impl CudaEngine {
         tensors: &[TensorView<'_>],
         coded: &[CodedTensor],
     ) -> Result<Vec<Vec<u8>>> {
+        self.decode_copies_with(ordinal, None, tensors, coded)
+    }
+
+    /// As [`CudaEngine::decode_copies`], with what [`CudaEngine::decode_with`] takes.
+    ///
+    /// # Errors
+    /// As [`CudaEngine::decode_copies`].
+    pub fn decode_copies_with(
+        &self,
+        ordinal: u32,
+        trusted: Option<&Trusted>,
+        tensors: &[TensorView<'_>],
+        coded: &[CodedTensor],
+    ) -> Result<Vec<Vec<u8>>> {
         let sizes = |(t, c): (&TensorView<'_>, &CodedTensor)| {
             t.data.len().div_ceil(c.chunk_bytes(t)) == c.chunks.len()
         };
@@ -197,7 +213,7 @@ impl CudaEngine {
         let there = tensors.iter().map(|t| place.copy_there(&vec![0xee; t.data.len()]));
         let there = there.collect::<Result<Vec<_>>>()?;
         let memory: Vec<_> = there.iter().map(|b| place.memory(b)).collect();
-        self.decode::<CudaError>(&memory, |decoder| {
+        self.decode_with::<CudaError>(&memory, trusted, |decoder| {
             let mut span = Span::default();
             for (number, (t, c)) in tensors.iter().zip(coded).enumerate() {
                 for chunk in 0..c.chunks.len() {

@@ -1,48 +1,22 @@
 //! Frames from pinned memory into device memory.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use s4_codec_gpu::abi::{self, COPY_SPAN_BYTES, CopySpan, DecodeChunk, SharedTable, status};
 use s4_codec_gpu::{DecodeBatch, GpuError, Pinned};
-use s4_format::ChunkRecord;
 use s4_format::layout::MAX_PLANES;
 use s4_format::limits::ALIGN;
 
 use super::Host;
 use super::error::{CudaError, Of, Result};
+use super::job::{Batch, DecodeJob, Filled, Frames, check};
+use super::nvcomp::{Answers, Trusted};
 use super::route::{decode_route, side_tables};
 use super::tensor::DeviceMemory;
 use super::worker::{SLOTS, Session};
-use crate::{Scratch, TensorSpec};
-
-/// Bytes of a decoded chunk that go somewhere.
-#[derive(Debug, Clone, Copy)]
-pub struct Piece {
-    /// Where they start in the chunk's values.
-    pub from: u64,
-    /// Where they go.
-    pub to: DeviceMemory,
-}
-
-/// A chunk to decode.
-#[derive(Debug, Clone)]
-pub struct DecodeJob<'a> {
-    /// Number of the tensor, for errors.
-    pub tensor: usize,
-    /// What decoding needs to know of the tensor. Jobs of one number have one spec.
-    pub spec: TensorSpec<'a>,
-    /// Number of the chunk.
-    pub chunk: u64,
-    /// Its record.
-    pub record: ChunkRecord,
-    /// Where its frame starts in the bytes that are pushed with it.
-    pub at: usize,
-    /// Bytes of its values.
-    pub bytes: u64,
-    /// Which of them are wanted, and where: all on one device, without overlap.
-    pub pieces: Vec<Piece>,
-}
+use crate::Scratch;
 
 /// Decodes what it is given, several groups of frames at a time.
 pub struct Decoder<'s, 'a> {
@@ -50,8 +24,13 @@ pub struct Decoder<'s, 'a> {
 }
 
 impl<'s, 'a> Decoder<'s, 'a> {
-    pub(super) fn new(sessions: Vec<Session<'s>>, host: &'s Host) -> Self {
-        let lane = |s: Session<'s>| (s.worker.device.ordinal(), Lane::new(s, host));
+    pub(super) fn new(
+        sessions: Vec<Session<'s>>,
+        host: &'s Host,
+        trusted: Option<&Trusted>,
+    ) -> Self {
+        let lane =
+            |s: Session<'s>| (s.worker.device.ordinal(), Lane::new(s, host, trusted.cloned()));
         Self { lanes: sessions.into_iter().map(lane).collect() }
     }
 
@@ -74,14 +53,10 @@ impl<'s, 'a> Decoder<'s, 'a> {
         jobs: Vec<DecodeJob<'a>>,
         fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
-        let room = self.room();
-        let lane = self.lane(ordinal)?;
-        check(ordinal, len, room, &jobs)?;
-        let slot = lane.free_slot()?;
+        let filled = self.take(Batch { ordinal, len, jobs })?;
         // SAFETY: what used the slot is done.
-        fill(unsafe { lane.session.worker.slots[slot].pinned.slice_mut(0, len) })?;
-        lane.start(slot, len, jobs)?;
-        Ok(())
+        fill(unsafe { filled.frames.pinned.slice_mut(0, len) })?;
+        Ok(self.start(filled)?)
     }
 
     /// Copies values that need no decoding: `fill` writes them into pinned memory. As with
@@ -95,14 +70,27 @@ impl<'s, 'a> Decoder<'s, 'a> {
         fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         let len = usize::try_from(to.bytes()).unwrap_or(usize::MAX);
-        let room = self.room();
-        let lane = self.lane(to.ordinal())?;
-        check(to.ordinal(), len, room, &[])?;
-        let slot = lane.free_slot()?;
+        let filled = self.take(Batch { ordinal: to.ordinal(), len, jobs: vec![] })?;
         // SAFETY: what used the slot is done.
-        fill(unsafe { lane.session.worker.slots[slot].pinned.slice_mut(0, len) })?;
-        lane.send(slot, to, len)?;
+        fill(unsafe { filled.frames.pinned.slice_mut(0, len) })?;
+        self.lane(to.ordinal())?.send(filled.slot, to, len)?;
         Ok(())
+    }
+
+    /// A slot for a batch, whose pinned memory is to be filled.
+    pub(super) fn take(&mut self, batch: Batch<'a>) -> Result<Filled<'a>> {
+        let Batch { ordinal, len, jobs } = batch;
+        let room = self.room();
+        let lane = self.lane(ordinal)?;
+        check(ordinal, len, room, &jobs)?;
+        let slot = lane.free_slot()?;
+        let pinned = Arc::clone(&lane.session.worker.slots[slot].pinned);
+        Ok(Filled { ordinal, slot, len, jobs, frames: Frames { pinned, at: 0 } })
+    }
+
+    /// Queues the decoding of a batch.
+    pub(super) fn start(&mut self, filled: Filled<'a>) -> Result<()> {
+        self.lane(filled.ordinal)?.start(filled)
     }
 
     fn lane(&mut self, ordinal: u32) -> Result<&mut Lane<'s, 'a>> {
@@ -112,36 +100,30 @@ impl<'s, 'a> Decoder<'s, 'a> {
         })
     }
 
-    pub(super) fn finish(&mut self) -> Result<()> {
-        self.lanes.values_mut().try_for_each(Lane::finish)
+    /// Waits for all that was pushed, and gives the tensors, by number, that hold differences which the
+    /// kernels did not decode: their memory holds anything now, and the caller decodes them another
+    /// way, which also says what is wrong.
+    ///
+    /// # Errors
+    /// As [`Decoder::push`].
+    pub fn undone(&mut self) -> Result<Vec<usize>> {
+        let mut all = BTreeSet::new();
+        for lane in self.lanes.values_mut() {
+            lane.finish()?;
+            all.append(&mut lane.undone);
+        }
+        Ok(all.into_iter().collect())
     }
-}
 
-/// Checks what the caller says of jobs.
-fn check(ordinal: u32, len: usize, room: usize, jobs: &[DecodeJob<'_>]) -> Result<()> {
-    if len > room {
-        let (what, needed, budget) = ("frames in one push", len as u64, room as u64);
-        return Err(GpuError::Budget { what, needed, budget }.into());
-    }
-    for job in jobs {
-        let end = job.at.checked_add(job.record.len as usize);
-        if end.is_none_or(|end| end > len) {
-            return Err(s4_format::Error::truncated("frame passes the bytes that were read")
-                .in_chunk(job.chunk))
-            .of(job.tensor);
-        }
-        let width = job.spec.dtype.value_width() as u64;
-        let inside = |p: &Piece| {
-            p.from.checked_add(p.to.bytes()).is_some_and(|end| end <= job.bytes)
-                && p.to.ordinal() == ordinal
-        };
-        let whole = job.bytes.is_multiple_of(width) && job.bytes <= abi::MAX_DECODE_BYTES;
-        if !whole || !job.pieces.iter().all(inside) {
-            let what = format!("pieces of a chunk of {} bytes for device {ordinal}", job.bytes);
-            return Err(GpuError::Argument(what).into());
+    pub(super) fn finish(&mut self) -> Result<()> {
+        match self.undone()?.first() {
+            None => Ok(()),
+            Some(&tensor) => {
+                let what = "differences that the device does not decode";
+                Err(s4_format::Error::unsupported(what)).of(tensor)
+            }
         }
     }
-    Ok(())
 }
 
 const TABLES: usize = MAX_PLANES * size_of::<SharedTable>();
@@ -150,7 +132,7 @@ const SPAN: usize = size_of::<CopySpan>();
 
 /// Chunks that are decoded by one launch of each kernel.
 #[derive(Default)]
-struct Batch {
+struct Launch {
     /// Number of the job, route, descriptor.
     chunks: Vec<(usize, abi::Route, DecodeChunk)>,
     spans: Vec<CopySpan>,
@@ -158,37 +140,51 @@ struct Batch {
     scratch: u64,
 }
 
-impl Batch {
+impl Launch {
     fn meta(&self) -> usize {
         self.tables.len() * TABLES + self.chunks.len() * (CHUNK + 4) + self.spans.len() * SPAN + 64
     }
 }
 
 /// What is under way in a slot.
-#[derive(Default)]
-struct Busy<'a> {
-    jobs: Vec<DecodeJob<'a>>,
+pub(super) struct Busy<'a> {
+    pub(super) jobs: Vec<DecodeJob<'a>>,
+    pub(super) frames: Frames,
+    /// The same as `asked` for chunks with blocks that a library decodes, and what it says of them.
+    pub(super) by_library: Vec<(usize, usize)>,
+    pub(super) answers: Vec<Answers>,
     /// For each chunk on the device its job, and where its status lies in the meta memory.
     asked: Vec<(usize, usize)>,
     /// Bytes of meta memory in use.
-    meta: usize,
+    pub(super) meta: usize,
     /// Address of the tables of a tensor; `None`: it has none.
     tables: HashMap<usize, Option<u64>>,
 }
 
-struct Lane<'s, 'a> {
-    session: Session<'s>,
+impl<'a> Busy<'a> {
+    fn new(frames: Frames, jobs: Vec<DecodeJob<'a>>) -> Self {
+        let (by_library, answers, asked) = Default::default();
+        Self { jobs, frames, by_library, answers, asked, meta: 0, tables: HashMap::new() }
+    }
+}
+
+pub(super) struct Lane<'s, 'a> {
+    pub(super) session: Session<'s>,
+    pub(super) trusted: Option<Trusted>,
     host: &'s Host,
     busy: Vec<Option<Busy<'a>>>,
     next: usize,
     scratch: Scratch,
     bounce: Option<Pinned>,
+    /// Tensors with differences that are to be decoded another way.
+    undone: BTreeSet<usize>,
 }
 
 impl<'s, 'a> Lane<'s, 'a> {
-    fn new(session: Session<'s>, host: &'s Host) -> Self {
+    fn new(session: Session<'s>, host: &'s Host, trusted: Option<Trusted>) -> Self {
         let busy = (0..SLOTS).map(|_| None).collect();
-        Self { session, host, busy, next: 0, scratch: Scratch::default(), bounce: None }
+        let (scratch, bounce, undone) = Default::default();
+        Self { session, trusted, host, busy, next: 0, scratch, bounce, undone }
     }
 
     /// A slot that is not in use, once what used it is done and found good.
@@ -213,53 +209,65 @@ impl<'s, 'a> Lane<'s, 'a> {
         // SAFETY: the caller's memory, which nothing else uses; the slot stays until it was waited for.
         unsafe { worker.copy.copy_to_device(&place.pinned, 0, len, to.address()) }?;
         place.worked.record(&worker.copy)?;
-        self.busy[slot] = Some(Busy::default());
+        let frames = Frames { pinned: Arc::clone(&place.pinned), at: 0 };
+        self.busy[slot] = Some(Busy::new(frames, vec![]));
         Ok(())
     }
 
-    /// Queues the decoding of the frames in a slot.
-    fn start(&mut self, slot: usize, len: usize, jobs: Vec<DecodeJob<'a>>) -> Result<()> {
-        let frames = self.session.frames(slot);
+    /// Queues the decoding of frames.
+    fn start(&mut self, filled: Filled<'a>) -> Result<()> {
+        let Filled { slot, len, jobs, frames, .. } = filled;
+        let to = self.session.frames(slot);
         let worker = &self.session.worker;
         let place = &worker.slots[slot];
-        // SAFETY: the slot's memory on both sides was idle; its pinned part is only read from now on.
-        unsafe { worker.copy.copy_to_device(&place.pinned, 0, len, frames) }?;
+        // SAFETY: the slot's memory on both sides was idle, and what holds the frames stays until
+        // they are decoded; it is only read from now on.
+        unsafe { worker.copy.copy_to_device(&frames.pinned, frames.at, len, to) }?;
         place.copied.record(&worker.copy)?;
         worker.compute.wait(&place.copied)?;
-        let mut busy = Busy { jobs, ..Busy::default() };
-        let mut batch = Batch::default();
+        let mut busy = Busy::new(frames, jobs);
+        let mut launch = Launch::default();
         let mut here = vec![];
         for number in 0..busy.jobs.len() {
-            if !self.add(slot, number, &mut busy, &mut batch)? {
-                here.push(number);
+            if self.add(slot, number, &mut busy, &mut launch)? {
+                continue;
+            }
+            match &busy.jobs[number] {
+                job if job.is_delta() => drop(self.undone.insert(job.tensor)),
+                _ => here.push(number),
             }
         }
-        self.flush(slot, &mut busy, &mut batch)?;
+        self.flush(slot, &mut busy, &mut launch)?;
+        let here = self.decode_blocks(slot, &mut busy, here)?;
         self.session.worker.slots[slot].worked.record(&self.session.worker.compute)?;
         self.host.chunks.host.fetch_add(here.len() as u64, Ordering::Relaxed);
         for number in here {
-            self.decode_here(slot, &busy.jobs[number])?;
+            self.decode_here(&busy.frames, &busy.jobs[number])?;
         }
         self.busy[slot] = Some(busy);
         Ok(())
     }
 
-    /// Adds a job to the batch; `false`: it is the CPU's.
+    /// Adds a job to the launch; `false`: it is the CPU's.
     fn add(
         &mut self,
         slot: usize,
         number: usize,
         busy: &mut Busy<'a>,
-        batch: &mut Batch,
+        launch: &mut Launch,
     ) -> Result<bool> {
         let job = &busy.jobs[number];
-        let frame = self.frame(slot, job);
+        let frame = busy.frames.frame(job);
         let Some((route, mut chunk)) = decode_route(&job.spec, &job.record, frame, job.bytes)
         else {
             return Ok(false);
         };
-        let Ok(tables) = side_tables(job.spec.side) else { return Ok(false) };
-        let direct = matches!(&job.pieces[..], [p] if p.to.bytes() == job.bytes);
+        let mut tables = None;
+        if !busy.tables.contains_key(&job.tensor) {
+            let Ok(parsed) = side_tables(job.spec.side) else { return Ok(false) };
+            tables = Some(parsed);
+        }
+        let direct = has_one_place(job);
         let width = job.spec.dtype.value_width() as u64;
         let own = abi::decode_scratch(route, chunk.n.into(), width, chunk.frame_len.into());
         let own = if chunk.plain != 0 { 0 } else { own.next_multiple_of(16) };
@@ -273,69 +281,87 @@ impl<'s, 'a> Lane<'s, 'a> {
         {
             return Ok(false);
         }
-        if batch.scratch + own + values > sizes.scratch {
-            self.flush(slot, busy, batch)?;
+        if launch.scratch + own + values > sizes.scratch {
+            self.flush(slot, busy, launch)?;
         }
-        if busy.meta + batch.meta() + more > sizes.meta as usize {
-            self.flush(slot, busy, batch)?;
-            self.session.worker.compute.synchronize()?;
-            self.judge(slot, busy)?;
-            (busy.meta, busy.tables) = Default::default();
+        if busy.meta + launch.meta() + more > sizes.meta as usize {
+            self.flush(slot, busy, launch)?;
+            self.start_over(slot, busy)?;
         }
         let job = &busy.jobs[number];
-        let scratch = self.session.scratch() + batch.scratch;
+        let scratch = self.session.scratch() + launch.scratch;
         chunk.frame = self.session.frames(slot) + job.at as u64;
         chunk.scratch = scratch;
         chunk.values = if direct { job.pieces[0].to.address() } else { scratch + own };
+        chunk.parent = if chunk.residual == 0 { 0 } else { chunk.values };
         chunk.tables = match busy.tables.get(&job.tensor) {
             Some(known) => known.unwrap_or(0),
             None => {
-                // The sets of a batch lie in front of it.
-                let at = self.session.meta(slot) + (busy.meta + batch.tables.len() * TABLES) as u64;
+                let tables = match tables {
+                    Some(parsed) => parsed,
+                    // They were forgotten just now.
+                    None => side_tables(job.spec.side).of(job.tensor)?,
+                };
+                // The sets of a launch lie in front of it.
+                let at =
+                    self.session.meta(slot) + (busy.meta + launch.tables.len() * TABLES) as u64;
                 let at = tables.is_some().then_some(at);
-                batch.tables.extend(tables);
+                launch.tables.extend(tables);
                 busy.tables.insert(job.tensor, at);
                 at.unwrap_or(0)
             }
         };
         if !direct {
-            job.pieces.iter().for_each(|p| cut(chunk.values + p.from, p.to, &mut batch.spans));
+            cut_pieces(job, chunk.values, &mut launch.spans);
         }
-        batch.scratch += own + values;
-        batch.chunks.push((number, route, chunk));
+        launch.scratch += own + values;
+        launch.chunks.push((number, route, chunk));
         Ok(true)
     }
 
-    /// Queues a batch and forgets it.
-    fn flush(&mut self, slot: usize, busy: &mut Busy<'a>, batch: &mut Batch) -> Result<()> {
-        let mut batch = std::mem::take(batch);
-        if batch.chunks.is_empty() {
+    /// Waits for what was queued, so that the slot's memory for descriptors is free again.
+    pub(super) fn start_over(&mut self, slot: usize, busy: &mut Busy<'a>) -> Result<()> {
+        self.session.worker.compute.synchronize()?;
+        self.judge(slot, busy)?;
+        (busy.meta, busy.tables) = Default::default();
+        Ok(())
+    }
+
+    /// Counts a chunk that the device decoded.
+    pub(super) fn count_device(&self) {
+        self.host.chunks.device.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Queues a launch and forgets it.
+    fn flush(&mut self, slot: usize, busy: &mut Busy<'a>, launch: &mut Launch) -> Result<()> {
+        let mut launch = std::mem::take(launch);
+        if launch.chunks.is_empty() {
             return Ok(());
         }
-        batch.chunks.sort_by_key(|c| c.1);
+        launch.chunks.sort_by_key(|c| c.1);
         let worker = &self.session.worker;
         let pinned = &worker.slots[slot].pinned;
         let (base, start) = (self.session.pinned_meta(), busy.meta);
         let meta = self.session.meta(slot);
         // SAFETY: this part of the slot was not used since it was free.
-        let to = unsafe { pinned.slice_mut(base + start, batch.meta()) };
+        let to = unsafe { pinned.slice_mut(base + start, launch.meta()) };
         let mut at = 0;
         let mut put = |bytes: &[u8]| {
             to[at..at + bytes.len()].copy_from_slice(bytes);
             at += bytes.len();
         };
-        batch.tables.iter().for_each(|set| put(bytemuck::cast_slice(set)));
-        batch.chunks.iter().for_each(|(_, _, chunk)| put(bytemuck::bytes_of(chunk)));
-        batch.spans.iter().for_each(|span| put(bytemuck::bytes_of(span)));
-        let chunks = start + batch.tables.len() * TABLES;
-        let spans = chunks + batch.chunks.len() * CHUNK;
-        let answers = spans + batch.spans.len() * SPAN;
+        launch.tables.iter().for_each(|set| put(bytemuck::cast_slice(set)));
+        launch.chunks.iter().for_each(|(_, _, chunk)| put(bytemuck::bytes_of(chunk)));
+        launch.spans.iter().for_each(|span| put(bytemuck::bytes_of(span)));
+        let chunks = start + launch.tables.len() * TABLES;
+        let spans = chunks + launch.chunks.len() * CHUNK;
+        let answers = spans + launch.spans.len() * SPAN;
         let mut routes = [0; 3];
-        batch.chunks.iter().for_each(|c| routes[c.1 as usize] += 1);
+        launch.chunks.iter().for_each(|c| routes[c.1 as usize] += 1);
         let work =
             DecodeBatch { chunks: meta + chunks as u64, status: meta + answers as u64, routes };
         // At most what fits the slot's memory for descriptors.
-        let count = u32::try_from(batch.spans.len()).unwrap_or(u32::MAX);
+        let count = u32::try_from(launch.spans.len()).unwrap_or(u32::MAX);
         // A kernel fetches the descriptors from pinned memory: the device's copy engine would bring
         // them only after the frames of the group behind.
         let fetch = CopySpan {
@@ -343,7 +369,7 @@ impl<'s, 'a> Lane<'s, 'a> {
             to: meta + start as u64,
             len: (answers - start) as u64,
         };
-        let fetch_at = (answers + 4 * batch.chunks.len()).next_multiple_of(8);
+        let fetch_at = (answers + 4 * launch.chunks.len()).next_multiple_of(8);
         to[fetch_at - start..fetch_at - start + SPAN].copy_from_slice(bytemuck::bytes_of(&fetch));
         // SAFETY: descriptors, tables, status and scratch are parts of the session's memory, used in
         // the order of one stream; streams lie within their frames, as `decode_route` found; the
@@ -352,10 +378,10 @@ impl<'s, 'a> Lane<'s, 'a> {
             worker.compute.copy_spans(pinned.address(base + fetch_at), 1)?;
             worker.compute.decode(&work)?;
             worker.compute.copy_spans(meta + spans as u64, count)?;
-            let len = batch.chunks.len() * 4;
+            let len = launch.chunks.len() * 4;
             worker.compute.copy_to_host(work.status, pinned, base + answers, len)?;
         }
-        let asked = batch.chunks.iter().enumerate().map(|(i, c)| (c.0, answers + 4 * i));
+        let asked = launch.chunks.iter().enumerate().map(|(i, c)| (c.0, answers + 4 * i));
         busy.asked.extend(asked);
         busy.meta = (fetch_at + SPAN).next_multiple_of(16);
         Ok(())
@@ -370,6 +396,7 @@ impl<'s, 'a> Lane<'s, 'a> {
 
     /// Looks at the status of chunks whose work is done.
     fn judge(&mut self, slot: usize, busy: &mut Busy<'a>) -> Result<()> {
+        self.judge_blocks(slot, busy)?;
         for (number, at) in std::mem::take(&mut busy.asked) {
             let worker = &self.session.worker;
             let at = self.session.pinned_meta() + at;
@@ -382,9 +409,14 @@ impl<'s, 'a> Lane<'s, 'a> {
                 continue;
             }
             chunks.refused.fetch_add(1, Ordering::Relaxed);
-            // The CPU says what is wrong, or can do what the kernels cannot.
             let job = &busy.jobs[number];
-            self.decode_here(slot, job)?;
+            if job.is_delta() {
+                // What it is to be a difference from may be gone.
+                self.undone.insert(job.tensor);
+                continue;
+            }
+            // The CPU says what is wrong, or can do what the kernels cannot.
+            self.decode_here(&busy.frames, job)?;
             if matches!(found, status::FRAME_CHECKSUM | status::VALUE_CHECKSUM) {
                 let what = "the device found a wrong checksum where the CPU found a right one";
                 return Err(s4_format::Error::corrupt(what).in_chunk(job.chunk)).of(job.tensor);
@@ -394,7 +426,7 @@ impl<'s, 'a> Lane<'s, 'a> {
     }
 
     /// Decodes a chunk on the CPU and copies its pieces.
-    fn decode_here(&mut self, slot: usize, job: &DecodeJob<'_>) -> Result<()> {
+    fn decode_here(&mut self, frames: &Frames, job: &DecodeJob<'_>) -> Result<()> {
         if self.bounce.is_none() {
             let most = abi::MAX_DECODE_BYTES as usize;
             self.bounce = Some(Pinned::new(&self.session.worker.device, most)?);
@@ -403,8 +435,7 @@ impl<'s, 'a> Lane<'s, 'a> {
         // SAFETY: the copies from it were waited for.
         let values = unsafe { bounce.slice_mut(0, job.bytes as usize) };
         let worker = &self.session.worker;
-        // SAFETY: the frame was written before, and is only read.
-        let frame = unsafe { worker.slots[slot].pinned.slice(job.at, job.record.len as usize) };
+        let frame = frames.frame(job);
         let (spec, record) = (&job.spec, &job.record);
         self.host
             .cpu
@@ -418,12 +449,16 @@ impl<'s, 'a> Lane<'s, 'a> {
         }
         Ok(worker.copy.synchronize()?)
     }
+}
 
-    fn frame(&self, slot: usize, job: &DecodeJob<'_>) -> &[u8] {
-        let pinned = &self.session.worker.slots[slot].pinned;
-        // SAFETY: it was written before, and is only read.
-        unsafe { pinned.slice(job.at, job.record.len as usize) }
-    }
+/// Whether a chunk goes to one place as a whole.
+pub(super) fn has_one_place(job: &DecodeJob<'_>) -> bool {
+    matches!(&job.pieces[..], [p] if p.to.bytes() == job.bytes)
+}
+
+/// The spans that bring a chunk's pieces from its values to their places.
+pub(super) fn cut_pieces(job: &DecodeJob<'_>, values: u64, spans: &mut Vec<CopySpan>) {
+    job.pieces.iter().for_each(|p| cut(values + p.from, p.to, spans));
 }
 
 /// Spans of `COPY_SPAN_BYTES` at most from `from` to a piece's place.

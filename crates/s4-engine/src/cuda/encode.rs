@@ -1,17 +1,23 @@
 //! Chunks of device tensors into frames in pinned memory, group by group.
 
+mod bring;
+
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 
 use s4_codec_gpu::abi::{self, CopySpan, EncodeChunk, EncodeResult, Route, status};
-use s4_codec_gpu::{EncodeBatch, GpuError};
+use s4_codec_gpu::{EncodeBatch, GpuError, Pinned};
 use s4_format::index::chunk_count;
 use s4_format::layout::MAX_PLANES;
 use s4_format::limits::ALIGN;
-use s4_format::{CodecId, StreamEntry};
+use s4_format::{CodecId, PredictorId, StreamEntry};
+
+use bring::Decoding;
 
 use super::Host;
-use super::error::{Of, Result};
+use super::Work;
+use super::error::{CudaError, Of, Result};
+use super::parent::{self, LevelPlaces, ParentValues};
 use super::route::{codings, encode_route, plan_tables};
 use super::tensor::DeviceTensor;
 use super::worker::{SLOTS, Session};
@@ -41,6 +47,12 @@ struct Job {
     route: Option<Route>,
     /// With a route its place in the batch, else where its values lie in the slot.
     at: usize,
+    /// Where its scratch memory starts. That of a difference has room for the parent's values first.
+    scratch: u64,
+    delta: bool,
+    /// Of a difference the address of the parent's values, and which statuses say how they came there.
+    parent: u64,
+    statuses: (usize, usize),
 }
 
 /// What is under way in one slot.
@@ -48,11 +60,13 @@ struct Group {
     slot: usize,
     jobs: Vec<Job>,
     /// Chunks of each route.
-    routes: [u32; 3],
+    routes: [u32; 4],
     /// Bytes of frames at most; the values of the CPU's chunks follow.
     capacity: u64,
     /// Sets of tables, in the order in which they lie behind the descriptors, by tensor.
     tables: Vec<usize>,
+    /// Where the statuses of the parents' frames lie in the meta memory, by job.
+    statuses: Vec<usize>,
     /// Whether its frames were sent to the host.
     sent: bool,
 }
@@ -61,6 +75,8 @@ struct Group {
 #[derive(Clone, Copy, Default)]
 struct Room {
     frames: u64,
+    /// What parents are made of, which lies where frames go to.
+    parents: u64,
     scratch: u64,
     meta: u64,
 }
@@ -77,10 +93,15 @@ impl Group {
     }
 
     /// Where tables and results start in the slot's meta memory: behind the descriptors, and the
-    /// span of the answer in front of the results.
+    /// spans of the answers in front of the results. What decodes parents follows.
     fn places(&self) -> (u64, u64) {
         let tables = u64::from(self.count()) * size_of::<EncodeChunk>() as u64;
-        (tables, (tables + self.tables.len() as u64 * TABLES + SPAN).next_multiple_of(16))
+        (tables, (tables + self.tables.len() as u64 * TABLES + 2 * SPAN).next_multiple_of(16))
+    }
+
+    /// The end of the results.
+    fn end(&self) -> u64 {
+        self.places().1 + TOTAL + u64::from(self.count()) * size_of::<EncodeResult>() as u64
     }
 }
 
@@ -93,6 +114,8 @@ pub(super) struct Lane<'a> {
     /// Tensors of this device that are not cut yet; the first is cut up to a chunk.
     waiting: VecDeque<usize>,
     chunk: u64,
+    /// Sets of tables that the parents of the first tensor have, at most.
+    parent_sets: u32,
     under_way: VecDeque<Group>,
     /// Chunks of the first group that were handed on.
     handed: usize,
@@ -103,21 +126,15 @@ pub(super) struct Lane<'a> {
 }
 
 impl<'a> Lane<'a> {
-    pub(super) fn new(
-        session: Session<'a>,
-        host: &'a Host,
-        tensors: &'a [DeviceTensor<'a>],
-        plans: &'a [TensorPlan],
-    ) -> Self {
-        let ordinal = session.worker.device.ordinal();
-        let waiting = (0..tensors.len()).filter(|&t| tensors[t].memory.ordinal() == ordinal);
+    pub(super) fn new(session: Session<'a>, work: Work<'a>) -> Self {
         Self {
-            waiting: waiting.collect(),
+            waiting: work.on(session.worker.device.ordinal()),
             session,
-            host,
-            tensors,
-            plans,
+            host: work.host,
+            tensors: work.tensors,
+            plans: work.plans,
             chunk: 0,
+            parent_sets: 0,
             under_way: VecDeque::new(),
             handed: 0,
             free: (0..SLOTS).rev().collect(),
@@ -128,14 +145,18 @@ impl<'a> Lane<'a> {
     }
 
     /// Fills the free slots with work.
-    pub(super) fn launch(&mut self) -> Result<()> {
+    pub(super) fn launch<E: From<CudaError>>(
+        &mut self,
+        parents: &dyn ParentValues<E>,
+    ) -> Result<(), E> {
         while let Some(slot) = self.free.pop() {
-            let group = self.cut(slot);
+            let mut group = self.cut(slot, parents);
             if group.jobs.is_empty() {
                 self.free.push(slot);
                 return Ok(());
             }
-            self.start(&group)?;
+            let decoding = self.bring(&mut group, parents)?;
+            self.start(&group, decoding)?;
             self.under_way.push_back(group);
         }
         Ok(())
@@ -150,41 +171,66 @@ impl<'a> Lane<'a> {
             let chunk = self.chunk;
             if chunk >= chunk_count(t.memory.bytes() / width as u64, plan.chunk_log2) {
                 self.waiting.pop_front();
-                self.chunk = 0;
+                (self.chunk, self.parent_sets) = (0, 0);
                 continue;
             }
             let first = (chunk << plan.chunk_log2) * width as u64;
             let bytes = ((width as u64) << plan.chunk_log2).min(t.memory.bytes() - first);
             let route = encode_route(plan, bytes / width as u64, width);
             let values = t.memory.address() + first;
-            return Some(Job { tensor, chunk, values, bytes, route, at: 0 });
+            let delta = plan.plan.predictor == PredictorId::PARENT;
+            let (at, scratch, parent, statuses) = Default::default();
+            return Some(Job {
+                tensor,
+                chunk,
+                values,
+                bytes,
+                route,
+                at,
+                scratch,
+                delta,
+                parent,
+                statuses,
+            });
         }
     }
 
     /// Takes as many chunks as a slot has room for.
-    fn cut(&mut self, slot: usize) -> Group {
+    fn cut<E>(&mut self, slot: usize, parents: &dyn ParentValues<E>) -> Group {
         let sizes = self.session.worker.sizes;
-        let mut group =
-            Group { slot, jobs: vec![], routes: [0; 3], capacity: 0, tables: vec![], sent: false };
-        let mut used = Room { meta: TOTAL + SPAN + 16, ..Room::default() };
-        while let Some(job) = self.job() {
+        let mut group = Group {
+            slot,
+            jobs: vec![],
+            routes: [0; 4],
+            capacity: 0,
+            tables: vec![],
+            statuses: vec![],
+            sent: false,
+        };
+        let mut used = Room { meta: TOTAL + 2 * SPAN + 64, ..Room::default() };
+        self.parent_sets = 0;
+        while let Some(mut job) = self.job() {
             let new_tables = job.route.is_some()
                 && group.tables.last() != Some(&job.tensor)
                 && self.plans[job.tensor].shared.iter().any(Option::is_some);
-            let more = self.room(&job, new_tables);
+            let (more, sets) = self.room(&job, new_tables, parents);
             let sum = Room {
                 frames: used.frames + more.frames,
+                parents: used.parents + more.parents,
                 scratch: used.scratch + more.scratch,
                 meta: used.meta + more.meta,
             };
-            let full =
-                sum.frames > sizes.frames || sum.scratch > sizes.scratch || sum.meta > sizes.meta;
+            let full = sum.frames.max(sum.parents) > sizes.frames
+                || sum.scratch > sizes.scratch
+                || sum.meta > sizes.meta;
             // A slot has room for any single chunk.
             if full && !group.jobs.is_empty() {
                 break;
             }
+            job.scratch = self.session.scratch() + used.scratch;
             used = sum;
             self.chunk += 1;
+            self.parent_sets = self.parent_sets.max(sets);
             if new_tables {
                 group.tables.push(job.tensor);
             }
@@ -198,19 +244,31 @@ impl<'a> Lane<'a> {
         group
     }
 
-    fn room(&self, job: &Job, new_tables: bool) -> Room {
+    /// The room that a job takes, and how many sets of tables its parent has at most.
+    fn room<E>(&self, job: &Job, new_tables: bool, parents: &dyn ParentValues<E>) -> (Room, u32) {
         let frames = job.bytes.next_multiple_of(ALIGN as u64);
-        let Some(route) = job.route else { return Room { frames, ..Room::default() } };
+        let Some(route) = job.route else { return (Room { frames, ..Room::default() }, 0) };
         let width = self.tensors[job.tensor].dtype.value_width() as u64;
-        Room {
-            frames,
-            scratch: abi::encode_scratch(route, job.bytes / width, width).next_multiple_of(16),
-            meta: PER_CHUNK + if new_tables { TABLES } else { 0 },
+        let scratch = abi::encode_scratch(route, job.bytes / width, width).next_multiple_of(16);
+        let meta = PER_CHUNK + if new_tables { TABLES } else { 0 };
+        let mut room = Room { frames, parents: 0, scratch, meta };
+        let mut sets = 0;
+        if job.delta {
+            let size = parents.size(job.tensor, job.chunk);
+            room.parents = frames;
+            room.scratch = frames + scratch.max(parent::scratch(job.bytes, width));
+            if self.on_device(size, job.bytes) {
+                room.parents = parent::stored(size, job.bytes);
+                sets = size.frames;
+                let new = u64::from(sets.saturating_sub(self.parent_sets));
+                room.meta += u64::from(sets) * parent::PER_FRAME + new * parent::PER_TENSOR;
+            }
         }
+        (room, sets)
     }
 
     /// Queues a group's work.
-    fn start(&mut self, group: &Group) -> Result<()> {
+    fn start(&mut self, group: &Group, decoding: Option<Decoding>) -> Result<()> {
         let worker = &self.session.worker;
         let slot = &worker.slots[group.slot];
         let (frames, meta) = (self.session.frames(group.slot), self.session.meta(group.slot));
@@ -226,8 +284,17 @@ impl<'a> Lane<'a> {
             to: slot.pinned.address(pinned + results as usize),
             len: TOTAL + u64::from(group.count()) * size_of::<EncodeResult>() as u64,
         };
-        to[(results - SPAN) as usize..results as usize]
-            .copy_from_slice(bytemuck::bytes_of(&answer));
+        // As that: what became of the parents.
+        let mut answers = [answer, bytemuck::Zeroable::zeroed()];
+        if let Some(Decoding { places, .. }) = &decoding {
+            answers[1] = CopySpan {
+                from: meta + places.status as u64,
+                to: slot.pinned.address(pinned + places.status),
+                len: 4 * places.frames as u64,
+            };
+        }
+        to[(results - 2 * SPAN) as usize..results as usize]
+            .copy_from_slice(bytemuck::cast_slice(&answers));
         let batch = EncodeBatch {
             chunks: meta,
             results: meta + results + TOTAL,
@@ -238,12 +305,22 @@ impl<'a> Lane<'a> {
         };
         // SAFETY: descriptors, tables, results, frames and scratch are parts of the session's memory
         // of the sizes that `cut` added up, used in the order of one stream; the values are the
-        // caller's, who promised that they stay. The slot's pinned memory is idle, as above.
+        // caller's, who promised that they stay. The slot's pinned memory is idle, as above. Parents
+        // lie where frames go to, and are read before the first of these is written.
         unsafe {
             if group.count() > 0 {
                 worker.compute.copy_to_device(&slot.pinned, pinned, results as usize, meta)?;
+                if let Some(Decoding { batches, places }) = &decoding {
+                    let LevelPlaces { start, end, .. } = *places;
+                    let (at, to) = (pinned + start, meta + start as u64);
+                    worker.compute.copy_to_device(&slot.pinned, at, end - start, to)?;
+                    for level in batches {
+                        worker.compute.decode(level)?;
+                    }
+                }
                 worker.compute.encode(&batch)?;
-                worker.compute.copy_spans(meta + results - SPAN, 1)?;
+                let count = 1 + u32::from(decoding.is_some());
+                worker.compute.copy_spans(meta + results - 2 * SPAN, count)?;
             }
             slot.worked.record(&worker.compute)?;
             for job in group.jobs.iter().filter(|j| j.route.is_none()) {
@@ -257,18 +334,21 @@ impl<'a> Lane<'a> {
     /// Writes descriptors and tables as they lie in the slot's meta memory, at `meta` on the device.
     fn describe(&self, group: &Group, meta: u64, to: &mut [u8]) {
         let (tables_at, _) = group.places();
-        let mut scratch = self.session.scratch();
         for job in &group.jobs {
-            let Some(route) = job.route else { continue };
+            if job.route.is_none() {
+                continue;
+            }
             let (t, plan) = (&self.tensors[job.tensor], &self.plans[job.tensor]);
             let width = t.dtype.value_width();
             let n = job.bytes / width as u64;
             let set = group.tables.iter().position(|&t| t == job.tensor);
             let chunk = EncodeChunk {
                 values: job.values,
-                parent: 0,
+                parent: job.parent,
                 tables: set.map_or(0, |i| meta + tables_at + i as u64 * TABLES),
-                scratch,
+                // Parents were decoded in the same memory, behind their values.
+                scratch: job.scratch
+                    + if job.delta { job.bytes.next_multiple_of(ALIGN as u64) } else { 0 },
                 // At most 2^18 values of 1 to 8 bytes.
                 n: n as u32,
                 width: width as u8,
@@ -277,7 +357,6 @@ impl<'a> Lane<'a> {
                 coding: codings(plan),
                 ..bytemuck::Zeroable::zeroed()
             };
-            scratch += abi::encode_scratch(route, n, width as u64).next_multiple_of(16);
             let at = job.at * size_of::<EncodeChunk>();
             to[at..at + size_of::<EncodeChunk>()].copy_from_slice(bytemuck::bytes_of(&chunk));
         }
@@ -314,7 +393,10 @@ impl<'a> Lane<'a> {
     }
 
     /// The next chunk of this device's tensors; `None` behind the last one.
-    pub(super) fn next(&mut self) -> Result<Option<DeviceFrame<'_>>> {
+    pub(super) fn next<E: From<CudaError>>(
+        &mut self,
+        parents: &dyn ParentValues<E>,
+    ) -> Result<Option<DeviceFrame<'_>>, E> {
         if self.under_way.front().is_some_and(|g| self.handed == g.jobs.len()) {
             if let Some(done) = self.under_way.pop_front() {
                 self.free.push(done.slot);
@@ -322,25 +404,27 @@ impl<'a> Lane<'a> {
             self.handed = 0;
         }
         if self.handed == 0 {
-            self.launch()?;
+            self.launch(parents)?;
             // The group behind it is sent while this one is handed on.
             self.send(0)?;
             self.send(1)?;
             if let Some(group) = self.under_way.front() {
-                self.session.worker.slots[group.slot].copied.synchronize()?;
+                let copied = self.session.worker.slots[group.slot].copied.synchronize();
+                copied.map_err(CudaError::from)?;
             }
         }
         let Some(group) = self.under_way.front() else { return Ok(None) };
         let job = group.jobs[self.handed];
         let (slot, results) = (group.slot, group.places().1 + TOTAL);
+        let sound = self.parent_is_sound(group, &job);
         self.handed += 1;
-        match self.look(&job, slot, results)? {
+        match self.look(&job, slot, results, sound)? {
             Some((offset, len, encoded)) => {
                 // SAFETY: the copy that wrote it is done; the slot is free only after the next call.
                 let bytes = unsafe { self.session.worker.slots[slot].pinned.slice(offset, len) };
                 Ok(Some(DeviceFrame { tensor: job.tensor, chunk: job.chunk, encoded, bytes }))
             }
-            None => self.encode_here(&job).map(Some),
+            None => self.encode_here(&job, parents).map(Some),
         }
     }
 
@@ -351,6 +435,7 @@ impl<'a> Lane<'a> {
         job: &Job,
         slot: usize,
         results: u64,
+        sound: bool,
     ) -> Result<Option<(usize, usize, EncodedChunk)>> {
         let worker = &self.session.worker;
         let pinned = &worker.slots[slot].pinned;
@@ -365,7 +450,7 @@ impl<'a> Lane<'a> {
         let at = self.session.pinned_meta() + results as usize + job.at * size;
         // SAFETY: as above.
         let result: EncodeResult = bytemuck::pod_read_unaligned(unsafe { pinned.slice(at, size) });
-        if u32::from(result.status) != status::OK {
+        if u32::from(result.status) != status::OK || !sound {
             self.host.chunks.refused.fetch_add(1, Ordering::Relaxed);
             return self.fetch(job).map(|()| None);
         }
@@ -379,27 +464,40 @@ impl<'a> Lane<'a> {
 
     /// Copies a chunk's values to the host: the kernels would not have it.
     fn fetch(&mut self, job: &Job) -> Result<()> {
+        let mut values = std::mem::take(&mut self.values);
+        let done = self.copy_here(job.values, job.bytes as usize, &mut values);
+        self.values = values;
+        done
+    }
+
+    /// Copies `len` bytes at an address to the host.
+    fn copy_here(&self, from: u64, len: usize, to: &mut Vec<u8>) -> Result<()> {
         let worker = &self.session.worker;
-        let len = job.bytes as usize;
-        let pinned = s4_codec_gpu::Pinned::new(&worker.device, len)?;
+        let pinned = Pinned::new(&worker.device, len)?;
         // SAFETY: the caller's values, which stay; memory of our own, used after the copy is done.
         unsafe {
-            worker.copy.copy_to_host(job.values, &pinned, 0, len)?;
+            worker.copy.copy_to_host(from, &pinned, 0, len)?;
             worker.copy.synchronize()?;
-            self.values.clear();
-            self.values.extend_from_slice(pinned.slice(0, len));
+            to.clear();
+            to.extend_from_slice(pinned.slice(0, len));
         }
         Ok(())
     }
 
     /// Encodes a chunk whose values are in `self.values`.
-    fn encode_here(&mut self, job: &Job) -> Result<DeviceFrame<'_>> {
+    fn encode_here<E: From<CudaError>>(
+        &mut self,
+        job: &Job,
+        parents: &dyn ParentValues<E>,
+    ) -> Result<DeviceFrame<'_>, E> {
+        let parent = if job.delta { Some(self.parent_here(job, parents)?) } else { None };
         let (t, plan) = (&self.tensors[job.tensor], &self.plans[job.tensor]);
-        // A chunk of a plan without prediction depends on its own values only.
+        // A chunk depends on its own values, and its parent's, only.
         let view = TensorView { dtype: t.dtype, shape: t.shape, data: &self.values };
         self.frame.clear();
-        let encoded =
-            self.host.cpu.encode_chunk(&view, plan, 0, &mut self.scratch, &mut self.frame);
+        let (scratch, frame) = (&mut self.scratch, &mut self.frame);
+        let cpu = &self.host.cpu;
+        let encoded = cpu.encode_chunk_from(&view, plan, 0, parent.as_deref(), scratch, frame);
         let encoded = encoded.map_err(|e| e.in_chunk(job.chunk)).of(job.tensor)?;
         Ok(DeviceFrame { tensor: job.tensor, chunk: job.chunk, encoded, bytes: &self.frame })
     }
@@ -407,7 +505,8 @@ impl<'a> Lane<'a> {
 
 /// Gives each chunk of a group its place: in the batch, which is sorted by route, or behind the frames.
 fn place(group: &mut Group) {
-    let mut next = [0, group.routes[0], group.routes[0] + group.routes[1]];
+    let [a, b, c, _] = group.routes;
+    let mut next = [0, a, a + b, a + b + c];
     let mut behind = group.capacity;
     for job in &mut group.jobs {
         match job.route {
@@ -423,7 +522,7 @@ fn place(group: &mut Group) {
     }
 }
 
-fn encoded(r: &EncodeResult) -> EncodedChunk {
+pub(super) fn encoded(r: &EncodeResult) -> EncodedChunk {
     EncodedChunk {
         len: r.len as usize,
         plain: r.plain != 0,
@@ -438,7 +537,7 @@ fn encoded(r: &EncodeResult) -> EncodedChunk {
     }
 }
 
-fn bad_answer(device: u32) -> GpuError {
+pub(super) fn bad_answer(device: u32) -> GpuError {
     GpuError::Driver {
         device,
         action: "encode",

@@ -6,35 +6,48 @@
 //! memory. It keeps within a budget of device memory and one of pinned memory.
 //!
 //! What the kernels lack (`zstd`, `token`) is copied to the host and done by the CPU engine: the same
-//! bytes. What is deliberately absent: plans with predictors, threads, where frames are kept.
+//! bytes. What is deliberately absent: predictors but the parent, threads of its own, where frames are
+//! kept.
 
 mod copies;
 mod decode;
 mod encode;
 mod error;
+mod feed;
 mod fetch;
+mod job;
 pub(crate) mod nvcomp;
+mod parent;
+mod plan;
 mod route;
 mod tensor;
 mod worker;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-pub use s4_codec_gpu::{Cuda, DeviceInfo, GpuError};
+pub use s4_codec_gpu::{Cuda, DeviceInfo, GpuError, Pinned};
+use s4_format::manifest::ClosedCodec;
 use s4_format::{DType, PredictorId};
 use s4_planes::Simd;
 
 pub use copies::CodedTensor;
-pub use decode::{DecodeJob, Decoder, Piece};
+pub use decode::Decoder;
 pub use encode::DeviceFrame;
 pub use error::{CudaError, Result};
+pub use job::{Batch, DecodeJob, Piece};
+pub use nvcomp::Trusted;
+pub use parent::{ParentChunk, ParentFrame, ParentSize, ParentValues};
+pub use plan::Planners;
 pub use tensor::{DeviceMemory, DeviceTensor};
 
-use crate::{CpuEngine, Preset, Scratch, TensorPlan, planner};
+use crate::{CpuEngine, ParentSample, Preset, Scratch, TensorPlan, planner};
 use encode::Lane;
 use error::Of;
+use nvcomp::{Lanes, Library};
+use parent::NoParents;
 use worker::{Session, Worker};
 
 /// How much memory the engine may take.
@@ -85,6 +98,8 @@ pub struct CudaEngine {
     cuda: Cuda,
     host: Host,
     options: CudaOptions,
+    /// nvCOMP, once it was needed and found.
+    library: Mutex<Option<Arc<Library>>>,
     workers: Mutex<BTreeMap<u32, Arc<Mutex<Worker>>>>,
 }
 
@@ -105,11 +120,54 @@ impl Workers {
     }
 }
 
+/// What lanes encode: a run of all tensors.
+struct Work<'a> {
+    host: &'a Host,
+    tensors: &'a [DeviceTensor<'a>],
+    plans: &'a [TensorPlan],
+    run: Range<usize>,
+}
+
+impl Work<'_> {
+    /// Tensors of the run, by number, that are on a device.
+    fn on(&self, ordinal: u32) -> VecDeque<usize> {
+        self.run.clone().filter(|&t| self.tensors[t].memory.ordinal() == ordinal).collect()
+    }
+}
+
+/// What encodes the chunks of one device.
+#[expect(clippy::large_enum_variant, reason = "one a device")]
+enum EncodeLane<'a> {
+    /// This crate's kernels.
+    Kernels(Lane<'a>),
+    /// nvCOMP.
+    Library(Lanes<'a>),
+}
+
+impl EncodeLane<'_> {
+    fn launch<E: From<CudaError>>(&mut self, parents: &dyn ParentValues<E>) -> Result<(), E> {
+        match self {
+            Self::Kernels(lane) => lane.launch(parents),
+            Self::Library(lanes) => Ok(lanes.launch()?),
+        }
+    }
+
+    fn next<E: From<CudaError>>(
+        &mut self,
+        parents: &dyn ParentValues<E>,
+    ) -> Result<Option<DeviceFrame<'_>>, E> {
+        match self {
+            Self::Kernels(lane) => lane.next(parents),
+            Self::Library(lanes) => Ok(lanes.next()?),
+        }
+    }
+}
+
 impl CudaEngine {
     /// An engine on the devices of `cuda`. Devices are opened when they are first used.
     pub fn new(cuda: Cuda, options: CudaOptions) -> Self {
         let host = Host { cpu: CpuEngine::new(options.simd), chunks: Counters::default() };
-        Self { cuda, host, options, workers: Mutex::default() }
+        Self { cuda, host, options, library: Mutex::default(), workers: Mutex::default() }
     }
 
     /// The devices.
@@ -137,26 +195,8 @@ impl CudaEngine {
         Ok(worker.pool.high_water()?)
     }
 
-    /// Chooses a plan for each tensor: the one that the CPU engine chooses for the same values.
-    ///
-    /// # Errors
-    /// `Gpu`; errors of a codec.
-    pub fn plan(&self, preset: Preset, tensors: &[DeviceTensor<'_>]) -> Result<Vec<TensorPlan>> {
-        let mut scratch = Scratch::default();
-        let mut plans = Vec::with_capacity(tensors.len());
-        self.samples::<CudaError>(tensors, |batch| {
-            for &(tensor, sample) in batch {
-                let DeviceTensor { dtype, memory, .. } = tensors[tensor];
-                let plan = self.plan_sample(preset, dtype, memory.bytes(), sample, &mut scratch);
-                plans.push(plan.of(tensor)?);
-            }
-            Ok(())
-        })?;
-        Ok(plans)
-    }
-
     /// Fetches what the planner looks at: for each tensor, in order, its number and its sample, in
-    /// batches that may be planned side by side with [`CudaEngine::plan_sample`].
+    /// batches that [`Planners`] plan with [`CudaEngine::plan_sample`].
     ///
     /// # Errors
     /// `Gpu`; those of `sink`.
@@ -165,13 +205,30 @@ impl CudaEngine {
         tensors: &[DeviceTensor<'_>],
         sink: impl FnMut(&[(usize, &[u8])]) -> Result<(), E>,
     ) -> Result<(), E> {
-        let runs = tensors.iter().map(|t| {
+        self.samples_from(tensors, &[], sink)
+    }
+
+    /// As [`CudaEngine::samples`], where some tensors may become differences from a parent: those that
+    /// `differences` marks, by number. Theirs are planned with [`CudaEngine::plan_difference`].
+    ///
+    /// # Errors
+    /// As [`CudaEngine::samples`].
+    pub fn samples_from<E: From<CudaError>>(
+        &self,
+        tensors: &[DeviceTensor<'_>],
+        differences: &[bool],
+        sink: impl FnMut(&[(usize, &[u8])]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let runs = tensors.iter().enumerate().map(|(i, t)| {
             let width = t.dtype.value_width() as u64;
-            let runs = planner::sampled_runs(t.memory.bytes() / width);
-            let part = |run: std::ops::Range<u64>| {
-                t.memory.part(run.start * width, (run.end - run.start) * width)
-            };
-            runs.map(part).collect::<Result<Vec<_>, GpuError>>()
+            let values = t.memory.bytes() / width;
+            let mut runs: Vec<_> = planner::sampled_runs(values).collect();
+            if differences.get(i) == Some(&true) {
+                runs.extend(planner::parent_probes(t.dtype, values));
+            }
+            let part =
+                |run: Range<u64>| t.memory.part(run.start * width, (run.end - run.start) * width);
+            runs.into_iter().map(part).collect::<Result<Vec<_>, GpuError>>()
         });
         let runs = runs.collect::<Result<Vec<_>, _>>().map_err(CudaError::from)?;
         self.fetch(&runs, sink)
@@ -191,6 +248,33 @@ impl CudaEngine {
     ) -> s4_format::Result<TensorPlan> {
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
         self.host.cpu.plan_sample(preset, dtype, bytes, sample, scratch)
+    }
+
+    /// As [`CudaEngine::plan_sample`], for a tensor that may become the difference from its parent:
+    /// the plan that [`CpuEngine::plan_from`] chooses.
+    ///
+    /// # Errors
+    /// Errors of a codec; `Corrupt` if the parent's sample has another size.
+    pub fn plan_difference(
+        &self,
+        preset: Preset,
+        (dtype, bytes): (DType, u64),
+        sample: &[u8],
+        parent: &ParentSample<'_>,
+        scratch: &mut Scratch,
+    ) -> s4_format::Result<TensorPlan> {
+        // Both samples lie one behind the other.
+        let width = dtype.value_width() as u64;
+        let probes = planner::parent_probes(dtype, bytes / width);
+        let probed = probes.iter().map(|r| (r.end - r.start) * width).sum::<u64>();
+        let at = (sample.len() as u64).saturating_sub(probed) as usize;
+        let (direct, probes) = sample.split_at(at);
+        let plan = |scratch: &mut Scratch| self.plan_sample(preset, dtype, bytes, direct, scratch);
+        if preset == Preset::Nvcomp {
+            return plan(scratch);
+        }
+        let len = usize::try_from(bytes).unwrap_or(usize::MAX);
+        self.host.cpu.plan_difference(dtype, len, probes.to_vec(), parent, scratch, plan)
     }
 
     /// Copies values to the host: for each item, in order, its number and the bytes of its parts one
@@ -216,35 +300,109 @@ impl CudaEngine {
     /// and chunks; when it returns an error the work ends with that error.
     ///
     /// # Errors
-    /// `Gpu`: memory that is no device's, budgets, the driver. `Format`: a plan with a predictor,
-    /// values that do not fill the shape. Those of `sink`.
+    /// `Gpu`: memory that is no device's, budgets, the driver. `Format`: a plan with a predictor, values
+    /// that do not fill the shape. Those of `sink`.
     pub fn encode<E: From<CudaError>>(
         &self,
         tensors: &[DeviceTensor<'_>],
         plans: &[TensorPlan],
+        sink: impl FnMut(DeviceFrame<'_>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.encode_from(tensors, plans, &NoParents, sink)
+    }
+
+    /// As [`CudaEngine::encode`], where some tensors are differences from a parent, as their plans
+    /// say. The parents' values are brought to the device in front of each group of chunks, and are
+    /// decoded there if frames are given.
+    ///
+    /// # Errors
+    /// As [`CudaEngine::encode`]; `Gpu` of type `Argument` for parents of another size than their
+    /// chunks; those of `parents`.
+    pub fn encode_from<E: From<CudaError>>(
+        &self,
+        tensors: &[DeviceTensor<'_>],
+        plans: &[TensorPlan],
+        parents: &dyn ParentValues<E>,
         mut sink: impl FnMut(DeviceFrame<'_>) -> Result<(), E>,
     ) -> Result<(), E> {
         check(tensors, plans)?;
-        let workers = self.workers(tensors.iter().map(|t| t.memory.ordinal()))?;
+        let mut first = 0;
+        for run in plans.chunk_by(|a, b| nvcomp::codes(a) == nvcomp::codes(b)) {
+            let run = first..first + run.len();
+            first = run.end;
+            self.encode_run(tensors, plans, run, parents, &mut sink)?;
+        }
+        Ok(())
+    }
+
+    /// Encodes a run of tensors whose plans are all the library's, or all not.
+    fn encode_run<E: From<CudaError>>(
+        &self,
+        tensors: &[DeviceTensor<'_>],
+        plans: &[TensorPlan],
+        run: Range<usize>,
+        parents: &dyn ParentValues<E>,
+        sink: &mut impl FnMut(DeviceFrame<'_>) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let library = self.coding_library(plans, run.clone())?;
+        let given = parents.memory();
+        let memory = || run.clone().map(|t| tensors[t].memory);
+        let workers = self.workers(memory().map(|m| m.ordinal()))?;
         let mut lanes = BTreeMap::new();
         for (ordinal, _) in &workers.0 {
-            let own = tensors.iter().map(|t| t.memory).filter(|m| m.ordinal() == *ordinal);
-            if let Some(session) = self.session(&workers, *ordinal, own)? {
-                lanes.insert(*ordinal, Lane::new(session, &self.host, tensors, plans));
-            }
+            let all = memory().chain(given.iter().copied());
+            let own = all.filter(|m| m.ordinal() == *ordinal);
+            let Some(worker) = workers.lock(*ordinal) else { continue };
+            let work = Work { host: &self.host, tensors, plans, run: run.clone() };
+            let lane = match &library {
+                Some(library) => {
+                    let session = Session::whole(worker, own).map_err(CudaError::from)?;
+                    EncodeLane::Library(Lanes::new(session, library, work)?)
+                }
+                None => {
+                    let session = Session::new(worker, own).map_err(CudaError::from)?;
+                    EncodeLane::Kernels(Lane::new(session, work))
+                }
+            };
+            lanes.insert(*ordinal, lane);
         }
         // All devices begin before the first chunk is waited for.
-        lanes.values_mut().try_for_each(Lane::launch)?;
-        for (tensor, plan) in tensors.iter().zip(plans) {
+        lanes.values_mut().try_for_each(|lane| lane.launch(parents))?;
+        for (tensor, plan) in tensors[run.clone()].iter().zip(&plans[run.clone()]) {
             let values = tensor.memory.bytes() / tensor.dtype.value_width() as u64;
             for _ in 0..s4_format::index::chunk_count(values, plan.chunk_log2) {
                 let Some(lane) = lanes.get_mut(&tensor.memory.ordinal()) else { continue };
-                if let Some(frame) = lane.next()? {
+                if let Some(frame) = lane.next(parents)? {
                     sink(frame)?;
                 }
             }
         }
         Ok(())
+    }
+
+    /// The library, if it is to code a run of tensors: all or none of them have such planes.
+    fn coding_library(
+        &self,
+        plans: &[TensorPlan],
+        mut run: Range<usize>,
+    ) -> Result<Option<Arc<Library>>> {
+        if !plans.get(run.start).is_some_and(nvcomp::codes) {
+            return Ok(None);
+        }
+        match (self.library(), run.find(|&t| nvcomp::is_needed(&plans[t]))) {
+            (Ok(library), _) => Ok(Some(library)),
+            // The CPU's codecs write the same bitstreams.
+            (Err(_), None) => Ok(None),
+            (Err(e), Some(tensor)) => Err(e).of(tensor),
+        }
+    }
+
+    fn library(&self) -> s4_format::Result<Arc<Library>> {
+        let mut known = self.library.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(library) = &*known {
+            return Ok(Arc::clone(library));
+        }
+        Ok(Arc::clone(known.insert(Arc::new(Library::open(&self.cuda)?))))
     }
 
     /// Decodes frames into device memory. `memory` is all that will be written, `work` pushes the
@@ -259,13 +417,37 @@ impl CudaEngine {
         memory: &[DeviceMemory],
         work: impl FnOnce(&mut Decoder<'_, 'a>) -> Result<(), E>,
     ) -> Result<(), E> {
+        self.decode_with(memory, None, work)
+    }
+
+    /// What [`CudaEngine::decode_with`] decodes streams in blocks with, those of these closed bitstreams
+    /// included; `None` where there is no nvCOMP that reads all of them.
+    ///
+    /// Only for checkpoints that a program wrote which the caller trusts: nvCOMP's decoders may read and
+    /// write any memory of the device when they are given other bytes, and checksums do not say who
+    /// wrote a file.
+    pub fn trusted(&self, closed: &[ClosedCodec]) -> Option<Trusted> {
+        let library = self.library().ok().filter(|l| l.reads(closed))?;
+        Some(Trusted { library, closed: closed.to_vec() })
+    }
+
+    /// As [`CudaEngine::decode`]; with `trusted`, streams in blocks are decoded on the device, too.
+    ///
+    /// # Errors
+    /// As [`CudaEngine::decode`].
+    pub fn decode_with<'a, E: From<CudaError>>(
+        &self,
+        memory: &[DeviceMemory],
+        trusted: Option<&Trusted>,
+        work: impl FnOnce(&mut Decoder<'_, 'a>) -> Result<(), E>,
+    ) -> Result<(), E> {
         let workers = self.workers(memory.iter().map(DeviceMemory::ordinal))?;
         let mut sessions = vec![];
         for (ordinal, _) in &workers.0 {
             let own = memory.iter().copied().filter(|m| m.ordinal() == *ordinal);
             sessions.extend(self.session(&workers, *ordinal, own)?);
         }
-        let mut decoder = Decoder::new(sessions, &self.host);
+        let mut decoder = Decoder::new(sessions, &self.host, trusted);
         work(&mut decoder)?;
         Ok(decoder.finish()?)
     }
@@ -321,7 +503,7 @@ fn check(tensors: &[DeviceTensor<'_>], plans: &[TensorPlan]) -> Result<()> {
             );
             return Err(s4_format::Error::limit(what)).of(i);
         }
-        if plan.plan.predictor != PredictorId::NONE {
+        if ![PredictorId::NONE, PredictorId::PARENT].contains(&plan.plan.predictor) {
             let what = format!("predictor `{}` in the CUDA engine", plan.plan.predictor);
             return Err(s4_format::Error::unsupported(what)).of(i);
         }

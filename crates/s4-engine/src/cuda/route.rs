@@ -4,22 +4,33 @@ use s4_codec_cpu::rans::{Precision, Table};
 use s4_codec_gpu::abi::{self, Route, SharedTable, coding};
 use s4_format::layout::{MAX_PLANES, Planes};
 use s4_format::side::{Side, SideKind};
-use s4_format::{ChunkRecord, CodecId, LayoutId, PredictorId, ResidualId, Result, StreamEntry};
+use s4_format::{
+    ChunkRecord, CodecId, LayoutId, Plan, PredictorId, ResidualId, Result, StreamEntry,
+};
 
 use crate::TensorSpec;
 use crate::planner::{PlaneCoding, TensorPlan};
 use crate::tables::SharedTables;
 
+/// Whether values are differences from a parent's. `None`: neither that nor stored by themselves, or
+/// in a way that the kernels lack.
+fn is_delta(plan: &Plan) -> Option<bool> {
+    match (plan.predictor, plan.residual) {
+        (PredictorId::NONE, ResidualId::ID) => Some(false),
+        (PredictorId::PARENT, ResidualId::XOR | ResidualId::SUB) => Some(true),
+        _ => None,
+    }
+}
+
 /// The kernels that encode `n` values of `width` bytes by a plan; `None`: the CPU does.
 pub(super) fn encode_route(plan: &TensorPlan, n: u64, width: usize) -> Option<Route> {
-    let direct = plan.plan.predictor == PredictorId::NONE && plan.plan.residual == ResidualId::ID;
+    let delta = is_delta(&plan.plan)?;
     let known = plan.planes.iter().all(|p| code(*p).is_some());
-    if !direct
-        || !known
-        || !has_layout(plan.plan.layout)
-        || n * width as u64 > abi::MAX_ENCODE_BYTES
-    {
+    if !known || !has_layout(plan.plan.layout) || n * width as u64 > abi::MAX_ENCODE_BYTES {
         return None;
+    }
+    if delta {
+        return Some(Route::Residual);
     }
     let fused = Route::fused(width).filter(|&route| {
         plan.plan.layout == LayoutId::FIELDS
@@ -30,7 +41,7 @@ pub(super) fn encode_route(plan: &TensorPlan, n: u64, width: usize) -> Option<Ro
     Some(fused.unwrap_or(Route::Composed))
 }
 
-fn has_layout(layout: LayoutId) -> bool {
+pub(super) fn has_layout(layout: LayoutId) -> bool {
     matches!(layout, LayoutId::WHOLE | LayoutId::BYTES | LayoutId::FIELDS | LayoutId::FIELDS_SIGN)
 }
 
@@ -82,7 +93,7 @@ fn set<'a>(table: impl Fn(usize) -> Option<&'a Table>) -> [SharedTable; MAX_PLAN
 }
 
 /// The kernels for a frame, and its descriptor without addresses; `None`: the CPU decodes it, or
-/// says what is wrong with it.
+/// says what is wrong with it. A descriptor with a residual needs the parent's values.
 pub(super) fn decode_route(
     spec: &TensorSpec<'_>,
     record: &ChunkRecord,
@@ -91,9 +102,9 @@ pub(super) fn decode_route(
 ) -> Option<(Route, abi::DecodeChunk)> {
     let (plan, width) = (spec.plan, spec.dtype.value_width());
     let n = bytes / width as u64;
-    let direct = plan.predictor == PredictorId::NONE && plan.residual == ResidualId::ID;
+    let delta = is_delta(plan)?;
     let fits = bytes <= abi::MAX_DECODE_BYTES && n > 0 && frame.len() == record.len as usize;
-    if !direct || !fits {
+    if !fits {
         return None;
     }
     let mut chunk: abi::DecodeChunk = bytemuck::Zeroable::zeroed();
@@ -102,7 +113,6 @@ pub(super) fn decode_route(
     chunk.n = u32::try_from(n).ok()?;
     chunk.width = u8::try_from(width).ok()?;
     chunk.layout = plan.layout.0;
-    chunk.residual = plan.residual.0;
     (chunk.crc_encoded, chunk.crc_raw) = (record.crc_encoded, record.crc_raw);
     if record.plain {
         chunk.plain = 1;
@@ -113,6 +123,7 @@ pub(super) fn decode_route(
     if !has_layout(plan.layout) {
         return None;
     }
+    chunk.residual = plan.residual.0;
     let planes = Planes::new(plan.layout, width, 0).ok()?.sizes().len();
     let streams = StreamEntry::parse_chunk(frame, planes).ok()?;
     chunk.planes = u8::try_from(planes).ok()?;
@@ -134,7 +145,8 @@ pub(super) fn decode_route(
     }
     let fused = Route::fused(width).filter(|_| {
         let (first, rest) = (&chunk.streams[0], &chunk.streams[1..planes]);
-        plan.layout == LayoutId::FIELDS
+        !delta
+            && plan.layout == LayoutId::FIELDS
             && (first.codec, first.param) == (CodecId::RANS.0, 8)
             && rest.iter().all(|s| (s.codec, s.param) == (CodecId::RAW.0, 0))
             && n <= abi::FUSED_DECODE_VALUES

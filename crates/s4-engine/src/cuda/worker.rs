@@ -15,6 +15,8 @@ const MOST: u64 = 32 << 20;
 const SHARES: u64 = SLOTS as u64 + 6;
 /// Memory pools take device memory in pieces of this size: budgets are kept in whole ones.
 const PIECE: u64 = 32 << 20;
+/// The most that a session takes in one piece: no work gets faster with more.
+const WHOLE: u64 = 3 << 29;
 /// A slot holds at least the largest frame.
 const LEAST: u64 = (MAX_CHUNK_BYTES as u64).next_multiple_of(64 << 10);
 
@@ -59,11 +61,13 @@ impl Sizes {
 /// One place of the ring.
 pub(super) struct Slot {
     /// Frames, and behind them descriptors and results.
-    pub(super) pinned: Pinned,
+    pub(super) pinned: Arc<Pinned>,
     /// The kernels are done, and what they say has arrived.
     pub(super) worked: Event,
     /// The copies are done.
     pub(super) copied: Event,
+    /// What the kernels are to work on, besides the caller's values, has arrived.
+    pub(super) arrived: Event,
 }
 
 /// A device with the streams and the pinned ring that the engine keeps.
@@ -71,6 +75,8 @@ pub(super) struct Worker {
     pub(super) device: Arc<Device>,
     pub(super) compute: Arc<Stream>,
     pub(super) copy: Arc<Stream>,
+    /// Copies to the device while `copy` copies from it: the link carries both at once.
+    pub(super) up: Arc<Stream>,
     pub(super) pool: Arc<Pool>,
     pub(super) sizes: Sizes,
     pub(super) slots: Vec<Slot>,
@@ -82,15 +88,17 @@ impl Worker {
         let bytes = usize::try_from(sizes.frames + sizes.meta).unwrap_or(usize::MAX);
         let slot = |_| {
             Ok(Slot {
-                pinned: Pinned::new(&device, bytes)?,
+                pinned: Arc::new(Pinned::new(&device, bytes)?),
                 worked: Event::new(&device)?,
                 copied: Event::new(&device)?,
+                arrived: Event::new(&device)?,
             })
         };
         Ok(Self {
             slots: (0..SLOTS).map(slot).collect::<Result<_>>()?,
             compute: Arc::new(Stream::new(&device)?),
             copy: Arc::new(Stream::new(&device)?),
+            up: Arc::new(Stream::new(&device)?),
             pool: Pool::new(&device, scratch)?,
             sizes,
             device,
@@ -113,6 +121,23 @@ impl<'a> Session<'a> {
         memory: impl Iterator<Item = DeviceMemory>,
     ) -> Result<Self> {
         let bytes = worker.sizes.device();
+        Self::with_bytes(worker, bytes, memory)
+    }
+
+    /// As [`Session::new`], with all of the device memory that the budget allows, in one piece.
+    pub(super) fn whole(
+        worker: MutexGuard<'a, Worker>,
+        memory: impl Iterator<Item = DeviceMemory>,
+    ) -> Result<Self> {
+        let bytes = worker.pool.budget().min(WHOLE) / PIECE * PIECE;
+        Self::with_bytes(worker, bytes, memory)
+    }
+
+    fn with_bytes(
+        worker: MutexGuard<'a, Worker>,
+        bytes: u64,
+        memory: impl Iterator<Item = DeviceMemory>,
+    ) -> Result<Self> {
         let arena = worker.pool.alloc(&worker.compute, bytes, "scratch memory on the device")?;
         let session = Self { start: arena.address(), arena: Some(arena), worker };
         let Worker { device, compute, copy, .. } = &*session.worker;
@@ -129,7 +154,18 @@ impl<'a> Session<'a> {
         }
         // The arena was allocated in the order of `compute`.
         copy.wait_for(compute)?;
+        session.worker.up.wait_for(compute)?;
         Ok(session)
+    }
+
+    /// Address of the device memory, a multiple of 256.
+    pub(super) fn address(&self) -> u64 {
+        self.start
+    }
+
+    /// Bytes of it.
+    pub(super) fn bytes(&self) -> u64 {
+        self.arena.as_ref().map_or(0, DeviceBuffer::bytes)
     }
 
     /// Address of a slot's frames.
@@ -157,10 +193,10 @@ impl<'a> Session<'a> {
 
 impl Drop for Session<'_> {
     fn drop(&mut self) {
-        let Worker { compute, copy, pool, .. } = &*self.worker;
+        let Worker { compute, copy, up, pool, .. } = &*self.worker;
         // Nothing may be under way on memory that goes away. An error was reported before, or is of
         // a device that is gone.
-        let _ = compute.synchronize().and(copy.synchronize());
+        let _ = compute.synchronize().and(copy.synchronize()).and(up.synchronize());
         self.arena = None;
         let _ = compute.synchronize().and(pool.trim());
     }

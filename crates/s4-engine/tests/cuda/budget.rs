@@ -84,7 +84,7 @@ fn an_error_of_the_sink_ends_the_work_and_the_engine_goes_on() {
     let upload = gpu.upload(&host.data, 0);
     let engine = gpu.engine(CudaOptions { scratch: 32 << 20, ..CudaOptions::default() });
     let tensors = [host.on(&upload)];
-    let plans = engine.plan(s4_engine::Preset::Fast, &tensors).unwrap();
+    let plans = engine.plan(s4_engine::Preset::Fast, &tensors, None).unwrap();
     let mut seen = 0;
     let stopped = engine.encode::<CudaError>(&tensors, &plans, |_| {
         seen += 1;

@@ -6,7 +6,15 @@
 #![expect(clippy::unwrap_used, reason = "tests, and what they share")]
 
 mod budget;
+mod delta;
 mod emulated;
+mod feed;
 mod hostile;
+mod library;
 mod roundtrip;
 mod support;
+
+#[test]
+fn all_tests_pass_on_an_emulated_driver() {
+    emulated::run(&["--test-threads=1", "--nocapture"]);
+}

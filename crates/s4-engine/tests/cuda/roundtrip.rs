@@ -201,7 +201,7 @@ fn tensors_of_several_devices_are_encoded_in_their_order() {
     };
     let middle = s4_engine::cuda::DeviceTensor { memory, ..host.on(&on_second[0]) };
     let tensors = [host.on(&on_second[0]), middle, host.on(&on_second[1])];
-    let plans = engine.plan(s4_engine::Preset::Fast, &tensors).unwrap();
+    let plans = engine.plan(s4_engine::Preset::Fast, &tensors, None).unwrap();
     let cpu = on_cpu(&host, None);
     let mut seen = vec![];
     engine

@@ -204,7 +204,7 @@ pub(crate) fn on_gpu(
     let tensors: Vec<_> = hosts.iter().zip(uploads).map(|(h, u)| h.on(u)).collect();
     let plans = match plans {
         Some(plans) => plans,
-        None => engine.plan(Preset::Fast, &tensors)?,
+        None => engine.plan(Preset::Fast, &tensors, None)?,
     };
     let mut chunks: Vec<Vec<_>> = hosts.iter().map(|_| vec![]).collect();
     let mut last = None;

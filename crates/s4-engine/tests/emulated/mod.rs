@@ -14,6 +14,7 @@ use s4_format::{LayoutId, StreamEntry};
 const MAX_PLANES: usize = 8;
 
 pub(crate) const OK: u32 = 0;
+pub(crate) const UNSUPPORTED: u32 = 2;
 pub(crate) const FRAME_CHECKSUM: u32 = 3;
 pub(crate) const VALUE_CHECKSUM: u32 = 4;
 
@@ -23,6 +24,8 @@ pub(crate) enum Kind {
     Fused2,
     Fused4,
     Composed,
+    /// Encoding differences.
+    Residual,
 }
 
 impl Kind {
@@ -31,6 +34,7 @@ impl Kind {
             Self::Fused2 => 2,
             Self::Fused4 => 4,
             Self::Composed => 0,
+            Self::Residual => 1,
         }
     }
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import _core
-from ._errors import S4Error
+from ._errors import S4Error, UnsupportedFormatError
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 
@@ -62,14 +62,18 @@ def _restore(arguments: Sequence[str]) -> int:
 def _convert(
     arguments: list[str], paths: list[str], convert: Callable[..., str], most: int = 2
 ) -> int:
-    options = [a for a in arguments if a.startswith("-")]
-    if options and not set(options) <= {"-q", "--quiet"} or len(paths) > most:
+    options = {a for a in arguments if a.startswith("-")} - {"-q", "--quiet"}
+    trust = {"trusted": True} if "--trusted" in options and convert is _decompress else {}
+    if options - {f"--{name}" for name in trust} or len(paths) > most:
         print("s4w: a PyTorch file is converted with the default options only", file=sys.stderr)
         return 2
     try:
-        print(convert(*paths))
+        print(convert(*paths, **trust))
     except ImportError as e:
         print(f"s4w: {e}: PyTorch files need PyTorch: pip install torch", file=sys.stderr)
+        return EXIT_UNSUPPORTED
+    except UnsupportedFormatError as e:
+        print(f"s4w: {e}", file=sys.stderr)
         return EXIT_UNSUPPORTED
     except S4Error as e:
         print(f"s4w: {e}", file=sys.stderr)
@@ -95,10 +99,10 @@ def _compress(source: str, target: str | None = None) -> str:
     )
 
 
-def _decompress(source: str, target: str) -> str:
+def _decompress(source: str, target: str, trusted: bool = False) -> str:
     from . import load
 
-    return _write(load(source, map_location="cpu"), target)
+    return _write(load(source, map_location="cpu", trusted=trusted), target)
 
 
 def _write(state: object, target: str) -> str:

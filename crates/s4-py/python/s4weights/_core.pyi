@@ -95,15 +95,19 @@ class Store:
     def save(
         self,
         step: int,
-        tensors: Sequence[TensorSource],
+        tensors: Sequence[PlacedSource],
         groups: bytes,
         described: Described,
         metrics: Mapping[str, float],
         tags: Mapping[str, str],
         base: bool,
         callback: Progress | None,
+        engine: CudaEngine | None,
+        staged: Callable[[], object] | None,
     ) -> str:
-        """Saves a checkpoint. The tensors' memory is read during the call."""
+        """Saves a checkpoint. The tensors' memory is read during the call, that of CUDA devices, which
+        need an engine, until ``staged`` is called.
+        """
 
     def list(self) -> str:
         """All listed checkpoints, from the oldest to the newest."""

@@ -90,14 +90,31 @@ def _warn(error: S4Error) -> None:
         )
 
 
+class Places:
+    """Where storages are, for one call: a device's current stream is looked up once."""
+
+    def __init__(self) -> None:
+        self._found: dict[torch.device, tuple[int, int]] = {}
+
+    def of(self, storage: torch.UntypedStorage) -> tuple[int, int]:
+        """The number of a storage's device and the handle of the stream that is current there."""
+        device = storage.device
+        found = self._found.get(device)
+        if found is None:
+            found = self._found[device] = self._find(device)
+        return found
+
+    def _find(self, device: torch.device) -> tuple[int, int]:
+        import torch
+
+        if device.type != "cuda":
+            return HOST
+        return device.index, torch.cuda.current_stream(device).cuda_stream
+
+
 def place(storage: torch.UntypedStorage) -> tuple[int, int]:
     """The number of a storage's device and the handle of the stream that is current there."""
-    import torch
-
-    device = storage.device
-    if device.type != "cuda":
-        return HOST
-    return device.index, torch.cuda.current_stream(device).cuda_stream
+    return Places().of(storage)
 
 
 def is_array(obj: object) -> bool:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import torch
 
     from ._entries import CheckpointEntry
-    from ._storages import StorageWriter
     from ._store import CheckpointStore
 
 #: Storages start at multiples of this in the host buffer.
@@ -48,7 +47,8 @@ class PendingSave:
 
     Attributes:
         step: the training step.
-        staged: done when the tensors were copied: the caller may change them from then on.
+        staged: done when the tensors were copied, those on CUDA devices as what they were encoded
+            to: the caller may change them from then on.
         committed: done when the checkpoint is listed; its result is the entry.
     """
 
@@ -73,19 +73,18 @@ class HostBuffer:
         self._threads = threads
         self._buffer: torch.Tensor | None = None
 
-    def copy(self, storages: StorageWriter) -> list[tuple[int, int]]:
-        """Copies all storages: address and bytes of each copy."""
+    def copy(self, storages: Sequence[torch.UntypedStorage]) -> list[tuple[int, int]]:
+        """Copies storages: address and bytes of each copy."""
         import torch
 
-        entries = storages.entries()
-        sizes = [entry.storage.nbytes() for entry in entries]
+        sizes = [storage.nbytes() for storage in storages]
         total = sum(-(-size // _ALIGN) * _ALIGN for size in sizes)
-        buffer = self._grown(total, any(e.storage.device.type == "cuda" for e in entries))
+        devices = {s.device for s in storages if s.device.type == "cuda" and s.nbytes()}
+        buffer = self._grown(total, bool(devices))
         start, at = buffer.data_ptr(), 0
         places, host = [], []
-        for entry, size in zip(entries, sizes, strict=True):
+        for storage, size in zip(storages, sizes, strict=True):
             places.append((start + at, size))
-            storage = entry.storage
             if size and storage.device.type == "cpu":
                 host.append((start + at, storage.data_ptr(), size))
             elif size:
@@ -94,8 +93,8 @@ class HostBuffer:
             at += -(-size // _ALIGN) * _ALIGN
         # While the GPU copies what is its own, the CPU copies the rest.
         _core.copy_memory(host, self._threads)
-        if buffer.is_pinned():
-            torch.cuda.synchronize()
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
         return places
 
     def _grown(self, nbytes: int, pinned: bool) -> torch.Tensor:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
-from ._device import HOST, Compute, place
+from ._device import HOST, Compute, Places
 from ._errors import CorruptDataError, LimitError, S4Error
 from ._names import UniqueNames
 from ._progress import Progress
@@ -108,18 +108,25 @@ class StorageWriter:
         except Exception:  # Wrappers without a storage of their own.
             return None
 
-    def write(
-        self, writer: _core.Writer, groups: Sequence[int], progress: Progress, compute: Compute
-    ) -> None:
-        """Hands all storages, and the group of each, to the native writer: those of the host and of
-        CUDA devices as they are, others copied to the host a few at a time.
+    def engine(self, compute: Compute) -> _core.CudaEngine | None:
+        """The engine for the CUDA devices that storages are on; ``None`` if there are none, or if
+        their values are to go through host memory.
         """
         there = {
             entry.storage.device.index
             for entry in self._entries
             if entry.storage.device.type == "cuda" and entry.storage.nbytes()
         }
-        engine = compute.engine(there) if there else None
+        return compute.engine(there) if there else None
+
+    def write(
+        self, writer: _core.Writer, groups: Sequence[int], progress: Progress, compute: Compute
+    ) -> None:
+        """Hands all storages, and the group of each, to the native writer: those of the host and of
+        CUDA devices as they are, others copied to the host a few at a time.
+        """
+        engine = self.engine(compute)
+        places = Places()
         batch: list[_core.PlacedSource] = []
         kinds: list[int] = []
         staged: list[torch.UntypedStorage] = []
@@ -129,7 +136,7 @@ class StorageWriter:
             nbytes = storage.nbytes()
             where = HOST
             if engine is not None and nbytes:
-                where = place(storage)
+                where = places.of(storage)
             if storage.device.type != "cpu" and where == HOST:
                 if staged and staged_bytes + nbytes > STAGING_BYTES:
                     _write_batch(writer, engine, batch, kinds, progress)
@@ -284,10 +291,11 @@ class StorageReader:
         self._ahead.update(batch)
 
     def _read(self, batch: list[tuple[int, torch.UntypedStorage]]) -> None:
+        places = Places()
         read_batch(
             self._reader,
             self._compute,
-            [(number, s.data_ptr(), s.nbytes(), place(s)) for number, s in batch if s.nbytes()],
+            [(n, s.data_ptr(), s.nbytes(), places.of(s)) for n, s in batch if s.nbytes()],
             self._progress,
         )
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import _core
 from ._catalog import Catalog
-from ._device import Compute
+from ._device import HOST, Compute, place
 from ._entries import CheckpointEntry, Retention, listed
 from ._errors import CorruptDataError, UnsupportedFormatError
 from ._load import read
@@ -24,6 +24,8 @@ from ._roles import find_roles
 from ._save import describe, require_little_endian
 
 if TYPE_CHECKING:
+    import torch
+
     from ._storages import StorageWriter
 
 logger = logging.getLogger("s4weights")
@@ -55,6 +57,9 @@ class CheckpointStore(Catalog):
             takes some 250 MiB besides.
         bandwidth: bytes a second that uploads may use.
         allow_network_fs: use a folder on a network file system all the same.
+        device: where tensors on CUDA devices are encoded and decoded, as in `save`. What is stored is
+            the same.
+        gpu_scratch: as in `save`.
     """
 
     def __init__(
@@ -70,8 +75,13 @@ class CheckpointStore(Catalog):
         parent_memory: int | None = None,
         bandwidth: int | None = None,
         allow_network_fs: bool = False,
+        device: str = "auto",
+        gpu_scratch: int | None = None,
     ) -> None:
         self.url = os.fspath(url)
+        # One for each call: what it finds is of one process.
+        self._compute: Callable[[], Compute] = lambda: Compute(device, gpu_scratch)
+        self._compute()
         if isinstance(retention, int):
             retention = Retention(keep_last=retention)
         self.retention: Retention | None = retention
@@ -185,6 +195,9 @@ class CheckpointStore(Catalog):
             tags: free text.
             blocking: ``False`` returns as soon as the tensors are copied, and saves in the
                 background. The copy takes as much host memory as the state, which is used again.
+                Tensors on CUDA devices are encoded instead, which takes the memory of what they
+                become until it is uploaded; one that another writer's clean-up keeps from being
+                listed then is not tried a second time.
             base: write no difference.
             progress: as in `save`; called from the background if that is where the save runs.
             metadata: free text to keep with the object.
@@ -216,11 +229,17 @@ class CheckpointStore(Catalog):
         words = {str(name): str(value) for name, value in (tags or {}).items()}
         tracker = Progress(progress, storages.nbytes, "save")
 
-        def save(sources: Sequence[_core.TensorSource]) -> CheckpointEntry:
+        engine = storages.engine(self._compute())
+
+        def save(
+            sources: Sequence[_core.PlacedSource], staged: Callable[[], object] | None = None
+        ) -> CheckpointEntry:
             try:
                 native = self._open("open_or_create")
+                watch = self._watch(tracker)
                 done = native.save(
-                    step, sources, groups, described, numbers, words, base, self._watch(tracker)
+                    *(step, sources, groups, described, numbers, words, base, watch, engine),
+                    staged,
                 )
                 tracker.finish()
             finally:
@@ -228,10 +247,10 @@ class CheckpointStore(Catalog):
             return self._saved(json.loads(done))
 
         if not blocking:
-            return self._save_later(step, storages, save)
+            return self._save_later(step, storages, save, engine is not None)
         self._saving_here = threading.current_thread() is threading.main_thread()
         try:
-            held, sources = _host_sources(storages)
+            held, sources = _sources(storages, engine is not None)
             entry = save(sources)
             del held
             return entry
@@ -244,26 +263,48 @@ class CheckpointStore(Catalog):
         self,
         step: int,
         storages: StorageWriter,
-        save: Callable[[Sequence[_core.TensorSource]], CheckpointEntry],
+        save: Callable[..., CheckpointEntry],
+        on_gpu: bool,
     ) -> PendingSave:
         pending = PendingSave(step)
-        places = self._buffer.copy(storages)
-        sources = [
-            (entry.name, entry.dtype, entry.shape, address if nbytes else 0, nbytes)
-            for entry, (address, nbytes) in zip(storages.entries(), places, strict=True)
-        ]
-        pending.staged.set_result(None)
+        entries = storages.entries()
+        wheres = [_where(entry.storage, on_gpu) for entry in entries]
+        copied = [e.storage for e, where in zip(entries, wheres, strict=True) if where == HOST]
+        copies = iter(self._buffer.copy(copied))
+        sources: list[_core.PlacedSource] = []
+        for entry, where in zip(entries, wheres, strict=True):
+            nbytes = entry.storage.nbytes()
+            address = next(copies)[0] if where == HOST else entry.storage.data_ptr()
+            address = address if nbytes else 0
+            sources.append((entry.name, entry.dtype, entry.shape, address, nbytes, where))
+
+        def staged() -> None:
+            if not pending.staged.done():
+                pending.staged.set_result(None)
 
         def run() -> None:
             try:
-                pending.committed.set_result(save(sources))
+                pending.committed.set_result(save(sources, staged if on_gpu else None))
             except BaseException as error:
                 pending.committed.set_exception(error)
+            finally:
+                staged()
 
+        if not on_gpu:
+            staged()
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, "s4weights-save")
         self._pending = pending
         self._executor.submit(run)
+        try:
+            # The storages are alive, and nothing is queued on their streams, until then.
+            pending.staged.result()
+        except BaseException:
+            # The caller goes on, with tensors that are being read.
+            self._deadline.set(0.0)
+            pending.committed.exception()
+            self._deadline.clear()
+            raise
         return pending
 
     def _saved(self, done: dict[str, Any]) -> CheckpointEntry:
@@ -333,7 +374,7 @@ class CheckpointStore(Catalog):
             arguments = dict(pickle_load_args)
             return read(
                 reader,
-                Compute("auto", None),
+                self._compute(),
                 map_location,
                 pickle_module,
                 weights_only,
@@ -397,16 +438,26 @@ class CheckpointStore(Catalog):
             logger.error("%s: the save of step %d did not end in time", self.url, pending.step)
 
 
-def _host_sources(storages: StorageWriter) -> tuple[list[Any], list[_core.TensorSource]]:
-    """Where the values of all storages are in host memory, and what keeps copies alive."""
+def _where(storage: torch.UntypedStorage, on_gpu: bool) -> tuple[int, int]:
+    """Where a storage is, if it is to be encoded there."""
+    return place(storage) if on_gpu and storage.nbytes() else HOST
+
+
+def _sources(
+    storages: StorageWriter, on_gpu: bool
+) -> tuple[list[Any], list[_core.PlacedSource]]:
+    """Where the values of all storages are, those of other devices copied to host memory, and what
+    keeps copies alive.
+    """
     held: list[Any] = []
-    sources: list[_core.TensorSource] = []
+    sources: list[_core.PlacedSource] = []
     for entry in storages.entries():
         storage = entry.storage
-        if storage.device.type != "cpu":
+        where = _where(storage, on_gpu)
+        if storage.device.type != "cpu" and where == HOST:
             storage = storage.cpu()
             held.append(storage)
         nbytes = storage.nbytes()
         address = storage.data_ptr() if nbytes else 0
-        sources.append((entry.name, entry.dtype, entry.shape, address, nbytes))
+        sources.append((entry.name, entry.dtype, entry.shape, address, nbytes, where))
     return held, sources

@@ -1,6 +1,7 @@
 //! Tensors in the memory of CUDA devices: written from there and read to there.
 
-mod fetched;
+mod chain;
+mod parents;
 mod read;
 mod write;
 

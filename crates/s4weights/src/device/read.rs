@@ -4,12 +4,13 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use rayon::ThreadPool;
-use rayon::prelude::*;
-use s4_engine::cuda::{CudaEngine, DecodeJob, Decoder, DeviceMemory, GpuError, Piece};
-use s4_format::PredictorId;
+use s4_engine::cuda::{
+    Batch, CudaEngine, DecodeJob, Decoder, DeviceMemory, GpuError, Piece, Trusted,
+};
 use s4_format::index::TensorKind;
 
 use super::Failure;
+use super::chain::{Chain, Step, Wanted};
 use crate::error::{At, Error, Result};
 use crate::fetch::Want;
 use crate::options::{Meter, thread_count};
@@ -25,16 +26,21 @@ struct Span<'a> {
     jobs: Vec<DecodeJob<'a>>,
 }
 
-/// What all of a call's steps use.
+/// What is read of one checkpoint of a chain.
 struct Call<'a> {
     reader: &'a Reader,
-    pool: Option<ThreadPool>,
+    /// What its tensors are numbered from: numbers are of the whole chain.
+    base: usize,
+    pool: Option<Arc<ThreadPool>>,
+    wanted: Vec<Wanted>,
     blocks: HashMap<usize, Arc<LoadedBlock>>,
 }
 
 impl Reader {
-    /// Reads tensors, by number, into device memory of their size. Chunks are decoded there; those
-    /// that are differences from a parent, and those of files that need closed bitstreams, are decoded on the host and copied.
+    /// Reads tensors, by number, into device memory of their size. Chunks are decoded there; what they
+    /// are differences from is decoded there before. Those of files that need closed bitstreams which
+    /// nobody vouches for, and differences in codecs that the device lacks, are decoded on the host and
+    /// copied.
     ///
     /// # Errors
     /// As [`Reader::read_into`]; `Device`. The memory's content is unspecified then.
@@ -62,43 +68,83 @@ impl Reader {
         hosts.sort_unstable();
         hosts.dedup();
         self.prepare(&hosts)?;
-        let call = Call {
-            reader: self,
-            pool: pool(thread_count(self.options.threads))?,
-            blocks: self.blocks(&hosts)?,
-        };
+        let trusted = self.trusted_by(engine);
+        let Chain { steps, mut here } = Chain::of(self, requests, trusted.is_some())?;
+        let calls = self.calls(steps)?;
         let total = requests.iter().map(|r| r.1.bytes()).sum();
         let mut meter = Meter { callback: self.options.progress.clone(), done: 0, total };
         let memory: Vec<_> = requests.iter().map(|r| r.1).collect();
-        let done = engine.decode::<Failure>(&memory, |decoder| {
-            let (direct, here): (Vec<_>, Vec<_>) =
-                requests.iter().copied().partition(|(t, _)| call.is_direct(self.host(*t)));
-            for span in call.spans(&direct, decoder.room())? {
-                call.push(span, decoder, &mut meter)?;
+        let done = engine.decode_with::<Failure>(&memory, trusted.as_ref(), |decoder| {
+            // What others are differences from comes first.
+            for call in calls.iter().rev() {
+                call.push(call.spans(decoder.room())?, decoder, &mut meter)?;
             }
-            here.into_iter().try_for_each(|(t, to)| call.copy(t, to, decoder, &mut meter))
+            for number in decoder.undone()? {
+                let call = calls.iter().rfind(|c| c.base <= number);
+                let wanted =
+                    call.and_then(|c| c.wanted.iter().find(|w| c.base + w.tensor == number));
+                here.extend(wanted.map(|w| w.request));
+            }
+            here.sort_unstable();
+            here.dedup();
+            here.into_iter().try_for_each(|i| self.copy(requests[i], decoder, &mut meter))
         });
-        done.map_err(|e| e.named(&self.name, |t| (t < self.tensors.len()).then(|| self.label(t))))
+        done.map_err(|e| {
+            e.named(&self.name, |t| {
+                let call = calls.iter().rfind(|c| c.base <= t)?;
+                Some(call.reader.label(t - call.base))
+            })
+        })
+    }
+
+    fn calls<'a>(&self, steps: Vec<Step<'a>>) -> Result<Vec<Call<'a>>> {
+        let pool = pool(thread_count(self.options.threads))?.map(Arc::new);
+        let mut base = 0;
+        let call = |Step { reader, wanted }: Step<'a>| {
+            let hosts: Vec<_> = wanted.iter().map(|w| reader.host(w.tensor)).collect();
+            let (blocks, pool) = (reader.blocks(&hosts)?, pool.clone());
+            let call = Call { reader, base, pool, wanted, blocks };
+            base += reader.tensors.len();
+            Ok(call)
+        };
+        steps.into_iter().map(call).collect()
+    }
+
+    /// Decodes a tensor on the host, as much as pinned memory has room for at a time.
+    fn copy(
+        &self,
+        (number, to): (usize, DeviceMemory),
+        decoder: &mut Decoder<'_, '_>,
+        meter: &mut Meter,
+    ) -> Result<(), Failure> {
+        let gpu = |e: GpuError| Failure::Engine(e.into());
+        let mut done = 0;
+        while done < to.bytes() {
+            let len = (to.bytes() - done).min(decoder.room() as u64);
+            let part = to.part(done, len).map_err(gpu)?;
+            decoder.put::<Failure>(part, |values| {
+                let want = Want { tensor: number, first: done, to: values };
+                let silent = Meter { callback: None, done: 0, total: len };
+                Ok(self.fetch_all(vec![want], silent)?)
+            })?;
+            meter.add(len)?;
+            done += len;
+        }
+        Ok(())
+    }
+
+    /// What decodes a vendor's streams on the devices, if the caller trusts the file.
+    fn trusted_by(&self, engine: &CudaEngine) -> Option<Trusted> {
+        self.options.trusted.then(|| engine.trusted(&self.manifest.closed_codecs))?
     }
 }
 
-impl<'a> Call<'a> {
-    /// Whether a tensor's chunks need nothing but themselves and what the engine has.
-    fn is_direct(&self, host: usize) -> bool {
-        let plan = usize::from(self.reader.tensors[host].plan);
-        self.reader.manifest.closed_codecs.is_empty()
-            && self.reader.manifest.plans[plan].predictor == PredictorId::NONE
-    }
-
-    /// The chunks of requests, in the order in which they lie, in spans of at most `room` bytes.
-    fn spans<'b>(
-        &'b self,
-        requests: &[(usize, DeviceMemory)],
-        room: usize,
-    ) -> Result<Vec<Span<'b>>, Failure> {
+impl Call<'_> {
+    /// The chunks that are wanted, in the order in which they lie, in spans of at most `room` bytes.
+    fn spans<'b>(&'b self, room: usize) -> Result<Vec<Span<'b>>, Failure> {
         let mut jobs: BTreeMap<(u32, usize, u64), DecodeJob<'b>> = BTreeMap::new();
-        for (number, to) in requests {
-            self.cut(*number, *to, &mut jobs)?;
+        for wanted in &self.wanted {
+            self.cut(wanted, &mut jobs)?;
         }
         let mut jobs: Vec<_> =
             jobs.into_iter().map(|((ordinal, ..), job)| (ordinal, job)).collect();
@@ -132,11 +178,10 @@ impl<'a> Call<'a> {
         Ok(spans)
     }
 
-    /// Cuts a request at the borders of chunks.
+    /// Cuts what is wanted of a tensor at the borders of chunks.
     fn cut<'b>(
         &'b self,
-        number: usize,
-        to: DeviceMemory,
+        &Wanted { tensor: number, to, ref chunks, .. }: &Wanted,
         jobs: &mut BTreeMap<(u32, usize, u64), DecodeJob<'b>>,
     ) -> Result<(), Failure> {
         let reader = self.reader;
@@ -157,8 +202,12 @@ impl<'a> Call<'a> {
             let bytes = size.min(all - chunk * size);
             let len = (to.bytes() - done).min(bytes - from);
             let part = to.part(done, len).map_err(|e| Failure::Engine(e.into()))?;
+            done += len;
+            if chunks.as_ref().is_some_and(|list| list.binary_search(&chunk).is_err()) {
+                continue;
+            }
             let job = jobs.entry((to.ordinal(), host, chunk)).or_insert_with(|| DecodeJob {
-                tensor: host,
+                tensor: self.base + host,
                 spec,
                 chunk,
                 record: block.records[chunk as usize],
@@ -167,56 +216,34 @@ impl<'a> Call<'a> {
                 pieces: vec![],
             });
             job.pieces.push(Piece { from, to: part });
-            done += len;
         }
         Ok(())
     }
 
-    /// Reads a span into pinned memory, requests side by side, and has it decoded.
+    /// Reads spans into pinned memory, requests side by side, and has them decoded.
     fn push<'b>(
         &'b self,
-        span: Span<'b>,
+        spans: Vec<Span<'b>>,
         decoder: &mut Decoder<'_, 'b>,
         meter: &mut Meter,
     ) -> Result<(), Failure> {
-        let Span { ordinal, object, first, len, jobs } = span;
-        let bytes = jobs.iter().flat_map(|j| &j.pieces).map(|p| p.to.bytes()).sum();
+        // Each value is counted once, as that of the checkpoint itself.
+        let counted = |jobs: &[DecodeJob<'_>]| -> u64 {
+            let own = jobs.iter().filter(|_| self.base == 0);
+            own.flat_map(|j| &j.pieces).map(|p| p.to.bytes()).sum()
+        };
+        let places: Vec<_> = spans.iter().map(|s| (s.object, s.first, counted(&s.jobs))).collect();
+        let batches = spans.into_iter().map(|span| {
+            let Span { ordinal, len, jobs, .. } = span;
+            Batch { ordinal, len, jobs }
+        });
+        let read = |span: usize, at: usize, part: &mut [u8]| {
+            let (object, first, _) = places[span];
+            Ok(self.reader.read_object(object, first + at as u64, part)?)
+        };
         let request = self.reader.request_size();
-        decoder.push::<Failure>(ordinal, len, jobs, |to| {
-            let read = |(i, part): (usize, &mut [u8])| {
-                self.reader.read_object(object, first + (i * request) as u64, part)
-            };
-            Ok(match &self.pool {
-                Some(pool) if len > request => {
-                    pool.install(|| to.par_chunks_mut(request).enumerate().try_for_each(read))
-                }
-                _ => to.chunks_mut(request).enumerate().try_for_each(read),
-            }?)
-        })?;
-        Ok(meter.add(bytes)?)
-    }
-
-    /// Decodes a tensor on the host, as much as pinned memory has room for at a time.
-    fn copy(
-        &self,
-        number: usize,
-        to: DeviceMemory,
-        decoder: &mut Decoder<'_, '_>,
-        meter: &mut Meter,
-    ) -> Result<(), Failure> {
-        let gpu = |e: GpuError| Failure::Engine(e.into());
-        let mut done = 0;
-        while done < to.bytes() {
-            let len = (to.bytes() - done).min(decoder.room() as u64);
-            let part = to.part(done, len).map_err(gpu)?;
-            decoder.put::<Failure>(part, |values| {
-                let want = Want { tensor: number, first: done, to: values };
-                let silent = Meter { callback: None, done: 0, total: len };
-                Ok(self.reader.fetch_all(vec![want], silent)?)
-            })?;
-            meter.add(len)?;
-            done += len;
-        }
-        Ok(())
+        decoder.push_all::<Failure>(self.pool.as_deref(), batches, request, read, |span| {
+            Ok(meter.add(places[span].2)?)
+        })
     }
 }

@@ -1,20 +1,21 @@
 //! Writing tensors that lie in device memory.
 
-use std::sync::Mutex;
+use std::collections::HashMap;
 
-use rayon::prelude::*;
-use s4_engine::cuda::{CudaEngine, DeviceMemory, DeviceTensor};
-use s4_engine::{Preset, Scratch, TensorPlan, TensorView};
+use rayon::ThreadPool;
+use s4_engine::cuda::{CudaEngine, DeviceFrame, DeviceMemory, DeviceTensor, Planners};
+use s4_engine::{TensorPlan, TensorView};
 use s4_format::DType;
 
 use super::Failure;
+use super::parents::Parents;
 use crate::error::{At, Result};
 use crate::options::{Meter, thread_count};
 use crate::output::check_groups;
 use crate::pack::SMALL;
 use crate::parallel::pool;
 use crate::pipeline::{ChunkOf, Coded, Large};
-use crate::writer::{TensorSource, Writer};
+use crate::writer::Writer;
 
 /// A tensor in device memory, to be written.
 #[derive(Debug, Clone, Copy)]
@@ -52,14 +53,14 @@ pub struct PlacedSource<'a> {
 }
 
 impl Place<'_> {
-    pub(super) fn bytes(&self) -> u64 {
+    pub(crate) fn bytes(&self) -> u64 {
         match self {
             Self::Host(data) => data.len() as u64,
             Self::Device(memory) => memory.bytes(),
         }
     }
 
-    pub(super) fn memory(&self) -> Option<DeviceMemory> {
+    pub(crate) fn memory(&self) -> Option<DeviceMemory> {
         match self {
             Self::Host(_) => None,
             Self::Device(memory) => Some(*memory),
@@ -82,9 +83,7 @@ struct Registered<'a> {
 
 impl Writer {
     /// Writes tensors of CUDA devices, as [`Writer::write_grouped`] writes those of the host: the same
-    /// bytes. Values are encoded where they are. Calls of both kinds may follow each other. Tensors are
-    /// stored by themselves, also where there is a parent. (Preset `nvcomp` splits values on the host:
-    /// they are copied there first, and their planes come back to be coded.)
+    /// bytes. Values are encoded where they are. Calls of both kinds may follow each other.
     ///
     /// # Errors
     /// As [`Writer::write_grouped`]; `Device`.
@@ -100,7 +99,7 @@ impl Writer {
 
     /// Writes tensors of the host and of devices: the bytes that one call of
     /// [`Writer::write_grouped`] writes for the same values in the same order. Values on devices are
-    /// encoded there and stored by themselves, also where there is a parent.
+    /// encoded there: as differences, too, for which the parent's values are brought there.
     ///
     /// # Errors
     /// As [`Writer::write_grouped`]; `Device`.
@@ -110,10 +109,22 @@ impl Writer {
         tensors: &[PlacedSource<'_>],
         groups: &[u8],
     ) -> Result<()> {
+        self.write_staged(engine, tensors, groups, &mut || ())
+    }
+
+    /// As [`Writer::write_placed`], calling `staged`, once, when the values that lie on devices are not
+    /// needed any more: whoever works on them may go on, while those of the host are written.
+    ///
+    /// # Errors
+    /// As [`Writer::write_placed`].
+    pub fn write_staged(
+        &mut self,
+        engine: &CudaEngine,
+        tensors: &[PlacedSource<'_>],
+        groups: &[u8],
+        staged: &mut dyn FnMut(),
+    ) -> Result<()> {
         check_groups(groups, tensors.len())?;
-        if self.options.preset == Preset::Nvcomp {
-            return self.write_fetched(engine, tensors, groups);
-        }
         let total = tensors.iter().map(|t| t.place.bytes()).sum();
         let callback = self.options.progress.clone();
         let mut meter = Meter { callback, done: 0, total };
@@ -128,11 +139,20 @@ impl Writer {
         }
         self.pack_small(engine, &small, &mut meter)?;
         let side = |t: &Registered<'_>| t.source.place.memory().is_some();
+        let on_devices = large.iter().rposition(side).map_or(0, |last| last + 1);
+        let mut done = 0;
+        if on_devices == 0 {
+            staged();
+        }
         for run in large.chunk_by(|a, b| side(a) == side(b)) {
             if run.first().is_some_and(side) {
                 self.write_large(engine, run, &mut meter)?;
             } else {
                 self.write_host(run, &mut meter)?;
+            }
+            done += run.len();
+            if done == on_devices {
+                staged();
             }
         }
         Ok(())
@@ -179,7 +199,7 @@ impl Writer {
         for Registered { group, source: PlacedSource { name, dtype, shape, place }, .. } in large {
             if let Place::Host(data) = *place {
                 let (name, dtype, shape) = (*name, *dtype, *shape);
-                let parent = self.parent_of(&TensorSource { name, dtype, shape, data });
+                let parent = self.parent_of(name, dtype, shape);
                 let view = TensorView { dtype, shape, data };
                 list.push(Large { name, view, group: *group, parent });
             }
@@ -200,10 +220,21 @@ impl Writer {
         let tensors: Vec<_> = large.iter().filter_map(|t| t.source.tensor()).collect();
         let target = self.name.clone();
         let named = |e: Failure| e.named(&target, |i| Some(large.get(i)?.source.name));
-        let plans = self.plan_device(engine, &tensors).map_err(named)?;
+        let numbers: Vec<_> = (large.iter())
+            .map(|t| self.parent_of(t.source.name, t.source.dtype, t.source.shape))
+            .collect();
+        let parent = self.options.parent.clone();
+        let pool = pool(thread_count(self.options.threads))?;
+        let mut parents =
+            parent.as_deref().map(|p| Parents::new(p, pool.as_ref(), &tensors, &numbers));
+        let plans = self.plan_device(engine, &tensors, parents.as_ref(), pool.as_ref());
+        let plans = plans.map_err(named)?;
+        if let Some(parents) = &mut parents {
+            parents.find(&plans)?;
+        }
         let mut coded: Vec<(Vec<_>, bool)> = large.iter().map(|_| (vec![], false)).collect();
         self.out.write_behind(thread_count(self.options.threads))?;
-        let done = engine.encode::<Failure>(&tensors, &plans, |frame| {
+        let sink = |frame: DeviceFrame<'_>| {
             let of = ChunkOf {
                 dtype: tensors[frame.tensor].dtype,
                 bytes: tensors[frame.tensor].memory.bytes(),
@@ -216,7 +247,11 @@ impl Writer {
             records.push(record);
             *shared |= frame.encoded.shared;
             Ok(())
-        });
+        };
+        let done = match &parents {
+            Some(parents) => engine.encode_from::<Failure>(&tensors, &plans, parents, sink),
+            None => engine.encode::<Failure>(&tensors, &plans, sink),
+        };
         // What the sink says comes before what came of it.
         self.out.write_here()?;
         done.map_err(named)?;
@@ -231,26 +266,33 @@ impl Writer {
         &self,
         engine: &CudaEngine,
         tensors: &[DeviceTensor<'_>],
+        parents: Option<&Parents<'_>>,
+        pool: Option<&ThreadPool>,
     ) -> Result<Vec<TensorPlan>, Failure> {
-        let threads = thread_count(self.options.threads).min(tensors.len());
-        let pool = pool(threads)?;
-        let idle = Mutex::new(Vec::<Scratch>::new());
+        let planners = Planners::default();
         let (preset, target) = (self.options.preset, self.name.as_str());
-        let plan = |&(i, sample): &(usize, &[u8])| {
-            let lock = || idle.lock().unwrap_or_else(|e| e.into_inner());
-            let mut scratch = lock().pop().unwrap_or_default();
-            let (dtype, bytes) = (tensors[i].dtype, tensors[i].memory.bytes());
-            let plan = engine.plan_sample(preset, dtype, bytes, sample, &mut scratch);
-            lock().push(scratch);
-            plan.at(target)
-        };
         let mut plans = Vec::with_capacity(tensors.len());
-        engine.samples::<Failure>(tensors, |batch| {
-            let planned: Result<Vec<_>> = match &pool {
-                Some(pool) => pool.install(|| batch.par_iter().map(plan).collect()),
-                None => batch.iter().map(plan).collect(),
+        let differences = parents.map_or(vec![], Parents::candidates);
+        engine.samples_from::<Failure>(tensors, &differences, |batch| {
+            let numbers: Vec<_> = batch.iter().map(|b| b.0).collect();
+            let before = match parents {
+                Some(parents) => parents.samples(&numbers)?,
+                None => vec![vec![]; batch.len()],
             };
-            plans.extend(planned?);
+            let before: HashMap<_, _> = numbers.into_iter().zip(before).collect();
+            plans.extend(planners.run(pool, batch, |i, sample, scratch| {
+                let plan = match parents {
+                    Some(parents) => {
+                        let before = before.get(&i).map_or(&[][..], Vec::as_slice);
+                        parents.plan(engine, preset, i, (sample, before), scratch)
+                    }
+                    None => {
+                        let (dtype, bytes) = (tensors[i].dtype, tensors[i].memory.bytes());
+                        engine.plan_sample(preset, dtype, bytes, sample, scratch)
+                    }
+                };
+                plan.at(target)
+            })?);
             Ok(())
         })?;
         Ok(plans)

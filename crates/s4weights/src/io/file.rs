@@ -4,8 +4,11 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
+use rayon::ThreadPool;
 use tempfile::NamedTempFile;
 
+#[cfg(target_os = "linux")]
+use super::mapped::Mapped;
 use super::{ReadAt, Sink};
 use crate::error::{Error, Result};
 
@@ -20,6 +23,9 @@ enum Out {
     Temporary {
         file: NamedTempFile,
         path: PathBuf,
+        /// `None`: one thread writes as fast as several.
+        #[cfg(target_os = "linux")]
+        mapped: Option<Mapped>,
     },
     /// A device or a pipe: nothing to rename.
     Direct(File),
@@ -57,7 +63,13 @@ impl FileSink {
             builder.permissions(fs::Permissions::from_mode(mode & 0o777));
         }
         let file = builder.tempfile_in(folder(&path)).map_err(|e| fail("create", e))?;
-        Ok(Self { out: Out::Temporary { file, path }, name })
+        let out = Out::Temporary {
+            #[cfg(target_os = "linux")]
+            mapped: Mapped::of(file.as_file()),
+            file,
+            path,
+        };
+        Ok(Self { out, name })
     }
 }
 
@@ -74,6 +86,20 @@ impl Sink for FileSink {
         file.write_all(bytes).map_err(|e| Error::io(&self.name, "write", e))
     }
 
+    #[cfg(target_os = "linux")]
+    fn write_by(&mut self, pool: &ThreadPool, bytes: &[u8]) -> Result<()> {
+        if let Out::Temporary { file, mapped, .. } = &mut self.out
+            && let Some(by) = mapped.as_ref().filter(|m| m.suits(pool, bytes.len()))
+        {
+            let wrote = by.write(file.as_file_mut(), pool, bytes);
+            if wrote.map_err(|e| Error::io(&self.name, "write", e))? {
+                return Ok(());
+            }
+            *mapped = None;
+        }
+        self.write(bytes)
+    }
+
     fn commit(self: Box<Self>) -> Result<()> {
         let fail = |action, e| Error::io(&self.name, action, e);
         match self.out {
@@ -82,7 +108,7 @@ impl Sink for FileSink {
                 Err(e) if e.kind() == io::ErrorKind::InvalidInput => Ok(()),
                 other => other.map_err(|e| fail("sync", e)),
             },
-            Out::Temporary { file, path } => {
+            Out::Temporary { file, path, .. } => {
                 file.as_file().sync_all().map_err(|e| fail("sync", e))?;
                 file.persist(&path).map_err(|e| fail("rename", e.error))?;
                 sync_folder(folder(&path)).map_err(|e| fail("sync the folder of", e))

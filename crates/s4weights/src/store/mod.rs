@@ -27,6 +27,7 @@
 //! absent: what the tensors are, which is the caller's `contents`.
 
 mod bridge;
+mod kept;
 mod load;
 mod manage;
 mod objects;
@@ -34,6 +35,7 @@ mod open;
 mod parents;
 mod rebase;
 mod save;
+mod sources;
 
 use std::sync::{Arc, Mutex};
 
@@ -53,6 +55,8 @@ use s4_planes::Simd;
 use s4_store::Store;
 
 use crate::error::{Error, Result};
+use crate::parent::{MemoryParent, Parent};
+use crate::reader::Reader;
 use bridge::Bridge;
 use open::Opener;
 use parents::Line;
@@ -88,7 +92,8 @@ pub struct StoreOptions {
     /// Bytes of memory to keep the values in that later saves are differences from, besides the
     /// buffers of a save: of the base, and of one checkpoint more for each further hop. Each has an
     /// equal share, where its values lie as they are if they fit, compressed if that fits, and else
-    /// not at all: then they are read back from the store, at every save.
+    /// not at all: then they are read back from the store, at every save. Of tensors on devices what
+    /// was stored is kept.
     pub parent_memory: usize,
     /// Bytes of buffers for encoding.
     pub memory: usize,
@@ -139,6 +144,32 @@ pub struct CheckpointStore {
     line: Mutex<Line>,
     /// What was opened last.
     opened: Mutex<Option<Reference>>,
+}
+
+/// The values of a checkpoint, for differences from it.
+#[derive(Clone)]
+pub(crate) enum ParentValues {
+    /// In memory, as they are or compressed.
+    Memory(Arc<MemoryParent>),
+    /// In the frames of the checkpoint and those that it needs: in memory, or in the store.
+    Frames(Arc<Reader>),
+}
+
+impl ParentValues {
+    pub(crate) fn parent(&self) -> Arc<dyn Parent> {
+        match self {
+            Self::Memory(values) => Arc::clone(values) as _,
+            Self::Frames(reader) => Arc::clone(reader) as _,
+        }
+    }
+
+    /// The open checkpoint.
+    pub(crate) fn reader(&self) -> Option<Arc<Reader>> {
+        match self {
+            Self::Memory(_) => None,
+            Self::Frames(reader) => Some(Arc::clone(reader)),
+        }
+    }
 }
 
 impl CheckpointStore {

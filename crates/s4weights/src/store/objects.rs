@@ -1,5 +1,6 @@
 //! The data objects of a checkpoint in the store, to be read.
 
+use std::collections::VecDeque;
 use std::fs::File;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -67,5 +68,61 @@ impl ObjectSource for StoredObjects {
 
     fn request_size(&self) -> usize {
         if self.local { 1 << 20 } else { 8 << 20 }
+    }
+}
+
+/// The objects of a checkpoint, none of whose bytes are given out before the hash of the whole object
+/// was compared with the manifest's, and those that were: what a vendor's decoders are given.
+///
+/// Reading a part of an object costs reading all of it; the last few are kept.
+pub(crate) struct HashedObjects {
+    bridge: Bridge,
+    reading: Reading,
+    kept: Mutex<VecDeque<(u32, Kept)>>,
+}
+
+/// An object, once a thread has read it; others wait.
+type Kept = Arc<Mutex<Option<Bytes>>>;
+
+/// Objects that are kept; an object has at most 64 MiB.
+const KEPT: usize = 4;
+
+impl HashedObjects {
+    pub(crate) fn new(bridge: Bridge, reading: Reading) -> Self {
+        Self { bridge, reading, kept: Mutex::default() }
+    }
+
+    fn place(&self, number: u32) -> Kept {
+        let mut kept = self.kept.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some((_, known)) = kept.iter().find(|k| k.0 == number) {
+            return Arc::clone(known);
+        }
+        if kept.len() == KEPT {
+            kept.pop_front();
+        }
+        let place = Kept::default();
+        kept.push_back((number, Arc::clone(&place)));
+        place
+    }
+
+    fn object(&self, number: u32) -> Result<Bytes> {
+        let place = self.place(number);
+        let mut object = place.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(known) = &*object {
+            return Ok(known.clone());
+        }
+        let reading = self.reading.clone();
+        let bytes = self.bridge.ask(async move { reading.object(number).await })?;
+        Ok(object.insert(bytes).clone())
+    }
+}
+
+impl ObjectSource for HashedObjects {
+    fn get_range(&self, number: u32, range: Range<u64>) -> Result<Bytes> {
+        let object = self.object(number)?;
+        let len = object.len();
+        let at = |place: u64| usize::try_from(place).unwrap_or(len).min(len);
+        // What is not there is missed by the reader.
+        Ok(object.slice(at(range.start)..at(range.end).max(at(range.start))))
     }
 }

@@ -10,11 +10,11 @@ use s4_store::{Checkpoint, Reference, State};
 use crate::error::{Error, Result};
 use crate::memory::{MemoryOptions, TensorCodec};
 use crate::options::ReadOptions;
-use crate::pack::SMALL;
-use crate::parent::{MemoryParent, Parent, Snapshot};
+use crate::parent::{MemoryParent, Snapshot};
 use crate::reader::Reader;
 use crate::store::save::{WhyBase, chain};
-use crate::store::{CheckpointStore, StoreOptions};
+use crate::store::sources::Sources;
+use crate::store::{CheckpointStore, ParentValues, StoreOptions};
 use crate::writer::TensorSource;
 
 /// Where the saving of one handle stands.
@@ -31,13 +31,13 @@ struct Held {
     reference: Reference,
     /// Since its base.
     number: u32,
-    values: Arc<MemoryParent>,
+    values: ParentValues,
 }
 
 /// The checkpoint that the next one may be a difference from.
 pub(crate) struct Before {
     pub(crate) reference: Reference,
-    pub(crate) values: Arc<dyn Parent>,
+    pub(crate) values: ParentValues,
     /// The next one's number since the base.
     pub(crate) number: u32,
 }
@@ -58,7 +58,7 @@ impl CheckpointStore {
     pub(crate) fn choose(
         &self,
         line: &mut Line,
-        tensors: &[TensorSource<'_>],
+        tensors: Sources<'_>,
     ) -> Result<std::result::Result<Before, WhyBase>> {
         let state = self.state()?;
         let head = self.head(&state, line);
@@ -67,19 +67,19 @@ impl CheckpointStore {
         let entries: Vec<Entry> = chain.iter().rev().map(entry).collect();
         let deltas = chain.last().map_or(vec![], |base| newest_deltas(&state, base));
         let policy = Policy::new(self.options.tree());
-        let raw = tensors.iter().map(|t| t.data.len() as u64).sum();
+        let raw = tensors.bytes();
         let (number, parent) = match policy.choose(&entries, &deltas, Next { raw, changed: 0 }) {
             Choice::Base(reason) => return Ok(Err(WhyBase::Policy(reason))),
             Choice::Delta { number, parent } => (number, parent),
         };
         // The chain stands the other way round.
         let chain = &chain[chain.len() - 1 - parent..];
-        let (reference, values) = match self.values(line, chain) {
+        let (reference, values) = match self.values(line, chain, tensors) {
             Ok(found) => found,
             Err(Error::Cancelled) => return Err(Error::Cancelled),
             Err(e) => return Ok(Err(WhyBase::Parent(e.to_string()))),
         };
-        let changed = changed(tensors, &*values);
+        let changed = tensors.changed(&*values.parent());
         if let Choice::Base(reason) = policy.choose(&entries, &deltas, Next { raw, changed }) {
             return Ok(Err(WhyBase::Policy(reason)));
         }
@@ -101,37 +101,53 @@ impl CheckpointStore {
         &self,
         line: &mut Line,
         chain: &[Checkpoint],
-    ) -> Result<(Reference, Arc<dyn Parent>)> {
+        tensors: Sources<'_>,
+    ) -> Result<(Reference, ParentValues)> {
         let parent = chain.first().ok_or_else(|| Error::Argument("an empty chain".into()))?;
         let reference = parent.reference();
         if let Some(held) = line.held.iter().find(|h| h.reference == reference) {
-            return Ok((reference, Arc::clone(&held.values) as Arc<dyn Parent>));
+            return Ok((reference, held.values.clone()));
         }
-        let options = ReadOptions {
-            threads: self.options.threads,
-            simd: self.options.simd,
-            ..ReadOptions::default()
-        };
-        let reader = self.opener.open(chain, &options)?;
+        let reader = self.opener.open(chain, &self.reading())?;
         let number = parent.since_base();
         let again = self.options.tree().last_child(number).is_some();
-        let values = if again { self.keep_read(&reader)?.map(Arc::new) } else { None };
-        Ok(match values {
-            None => (reference, reader),
-            Some(values) => {
-                line.held.push(Held { reference, number, values: Arc::clone(&values) });
-                (reference, values)
-            }
-        })
+        // Devices decode frames by themselves.
+        let again = again && !tensors.on_devices();
+        let Some(values) = (if again { self.keep_read(&reader)? } else { None }) else {
+            return Ok((reference, ParentValues::Frames(reader)));
+        };
+        let values = ParentValues::Memory(Arc::new(values));
+        line.held.push(Held { reference, number, values: values.clone() });
+        Ok((reference, values))
     }
 
-    /// Notes what was saved, and keeps its values as far as they are wanted and fit.
+    pub(crate) fn reading(&self) -> ReadOptions {
+        let (threads, simd) = (self.options.threads, self.options.simd);
+        ReadOptions { threads, simd, ..ReadOptions::default() }
+    }
+
+    /// Bytes of memory for what is stored of a checkpoint, by its number since the base: none if its
+    /// values are kept, or if nothing becomes a difference from it.
+    pub(crate) fn room_for_stored(&self, tensors: Sources<'_>, number: u32) -> usize {
+        match tensors {
+            Sources::Host(_) => 0,
+            #[cfg(feature = "cuda")]
+            Sources::Placed(..) => match self.options.tree().last_child(number) {
+                Some(_) => self.options.share(),
+                None => 0,
+            },
+        }
+    }
+
+    /// Notes what was saved, and keeps its values as far as they are wanted and fit: those of the host,
+    /// or what was stored.
     pub(crate) fn saved(
         &self,
         line: &mut Line,
         saved: &Checkpoint,
         snapshot: Snapshot,
-        tensors: &[TensorSource<'_>],
+        tensors: Sources<'_>,
+        stored: Option<Arc<Reader>>,
     ) {
         let (reference, number, tree) =
             (saved.reference(), saved.since_base(), self.options.tree());
@@ -142,17 +158,30 @@ impl CheckpointStore {
         if tree.last_child(number).is_none() {
             return;
         }
+        let values = match tensors {
+            Sources::Host(tensors) => self.keep_values(snapshot, tensors),
+            #[cfg(feature = "cuda")]
+            Sources::Placed(..) => Ok(stored.map(ParentValues::Frames)),
+        };
+        match values {
+            Ok(Some(values)) => line.held.push(Held { reference, number, values }),
+            Ok(None) => tracing::debug!("the next save reads this one back: it does not fit"),
+            Err(e) => tracing::debug!(error = %e, "the next save reads this one back"),
+        }
+    }
+
+    /// Values of the host, if they fit.
+    fn keep_values(
+        &self,
+        snapshot: Snapshot,
+        tensors: &[TensorSource<'_>],
+    ) -> Result<Option<ParentValues>> {
         let snapshot = Arc::new(snapshot);
         let held = |t: &&TensorSource<'_>| snapshot.tensors.contains_key(t.name);
         let values = tensors.iter().filter(held).map(|t| Ok((t.name, Values::Theirs(t.data))));
         let raw = tensors.iter().filter(held).map(|t| t.data.len()).sum();
-        match self.keep(&snapshot, raw, values) {
-            Ok(Some(values)) => {
-                line.held.push(Held { reference, number, values: Arc::new(values) });
-            }
-            Ok(None) => tracing::debug!("the next save reads this one back: it does not fit"),
-            Err(e) => tracing::debug!(error = %e, "the next save reads this one back"),
-        }
+        let kept = self.keep(&snapshot, raw, values)?;
+        Ok(kept.map(|values| ParentValues::Memory(Arc::new(values))))
     }
 
     /// The values of a checkpoint that was read, if they fit.
@@ -232,14 +261,4 @@ fn entry(c: &Checkpoint) -> Entry {
 fn newest_deltas(state: &State, base: &Checkpoint) -> Vec<Entry> {
     let family = state.descendants(&[base.id()]);
     state.list().into_iter().filter(|c| family.contains(&c.id())).map(entry).collect()
-}
-
-/// Bytes of tensors that have no counterpart. Small ones share chunks and are never differences.
-fn changed(tensors: &[TensorSource<'_>], parent: &dyn Parent) -> u64 {
-    let is_new = |t: &&TensorSource<'_>| {
-        let there = parent.find(t.name);
-        let large = t.data.len() as u64 / t.dtype.value_width() as u64 >= SMALL;
-        large && there.is_none_or(|p| p.dtype != t.dtype || p.shape != t.shape)
-    };
-    tensors.iter().filter(is_new).map(|t| t.data.len() as u64).sum()
 }

@@ -1,9 +1,11 @@
 //! Saving: as a difference from the checkpoint before, or as a base.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use s4_delta::policy::Reason;
+use s4_format::limits::MAX_OBJECTS;
 use s4_store::{
     About, Attempt, Checkpoint, CheckpointId, Conflict, Error as StoreError, Resolution, Staged,
     State, Store,
@@ -14,10 +16,13 @@ use crate::error::{Error, Result};
 use crate::objects::ObjectOptions;
 use crate::options::{ProgressFn, WriteOptions};
 use crate::parent::Parent;
+use crate::reader::Reader;
 use crate::report::Report;
 use crate::store::CheckpointStore;
 use crate::store::bridge::{Asker, ChannelSink, upload};
+use crate::store::kept::{Keeping, Kept};
 use crate::store::parents::Before;
+use crate::store::sources::Sources;
 use crate::writer::{Contents, TensorSource, Writer, Written};
 
 /// What is saved besides tensors, and how.
@@ -36,6 +41,10 @@ pub struct SaveOptions<'a> {
     pub base: bool,
     /// Told of progress, from the calling thread; it may stop the save until that is published.
     pub progress: Option<ProgressFn>,
+    /// Called once, from the calling thread, when the values that lie on devices are not needed any
+    /// more. What they became waits in memory then, as much as there is, until it is uploaded. A save
+    /// that cannot be published after that, because another writer retired its parent, fails.
+    pub staged: Option<&'a dyn Fn()>,
 }
 
 /// What a save did.
@@ -81,6 +90,8 @@ struct Ready {
     staged: Staged,
     written: Written,
     why_base: Option<WhyBase>,
+    /// What was stored, kept for the next save.
+    kept: Option<Arc<Reader>>,
 }
 
 impl CheckpointStore {
@@ -99,6 +110,34 @@ impl CheckpointStore {
         tensors: &[TensorSource<'_>],
         options: &SaveOptions<'_>,
     ) -> Result<Saved> {
+        self.save_sources(step, Sources::Host(tensors), options)
+    }
+
+    /// As [`CheckpointStore::save`], of tensors of the host and of devices. Those are encoded where they
+    /// are; what was stored is kept in memory, within [`StoreOptions::parent_memory`], where later saves
+    /// are differences from it.
+    ///
+    /// # Errors
+    /// As [`CheckpointStore::save`]; [`Error::Device`].
+    ///
+    /// [`StoreOptions::parent_memory`]: crate::store::StoreOptions::parent_memory
+    #[cfg(feature = "cuda")]
+    pub fn save_placed(
+        &self,
+        engine: &s4_engine::cuda::CudaEngine,
+        step: u64,
+        tensors: &[crate::device::PlacedSource<'_>],
+        options: &SaveOptions<'_>,
+    ) -> Result<Saved> {
+        self.save_sources(step, Sources::Placed(engine, tensors), options)
+    }
+
+    fn save_sources(
+        &self,
+        step: u64,
+        tensors: Sources<'_>,
+        options: &SaveOptions<'_>,
+    ) -> Result<Saved> {
         // One save at a time from one handle: each may be the next one's parent.
         let mut line = self.line.lock().unwrap_or_else(|e| e.into_inner());
         let asker = Asker::new(options.progress.clone());
@@ -110,19 +149,22 @@ impl CheckpointStore {
             Ok(before) => (Some(before), None),
             Err(why) => (None, Some(why)),
         };
+        let staged = Cell::new(false);
         loop {
             let parent = before.take();
             let had_parent = parent.is_some();
             let outcome = self
-                .stage(step, tensors, options, &asker, parent, why_base.clone())
+                .stage(step, tensors, options, (&asker, &staged), parent, why_base.clone())
                 .and_then(|ready| self.publish(ready));
             match outcome {
-                Ok((mut saved, snapshot)) => {
-                    self.saved(&mut line, &saved.checkpoint, snapshot, tensors);
+                Ok((mut saved, snapshot, kept)) => {
+                    self.saved(&mut line, &saved.checkpoint, snapshot, tensors, kept);
                     drop(line);
                     saved.retired = self.retain(&saved.checkpoint)?;
                     return Ok(saved);
                 }
+                // The caller's values are not those that were saved any more.
+                Err(e) if staged.get() && tensors.on_devices() => return Err(e),
                 Err(e) if had_parent && is_parents(&e) => {
                     tracing::warn!(step, error = %e, "saving as a base");
                     why_base = Some(WhyBase::Parent(e.to_string()));
@@ -136,9 +178,9 @@ impl CheckpointStore {
     fn stage(
         &self,
         step: u64,
-        tensors: &[TensorSource<'_>],
+        tensors: Sources<'_>,
         options: &SaveOptions<'_>,
-        asker: &Asker,
+        (asker, staged): (&Asker, &Cell<bool>),
         before: Option<Before>,
         why_base: Option<WhyBase>,
     ) -> Result<Ready> {
@@ -146,15 +188,20 @@ impl CheckpointStore {
         let store = self.opener.store.clone();
         let mut attempt = bridge.ask(async move { store.begin().await })?;
         let id = attempt.id();
-        let (sender, receiver) = channel(1);
+        // Whoever waits until the values are encoded does not wait for the network.
+        let waiting = if options.staged.is_some() { MAX_OBJECTS } else { 1 };
+        let (sender, receiver) = channel(waiting);
         let uploading = bridge.spawn(async move {
             let done = upload(&mut attempt, receiver).await;
             (attempt, done)
         })?;
         let parent = before.as_ref().map(|b| (b.reference, b.number));
         let sink = ChannelSink { bridge: bridge.clone(), asker: asker.clone(), sender };
-        let written = self.encode(tensors, options, asker, sink, before.map(|b| b.values));
-        let written = match written {
+        let reader = before.as_ref().and_then(|b| b.values.reader());
+        let number = parent.map_or(0, |(_, number)| number);
+        let (sink, kept) = Keeping::new(sink, self.room_for_stored(tensors, number));
+        let values = before.map(|b| b.values.parent());
+        let written = match self.encode(tensors, options, (asker, staged), sink, values) {
             Ok(written) => written,
             Err(e) => {
                 // If an upload failed, that is why the writer could not go on.
@@ -196,7 +243,9 @@ impl CheckpointStore {
             }
         };
         let why_base = why_base.or_else(|| (!delta).then_some(WhyBase::NothingGained));
-        Ok(Ready { staged, written, why_base })
+        let index = written.index.clone().unwrap_or_default();
+        let kept = Kept::open(&kept, index, reader, self.reading())?;
+        Ok(Ready { staged, written, why_base, kept })
     }
 
     /// Deletes what a cancelled attempt left; if that fails, a sweep does it.
@@ -209,10 +258,10 @@ impl CheckpointStore {
 
     fn encode(
         &self,
-        tensors: &[TensorSource<'_>],
+        tensors: Sources<'_>,
         options: &SaveOptions<'_>,
-        asker: &Asker,
-        sink: ChannelSink,
+        (asker, staged): (&Asker, &Cell<bool>),
+        sink: Keeping,
         parent: Option<Arc<dyn Parent>>,
     ) -> Result<Written> {
         let write = WriteOptions {
@@ -228,13 +277,17 @@ impl CheckpointStore {
         let objects = ObjectOptions { bytes: self.options.object_bytes };
         let target = self.opener.bridge.target();
         let mut writer = Writer::create_objects(target, Box::new(sink), objects, write)?;
-        writer.write_grouped(tensors, options.groups)?;
+        tensors.write(&mut writer, options.groups, &mut || {
+            if let Some(tell) = options.staged.filter(|_| !staged.replace(true)) {
+                tell();
+            }
+        })?;
         writer.complete(options.contents.clone())
     }
 
     /// Lists the checkpoint. That is short, and nobody can stop it.
-    fn publish(&self, ready: Ready) -> Result<(Saved, crate::Snapshot)> {
-        let Ready { staged, written, why_base } = ready;
+    fn publish(&self, ready: Ready) -> Result<(Saved, crate::Snapshot, Option<Arc<Reader>>)> {
+        let Ready { staged, written, why_base, kept } = ready;
         let id = staged.id();
         let store = self.opener.store.clone();
         let listed = self.opener.bridge.ask(async move {
@@ -257,7 +310,7 @@ impl CheckpointStore {
             }
         };
         let Written { report, snapshot, .. } = written;
-        Ok((Saved { checkpoint, report, why_base, retired: vec![] }, snapshot))
+        Ok((Saved { checkpoint, report, why_base, retired: vec![] }, snapshot, kept))
     }
 
     /// Applies the retention. The checkpoint is safe by now: a failure is told of, and is no failure

@@ -12,7 +12,7 @@ use s4weights::store::{
 use crate::run::{State, open, options};
 
 /// The files of a checkpoint's data objects.
-fn objects(folder: &Path, id: CheckpointId) -> Vec<PathBuf> {
+pub(crate) fn objects(folder: &Path, id: CheckpointId) -> Vec<PathBuf> {
     let files = walk(folder).into_iter().filter(|p| p.to_string_lossy().contains(&id.to_string()));
     let mut files: Vec<_> = files.filter(|p| !p.ends_with("manifest")).collect();
     files.sort();
@@ -24,7 +24,7 @@ fn walk(folder: &Path) -> Vec<PathBuf> {
     entries.flat_map(|p| if p.is_dir() { walk(&p) } else { vec![p] }).collect()
 }
 
-fn flip(path: &Path) {
+pub(crate) fn flip(path: &Path) {
     let mut bytes = std::fs::read(path).unwrap();
     let middle = bytes.len() / 2;
     bytes[middle] ^= 4;

@@ -2,7 +2,10 @@
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
+mod closed;
 mod damage;
+#[path = "../../../s4-engine/tests/cuda/emulated/mod.rs"]
+mod emulated;
 mod life;
 mod run;
 mod tree;

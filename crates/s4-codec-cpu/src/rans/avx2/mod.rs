@@ -4,7 +4,7 @@
 mod decode;
 mod encode;
 
-pub(super) use decode::{Decoder, Job};
+pub(super) use decode::Decoder;
 pub(super) use encode::Encoder;
 
 use super::stream::LANES;

@@ -81,6 +81,7 @@ T arg(void** params, int i) {
   return *static_cast<T*>(params[i]);
 }
 
+using s4::CodedPlane;
 using s4::CopySpan;
 using s4::CrcSpan;
 using s4::DecodeChunk;
@@ -108,6 +109,18 @@ const std::map<std::string, Kernel> kernels = {
     {"s4_encode_fused_w2", [](void** p) { encode(s4_encode_fused_w2, p); }},
     {"s4_encode_fused_w4", [](void** p) { encode(s4_encode_fused_w4, p); }},
     {"s4_encode_composed", [](void** p) { encode(s4_encode_composed, p); }},
+    {"s4_encode_residual", [](void** p) { encode(s4_encode_residual, p); }},
+    {"s4_split_planes", [](void** p) { encode(s4_split_planes, p); }},
+    {"s4_place_streams",
+     [](void** p) {
+       s4_place_streams(arg<const EncodeChunk*>(p, 0), arg<EncodeResult*>(p, 1), arg<const CodedPlane*>(p, 2),
+                        arg<u32>(p, 3));
+     }},
+    {"s4_gather_planes",
+     [](void** p) {
+       s4_gather_planes(arg<const EncodeChunk*>(p, 0), arg<EncodeResult*>(p, 1), arg<const CodedPlane*>(p, 2),
+                        arg<u8*>(p, 3), arg<u64>(p, 4));
+     }},
     {"s4_frame_offsets",
      [](void** p) { s4_frame_offsets(arg<EncodeResult*>(p, 0), arg<u32>(p, 1), arg<u64*>(p, 2)); }},
     {"s4_gather_fused_w2", [](void** p) { gather(s4_gather_fused_w2, p); }},
@@ -156,6 +169,10 @@ CALL cuCtxPopCurrent_v2(void** context) {
   if (contexts.empty()) return 201;
   contexts.pop_back();
   return kSuccess;
+}
+CALL cuCtxGetDevice(int* device) {
+  if (contexts.empty()) return 201;
+  return *device = contexts.back(), kSuccess;
 }
 CALL cuCtxGetStreamPriorityRange(int* least, int* greatest) { return *least = *greatest = 0, kSuccess; }
 

@@ -1,5 +1,13 @@
-//! nvCOMP for engines that work on the host: preset `nvcomp`, and closed streams of files that are
-//! trusted. Planes are split and merged by the CPU, and coded on the GPU one at a time.
+//! nvCOMP: preset `nvcomp`, and closed streams of files that are trusted.
+//!
+//! Tensors of devices stay there: kernels split and merge them, and the planes of many chunks are coded by
+//! one call ([`encode`], [`decode`]). For engines that work on the host, planes are split and merged by the
+//! CPU, and coded on the GPU.
+
+mod decode;
+mod encode;
+mod layout;
+mod library;
 
 use std::sync::Arc;
 
@@ -7,6 +15,11 @@ use s4_codec_cpu::Codecs;
 use s4_codec_gpu::nvcomp::{AnsMode, Host, HostDecoder, HostEncoder, ans, gdeflate};
 use s4_format::CodecId;
 use s4_format::manifest::ClosedCodec;
+
+pub(super) use decode::Answers;
+pub use decode::Trusted;
+pub(super) use encode::Lanes;
+pub(super) use library::{Library, codes, is_needed};
 
 /// Of GDeflate: the default, which finds short matches.
 const ALGORITHM: u8 = 1;

@@ -1,4 +1,4 @@
-//! The same tests on a driver that emulates a device, where there is none.
+//! Runs the tests of a program again on a driver that emulates a device, where there is none.
 
 use std::path::Path;
 use std::process::Command;
@@ -6,9 +6,8 @@ use std::process::Command;
 /// Set for the program that runs on the emulated driver.
 const INSIDE: &str = "S4_EMULATED_DRIVER";
 
-/// Builds the driver's library and runs this program again with it.
-#[test]
-fn all_tests_pass_on_an_emulated_driver() {
+/// Builds the driver's library, and runs this program with it.
+pub(crate) fn run_all() {
     if std::env::var_os(INSIDE).is_some() || !cfg!(target_os = "linux") {
         return;
     }
@@ -16,18 +15,17 @@ fn all_tests_pass_on_an_emulated_driver() {
         println!("skipped: there is a CUDA device");
         return;
     }
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let crates = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let folder = tempfile::tempdir().unwrap();
     let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".into());
     let built = Command::new(&compiler)
         .args(["-std=c++17", "-O2", "-g", "-shared", "-fPIC", "-fvisibility=hidden"])
         .args(["-Wno-unknown-pragmas", "-Wno-parentheses", "-x", "c++", "-I"])
-        .arg(root.join("../s4-codec-gpu/kernels"))
-        .arg(root.join("tests/cuda/emulated/driver.cpp"))
+        .arg(crates.join("s4-codec-gpu/kernels"))
+        .arg(crates.join("s4-engine/tests/cuda/emulated/driver.cpp"))
         .arg("-o")
         .arg(folder.path().join("libcuda.so.1"))
         .output();
-    // As the kernels' own emulated tests do: a C++ compiler builds other dependencies anyway.
     let built = built.unwrap_or_else(|e| panic!("{compiler}: {e}"));
     assert!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
     let ran = Command::new(std::env::current_exe().unwrap())

@@ -1,0 +1,176 @@
+//! Decoding two segments at a time with tables in memory: all but the vector instructions. A step
+//! must wait for the one before it, but not for those of another segment.
+
+use s4_format::{Error, Result};
+
+use super::scalar::{block_at, check_end, decode_escapes};
+use super::stream::{BLOCK, Carry, LANES, Segment};
+use super::table::{Precision, Table};
+use super::words::{Spare, Words};
+
+/// What each slot of each table stands for.
+pub(super) struct Slots {
+    /// Frequency, with `P = 12` less one (12 bits), place among the symbol's slots (12 bits), symbol (8 bits).
+    pub(super) all: Vec<u32>,
+    /// The symbol that stands for the escape, if there is one.
+    pub(super) escape: Option<u8>,
+}
+
+impl Slots {
+    /// The slots of some tables of one precision; `None` if there are escapes, but no byte that is
+    /// not a symbol of any table and could stand for them.
+    pub(super) fn new(tables: &[Table]) -> Option<Self> {
+        let mut seen = [false; 256];
+        for entry in tables.iter().flat_map(Table::entries) {
+            seen[usize::from(entry.symbol)] = true;
+        }
+        let mut escape = None;
+        if tables.iter().any(|table| table.escape() > 0) {
+            escape = Some(seen.iter().position(|seen| !seen)? as u8);
+        }
+        let precision = tables.first()?.precision();
+        let less = u32::from(precision == Precision::P12);
+        let mut all = Vec::with_capacity(tables.len() << precision.bits());
+        for table in tables {
+            let mut fill = |freq: u16, symbol: u8| {
+                let slot = u32::from(freq).wrapping_sub(less) | u32::from(symbol) << 24;
+                all.extend((0..u32::from(freq)).map(|bias| slot | bias << 12));
+            };
+            fill(table.escape(), escape.unwrap_or(0));
+            table.entries().iter().for_each(|entry| fill(entry.freq, entry.symbol));
+        }
+        Some(Self { all, escape })
+    }
+}
+
+/// A segment to be decoded into `symbols`. Contexts are as many, or none if all are 0.
+pub(super) struct Job<'a> {
+    pub(super) segment: Segment<'a>,
+    pub(super) contexts: &'a [u8],
+    pub(super) symbols: &'a mut [u8],
+}
+
+/// A segment being decoded, at a block boundary: `contexts` and `symbols` are what is left of it.
+pub(super) struct Lane<'a> {
+    pub(super) states: [u32; LANES],
+    pub(super) words: Words,
+    pub(super) contexts: &'a [u8],
+    symbols: &'a mut [u8],
+}
+
+impl<'a> Lane<'a> {
+    fn new(job: Job<'a>, spare: &mut Spare) -> Result<Self> {
+        let Job { segment, contexts, symbols } = job;
+        let words = Words::new(&segment, spare);
+        Ok(Self { states: segment.states()?, words, contexts, symbols })
+    }
+
+    /// Whole blocks that are left.
+    fn blocks(&self) -> usize {
+        self.symbols.len() / BLOCK
+    }
+
+    #[inline]
+    pub(super) fn next_block(&mut self) -> Result<&'a mut [u8; BLOCK]> {
+        let (block, rest) =
+            std::mem::take(&mut self.symbols).split_first_chunk_mut().ok_or_else(no_block)?;
+        self.symbols = rest;
+        Ok(block)
+    }
+
+    #[inline]
+    pub(super) fn next_contexts(&mut self) -> Result<&'a [u8; BLOCK]> {
+        let (block, rest) = self.contexts.split_first_chunk().ok_or_else(no_block)?;
+        self.contexts = rest;
+        Ok(block)
+    }
+
+    /// Puts the symbols that follow a block in the places of its escapes, which have a bit each.
+    ///
+    /// # Safety
+    /// - As for [`Words::as_slice`].
+    #[cold]
+    pub(super) unsafe fn take_escapes(
+        &mut self,
+        escapes: [u64; BLOCK / 64],
+        block: &mut [u8; BLOCK],
+    ) -> Result<()> {
+        let mut lanes = [0; LANES];
+        for (lanes, row) in lanes.as_chunks_mut::<8>().0.iter_mut().zip(escapes) {
+            *lanes = row.to_le_bytes();
+        }
+        let states = &mut self.states;
+        // SAFETY: as for this function.
+        unsafe { self.words.as_slice(|rest| decode_escapes(states, rest, lanes, block)) }
+    }
+}
+
+#[cold]
+fn no_block() -> Error {
+    Error::limit("rans: no room for a block")
+}
+
+/// Vector instructions that decode.
+pub(super) trait Blocks {
+    /// Decodes `blocks` blocks of each lane.
+    ///
+    /// # Safety
+    /// - The machine has the instructions, and the tables are those that they are for.
+    /// - The segment and the spare of each lane are there; contexts are below the number of tables.
+    unsafe fn blocks<const N: usize>(&self, lanes: [&mut Lane<'_>; N], blocks: usize)
+    -> Result<()>;
+}
+
+/// Decodes segments. What each carries is appended to `carries`.
+///
+/// # Errors
+/// `Corrupt` if a state or the number of words is wrong.
+///
+/// # Safety
+/// - The machine has the instructions, and the tables are those that they are for.
+/// - Contexts are below the number of tables.
+pub(super) unsafe fn decode<'a>(
+    decoder: &impl Blocks,
+    mut jobs: impl Iterator<Item = Job<'a>>,
+    carries: &mut Vec<Carry>,
+) -> Result<()> {
+    while let Some(job) = jobs.next() {
+        let (mut spare, mut other_spare) = (Spare::NEW, Spare::NEW);
+        let mut lane = Lane::new(job, &mut spare)?;
+        let mut other = jobs.next().map(|job| Lane::new(job, &mut other_spare)).transpose()?;
+        // SAFETY: the segments and the spares are there; the rest is as for this function.
+        unsafe {
+            if let Some(other) = &mut other {
+                let both = lane.blocks().min(other.blocks());
+                decoder.blocks([&mut lane, other], both)?;
+            }
+            for mut lane in std::iter::once(lane).chain(other) {
+                let left = lane.blocks();
+                decoder.blocks([&mut lane], left)?;
+                last_block(decoder, &mut lane)?;
+                carries.push(check_end(&lane.states, lane.words.left())?);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Decodes what is left of a segment, less than a block.
+///
+/// # Safety
+/// - As for [`Blocks::blocks`].
+unsafe fn last_block(decoder: &impl Blocks, lane: &mut Lane<'_>) -> Result<()> {
+    let rest = std::mem::take(&mut lane.symbols);
+    if rest.is_empty() {
+        return Ok(());
+    }
+    let mut symbols = [0; BLOCK];
+    let padded = block_at(lane.contexts, 0, 0);
+    let contexts: &[u8] = if lane.contexts.is_empty() { &[] } else { &padded };
+    let mut last = Lane { symbols: &mut symbols, contexts, ..*lane };
+    // SAFETY: as for this function.
+    unsafe { decoder.blocks([&mut last], 1)? };
+    (lane.states, lane.words) = (last.states, last.words);
+    rest.copy_from_slice(&symbols[..rest.len()]);
+    Ok(())
+}

@@ -1,0 +1,267 @@
+// Layout `fields` of 2- and 4-byte values, plane E coded by rANS with P = 8, the others as they are: values are
+// merged while they are decoded. What the states carry (fused.cuh) goes where it belongs at the end.
+//
+// On large GPUs memory is what this waits for, and how it is asked matters more than how much (docs/codecs/rans.md,
+// "GPU"): each access of a warp is of whole sectors, and two blocks are asked for at a time.
+#pragma once
+
+#include "rans_decode.cuh"
+
+namespace s4 {
+
+// A stream of plane E to decode, and the raw planes beside it, 16-byte aligned. Plane A has `a_len` bytes,
+// which must be `n` less those that are carried.
+struct FusedStreams {
+  const u8* stream;
+  RawPlanes raw;
+  u8* values;
+  u32 stream_len;
+  u32 n;
+  u32 a_len;
+};
+
+constexpr u32 kFusedSegments = kFusedDecodeValues >> 12;
+
+// The longest header with table and word counts, in whole vectors.
+constexpr u32 kStaged = (kHeaderBytes + 4 + 2 * 256 + 2 * kFusedSegments + 15) / 16 * 16;
+
+template <int kWidth>
+struct DecodeShared {
+  AlignedTable<u32, kTotal> entries;
+  FusedStreams chunk;
+  Header<kFusedSegments> header;
+  u16 carry[kFusedSegments * kLanes];
+  __align__(16) u8 head[kStaged];
+  __align__(16) u16 words[kWarps<kWidth>][WordSource::kBytes / 2];
+};
+static_assert(kStaged / 16 <= kThreads<4>, "each thread stages one vector");
+
+// ---- blocks ----
+
+// Blocks that a warp asks for at a time.
+constexpr u32 kAtOnce = 2;
+constexpr u32 kStep = kAtOnce * kBlock;
+
+// How many values behind those that are loaded the L2 cache is asked for. Much more, and they have left it again
+// before they are loaded.
+constexpr u32 kAhead = 512;
+
+// Which values of a block a lane merges and stores: with 2 bytes the eight that it decodes; with 4 bytes four
+// of each half of the block, or each of its two stores would fill but half of every sector.
+template <int kWidth>
+constexpr u32 kOwn = kWidth == 2 ? kOctet : kOctet / 2;
+
+// Where a lane's raw bytes of the next blocks are, and where its values go.
+template <int kWidth>
+struct BlockCursor {
+  const u8 *a, *b;
+  u8* values;
+
+  __device__ __forceinline__ BlockCursor(const FusedStreams& chunk, u32 first) {
+    const u64 mine = first + lane_id() * kOwn<kWidth>;
+    a = chunk.raw.a + mine;
+    b = chunk.raw.b + 2 * mine;
+    values = chunk.values + mine * kWidth;
+  }
+
+  __device__ __forceinline__ void advance_planes() {
+    a += kStep;
+    b += 2 * kStep;
+    hide(a);
+    if (kWidth == 4) hide(b);
+  }
+  __device__ __forceinline__ void advance_values() {
+    values += kStep * kWidth;
+    hide(values);
+  }
+
+  __device__ __forceinline__ void load_a(u32 k, Octet<2>& o) const {
+    const uint2 v = __ldg(reinterpret_cast<const uint2*>(a + k * kBlock));
+    o.a[0] = v.x, o.a[1] = v.y;
+  }
+  __device__ __forceinline__ void load_a(u32 k, Octet<4>& o) const {
+    const u32* p = reinterpret_cast<const u32*>(a + k * kBlock);
+    o.a[0] = __ldg(p), o.a[1] = __ldg(p + kBlock / 8);
+  }
+  __device__ __forceinline__ void load_b(u32, Octet<2>&) const {}
+  __device__ __forceinline__ void load_b(u32 k, Octet<4>& o) const {
+    const uint2* p = reinterpret_cast<const uint2*>(b + 2 * k * kBlock);
+    const uint2 low = __ldg(p), high = __ldg(p + kBlock / 8);
+    o.b[0] = low.x, o.b[1] = low.y, o.b[2] = high.x, o.b[3] = high.y;
+  }
+  __device__ __forceinline__ void prefetch_ahead(u32 k) const {
+    const u32 at = kAhead + k * kBlock;
+    prefetch(a + at);
+    if (kWidth == 2) return;
+    prefetch(a + at + kBlock / 2);
+    prefetch(b + 2 * at);
+    prefetch(b + 2 * at + kBlock);
+  }
+  __device__ __forceinline__ void store(u32 k, const Values<kWidth>& v) const {
+    uint4* p = reinterpret_cast<uint4*>(values + k * kBlock * kWidth);
+#pragma unroll
+    for (u32 i = 0; i < kWidth / 2; i++) __stwb(p + i * kLanes, v.v[i]);
+  }
+};
+
+// Gives each lane the symbols of its own values (`kOwn`) of those that it has decoded.
+__device__ __forceinline__ void take_symbols(const u32* decoded, Octet<2>& o) {
+  o.e[0] = decoded[0], o.e[1] = decoded[1];
+}
+__device__ __forceinline__ void take_symbols(const u32* decoded, Octet<4>& o) {
+#pragma unroll
+  for (u32 half = 0; half < 2; half++) {
+    const u32 from = kLanes / 2 * half + lane_id() / 2;
+    const u32 even = __shfl_sync(kAllLanes, decoded[0], from), odd = __shfl_sync(kAllLanes, decoded[1], from);
+    o.e[half] = lane_id() % 2 ? odd : even;
+  }
+}
+
+// Decodes blocks from value `first` on, as many as vectors will do for; returns where it stopped.
+template <int kWidth>
+__device__ __forceinline__ u32 decode_blocks(const FusedStreams& chunk, u32 first, u32 end, u32& x, Shared entries,
+                                             WordSource& words) {
+  // Each block must have all of its bytes A or none.
+  const u32 fast = chunk.a_len % kBlock == 0 ? end : min(end, chunk.a_len);
+  if (!is_aligned(chunk.values) || fast < first + kStep) return first;
+  const u32 stop = (fast - first) / kStep * kStep + first, a_end = min(stop, chunk.a_len);
+  BlockCursor<kWidth> cursor(chunk, first);
+  Octet<kWidth> next[kAtOnce] = {};
+  auto load = [&](u32 at) {
+#pragma unroll
+    for (u32 k = 0; k < kAtOnce; k++) {
+      if (at + k * kBlock < a_end) cursor.load_a(k, next[k]);
+      if (at < stop) cursor.load_b(k, next[k]);
+    }
+  };
+  u32 at = first;
+  load(at);
+#pragma unroll 1
+  do {
+    Octet<kWidth> o[kAtOnce];
+#pragma unroll
+    for (u32 k = 0; k < kAtOnce; k++) o[k] = next[k];
+    at += kStep;
+    cursor.advance_planes();
+    load(at);
+    if (at + kAhead + kStep <= a_end) {
+#pragma unroll
+      for (u32 k = 0; k < kAtOnce; k++) cursor.prefetch_ahead(k);
+    }
+#pragma unroll
+    for (u32 k = 0; k < kAtOnce; k++) {
+      u32 decoded[2];
+      pop_block(x, words, entries, decoded);
+      take_symbols(decoded, o[k]);
+      cursor.store(k, merge(o[k]));
+    }
+    cursor.advance_values();
+  } while (at < stop);
+  return at;
+}
+
+// Decodes values `first .. end-1` from state `x` on; false if the segment is not sound. Bytes A behind the
+// end of their plane become anything. One warp. (`chunk` is in shared memory, so that it takes no
+// registers.)
+template <int kWidth>
+__device__ __forceinline__ bool decode_segment(const FusedStreams& chunk, u32 first, u32 end, u32& x, Shared entries,
+                                               WordSource& words) {
+  if (!__all_sync(kAllLanes, x >= kLow)) return false;
+  const u32 mine = lane_id() * kOctet;
+#pragma unroll 1
+  for (u32 at = decode_blocks<kWidth>(chunk, first, end, x, entries, words); at < end; at += kBlock) {
+    Octet<kWidth> o;
+    const u32 left = values_left(at + mine, end);
+    load_raw_slow(chunk.raw, at + mine, o, min(left, values_left(at + mine, chunk.a_len)), left);
+    pop_block(x, words, entries, o.e);
+    store_values_slow<kWidth>(chunk.values, at + mine, merge(o), left);
+  }
+  return words.all_taken();
+}
+
+// ---- chunk ----
+
+// Decodes every `kWarps`-th segment of a chunk; false if one is not sound. One warp.
+template <int kWidth>
+__device__ __forceinline__ bool decode_segments(DecodeShared<kWidth>& shared) {
+  const FusedStreams& chunk = shared.chunk;
+  const auto& h = shared.header;
+  Shared entries = shared_address(shared.entries.get());
+  hide(entries);
+  const u32 warp = uniform_warp_id();
+#pragma unroll 1
+  for (u32 i = warp; i < h.fixed.segments; i += kWarps<kWidth>) {
+    const u32 at = h.segment_at[i], first = i << h.fixed.segment_log2;
+    u32 x = __ldg(reinterpret_cast<const u32*>(chunk.stream + at) + lane_id());
+    WordSource words(shared.words[warp], chunk.stream, at + kStatesBytes, h.words[i]);
+    const u32 end = min(chunk.n - first, 1u << h.fixed.segment_log2) + first;
+    const bool sound = decode_segment<kWidth>(chunk, first, end, x, entries, words);
+    if (!__all_sync(kAllLanes, sound && x - kLow < (h.fixed.carried > 0 ? kLow : 1))) return false;
+    shared.carry[i * kLanes + lane_id()] = static_cast<u16>(x);
+  }
+  return true;
+}
+
+// Gives the last values their bytes A, once they have all other bits. All threads.
+template <int kWidth>
+__device__ __forceinline__ void restore_carried(const DecodeShared<kWidth>& shared) {
+  const FusedStreams& chunk = shared.chunk;
+  const u32 carried = shared.header.fixed.carried;
+  for (u32 i = threadIdx.x; 2 * i < carried; i += kThreads<kWidth>) {
+    const u32 pair = shared.carry[i];
+    u8* p = chunk.values + static_cast<u64>(chunk.n - carried + 2 * i) * kWidth;
+    replace_a<kWidth>(p, pair & 0xff);
+    replace_a<kWidth>(p + kWidth, pair >> 8);
+  }
+}
+
+template <int kWidth>
+__device__ __forceinline__ Status fused_streams(const DecodeChunk& c, FusedStreams& out) {
+  const bool right = !c.plain && c.layout == kFields && c.width == kWidth && c.residual == kId && c.n > 0 &&
+                     c.n <= kFusedDecodeValues && c.planes == kFieldPlanes<kWidth>;
+  if (!right || c.streams[0].codec != kRans || c.streams[0].param != 8) return kUnsupported;
+  for (u32 i = 1; i < kFieldPlanes<kWidth>; i++)
+    if (c.streams[i].codec != kRaw || c.streams[i].param != 0) return kUnsupported;
+  if (c.streams[1].len > c.n || (kWidth == 4 && c.streams[2].len != 2 * c.n)) return kCorrupt;
+  // The planes are only read.
+  u8* frame = const_cast<u8*>(c.frame);
+  out = FusedStreams{frame + c.streams[0].offset,
+                     {frame + c.streams[1].offset, kWidth == 4 ? frame + c.streams[2].offset : nullptr},
+                     c.values,
+                     c.streams[0].len,
+                     c.n,
+                     c.streams[1].len};
+  return kOk;
+}
+
+// The header of a stream is read from shared memory, where all threads bring it at once.
+template <int kWidth>
+__device__ __forceinline__ Status decode_chunk(const DecodeChunk& c, DecodeShared<kWidth>& shared) {
+  FusedStreams chunk{};
+  const Status known = fused_streams<kWidth>(c, chunk);
+  if (known != kOk) return known;
+  if (threadIdx.x == 0) shared.chunk = chunk;
+  const u32 at = 16 * threadIdx.x;
+  if (at < min(chunk.stream_len, kStaged))
+    *reinterpret_cast<uint4*>(shared.head + at) = __ldg(reinterpret_cast<const uint4*>(chunk.stream + at));
+  __syncthreads();
+  const Status read = read_header<8>(shared.head, chunk.stream_len, chunk.n, c.tables, shared.header,
+                                     shared.entries.get());
+  if (read != kOk) return read;
+  if (shared.chunk.a_len + shared.header.fixed.carried != shared.chunk.n) return kCorrupt;
+  const bool sound = decode_segments<kWidth>(shared);
+  if (__syncthreads_or(!sound)) return kCorrupt;
+  restore_carried<kWidth>(shared);
+  return kOk;
+}
+
+template <int kWidth>
+__device__ __forceinline__ void decode_fused(const DecodeChunk& c, u32& status) {
+  __shared__ DecodeShared<kWidth> shared;
+  if (status != kOk) return;
+  __syncthreads();  // all have read it
+  const Status result = decode_chunk<kWidth>(c, shared);
+  if (threadIdx.x == 0) status = result;
+}
+
+}  // namespace s4

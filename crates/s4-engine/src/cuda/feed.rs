@@ -1,0 +1,95 @@
+//! Frames on their way to the decoder: from pinned memory as they are, or filled in by many threads
+//! while the batches before are queued.
+
+use std::sync::{Arc, Mutex};
+
+use rayon::ThreadPool;
+use rayon::prelude::*;
+use s4_codec_gpu::Pinned;
+
+use super::decode::Decoder;
+use super::error::{CudaError, Result};
+use super::job::{Batch, Filled};
+
+impl<'a> Decoder<'_, 'a> {
+    /// As [`Decoder::push`], for frames that are in pinned memory, from byte `at` on: they go to the
+    /// device from there. Nobody writes there until the decoder is done.
+    ///
+    /// # Errors
+    /// As [`Decoder::push`]; `Argument` if the batch is not within the memory.
+    pub fn push_pinned(&mut self, batch: Batch<'a>, from: &Arc<Pinned>, at: usize) -> Result<()> {
+        if at.checked_add(batch.len).is_none_or(|end| end > from.len()) {
+            let what = format!("{} bytes from {at} of {} pinned ones", batch.len, from.len());
+            return Err(s4_codec_gpu::GpuError::Argument(what).into());
+        }
+        let mut filled = self.take(batch)?;
+        filled.frames.pinned = Arc::clone(from);
+        filled.frames.at = at;
+        self.start(filled)
+    }
+
+    /// As [`Decoder::push`], for many batches, whose frames are filled in by the threads of a pool
+    /// while the batches before are queued and decoded. `fill` gets the number of a batch, where a
+    /// part of its frames starts, and the part: of `part` bytes, but for the last one. `queued` is
+    /// called on this thread, in order, once a batch is under way. Without a pool this thread fills.
+    ///
+    /// # Errors
+    /// As [`Decoder::push`]; those of `queued`.
+    pub fn push_all<E: From<CudaError> + Send>(
+        &mut self,
+        pool: Option<&ThreadPool>,
+        batches: impl IntoIterator<Item = Batch<'a>>,
+        part: usize,
+        fill: impl Fn(usize, usize, &mut [u8]) -> Result<(), E> + Sync,
+        mut queued: impl FnMut(usize) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let mut before: Option<(usize, Filled<'a>)> = None;
+        for (number, batch) in batches.into_iter().enumerate() {
+            let len = batch.len;
+            let filled = self.take(batch)?;
+            let pinned = Arc::clone(&filled.frames.pinned);
+            // SAFETY: what used the slot is done, and nothing uses it until it is started.
+            let to = unsafe { pinned.slice_mut(0, len) };
+            let fill = |at, to: &mut [u8]| fill(number, at, to);
+            fill_beside(pool, part, to, fill, || self.begin(before.take(), &mut queued))?;
+            before = Some((number, filled));
+        }
+        self.begin(before, &mut queued)
+    }
+
+    fn begin<E: From<CudaError>>(
+        &mut self,
+        filled: Option<(usize, Filled<'a>)>,
+        queued: &mut impl FnMut(usize) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let Some((number, filled)) = filled else { return Ok(()) };
+        self.start(filled)?;
+        queued(number)
+    }
+}
+
+/// Fills memory in parts of `part` bytes on a pool, while this thread does something else. Errors of
+/// that come first.
+fn fill_beside<E: Send>(
+    pool: Option<&ThreadPool>,
+    part: usize,
+    to: &mut [u8],
+    fill: impl Fn(usize, &mut [u8]) -> Result<(), E> + Sync,
+    beside: impl FnOnce() -> Result<(), E>,
+) -> Result<(), E> {
+    let part = part.max(1);
+    let Some(pool) = pool.filter(|_| to.len() > part) else {
+        beside()?;
+        return to.chunks_mut(part).enumerate().try_for_each(|(i, to)| fill(i * part, to));
+    };
+    let filled = Mutex::new(Ok(()));
+    let done = pool.in_place_scope(|s| {
+        s.spawn(|_| {
+            let parts = to.par_chunks_mut(part).enumerate();
+            let done = parts.try_for_each(|(i, to)| fill(i * part, to));
+            *filled.lock().unwrap_or_else(|e| e.into_inner()) = done;
+        });
+        beside()
+    });
+    done.and(filled.into_inner().unwrap_or_else(|e| e.into_inner()))
+}

@@ -1,0 +1,111 @@
+//! What is to be decoded, and where its frames lie.
+
+use std::sync::Arc;
+
+use s4_codec_gpu::{GpuError, Pinned, abi};
+use s4_format::{ChunkRecord, PredictorId};
+
+use super::error::{Of, Result};
+use super::tensor::DeviceMemory;
+use crate::TensorSpec;
+
+/// Bytes of a decoded chunk that go somewhere.
+#[derive(Debug, Clone, Copy)]
+pub struct Piece {
+    /// Where they start in the chunk's values.
+    pub from: u64,
+    /// Where they go.
+    pub to: DeviceMemory,
+}
+
+/// A chunk to decode.
+#[derive(Debug, Clone)]
+pub struct DecodeJob<'a> {
+    /// Number of the tensor, for errors.
+    pub tensor: usize,
+    /// What decoding needs to know of the tensor. Jobs of one number have one spec.
+    pub spec: TensorSpec<'a>,
+    /// Number of the chunk.
+    pub chunk: u64,
+    /// Its record.
+    pub record: ChunkRecord,
+    /// Where its frame starts in the bytes that are pushed with it.
+    pub at: usize,
+    /// Bytes of its values.
+    pub bytes: u64,
+    /// Which of them are wanted, and where: all on one device, without overlap. Of a difference from a
+    /// parent that is one piece, the whole chunk; the parent's values lie there, or are put there by
+    /// earlier calls.
+    pub pieces: Vec<Piece>,
+}
+
+impl DecodeJob<'_> {
+    /// Whether it is a difference from the parent's values.
+    pub(super) fn is_delta(&self) -> bool {
+        self.spec.plan.predictor == PredictorId::PARENT && !self.record.plain
+    }
+}
+
+/// Frames that are decoded together.
+#[derive(Debug)]
+pub struct Batch<'a> {
+    /// The device.
+    pub ordinal: u32,
+    /// Bytes of the frames, and of what lies between them.
+    pub len: usize,
+    /// The chunks.
+    pub jobs: Vec<DecodeJob<'a>>,
+}
+
+/// A batch that has a slot, and its frames when it is started.
+pub(super) struct Filled<'a> {
+    pub(super) ordinal: u32,
+    pub(super) slot: usize,
+    pub(super) len: usize,
+    pub(super) jobs: Vec<DecodeJob<'a>>,
+    pub(super) frames: Frames,
+}
+
+/// Where the frames of a batch lie.
+pub(super) struct Frames {
+    pub(super) pinned: Arc<Pinned>,
+    pub(super) at: usize,
+}
+
+impl Frames {
+    /// A chunk's frame.
+    pub(super) fn frame(&self, job: &DecodeJob<'_>) -> &[u8] {
+        // SAFETY: it was written before, and is only read until the work on it is done.
+        unsafe { self.pinned.slice(self.at + job.at, job.record.len as usize) }
+    }
+}
+
+/// Checks what the caller says of jobs.
+pub(super) fn check(ordinal: u32, len: usize, room: usize, jobs: &[DecodeJob<'_>]) -> Result<()> {
+    if len > room {
+        let (what, needed, budget) = ("frames in one push", len as u64, room as u64);
+        return Err(GpuError::Budget { what, needed, budget }.into());
+    }
+    for job in jobs {
+        let end = job.at.checked_add(job.record.len as usize);
+        if end.is_none_or(|end| end > len) {
+            return Err(s4_format::Error::truncated("frame passes the bytes that were read")
+                .in_chunk(job.chunk))
+            .of(job.tensor);
+        }
+        let width = job.spec.dtype.value_width() as u64;
+        let inside = |p: &Piece| {
+            p.from.checked_add(p.to.bytes()).is_some_and(|end| end <= job.bytes)
+                && p.to.ordinal() == ordinal
+        };
+        let all = matches!(&job.pieces[..], [p] if p.to.bytes() == job.bytes);
+        let whole = job.bytes.is_multiple_of(width)
+            && job.bytes <= abi::MAX_DECODE_BYTES
+            && (all || !job.is_delta());
+        if !whole || !job.pieces.iter().all(inside) {
+            let what = format!("pieces of a chunk of {} bytes for device {ordinal}", job.bytes);
+            return Err(GpuError::Argument(what).into());
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,117 @@
+//! The library's codecs, by the names that plans and frames have for them.
+
+use std::sync::Arc;
+
+use s4_codec_gpu::nvcomp::{AnsMode, GpuCodec, Needs, Nvcomp, Shape, ans, gdeflate, open, reader};
+use s4_codec_gpu::{Cuda, Device};
+use s4_format::manifest::ClosedCodec;
+use s4_format::{CodecId, Error, Result};
+
+use super::ALGORITHM;
+use crate::{PlaneCoding, TensorPlan};
+
+/// Alignment of what a library reads and writes: blocks of a stream start at multiples of it.
+const ALIGN: usize = s4_format::limits::ALIGN;
+
+/// nvCOMP, for work on memory of the devices.
+#[derive(Debug)]
+pub(in crate::cuda) struct Library {
+    nvcomp: Arc<Nvcomp>,
+    /// In the order of [`Library::number`].
+    writers: [Box<dyn GpuCodec>; WRITERS],
+}
+
+/// Codecs that plans name.
+pub(super) const WRITERS: usize = 2;
+
+impl Library {
+    /// Opens it.
+    ///
+    /// # Errors
+    /// `Unsupported` if it is not there or does not fit the driver.
+    pub(in crate::cuda) fn open(cuda: &Cuda) -> Result<Self> {
+        let nvcomp = open(cuda).map_err(|e| Error::unsupported(e.to_string()))?;
+        let writers: [Box<dyn GpuCodec>; WRITERS] =
+            [Box::new(gdeflate(&nvcomp, ALGORITHM)), Box::new(ans(&nvcomp, AnsMode::Bytes))];
+        Ok(Self { nvcomp, writers })
+    }
+
+    /// The number of the codec that codes a plane; `None`: it is stored as it is.
+    pub(super) fn number(coding: PlaneCoding) -> Option<usize> {
+        match coding {
+            PlaneCoding::Gdeflate => Some(0),
+            PlaneCoding::NvcompAns => Some(1),
+            _ => None,
+        }
+    }
+
+    pub(super) fn writer(&self, number: usize) -> &dyn GpuCodec {
+        &*self.writers[number]
+    }
+
+    /// The codec that decodes streams of a bitstream, if there is one, and if closed ones are listed.
+    pub(super) fn reader(
+        &self,
+        closed: &[ClosedCodec],
+        id: CodecId,
+        param: u8,
+    ) -> Option<Box<dyn GpuCodec>> {
+        let codec = reader(&self.nvcomp, id, param).ok()?;
+        codec.closed().is_none_or(|c| closed.contains(&c)).then_some(codec)
+    }
+
+    /// Whether it reads all of these closed bitstreams.
+    pub(in crate::cuda) fn reads(&self, closed: &[ClosedCodec]) -> bool {
+        let library_major = self.nvcomp.version().major;
+        closed.iter().all(|c| c.library_major == library_major)
+    }
+}
+
+/// Whether a plan's planes are all such that the library codes or that are stored as they are.
+pub(in crate::cuda) fn codes(plan: &TensorPlan) -> bool {
+    let known = |p: &PlaneCoding| *p == PlaneCoding::Raw || Library::number(*p).is_some();
+    plan.planes.iter().all(known) && plan.planes.iter().any(|p| Library::number(*p).is_some())
+}
+
+/// Whether nothing else codes a plan's planes.
+pub(in crate::cuda) fn is_needed(plan: &TensorPlan) -> bool {
+    plan.planes.contains(&PlaneCoding::NvcompAns)
+}
+
+/// What encoding a batch needs, and the room for each block's output.
+pub(super) fn encode_needs(
+    codec: &dyn GpuCodec,
+    device: &Device,
+    shape: Shape,
+    stream: u64,
+) -> Result<(Needs, usize)> {
+    let _current = device.enter().map_err(|e| Error::unsupported(e.to_string()))?;
+    let needs = codec.encode_needs(shape, stream)?;
+    fits(codec, &needs)?;
+    Ok((needs, codec.bound(shape.max_block)?.next_multiple_of(ALIGN)))
+}
+
+/// Scratch memory that decoding a batch needs.
+pub(super) fn decode_scratch(
+    codec: &dyn GpuCodec,
+    device: &Device,
+    shape: Shape,
+    stream: u64,
+) -> Result<usize> {
+    let _current = device.enter().map_err(|e| Error::unsupported(e.to_string()))?;
+    let needs = codec.decode_needs(shape, stream)?;
+    fits(codec, &needs)?;
+    Ok(needs.scratch)
+}
+
+/// Checks that memory at multiples of [`ALIGN`] will do.
+fn fits(codec: &dyn GpuCodec, needs: &Needs) -> Result<()> {
+    match needs.fit(ALIGN) {
+        true => Ok(()),
+        false => Err(Error::unsupported(format!(
+            "codec `{}` asks for alignments of {:?}",
+            codec.id(),
+            needs.alignments
+        ))),
+    }
+}

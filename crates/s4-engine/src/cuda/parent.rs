@@ -1,0 +1,286 @@
+//! The values that differences are taken from, on their way to the device.
+
+use bytes::Bytes;
+use s4_codec_gpu::abi::{self, DecodeChunk, Route, SharedTable};
+use s4_codec_gpu::{DecodeBatch, GpuError};
+use s4_format::layout::MAX_PLANES;
+use s4_format::limits::ALIGN;
+use s4_format::{ChunkRecord, Error, PredictorId};
+
+use super::error::{CudaError, Of, Result};
+use super::route::{decode_route, side_tables};
+use super::tensor::DeviceMemory;
+use crate::{CpuEngine, Scratch, TensorSpec};
+
+/// Where the parents' values of tensors come from that are encoded as differences.
+pub trait ParentValues<E> {
+    /// All memory of devices that is given: what is queued on its streams is waited for.
+    fn memory(&self) -> Vec<DeviceMemory> {
+        vec![]
+    }
+
+    /// What the parent's values of a chunk are made of. Of a tensor that is stored by itself nobody
+    /// asks.
+    fn size(&self, tensor: usize, chunk: u64) -> ParentSize;
+
+    /// The parent's values of some chunks, by numbers of tensors and chunks, one for each.
+    ///
+    /// # Errors
+    /// What keeps them from being had.
+    fn get(&self, chunks: &[(usize, u64)]) -> Result<Vec<ParentChunk<'_>>, E>;
+
+    /// Copies bytes into pinned memory, each into its place of the same length: for callers that have
+    /// threads.
+    fn copy(&self, parts: Vec<(&mut [u8], Bytes)>) {
+        parts.into_iter().for_each(|(to, bytes)| to.copy_from_slice(&bytes));
+    }
+}
+
+/// How much a [`ParentChunk`] is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ParentSize {
+    /// Bytes in the memory of the host, each frame rounded up to a multiple of 16.
+    pub bytes: u64,
+    /// Frames; 0: they are values.
+    pub frames: u32,
+}
+
+/// The parent's values of a chunk.
+#[derive(Debug, Clone)]
+pub enum ParentChunk<'a> {
+    /// In the memory of the chunk's device.
+    Device(DeviceMemory),
+    /// In the memory of the host.
+    Host(Bytes),
+    /// What they are decoded from: the first frame by itself, each other one as the difference from
+    /// what was decoded before.
+    Frames(Vec<ParentFrame<'a>>),
+}
+
+/// A frame that a parent's values are decoded from.
+#[derive(Debug, Clone)]
+pub struct ParentFrame<'a> {
+    /// What decoding needs to know of its tensor.
+    pub spec: TensorSpec<'a>,
+    /// Its record.
+    pub record: ChunkRecord,
+    /// The frame.
+    pub bytes: Bytes,
+}
+
+impl ParentFrame<'_> {
+    fn is_delta(&self) -> bool {
+        self.spec.plan.predictor == PredictorId::PARENT && !self.record.plain
+    }
+}
+
+/// For tensors that are all stored by themselves.
+pub(super) struct NoParents;
+
+impl<E: From<CudaError>> ParentValues<E> for NoParents {
+    fn size(&self, _: usize, _: u64) -> ParentSize {
+        ParentSize::default()
+    }
+
+    fn get(&self, chunks: &[(usize, u64)]) -> Result<Vec<ParentChunk<'_>>, E> {
+        match chunks.first() {
+            None => Ok(vec![]),
+            Some(&(tensor, chunk)) => {
+                let what = "a delta without the values of its parent";
+                Err(Error::unsupported(what).in_chunk(chunk)).of(tensor).map_err(E::from)
+            }
+        }
+    }
+}
+
+/// Decodes frames one on top of the other: the values of chunk `chunk`, of `bytes` bytes.
+pub(super) fn decode_frames(
+    cpu: &CpuEngine,
+    frames: &[ParentFrame<'_>],
+    chunk: u64,
+    bytes: usize,
+    scratch: &mut Scratch,
+) -> s4_format::Result<Vec<u8>> {
+    if frames.is_empty() {
+        return Err(Error::corrupt("a parent without a frame").in_chunk(chunk));
+    }
+    let mut values = vec![0; bytes];
+    for (i, f) in frames.iter().enumerate() {
+        let (to, bytes) = (&mut values[..], &f.bytes);
+        let decoded = match i {
+            0 => cpu.decode_chunk(&f.spec, chunk, &f.record, bytes, scratch, to),
+            _ => cpu.decode_chunk_over(&f.spec, chunk, &f.record, bytes, scratch, to),
+        };
+        decoded.map_err(|e| e.in_part("parent"))?;
+    }
+    Ok(values)
+}
+
+const CHUNK: usize = size_of::<DecodeChunk>();
+const TABLES: usize = MAX_PLANES * size_of::<SharedTable>();
+/// What a frame takes besides itself: descriptor and status.
+pub(super) const PER_FRAME: u64 = CHUNK as u64 + 4;
+/// What the tables of a tensor take, at most.
+pub(super) const PER_TENSOR: u64 = TABLES as u64;
+
+/// A frame to be decoded on the device.
+struct Entry {
+    job: usize,
+    route: Route,
+    chunk: DecodeChunk,
+    /// Place of its tables.
+    tables: Option<usize>,
+}
+
+/// The frames of a group's parents: those that need nothing, those that need these, and so on.
+#[derive(Default)]
+pub(super) struct Levels {
+    levels: Vec<Vec<Entry>>,
+    tables: Vec<[SharedTable; MAX_PLANES]>,
+    /// By the address of the side data that they are made of. Chunks of a tensor follow each other.
+    known: Vec<(*const s4_format::side::Side, Option<usize>)>,
+    tensor: usize,
+}
+
+/// Where [`Levels`] lie in a slot's descriptors.
+pub(super) struct LevelPlaces {
+    /// First byte, a multiple of 16, and the end of what the device reads.
+    pub(super) start: usize,
+    pub(super) end: usize,
+    /// A status for each frame.
+    pub(super) status: usize,
+    pub(super) frames: usize,
+}
+
+/// Where a chunk's parent is decoded.
+pub(super) struct Target {
+    pub(super) job: usize,
+    pub(super) tensor: usize,
+    /// Address of the values, and of scratch memory.
+    pub(super) values: u64,
+    pub(super) scratch: u64,
+    pub(super) bytes: u64,
+}
+
+impl Levels {
+    /// Adds the frames of a chunk, which lie at the given address each; `false`, and nothing is added:
+    /// the CPU is to decode them.
+    pub(super) fn add(&mut self, to: &Target, frames: &[ParentFrame<'_>], at: &[u64]) -> bool {
+        if self.tensor != to.tensor {
+            self.known.clear();
+            self.tensor = to.tensor;
+        }
+        let mut entries = vec![];
+        for (level, (f, &address)) in frames.iter().zip(at).enumerate() {
+            let routed = decode_route(&f.spec, &f.record, &f.bytes, to.bytes);
+            let Some((route, mut chunk)) = routed else { return false };
+            let Ok(tables) = self.tables_of(f) else { return false };
+            // Only the first one stands by itself; and scratch is for frames that became smaller.
+            if f.is_delta() != (level > 0) || f.bytes.len() as u64 > to.bytes {
+                return false;
+            }
+            chunk.frame = address;
+            chunk.values = to.values;
+            chunk.parent = if f.is_delta() { to.values } else { 0 };
+            chunk.scratch = to.scratch;
+            entries.push(Entry { job: to.job, route, chunk, tables });
+        }
+        for (level, entry) in entries.into_iter().enumerate() {
+            if self.levels.len() == level {
+                self.levels.push(vec![]);
+            }
+            self.levels[level].push(entry);
+        }
+        true
+    }
+
+    fn tables_of(&mut self, frame: &ParentFrame<'_>) -> s4_format::Result<Option<usize>> {
+        let side = std::ptr::from_ref(frame.spec.side);
+        if let Some(known) = self.known.iter().find(|k| k.0 == side) {
+            return Ok(known.1);
+        }
+        let set = side_tables(frame.spec.side)?;
+        let place = set.is_some().then_some(self.tables.len());
+        self.tables.extend(set);
+        self.known.push((side, place));
+        Ok(place)
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.levels.is_empty()
+    }
+
+    /// Where everything lies if it starts at `start`.
+    pub(super) fn places(&self, start: usize) -> LevelPlaces {
+        let frames = self.levels.iter().map(Vec::len).sum::<usize>();
+        let start = start.next_multiple_of(16);
+        let end = start + self.tables.len() * TABLES + frames * CHUNK;
+        LevelPlaces { start, end, status: end, frames }
+    }
+
+    /// Writes descriptors and tables into a slot's meta memory, which lies at `meta` on the device.
+    /// Gives what to decode, one batch after the other, and for each status the number of its job.
+    pub(super) fn describe(
+        mut self,
+        places: &LevelPlaces,
+        meta: u64,
+        to: &mut [u8],
+    ) -> (Vec<DecodeBatch>, Vec<usize>) {
+        let mut at = places.start;
+        for set in &self.tables {
+            to[at..at + TABLES].copy_from_slice(bytemuck::cast_slice(set));
+            at += TABLES;
+        }
+        let (mut batches, mut jobs) = (vec![], vec![]);
+        for level in &mut self.levels {
+            level.sort_by_key(|e| e.route);
+            let mut routes = [0; 3];
+            let status = meta + (places.status + 4 * jobs.len()) as u64;
+            let chunks = meta + at as u64;
+            for entry in level {
+                let set = |i: usize| meta + (places.start + i * TABLES) as u64;
+                entry.chunk.tables = entry.tables.map_or(0, set);
+                to[at..at + CHUNK].copy_from_slice(bytemuck::bytes_of(&entry.chunk));
+                at += CHUNK;
+                routes[entry.route as usize] += 1;
+                jobs.push(entry.job);
+            }
+            batches.push(DecodeBatch { chunks, status, routes });
+        }
+        (batches, jobs)
+    }
+}
+
+/// Checks what a caller gave for a chunk, and how long it is.
+pub(super) fn check(parent: &ParentChunk<'_>, ordinal: u32, bytes: u64) -> Result<()> {
+    let found = match parent {
+        ParentChunk::Device(m) if m.ordinal() != ordinal => {
+            let what = format!("a parent on device {} for a chunk on {ordinal}", m.ordinal());
+            return Err(GpuError::Argument(what).into());
+        }
+        ParentChunk::Device(m) => m.bytes(),
+        ParentChunk::Host(values) => values.len() as u64,
+        ParentChunk::Frames(_) => bytes,
+    };
+    if found == bytes {
+        return Ok(());
+    }
+    let what = format!("{found} bytes of a parent for a chunk of {bytes} bytes");
+    Err(GpuError::Argument(what).into())
+}
+
+/// How much some frames are.
+pub(super) fn size(frames: &[ParentFrame<'_>]) -> ParentSize {
+    let each = frames.iter().map(|f| (f.bytes.len() as u64).next_multiple_of(ALIGN as u64));
+    ParentSize { bytes: each.sum(), frames: u32::try_from(frames.len()).unwrap_or(u32::MAX) }
+}
+
+/// Bytes that a chunk's parent takes in a slot: what it is made of, or its values if that is more.
+pub(super) fn stored(size: ParentSize, bytes: u64) -> u64 {
+    size.bytes.max(bytes).checked_next_multiple_of(ALIGN as u64).unwrap_or(u64::MAX)
+}
+
+/// Scratch that decoding a chunk's frames takes: one after the other uses the same.
+pub(super) fn scratch(bytes: u64, width: u64) -> u64 {
+    abi::decode_scratch(Route::Composed, bytes / width, width, bytes).next_multiple_of(16)
+}

@@ -1,0 +1,141 @@
+//! Differences from the device's point of view: which frames of which checkpoints its values are
+//! decoded from.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+
+use s4_engine::TensorSpec;
+use s4_engine::cuda::DeviceMemory;
+use s4_format::index::TensorKind;
+use s4_format::{PredictorId, ResidualId};
+
+use crate::error::Result;
+use crate::reader::{LoadedBlock, Reader};
+
+/// A tensor with chunks of its own in one checkpoint of a chain.
+pub(super) struct Level<'a> {
+    pub(super) reader: &'a Reader,
+    pub(super) tensor: usize,
+    pub(super) block: Arc<LoadedBlock>,
+}
+
+impl Level<'_> {
+    pub(super) fn spec(&self) -> TensorSpec<'_> {
+        self.reader.spec(self.tensor, &self.block)
+    }
+
+    /// Whether a chunk is a difference from the next level's values.
+    pub(super) fn is_delta(&self, chunk: u64) -> bool {
+        let plain = self.block.records[chunk as usize].plain;
+        !plain && self.spec().plan.predictor == PredictorId::PARENT
+    }
+}
+
+/// What a tensor's chunks are decoded from: the tensor itself, the one that it is a difference from,
+/// and so on. `None`: not by a device. What was prepared for reading is at hand.
+pub(super) fn levels(reader: &Reader, tensor: usize) -> Result<Option<Vec<Level<'_>>>> {
+    let mut out: Vec<Level<'_>> = vec![];
+    let (mut reader, mut tensor) = (reader, tensor);
+    loop {
+        let chunks = matches!(reader.tensors[tensor].kind, TensorKind::Chunks { .. });
+        let Some(block) = reader.blocks(&[tensor])?.remove(&tensor).filter(|_| chunks) else {
+            return Ok(None);
+        };
+        let level = Level { reader, tensor, block };
+        let spec = level.spec();
+        let open = reader.manifest.closed_codecs.is_empty();
+        let known = match spec.plan.predictor {
+            PredictorId::NONE => true,
+            // Chunks are differences from chunks.
+            PredictorId::PARENT => [ResidualId::XOR, ResidualId::SUB].contains(&spec.plan.residual),
+            _ => false,
+        };
+        let cut_alike = out.first().is_none_or(|top| top.spec().chunk_log2 == spec.chunk_log2);
+        if !open || !known || !cut_alike {
+            return Ok(None);
+        }
+        let deltas = (0..level.block.records.len() as u64).any(|c| level.is_delta(c));
+        out.push(level);
+        if !deltas {
+            return Ok(Some(out));
+        }
+        match reader.input(tensor)? {
+            Some((parent, number)) => (reader, tensor) = (parent, number),
+            None => return Ok(None),
+        }
+    }
+}
+
+/// Chunks of a tensor that are wanted, and where its values go.
+pub(super) struct Wanted {
+    /// Number of the tensor, and of the request that it is for.
+    pub(super) tensor: usize,
+    pub(super) request: usize,
+    pub(super) to: DeviceMemory,
+    /// Of a tensor of an ancestor: the chunks that are wanted, in ascending order.
+    pub(super) chunks: Option<Vec<u64>>,
+}
+
+/// Requests, cut into what is wanted of each checkpoint of a chain.
+#[derive(Default)]
+pub(super) struct Chain<'a> {
+    /// The checkpoint itself, its parent, and so on.
+    pub(super) steps: Vec<Step<'a>>,
+    /// Requests, by place, that the host decodes.
+    pub(super) here: Vec<usize>,
+}
+
+/// One checkpoint of a chain.
+pub(super) struct Step<'a> {
+    pub(super) reader: &'a Reader,
+    pub(super) wanted: Vec<Wanted>,
+}
+
+impl<'a> Chain<'a> {
+    /// Cuts requests, by number of the tensor, whose tensors are prepared. `trusted`: the device
+    /// decodes closed bitstreams of tensors that are stored by themselves.
+    pub(super) fn of(
+        reader: &'a Reader,
+        requests: &[(usize, DeviceMemory)],
+        trusted: bool,
+    ) -> Result<Self> {
+        let mut chain = Self::default();
+        let open = trusted || reader.manifest.closed_codecs.is_empty();
+        chain.steps.push(Step { reader, wanted: vec![] });
+        // An ancestor's tensor is decoded to one place; who else wants it gets it from the host.
+        let mut taken = HashSet::<(usize, usize)>::new();
+        for (request, &(number, to)) in requests.iter().enumerate() {
+            let host = reader.host(number);
+            let plan = &reader.manifest.plans[usize::from(reader.tensors[host].plan)];
+            if plan.predictor == PredictorId::NONE && open {
+                chain.steps[0].wanted.push(Wanted { tensor: number, request, to, chunks: None });
+                continue;
+            }
+            let levels = if host == number { levels(reader, host)? } else { None };
+            let free = |levels: &Vec<Level<'_>>| {
+                (0..).zip(levels).all(|(depth, l)| !taken.contains(&(depth, l.tensor)))
+            };
+            match levels.filter(free) {
+                Some(levels) => {
+                    taken
+                        .extend((0..).zip(&levels).map(|(depth, l): (usize, _)| (depth, l.tensor)));
+                    chain.add(request, to, &levels);
+                }
+                None => chain.here.push(request),
+            }
+        }
+        Ok(chain)
+    }
+
+    fn add(&mut self, request: usize, to: DeviceMemory, levels: &[Level<'a>]) {
+        let mut chunks: Vec<u64> = (0..levels[0].block.records.len() as u64).collect();
+        for (depth, level) in levels.iter().enumerate() {
+            if self.steps.len() == depth {
+                self.steps.push(Step { reader: level.reader, wanted: vec![] });
+            }
+            let wanted = Wanted { tensor: level.tensor, request, to, chunks: Some(chunks.clone()) };
+            self.steps[depth].wanted.push(wanted);
+            chunks.retain(|&c| level.is_delta(c));
+        }
+    }
+}

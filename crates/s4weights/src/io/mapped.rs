@@ -1,0 +1,195 @@
+//! Writing a file of a memory file system with several threads.
+//!
+//! A file takes `write` from one thread at a time, and on tmpfs that thread is slow: it takes a page,
+//! fills it, takes the next. Here several threads take huge pages and fill them through a mapping.
+//! Where there are none (`MADV_COLLAPSE` is of Linux 6.1), pages are reserved with `fallocate` first.
+//! Either way no page is touched that the file does not have: a full file system is an error and no
+//! signal.
+
+use std::fs::File;
+use std::io::{self, Seek, SeekFrom};
+use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rayon::ThreadPool;
+use rayon::prelude::*;
+use rustix::fs::{FallocateFlags, fallocate, fstatfs, ftruncate};
+use rustix::io::Errno;
+
+use super::region::{HUGE, Region, collapse};
+
+/// `TMPFS_MAGIC` of Linux.
+const TMPFS: u64 = 0x0102_1994;
+/// Fewer threads are no faster than one that writes: with huge pages, and without.
+const LEAST_THREADS: [usize; 2] = [2, 6];
+/// Fewer bytes are not worth a mapping.
+const LEAST_BYTES: usize = 1 << 20;
+
+/// How a file is written: each call maps the bytes that it appends.
+pub(super) struct Mapped {
+    least_threads: [usize; 2],
+    /// Whether huge pages were to be had so far.
+    huge: AtomicBool,
+}
+
+impl Mapped {
+    /// For a new file that nobody else writes or cuts. `None`: its file system is none where this is
+    /// known to be right and fast.
+    pub(super) fn of(file: &File) -> Option<Self> {
+        let kind = fstatfs(file).ok()?.f_type;
+        let huge = AtomicBool::new(has_huge_pages());
+        let new = Self { least_threads: LEAST_THREADS, huge };
+        (u64::try_from(kind) == Ok(TMPFS)).then_some(new)
+    }
+
+    /// Whether so many bytes are written faster by these threads than by one.
+    pub(super) fn suits(&self, pool: &ThreadPool, bytes: usize) -> bool {
+        let [huge, small] = self.least_threads;
+        let least = if self.huge.load(Ordering::Relaxed) { huge } else { small };
+        pool.current_num_threads() >= least && bytes >= LEAST_BYTES
+    }
+
+    /// Appends bytes where the file's cursor is, at its end, and moves the cursor behind them.
+    /// `false`: this file cannot be written so, and the cursor is where it was.
+    ///
+    /// # Errors
+    /// As of `write`: no room, a file that is too long.
+    pub(super) fn write(
+        &self,
+        file: &mut File,
+        pool: &ThreadPool,
+        bytes: &[u8],
+    ) -> io::Result<bool> {
+        let at = file.stream_position()?;
+        let skip = (at % HUGE as u64) as usize;
+        let start = at - skip as u64;
+        let end = at + bytes.len() as u64;
+        ftruncate(&*file, end)?;
+        #[expect(unsafe_code, reason = "memory that is mapped changes with its file")]
+        // SAFETY: the file is a temporary one of this process, made for this writer: nobody else
+        // writes or cuts it. `fill` touches blocks that `secure` has seen to.
+        let region = unsafe { Region::map(file, start, skip + bytes.len()) };
+        let Ok(mut region) = region else { return Ok(false) };
+        let fill = |(i, block): (usize, &mut [u8])| {
+            let first = if i == 0 { skip } else { 0 };
+            self.secure(file, start + (i * HUGE) as u64, first, block)?;
+            let from = i * HUGE + first - skip;
+            let to = &mut block[first..];
+            to.copy_from_slice(&bytes[from..from + to.len()]);
+            io::Result::Ok(())
+        };
+        let blocks = region.bytes().par_chunks_mut(HUGE).enumerate();
+        match pool.install(|| blocks.try_for_each(fill)) {
+            Err(e) if e.kind() == io::ErrorKind::Unsupported => return Ok(false),
+            done => done?,
+        }
+        file.seek(SeekFrom::Start(end))?;
+        Ok(true)
+    }
+
+    /// Sees to it that the file has the pages of a block, which starts at `at`, from its byte
+    /// `first` on; those in front of it are written.
+    fn secure(&self, file: &File, at: u64, first: usize, block: &mut [u8]) -> io::Result<()> {
+        if block.len() == HUGE && self.huge.load(Ordering::Relaxed) {
+            // A huge page takes the place of one page at least.
+            file.write_all_at(&[0], at + first as u64)?;
+            match collapse(block) {
+                Ok(()) => return Ok(()),
+                // Pages that others look at just now.
+                Err(e) if [Some(libc::EAGAIN), Some(libc::EBUSY)].contains(&e.raw_os_error()) => {}
+                Err(_) => self.huge.store(false, Ordering::Relaxed),
+            }
+        }
+        let len = (block.len() - first) as u64;
+        loop {
+            match fallocate(file, FallocateFlags::empty(), at + first as u64, len) {
+                Err(Errno::INTR) => {}
+                done => return Ok(done?),
+            }
+        }
+    }
+}
+
+/// Whether the kernel's huge pages have the size of a block. With others `MADV_COLLAPSE` of a block
+/// could do nothing, and call it done.
+fn has_huge_pages() -> bool {
+    let size = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size");
+    size.is_ok_and(|size| size.trim().parse() == Ok(HUGE))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+
+    use super::*;
+
+    /// A file in memory, which is one of tmpfs, and how two threads write it.
+    fn file() -> (File, Mapped, ThreadPool) {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let file = File::from(memfd_create("s4weights-test", flags).unwrap());
+        let mut mapped = Mapped::of(&file).unwrap();
+        mapped.least_threads = [2, 2];
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+        (file, mapped, pool)
+    }
+
+    fn content(file: &mut File) -> Vec<u8> {
+        let mut found = vec![];
+        file.seek(SeekFrom::Start(0)).unwrap();
+        file.read_to_end(&mut found).unwrap();
+        found
+    }
+
+    #[test]
+    fn all_is_written_in_order_between_plain_writes() {
+        let bytes: Vec<u8> = (0..9 << 20).map(|i: u32| (i % 251) as u8).collect();
+        for huge in [true, false] {
+            let (mut file, mapped, pool) = file();
+            mapped.huge.store(huge, Ordering::Relaxed);
+            let mut expected = vec![];
+            for len in [5, 1 << 20, 7 << 20, (1 << 20) + 77, 4096, (4 << 20) + 1] {
+                let part = &bytes[expected.len() % 1000..][..len];
+                if mapped.suits(&pool, len) {
+                    assert!(mapped.write(&mut file, &pool, part).unwrap());
+                } else {
+                    file.write_all(part).unwrap();
+                }
+                expected.extend_from_slice(part);
+                assert_eq!(file.metadata().unwrap().len(), expected.len() as u64);
+            }
+            assert!(content(&mut file) == expected, "{huge}");
+        }
+    }
+
+    #[test]
+    fn one_thread_and_few_bytes_are_left_to_plain_writes() {
+        let (file, _, pool) = file();
+        let mapped = Mapped::of(&file).unwrap();
+        mapped.huge.store(true, Ordering::Relaxed);
+        assert!(mapped.suits(&pool, LEAST_BYTES) && !mapped.suits(&pool, LEAST_BYTES - 1));
+        // Two threads that take small pages are slower than one that writes.
+        mapped.huge.store(false, Ordering::Relaxed);
+        assert!(!mapped.suits(&pool, LEAST_BYTES));
+    }
+
+    #[test]
+    fn pages_that_cannot_be_had_are_an_error() {
+        let (mut file, mapped, pool) = file();
+        assert!(mapped.write(&mut file, &pool, &vec![1; 2 << 20]).unwrap());
+        fcntl_add_seals(&file, SealFlags::GROW).unwrap();
+        let refused = mapped.write(&mut file, &pool, &vec![2; 2 << 20]).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied);
+        assert!(content(&mut file) == vec![1; 2 << 20]);
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_mapped_is_left_to_plain_writes() {
+        let (mut file, mapped, pool) = file();
+        // It lets no mapping that writes be made any more.
+        fcntl_add_seals(&file, SealFlags::FUTURE_WRITE).unwrap();
+        assert!(!mapped.write(&mut file, &pool, &vec![2; 2 << 20]).unwrap());
+        assert_eq!(file.stream_position().unwrap(), 0);
+    }
+}

@@ -1,0 +1,100 @@
+//! Files of memory file systems, which several threads write: whole, in order, and an error where
+//! there is no room.
+
+#![expect(clippy::unwrap_used, reason = "tests, and what they share")]
+#![cfg(target_os = "linux")]
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use s4weights::{DType, Error, ReadOptions, Reader, Result, TensorSource, WriteOptions, Writer};
+
+/// The folder of a small memory file system, for the program that runs in it.
+const SMALL: &str = "S4_SMALL_MEMORY_FILES";
+
+/// Bytes that no codec makes smaller.
+fn noise(len: usize) -> Vec<u8> {
+    let mut state = 1u64;
+    let step = |_| {
+        state = state.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+        (state >> 33) as u32
+    };
+    (0..len / 4).map(step).flat_map(u32::to_le_bytes).collect()
+}
+
+fn save(path: &Path, threads: usize, data: &[u8]) -> Result<()> {
+    let options = WriteOptions { threads: Some(threads), ..Default::default() };
+    let mut writer = Writer::create(path.into(), options)?;
+    let shape = [(data.len() / 4) as u64];
+    // Something small in front, so that no chunk lies at the start of a page.
+    let first = noise(4000);
+    writer.write(&[TensorSource {
+        name: "a",
+        dtype: DType::Float32,
+        shape: &[1000],
+        data: &first,
+    }])?;
+    writer.write(&[TensorSource { name: "w", dtype: DType::Float32, shape: &shape, data }])?;
+    writer.finish(Default::default()).map(drop)
+}
+
+/// A folder in memory, if this machine has one.
+fn in_memory() -> Option<tempfile::TempDir> {
+    tempfile::tempdir_in("/dev/shm").inspect_err(|e| println!("skipped: /dev/shm: {e}")).ok()
+}
+
+#[test]
+fn files_are_the_same_however_many_threads_write() {
+    let Some(dir) = in_memory() else { return };
+    // More than two pieces of those that are written at once.
+    let data = noise(80 << 20);
+    let paths: Vec<PathBuf> = [1, 4, 7].iter().map(|n| dir.path().join(n.to_string())).collect();
+    for (path, threads) in paths.iter().zip([1, 4, 7]) {
+        save(path, threads, &data).unwrap();
+        let reader = Reader::open(path.as_path().into(), ReadOptions::default()).unwrap();
+        reader.verify().unwrap();
+        assert!(reader.read("w").unwrap() == data);
+    }
+    let first = std::fs::read(&paths[0]).unwrap();
+    assert!(paths.iter().all(|p| std::fs::read(p).unwrap() == first));
+}
+
+/// What is looked at on a file system of 48 MiB.
+fn in_a_small_one(dir: &Path) {
+    let data = noise(80 << 20);
+    for threads in [1, 4, 7] {
+        let path = dir.join("full.s4w");
+        let full = save(&path, threads, &data).unwrap_err();
+        let is_full = |e: &Error| match e {
+            Error::Io { source, .. } => source.kind() == std::io::ErrorKind::StorageFull,
+            _ => false,
+        };
+        assert!(is_full(&full), "{threads}: {full}");
+        assert_eq!(std::fs::read_dir(dir).unwrap().count(), 0, "something is left");
+        // There is room again.
+        save(&path, threads, &data[..8 << 20]).unwrap();
+        std::fs::remove_file(path).unwrap();
+    }
+}
+
+#[test]
+fn a_full_file_system_is_an_error_and_leaves_nothing() {
+    if let Some(dir) = std::env::var_os(SMALL) {
+        return in_a_small_one(Path::new(&dir));
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let mut unshare = Command::new("unshare");
+    unshare.args(["--mount", "--map-root-user", "sh", "-c"]);
+    let mount = "mount -t tmpfs -o size=47m none \"$0\" || exit 77; exec \"$@\"";
+    unshare.arg(mount).arg(dir.path()).arg(std::env::current_exe().unwrap());
+    unshare.args(["--exact", "a_full_file_system_is_an_error_and_leaves_nothing", "--nocapture"]);
+    let done = match unshare.env(SMALL, dir.path()).output() {
+        Ok(done) => done,
+        Err(e) => return println!("skipped: unshare: {e}"),
+    };
+    let said = [&done.stdout[..], &done.stderr].map(String::from_utf8_lossy).concat();
+    if !said.contains("running 1 test") {
+        return println!("skipped: no file system may be mounted here: {said}");
+    }
+    assert!(done.status.success(), "{:?}: {said}", done.status);
+}
