@@ -31,7 +31,8 @@ fn main() -> Outcome<()> {
         ("region", "us-east-1".into()),
     ];
     let storage: StorageOptions = pairs.map(|(k, v)| (k.to_owned(), v)).into();
-    let options = StoreOptions::default();
+    // What a difference is from stays in memory: the server forgets it.
+    let options = StoreOptions { parent_memory: mib << 22, ..StoreOptions::default() };
     let place = Place::open_url("s3://bucket/raw", &storage)?;
     let (client, prefix) = place.as_objects().ok_or("no bucket")?;
     let store = CheckpointStore::create("s3://bucket/store", &storage, options.clone())?;
