@@ -104,6 +104,31 @@ impl Attempt {
     /// # Errors
     /// As [`Attempt::put`]; [`Error::Argument`] if the number is taken.
     pub async fn put_as(&mut self, n: u32, kind: &str, bytes: Bytes) -> Result<()> {
+        self.upload(n, kind, bytes, None).await
+    }
+
+    /// As [`Attempt::put_as`], of bytes whose hash the caller knows. Nobody can read the object if it
+    /// is another's.
+    ///
+    /// # Errors
+    /// As [`Attempt::put_as`].
+    pub async fn put_hashed(
+        &mut self,
+        n: u32,
+        kind: &str,
+        bytes: Bytes,
+        blake3: Hash,
+    ) -> Result<()> {
+        self.upload(n, kind, bytes, Some(blake3)).await
+    }
+
+    async fn upload(
+        &mut self,
+        n: u32,
+        kind: &str,
+        bytes: Bytes,
+        known: Option<Hash>,
+    ) -> Result<()> {
         if bytes.len() > MAX_OBJECT {
             return Err(Error::Limit(format!(
                 "an object of {} bytes, {MAX_OBJECT} at most",
@@ -123,7 +148,10 @@ impl Attempt {
         self.uploads.spawn(async move {
             let _permit = permit;
             let key = inner.layout.part(id, Part::Data(n));
-            let blake3 = hash(bytes.clone()).await;
+            let blake3 = match known {
+                Some(hash) => hash,
+                None => hash(bytes.clone()).await,
+            };
             let len = bytes.len() as u64;
             inner.io.put(&key, bytes).await?;
             Ok((n, ObjectInfo { len, blake3, kind }))

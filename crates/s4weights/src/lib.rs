@@ -38,6 +38,7 @@ mod device;
 mod error;
 mod fetch;
 mod io;
+mod large;
 mod memory;
 mod objects;
 mod options;
@@ -59,7 +60,7 @@ pub use device::{DeviceSource, Place, PlacedSource};
 pub use error::{Error, ParentProblem, Result};
 pub use io::{Source, StorageOptions, Target, is_url};
 pub use memory::{Compressed, MemoryOptions, TensorCodec};
-pub use objects::{ObjectOptions, ObjectSink, ObjectSource};
+pub use objects::{DataObject, ObjectOptions, ObjectSink, ObjectSource};
 pub use options::{
     DEFAULT_MAX_CHAIN, ParentResolver, Progress, ProgressFn, ReadOptions, WriteOptions,
 };

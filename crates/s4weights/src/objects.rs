@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use bytes::Bytes;
+use s4_format::Digest;
 
 use crate::error::{Error, Result};
 
@@ -13,21 +14,25 @@ use crate::error::{Error, Result};
 /// bounds how much it has under way, and reports what failed at the next call, or to whoever
 /// publishes the checkpoint. What was put for a checkpoint that is never finished is garbage.
 pub trait ObjectSink: Send {
-    /// Takes object `number`. Numbers start at 0 and come in any order, each once.
+    /// Takes an object. Numbers start at 0 and come in any order, each once.
     ///
     /// # Errors
     /// What keeps the checkpoint from being written.
-    fn put(&mut self, number: u32, bytes: Bytes) -> Result<()>;
+    fn put(&mut self, object: DataObject) -> Result<()>;
+}
 
-    /// Takes object `number`, which holds chunks of tensors of one group: as [`ObjectSink::put`],
-    /// for those who keep the groups apart.
-    ///
-    /// # Errors
-    /// As [`ObjectSink::put`].
-    fn put_group(&mut self, number: u32, group: u8, bytes: Bytes) -> Result<()> {
-        let _ = group;
-        self.put(number, bytes)
-    }
+/// An object of a checkpoint: chunks of tensors.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct DataObject {
+    /// What it is asked for by.
+    pub number: u32,
+    /// The group that its tensors are of, for those who keep groups apart.
+    pub group: u8,
+    /// What it holds.
+    pub bytes: Bytes,
+    /// BLAKE3 of the bytes, which stands in the manifest.
+    pub blake3: Digest,
 }
 
 /// Gives ranges of a checkpoint's data objects, from any thread, several at once.

@@ -1,6 +1,7 @@
 //! Where a writer's bytes go: chunks, then the index behind them or apart from them.
 
 use bytes::Bytes;
+use rayon::ThreadPool;
 use s4_format::Digest;
 use s4_format::file;
 use s4_format::limits::{ALIGN, MAX_OBJECTS};
@@ -9,7 +10,9 @@ use s4_format::manifest::Object;
 use crate::behind::{Back, Behind};
 use crate::error::{Error, Result};
 use crate::io::Sink;
-use crate::objects::{ObjectOptions, ObjectSink};
+use crate::large;
+use crate::objects::{DataObject, ObjectOptions, ObjectSink};
+use crate::parallel::pool;
 
 /// Tensors are kept apart in at most so many groups: each may have a half-filled object in memory.
 const MAX_GROUPS: u8 = 4;
@@ -60,6 +63,8 @@ fn failed() -> Error {
 struct Objects {
     sink: Box<dyn ObjectSink>,
     options: ObjectOptions,
+    /// Threads that hash together; `None`: the caller's own.
+    hashers: Option<ThreadPool>,
     open: Vec<Open>,
     /// By number; absent while an object is open.
     done: Vec<Option<Object>>,
@@ -71,7 +76,6 @@ struct Open {
     group: u8,
     number: u32,
     bytes: Vec<u8>,
-    hasher: blake3::Hasher,
 }
 
 impl Output {
@@ -83,11 +87,16 @@ impl Output {
         Ok(out)
     }
 
-    /// Objects, and an index that [`Output::commit`] returns.
-    pub(crate) fn objects(sink: Box<dyn ObjectSink>, options: ObjectOptions) -> Result<Self> {
+    /// Objects, hashed by `threads` threads, and an index that [`Output::commit`] returns.
+    pub(crate) fn objects(
+        sink: Box<dyn ObjectSink>,
+        options: ObjectOptions,
+        threads: usize,
+    ) -> Result<Self> {
         let index = file::header().to_vec();
-        let options = options.check()?;
-        let to = To::Objects(Objects { sink, options, open: vec![], done: vec![], index });
+        let (options, hashers) = (options.check()?, pool(threads)?);
+        let (open, done) = (vec![], vec![]);
+        let to = To::Objects(Objects { sink, options, hashers, open, done, index });
         Ok(Self { to, chunk_bytes: 0 })
     }
 
@@ -202,10 +211,8 @@ impl Objects {
             let open = &mut self.open[i];
             let at = open.bytes.len().next_multiple_of(ALIGN);
             if at + bytes.len() <= self.options.bytes {
-                let from = open.bytes.len();
                 open.bytes.resize(at, 0);
                 open.bytes.extend_from_slice(bytes);
-                open.hasher.update(&open.bytes[from..]);
                 return Ok((open.number, at as u64));
             }
             let full = self.open.swap_remove(i);
@@ -218,25 +225,23 @@ impl Objects {
         }
         self.done.push(None);
         let number = number as u32;
-        let mut open = Open {
-            group,
-            number,
-            bytes: Vec::with_capacity(self.options.bytes),
-            hasher: blake3::Hasher::new(),
-        };
+        let mut open = Open { group, number, bytes: large::with_capacity(self.options.bytes) };
         open.bytes.extend_from_slice(bytes);
-        open.hasher.update(bytes);
         self.open.push(open);
         Ok((number, 0))
     }
 
     fn close(&mut self, open: Open) -> Result<()> {
-        self.done[open.number as usize] = Some(Object {
-            name: Some(open.number.to_string()),
-            bytes: open.bytes.len() as u64,
-            blake3: Digest(*open.hasher.finalize().as_bytes()),
-        });
-        self.sink.put_group(open.number, open.group, open.bytes.into())
+        let Open { group, number, bytes } = open;
+        let mut hasher = blake3::Hasher::new();
+        match &self.hashers {
+            None => hasher.update(&bytes),
+            Some(pool) => pool.install(|| hasher.update_rayon(&bytes)),
+        };
+        let blake3 = Digest(*hasher.finalize().as_bytes());
+        let (name, len) = (Some(number.to_string()), bytes.len() as u64);
+        self.done[number as usize] = Some(Object { name, bytes: len, blake3 });
+        self.sink.put(DataObject { number, group, bytes: bytes.into(), blake3 })
     }
 
     fn close_all(&mut self) -> Result<Vec<Object>> {

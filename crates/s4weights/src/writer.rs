@@ -16,7 +16,7 @@ use serde_json::value::RawValue;
 use crate::error::{At, Error, ParentProblem, Result};
 use crate::io::{Target, open_sink};
 use crate::objects::{ObjectOptions, ObjectSink};
-use crate::options::{DEFAULT_MAX_CHAIN, Meter, WriteOptions, simd};
+use crate::options::{DEFAULT_MAX_CHAIN, Meter, WriteOptions, simd, thread_count};
 use crate::output::{Output, check_groups};
 use crate::pack::{Class, Pack, SMALL};
 use crate::parent::{Snapshot, SnapshotTensor};
@@ -112,7 +112,8 @@ impl Writer {
         objects: ObjectOptions,
         options: WriteOptions,
     ) -> Result<Self> {
-        Self::start(name.to_owned(), Output::objects(sink, objects)?, options)
+        let out = Output::objects(sink, objects, thread_count(options.threads))?;
+        Self::start(name.to_owned(), out, options)
     }
 
     fn start(name: String, out: Output, options: WriteOptions) -> Result<Self> {

@@ -20,9 +20,9 @@ use s4_planes::Width;
 use s4_planes::patterns::{self, Kind};
 use s4weights::store::{CheckpointStore, SaveOptions, Saved, StoreOptions};
 use s4weights::{
-    DType, DeviceSource, Error, MemoryParent, ObjectOptions, ObjectSink, ObjectSource, Parent,
-    Place, PlacedSource, ReadOptions, Reader, Result, Source, TensorSource, WriteOptions, Writer,
-    Written,
+    DType, DataObject, DeviceSource, Error, MemoryParent, ObjectOptions, ObjectSink, ObjectSource,
+    Parent, Place, PlacedSource, ReadOptions, Reader, Result, Source, TensorSource, WriteOptions,
+    Writer, Written,
 };
 
 #[test]
@@ -161,8 +161,8 @@ struct Objects {
 }
 
 impl ObjectSink for Objects {
-    fn put(&mut self, number: u32, bytes: Bytes) -> Result<()> {
-        self.list.lock().unwrap().push((number, bytes));
+    fn put(&mut self, object: DataObject) -> Result<()> {
+        self.list.lock().unwrap().push((object.number, object.bytes));
         Ok(())
     }
 }

@@ -11,8 +11,8 @@ use object_store::ObjectStoreExt;
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use s4weights::{
-    Contents, DType, Error, ObjectOptions, ObjectSink, ObjectSource, ReadOptions, Reader, Result,
-    Source, WriteOptions, Writer, Written, adversarial,
+    Contents, DType, DataObject, Error, ObjectOptions, ObjectSink, ObjectSource, ReadOptions,
+    Reader, Result, Source, WriteOptions, Writer, Written, adversarial,
 };
 use tokio::runtime::Runtime;
 
@@ -55,9 +55,10 @@ fn failed(action: &'static str, e: object_store::Error) -> Error {
 }
 
 impl ObjectSink for Objects {
-    fn put(&mut self, number: u32, bytes: Bytes) -> Result<()> {
-        let path = self.path(number);
-        let put = self.store.put(&path, bytes.into());
+    fn put(&mut self, object: DataObject) -> Result<()> {
+        assert_eq!(object.blake3, s4weights::format::Digest::of(&object.bytes));
+        let path = self.path(object.number);
+        let put = self.store.put(&path, object.bytes.into());
         self.runtime.block_on(put).map(drop).map_err(|e| failed("upload", e))
     }
 }
@@ -220,7 +221,7 @@ fn damaged_short_and_missing_objects_are_errors() {
 struct Full(u32);
 
 impl ObjectSink for Full {
-    fn put(&mut self, _: u32, _: Bytes) -> Result<()> {
+    fn put(&mut self, _: DataObject) -> Result<()> {
         let full = std::io::Error::from(std::io::ErrorKind::StorageFull);
         self.0 = self.0.checked_sub(1).ok_or(Error::Io {
             target: "objects".into(),

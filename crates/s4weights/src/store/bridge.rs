@@ -6,14 +6,13 @@ use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use bytes::Bytes;
 use s4_store::Attempt;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::mpsc::{Receiver, Sender};
 use tokio::task::JoinHandle;
 
 use crate::error::{Error, Result};
-use crate::objects::ObjectSink;
+use crate::objects::{DataObject, ObjectSink};
 use crate::options::{Progress, ProgressFn};
 
 /// How often a caller who waits is asked whether to go on.
@@ -169,29 +168,18 @@ pub(crate) fn group_of(kind: &str) -> u8 {
     found.and_then(|i| u8::try_from(i).ok()).unwrap_or(0)
 }
 
-/// An object on its way.
-pub(crate) struct Put {
-    number: u32,
-    group: u8,
-    bytes: Bytes,
-}
-
 /// Hands a writer's objects to the future that uploads them. At most one waits between them; how
 /// many are on their way is the store's matter.
 pub(crate) struct ChannelSink {
     pub(crate) bridge: Bridge,
     pub(crate) asker: Asker,
-    pub(crate) sender: Sender<Put>,
+    pub(crate) sender: Sender<DataObject>,
 }
 
 impl ObjectSink for ChannelSink {
-    fn put(&mut self, number: u32, bytes: Bytes) -> Result<()> {
-        self.put_group(number, 0, bytes)
-    }
-
-    fn put_group(&mut self, number: u32, group: u8, bytes: Bytes) -> Result<()> {
+    fn put(&mut self, object: DataObject) -> Result<()> {
         let sender = self.sender.clone();
-        let send = async move { sender.send(Put { number, group, bytes }).await.is_ok() };
+        let send = async move { sender.send(object).await.is_ok() };
         match self.bridge.wait_asking(&self.asker, send)? {
             true => Ok(()),
             // What failed there is the error that the caller is told of.
@@ -203,11 +191,11 @@ impl ObjectSink for ChannelSink {
 /// Uploads what comes until nothing more does. A failure closes the channel.
 pub(crate) async fn upload(
     attempt: &mut Attempt,
-    mut objects: Receiver<Put>,
+    mut objects: Receiver<DataObject>,
 ) -> s4_store::Result<()> {
-    while let Some(Put { number, group, bytes }) = objects.recv().await {
+    while let Some(DataObject { number, group, bytes, blake3 }) = objects.recv().await {
         let kind = KINDS.get(usize::from(group)).copied().unwrap_or_default();
-        attempt.put_as(number, kind, bytes).await?;
+        attempt.put_hashed(number, kind, bytes, blake3.0.into()).await?;
     }
     Ok(())
 }

@@ -9,7 +9,7 @@ use bytes::Bytes;
 
 use crate::error::{Error, Result};
 use crate::io::Source;
-use crate::objects::{ObjectSink, ObjectSource};
+use crate::objects::{DataObject, ObjectSink, ObjectSource};
 use crate::options::ReadOptions;
 use crate::reader::Reader;
 use crate::store::bridge::ChannelSink;
@@ -37,13 +37,9 @@ impl Keeping {
 }
 
 impl ObjectSink for Keeping {
-    fn put(&mut self, number: u32, bytes: Bytes) -> Result<()> {
-        self.put_group(number, 0, bytes)
-    }
-
-    fn put_group(&mut self, number: u32, group: u8, bytes: Bytes) -> Result<()> {
-        lock(&self.kept).add(number, &bytes);
-        self.sink.put_group(number, group, bytes)
+    fn put(&mut self, object: DataObject) -> Result<()> {
+        lock(&self.kept).add(object.number, &object.bytes);
+        self.sink.put(object)
     }
 }
 

@@ -8,6 +8,7 @@ use s4_engine::Preset;
 use s4_store::{Checkpoint, Reference, State};
 
 use crate::error::{Error, Result};
+use crate::large;
 use crate::memory::{MemoryOptions, TensorCodec};
 use crate::options::ReadOptions;
 use crate::parent::{MemoryParent, Snapshot};
@@ -243,7 +244,7 @@ impl Values<'_> {
 
     fn into_bytes(self) -> bytes::Bytes {
         match self {
-            Self::Theirs(values) => bytes::Bytes::copy_from_slice(values),
+            Self::Theirs(values) => large::copy(values).into(),
             Self::Own(values) => values.into(),
         }
     }

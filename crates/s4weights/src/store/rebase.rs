@@ -7,11 +7,12 @@ use s4_store::{Attempt, CallbackError, Checkpoint, CheckpointId, Rebaser, Staged
 use tokio::sync::mpsc::{Sender, channel};
 
 use crate::error::{Error, Result};
+use crate::objects::DataObject;
 use crate::objects::ObjectOptions;
 use crate::options::{ProgressFn, ReadOptions, WriteOptions};
 use crate::reader::Reader;
 use crate::store::CheckpointStore;
-use crate::store::bridge::{Asker, ChannelSink, Put, group_of, upload};
+use crate::store::bridge::{Asker, ChannelSink, group_of, upload};
 use crate::store::open::Opener;
 use crate::writer::{Contents, TensorSource, Writer};
 
@@ -100,7 +101,7 @@ impl Rebaser for Copy {
 }
 
 impl Copy {
-    fn copy(&self, chain: &[Checkpoint], sender: Sender<Put>) -> Result<bytes::Bytes> {
+    fn copy(&self, chain: &[Checkpoint], sender: Sender<DataObject>) -> Result<bytes::Bytes> {
         let old = self.opener.open(chain, &self.read)?;
         let bridge = self.opener.bridge.clone();
         let target = bridge.target().to_owned();
