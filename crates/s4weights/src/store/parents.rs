@@ -43,6 +43,15 @@ pub(crate) struct Before {
     pub(crate) number: u32,
 }
 
+impl Line {
+    /// Notes what was saved, and its values if they are kept.
+    pub(crate) fn saved(&mut self, saved: &Checkpoint, kept: Option<ParentValues>) {
+        let (reference, number) = (saved.reference(), saved.since_base());
+        self.last = Some(reference);
+        self.held.extend(kept.map(|values| Held { reference, number, values }));
+    }
+}
+
 impl StoreOptions {
     fn tree(&self) -> Tree {
         Tree::new(self.max_chain, self.max_hops)
@@ -140,49 +149,31 @@ impl CheckpointStore {
         }
     }
 
-    /// Notes what was saved, and keeps its values as far as they are wanted and fit: those of the host,
-    /// or what was stored.
-    pub(crate) fn saved(
-        &self,
-        line: &mut Line,
-        saved: &Checkpoint,
-        snapshot: Snapshot,
-        tensors: Sources<'_>,
-        stored: Option<Arc<Reader>>,
-    ) {
-        let (reference, number, tree) =
-            (saved.reference(), saved.since_base(), self.options.tree());
-        line.last = Some(reference);
-        let is_base = saved.base.is_none();
+    /// Lets go of values that are no parent's any more once checkpoint `number` since the base is saved
+    /// (0: a base); tells whether that one will be.
+    pub(crate) fn is_parent_later(&self, line: &mut Line, number: u32) -> bool {
+        let tree = self.options.tree();
         let later = |h: &Held| tree.last_child(h.number).is_some_and(|last| last > number);
-        line.held.retain(|h| !is_base && later(h));
-        if tree.last_child(number).is_none() {
-            return;
-        }
-        let values = match tensors {
-            Sources::Host(tensors) => self.keep_values(snapshot, tensors),
-            #[cfg(feature = "cuda")]
-            Sources::Placed(..) => Ok(stored.map(ParentValues::Frames)),
-        };
-        match values {
-            Ok(Some(values)) => line.held.push(Held { reference, number, values }),
-            Ok(None) => tracing::debug!("the next save reads this one back: it does not fit"),
-            Err(e) => tracing::debug!(error = %e, "the next save reads this one back"),
-        }
+        line.held.retain(|h| number > 0 && later(h));
+        tree.last_child(number).is_some()
     }
 
     /// Values of the host, if they fit.
-    fn keep_values(
+    pub(crate) fn keep_values(
         &self,
         snapshot: Snapshot,
         tensors: &[TensorSource<'_>],
-    ) -> Result<Option<ParentValues>> {
+    ) -> Option<ParentValues> {
         let snapshot = Arc::new(snapshot);
         let held = |t: &&TensorSource<'_>| snapshot.tensors.contains_key(t.name);
         let values = tensors.iter().filter(held).map(|t| Ok((t.name, Values::Theirs(t.data))));
         let raw = tensors.iter().filter(held).map(|t| t.data.len()).sum();
-        let kept = self.keep(&snapshot, raw, values)?;
-        Ok(kept.map(|values| ParentValues::Memory(Arc::new(values))))
+        match self.keep(&snapshot, raw, values) {
+            Ok(Some(values)) => return Some(ParentValues::Memory(Arc::new(values))),
+            Ok(None) => tracing::debug!("later saves read this one back: it does not fit"),
+            Err(e) => tracing::debug!(error = %e, "later saves read this one back"),
+        }
+        None
     }
 
     /// The values of a checkpoint that was read, if they fit.

@@ -16,13 +16,12 @@ use crate::error::{Error, Result};
 use crate::objects::ObjectOptions;
 use crate::options::{ProgressFn, WriteOptions};
 use crate::parent::Parent;
-use crate::reader::Reader;
 use crate::report::Report;
-use crate::store::CheckpointStore;
 use crate::store::bridge::{Asker, ChannelSink, upload};
 use crate::store::kept::{Keeping, Kept};
-use crate::store::parents::Before;
+use crate::store::parents::{Before, Line};
 use crate::store::sources::Sources;
+use crate::store::{CheckpointStore, ParentValues};
 use crate::writer::{Contents, TensorSource, Writer, Written};
 
 /// What is saved besides tensors, and how.
@@ -88,10 +87,20 @@ impl std::fmt::Display for WhyBase {
 /// A checkpoint that was made ready.
 struct Ready {
     staged: Staged,
-    written: Written,
+    report: Report,
     why_base: Option<WhyBase>,
-    /// What was stored, kept for the next save.
-    kept: Option<Arc<Reader>>,
+    /// The values, for later saves.
+    kept: Option<ParentValues>,
+}
+
+/// A save under way.
+struct Job<'a> {
+    step: u64,
+    tensors: Sources<'a>,
+    options: &'a SaveOptions<'a>,
+    asker: Asker,
+    /// Whether the caller was told that it may change its values.
+    staged: Cell<bool>,
 }
 
 impl CheckpointStore {
@@ -141,6 +150,7 @@ impl CheckpointStore {
         // One save at a time from one handle: each may be the next one's parent.
         let mut line = self.line.lock().unwrap_or_else(|e| e.into_inner());
         let asker = Asker::new(options.progress.clone());
+        let job = Job { step, tensors, options, asker, staged: Cell::new(false) };
         let chosen = match options.base {
             true => Err(WhyBase::Asked),
             false => self.choose(&mut line, tensors)?,
@@ -149,22 +159,21 @@ impl CheckpointStore {
             Ok(before) => (Some(before), None),
             Err(why) => (None, Some(why)),
         };
-        let staged = Cell::new(false);
         loop {
             let parent = before.take();
             let had_parent = parent.is_some();
             let outcome = self
-                .stage(step, tensors, options, (&asker, &staged), parent, why_base.clone())
+                .stage(&job, &mut line, parent, why_base.clone())
                 .and_then(|ready| self.publish(ready));
             match outcome {
-                Ok((mut saved, snapshot, kept)) => {
-                    self.saved(&mut line, &saved.checkpoint, snapshot, tensors, kept);
+                Ok((mut saved, kept)) => {
+                    line.saved(&saved.checkpoint, kept);
                     drop(line);
                     saved.retired = self.retain(&saved.checkpoint)?;
                     return Ok(saved);
                 }
                 // The caller's values are not those that were saved any more.
-                Err(e) if staged.get() && tensors.on_devices() => return Err(e),
+                Err(e) if job.staged.get() && tensors.on_devices() => return Err(e),
                 Err(e) if had_parent && is_parents(&e) => {
                     tracing::warn!(step, error = %e, "saving as a base");
                     why_base = Some(WhyBase::Parent(e.to_string()));
@@ -174,17 +183,16 @@ impl CheckpointStore {
         }
     }
 
-    /// Encodes and uploads, at the same time.
+    /// Encodes and uploads, at the same time; what is kept for later saves is copied meanwhile.
     fn stage(
         &self,
-        step: u64,
-        tensors: Sources<'_>,
-        options: &SaveOptions<'_>,
-        (asker, staged): (&Asker, &Cell<bool>),
+        job: &Job<'_>,
+        line: &mut Line,
         before: Option<Before>,
         why_base: Option<WhyBase>,
     ) -> Result<Ready> {
-        let bridge = &self.opener.bridge;
+        let Job { step, tensors, options, asker, .. } = job;
+        let (tensors, bridge) = (*tensors, &self.opener.bridge);
         let store = self.opener.store.clone();
         let mut attempt = bridge.ask(async move { store.begin().await })?;
         let id = attempt.id();
@@ -199,9 +207,9 @@ impl CheckpointStore {
         let sink = ChannelSink { bridge: bridge.clone(), asker: asker.clone(), sender };
         let reader = before.as_ref().and_then(|b| b.values.reader());
         let number = parent.map_or(0, |(_, number)| number);
-        let (sink, kept) = Keeping::new(sink, self.room_for_stored(tensors, number));
+        let (sink, stored) = Keeping::new(sink, self.room_for_stored(tensors, number));
         let values = before.map(|b| b.values.parent());
-        let written = match self.encode(tensors, options, (asker, staged), sink, values) {
+        let written = match self.encode(job, sink, values) {
             Ok(written) => written,
             Err(e) => {
                 // If an upload failed, that is why the writer could not go on.
@@ -212,22 +220,25 @@ impl CheckpointStore {
                 });
             }
         };
-        let delta = written.snapshot.depth() > 1;
+        let Written { report, snapshot, index } = written;
+        let delta = snapshot.depth() > 1;
         let parent = parent.filter(|_| delta);
+        let number = parent.map_or(0, |(_, number)| number);
         let about = About {
-            step,
+            step: *step,
             parent: parent.map(|(reference, _)| reference),
-            since_base: parent.map_or(0, |(_, number)| number),
+            since_base: number,
             replaces: None,
-            raw_len: written.report.bytes_in,
+            raw_len: report.bytes_in,
             metrics: options.metrics.clone(),
             tags: options.tags.clone(),
         };
-        let index = written.index.clone().unwrap_or_default();
+        let index = index.unwrap_or_default();
+        let blob = index.clone();
         let staging = async move {
             let (attempt, done) = uploading.await.map_err(|e| StoreError::Callback(Box::new(e)))?;
             match done {
-                Ok(()) => attempt.stage(index, about).await,
+                Ok(()) => attempt.stage(blob, about).await,
                 Err(e) => {
                     // What stays behind is swept later.
                     let _ = attempt.abort().await;
@@ -235,7 +246,18 @@ impl CheckpointStore {
                 }
             }
         };
-        let staged = match bridge.wait_asking(asker, staging) {
+        let again = self.is_parent_later(line, number);
+        let (staged, kept) = std::thread::scope(|s| {
+            let keeping = match tensors {
+                Sources::Host(tensors) if again => {
+                    Some(s.spawn(move || self.keep_values(snapshot, tensors)))
+                }
+                _ => None,
+            };
+            let staged = bridge.wait_asking(asker, staging);
+            (staged, keeping.and_then(|keeping| keeping.join().ok()).flatten())
+        });
+        let staged = match staged {
             Ok(staged) => staged.map_err(|e| bridge.error(e))?,
             Err(e) => {
                 self.give_up(id);
@@ -243,9 +265,9 @@ impl CheckpointStore {
             }
         };
         let why_base = why_base.or_else(|| (!delta).then_some(WhyBase::NothingGained));
-        let index = written.index.clone().unwrap_or_default();
-        let kept = Kept::open(&kept, index, reader, self.reading())?;
-        Ok(Ready { staged, written, why_base, kept })
+        let stored = Kept::open(&stored, index, reader, self.reading())?;
+        let kept = kept.or_else(|| stored.filter(|_| again).map(ParentValues::Frames));
+        Ok(Ready { staged, report, why_base, kept })
     }
 
     /// Deletes what a cancelled attempt left; if that fails, a sweep does it.
@@ -258,12 +280,11 @@ impl CheckpointStore {
 
     fn encode(
         &self,
-        tensors: Sources<'_>,
-        options: &SaveOptions<'_>,
-        (asker, staged): (&Asker, &Cell<bool>),
+        job: &Job<'_>,
         sink: Keeping,
         parent: Option<Arc<dyn Parent>>,
     ) -> Result<Written> {
+        let Job { tensors, options, asker, staged, .. } = job;
         let write = WriteOptions {
             preset: self.options.preset,
             threads: self.options.threads,
@@ -286,8 +307,8 @@ impl CheckpointStore {
     }
 
     /// Lists the checkpoint. That is short, and nobody can stop it.
-    fn publish(&self, ready: Ready) -> Result<(Saved, crate::Snapshot, Option<Arc<Reader>>)> {
-        let Ready { staged, written, why_base, kept } = ready;
+    fn publish(&self, ready: Ready) -> Result<(Saved, Option<ParentValues>)> {
+        let Ready { staged, report, why_base, kept } = ready;
         let id = staged.id();
         let store = self.opener.store.clone();
         let listed = self.opener.bridge.ask(async move {
@@ -309,8 +330,7 @@ impl CheckpointStore {
                 return Err(e);
             }
         };
-        let Written { report, snapshot, .. } = written;
-        Ok((Saved { checkpoint, report, why_base, retired: vec![] }, snapshot, kept))
+        Ok((Saved { checkpoint, report, why_base, retired: vec![] }, kept))
     }
 
     /// Applies the retention. The checkpoint is safe by now: a failure is told of, and is no failure
