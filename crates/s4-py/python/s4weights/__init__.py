@@ -7,7 +7,7 @@
     s4weights.save({"model": model.state_dict(), "step": step}, "step100.s4w")
     checkpoint = s4weights.load("step100.s4w", map_location="cuda")
 
-`CheckpointStore` keeps many checkpoints of a run, most as small differences from the one before::
+`CheckpointStore` keeps many checkpoints of a run, most as small differences from an earlier one::
 
     with s4weights.CheckpointStore("runs/a") as store:
         store.save_checkpoint({"model": model.state_dict()}, step, blocking=False)
