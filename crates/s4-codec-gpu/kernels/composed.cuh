@@ -43,8 +43,11 @@ __device__ __forceinline__ bool may_shrink(const EncodeChunk& c, u32 planes, Pla
   return repeats;
 }
 
-// Codes all planes, the last one first, because a stream may carry the end of the one behind it. All threads.
-__device__ __forceinline__ void encode_planes(const EncodeChunk& c, u32 planes, ComposedShared& shared) {
+// Codes all planes by `encode`, the last one first, because a stream may carry the end of the one behind it.
+// All threads.
+template <class Encode>
+__device__ __forceinline__ void encode_planes(const EncodeChunk& c, u32 planes, ComposedShared& shared,
+                                              Encode encode) {
   u8* streams = c.scratch + planes_bytes(c.n, c.width);
   u8* segments = streams + planes_bytes(c.n, c.width);
   if (threadIdx.x == 0) shared.coded[planes] = Coded{c.scratch, 0, 0, kRaw, 0, false};
@@ -58,25 +61,29 @@ __device__ __forceinline__ void encode_planes(const EncodeChunk& c, u32 planes, 
                        shared.coded[i + 1],
                        streams + plane_at(c.layout, c.width, c.n, i),
                        segments};
-    const Coded coded = encode_plane(job, shared.plane);
+    const Coded coded = encode(job, shared.plane);
     __syncthreads();
     if (threadIdx.x == 0) shared.coded[i] = coded;
     __syncthreads();
   }
 }
 
-__device__ __forceinline__ void encode_composed(const EncodeChunk& c, EncodeResult& result) {
+// Splits a chunk's values and codes its planes by `encode`; leaves what `gather_composed` writes frames from.
+// All threads.
+template <class Encode>
+__device__ __forceinline__ void encode_chunk(const EncodeChunk& c, EncodeResult& result, bool suits,
+                                             const ValueSpan& values, Encode encode) {
   __shared__ ComposedShared shared;
   const u32 planes = planes_of(c.layout, c.width);
-  const bool good = fits(c, planes) && c.residual == kId;
+  const bool good = fits(c, planes) && suits;
   const bool codes = good && may_shrink(c, planes, shared.plane);
   if (codes) {
     if (threadIdx.x < planes)
       shared.planes.at[threadIdx.x] = c.scratch + plane_at(c.layout, c.width, c.n, threadIdx.x);
     __syncthreads();
-    split_chunk(c.layout, c.width, ValueSpan{c.values, nullptr, c.n, kId}, shared.planes);
+    split_chunk(c.layout, c.width, values, shared.planes);
     __syncthreads();
-    encode_planes(c, planes, shared);
+    encode_planes(c, planes, shared, encode);
   }
   if (threadIdx.x != 0) return;
   clear_result(result, good ? kOk : kUnsupported);
@@ -88,6 +95,11 @@ __device__ __forceinline__ void encode_composed(const EncodeChunk& c, EncodeResu
     result.shared |= coded.shared;
   }
   finish_result(result, codes ? planes : 0, c.n * c.width);
+}
+
+__device__ __forceinline__ void encode_composed(const EncodeChunk& c, EncodeResult& result) {
+  encode_chunk(c, result, c.residual == kId, ValueSpan{c.values, nullptr, c.n, kId},
+               [](const PlaneJob& job, PlaneShared& shared) { return encode_plane(job, shared); });
 }
 
 // Writes the frame. All threads.

@@ -83,11 +83,11 @@ __device__ __forceinline__ void push_plane_block(u32& x, WordSink& sink, const u
   sink.flush_pieces();
 }
 
-// Codes the segment that starts at symbol `first` from state `x` on; returns where its states are. One warp.
+// Codes symbols `first .. end-1` from state `x` on; returns where the segment's states are. One warp.
 template <u32 kBits>
-__device__ __forceinline__ const u8* encode_plane_segment(const u8* plane, u32 size, u32 first, u32 x,
+__device__ __forceinline__ const u8* encode_plane_segment(const u8* plane, u32 first, u32 end, u32 x,
                                                           const u32* coders, u32 padding, WordSink& sink) {
-  const u32 end = min(size, first + kSegment), mine = lane_id() * kOctet;
+  const u32 mine = lane_id() * kOctet;
 #pragma unroll 1
   for (u32 at = first + (end - first - 1) / kBlock * kBlock;; at -= kBlock) {
     const u32 left = values_left(at + mine, end);
@@ -129,8 +129,8 @@ __device__ __forceinline__ void encode_plane_segments(const PlaneJob& job, u32 c
     }
     u16* end = reinterpret_cast<u16*>(job.segments + (i + 1) * kSegmentScratch);
     WordSink sink(shared.u.words[warp_id()], end);
-    const u8* states =
-        encode_plane_segment<kBits>(job.plane, job.size, i * kSegment, x, shared.coders, padding, sink);
+    const u32 first = i * kSegment, last = min(job.size, first + kSegment);
+    const u8* states = encode_plane_segment<kBits>(job.plane, first, last, x, shared.coders, padding, sink);
     if (lane_id() == 0)
       shared.words[i] = static_cast<u32>(reinterpret_cast<const u8*>(end) - states - kStatesBytes) / 2;
     __syncwarp();
@@ -152,6 +152,15 @@ __device__ __forceinline__ void assemble_stream(const PlaneJob& job, const Head&
   __syncthreads();
 }
 
+// How to code each symbol, by symbol. All threads; ends with a barrier.
+__device__ __forceinline__ void make_plane_coders(const Model& model, u32* coders) {
+  for (u32 s = threadIdx.x; s < 256; s += blockDim.x) coders[s] = model.escape | kPlaneEscape;
+  __syncthreads();
+  for (u32 i = threadIdx.x; i < model.kept; i += blockDim.x)
+    coders[model.symbol[i]] = model.freq[i] | static_cast<u32>(model.start[i]) << 13;
+  __syncthreads();
+}
+
 // Codes a plane by rANS, unless that is not shorter. All threads.
 template <u32 kBits>
 __device__ __forceinline__ Coded encode_rans(const PlaneJob& job, PlaneShared& shared) {
@@ -161,12 +170,7 @@ __device__ __forceinline__ Coded encode_rans(const PlaneJob& job, PlaneShared& s
   make_model(counts, job.size, kSlots, shared.model);
   const bool tensors = choose_table(counts, job.table, job.size, kSlots, shared.model);
   const Model& model = shared.model;
-  for (u32 s = threadIdx.x; s < 256; s += blockDim.x) shared.coders[s] = model.escape | kPlaneEscape;
-  __syncthreads();
-  for (u32 i = threadIdx.x; i < model.kept; i += blockDim.x)
-    shared.coders[model.symbol[i]] = model.freq[i] | static_cast<u32>(model.start[i]) << 13;
-  __syncthreads();
-
+  make_plane_coders(model, shared.coders);
   const u32 carried = carried_of(job.size, job.behind.len);
   encode_plane_segments<kBits>(job, carried, shared);
   const u32 flags = (tensors ? kFlagShared : 0) | (carried > 0 ? kFlagCarries : 0);
@@ -194,8 +198,8 @@ __device__ __forceinline__ Coded encode_bits(const PlaneJob& job) {
   return Coded{job.stream, len, 0, kBits, 7, false};
 }
 
-// Codes a plane. All threads; ends with a barrier.
-__device__ __forceinline__ Coded encode_plane(const PlaneJob& job, PlaneShared& shared) {
+// Whether a plane repeats a unit, whose size `shared.unit` is then. All threads.
+__device__ __forceinline__ bool plane_repeats(const PlaneJob& job, PlaneShared& shared) {
   auto get = [&](u32 i) { return job.plane[i]; };
   if (warp_id() == 0) {
     const u32 unit = head_unit(job.size, get, shared.head);
@@ -203,8 +207,12 @@ __device__ __forceinline__ Coded encode_plane(const PlaneJob& job, PlaneShared& 
   }
   __syncthreads();
   const u32 unit = shared.unit;
-  if (unit > 0 && (job.size <= kHeadBytes || repeats_unit(job.size, get, unit)))
-    return Coded{job.plane, unit, 0, kConst, 0, false};
+  return unit > 0 && (job.size <= kHeadBytes || repeats_unit(job.size, get, unit));
+}
+
+// Codes a plane. All threads; ends with a barrier.
+__device__ __forceinline__ Coded encode_plane(const PlaneJob& job, PlaneShared& shared) {
+  if (plane_repeats(job, shared)) return Coded{job.plane, shared.unit, 0, kConst, 0, false};
   switch (job.coding) {
     case kCodeRans8: return encode_rans<8>(job, shared);
     case kCodeRans12: return encode_rans<12>(job, shared);

@@ -97,30 +97,6 @@ struct ResidualHead {
   }
 };
 
-// Codes symbols `first .. end-1` from state `x` on; returns where the segment's states are. One warp.
-template <u32 kBits>
-__device__ __forceinline__ const u8* encode_residual_segment(const u8* plane, u32 first, u32 end, u32 x,
-                                                             const u32* coders, u32 padding, WordSink& sink) {
-  const u32 mine = lane_id() * kOctet;
-#pragma unroll 1
-  for (u32 at = first + (end - first - 1) / kBlock * kBlock;; at -= kBlock) {
-    const u32 left = values_left(at + mine, end);
-    u32 symbols[2];
-    if (left == kOctet) {
-      const uint2 v = *reinterpret_cast<const uint2*>(plane + at + mine);
-      symbols[0] = v.x, symbols[1] = v.y;
-    } else {
-#pragma unroll
-      for (u32 k = 0; k < 8; k++) {
-        const u32 symbol = k < left ? plane[at + mine + k] : padding;
-        symbols[k / 4] = (k % 4 ? symbols[k / 4] : 0) | symbol << (8 * (k % 4));
-      }
-    }
-    push_plane_block<kBits>(x, sink, coders, symbols);
-    if (at == first) return sink.finish(x);
-  }
-}
-
 // Codes all segments into their scratch and their numbers of words into `shared.words`. All threads; ends
 // with a barrier.
 template <u32 kBits>
@@ -138,7 +114,7 @@ __device__ __forceinline__ void encode_residual_segments(const PlaneJob& job, co
     const u8* room = segments.end(job.segments, i);
     WordSink sink(shared.u.words[warp_id()], reinterpret_cast<u16*>(segments.end(job.segments, i)));
     const u32 first = i << segments.log2, end = min(job.size, first + (1u << segments.log2));
-    const u8* states = encode_residual_segment<kBits>(job.plane, first, end, x, shared.coders, padding, sink);
+    const u8* states = encode_plane_segment<kBits>(job.plane, first, end, x, shared.coders, padding, sink);
     if (lane_id() == 0) shared.words[i] = static_cast<u32>(room - states - kStatesBytes) / 2;
     __syncwarp();
   }
@@ -168,12 +144,7 @@ __device__ __forceinline__ Coded encode_residual_rans(const PlaneJob& job, Plane
   make_complete_model(counts, kSlots, shared.model);
   const bool tensors = choose_table(counts, job.table, job.size, kSlots, shared.model);
   const Model& model = shared.model;
-  for (u32 s = threadIdx.x; s < 256; s += blockDim.x) shared.coders[s] = model.escape | kPlaneEscape;
-  __syncthreads();
-  for (u32 i = threadIdx.x; i < model.kept; i += blockDim.x)
-    shared.coders[model.symbol[i]] = model.freq[i] | static_cast<u32>(model.start[i]) << 13;
-  __syncthreads();
-
+  make_plane_coders(model, shared.coders);
   const Segments segments(job.size);
   const u32 carried = segments.carried(job.behind.len);
   encode_residual_segments<kBits>(job, segments, carried, shared);
@@ -190,64 +161,13 @@ __device__ __forceinline__ Coded encode_residual_rans(const PlaneJob& job, Plane
 // Codes a plane. All threads; ends with a barrier.
 __device__ __forceinline__ Coded encode_residual_plane(const PlaneJob& job, PlaneShared& shared) {
   if (job.coding != kCodeRans8 && job.coding != kCodeRans12) return encode_plane(job, shared);
-  auto get = [&](u32 i) { return job.plane[i]; };
-  if (warp_id() == 0) {
-    const u32 unit = head_unit(job.size, get, shared.head);
-    if (lane_id() == 0) shared.unit = unit;
-  }
-  __syncthreads();
-  const u32 unit = shared.unit;
-  if (unit > 0 && (job.size <= kHeadBytes || repeats_unit(job.size, get, unit)))
-    return Coded{job.plane, unit, 0, kConst, 0, false};
+  if (plane_repeats(job, shared)) return Coded{job.plane, shared.unit, 0, kConst, 0, false};
   return job.coding == kCodeRans8 ? encode_residual_rans<8>(job, shared) : encode_residual_rans<12>(job, shared);
 }
 
-// As `encode_planes`.
-__device__ __forceinline__ void encode_residual_planes(const EncodeChunk& c, u32 planes, ComposedShared& shared) {
-  u8* streams = c.scratch + planes_bytes(c.n, c.width);
-  u8* segments = streams + planes_bytes(c.n, c.width);
-  if (threadIdx.x == 0) shared.coded[planes] = Coded{c.scratch, 0, 0, kRaw, 0, false};
-  __syncthreads();
-#pragma unroll 1
-  for (u32 i = planes; i-- > 0;) {
-    const PlaneJob job{shared.planes.at[i],
-                       plane_size(c.layout, c.width, c.n, i),
-                       c.coding[i],
-                       c.tables == nullptr ? nullptr : c.tables + i,
-                       shared.coded[i + 1],
-                       streams + plane_at(c.layout, c.width, c.n, i),
-                       segments};
-    const Coded coded = encode_residual_plane(job, shared.plane);
-    __syncthreads();
-    if (threadIdx.x == 0) shared.coded[i] = coded;
-    __syncthreads();
-  }
-}
-
-// Leaves what `gather_composed` writes frames from.
 __device__ __forceinline__ void encode_residual(const EncodeChunk& c, EncodeResult& result) {
-  __shared__ ComposedShared shared;
-  const u32 planes = planes_of(c.layout, c.width);
-  const bool good = fits(c, planes) && c.residual != kId;
-  const bool codes = good && may_shrink(c, planes, shared.plane);
-  if (codes) {
-    if (threadIdx.x < planes)
-      shared.planes.at[threadIdx.x] = c.scratch + plane_at(c.layout, c.width, c.n, threadIdx.x);
-    __syncthreads();
-    split_chunk(c.layout, c.width, ValueSpan{c.values, c.parent, c.n, c.residual}, shared.planes);
-    __syncthreads();
-    encode_residual_planes(c, planes, shared);
-  }
-  if (threadIdx.x != 0) return;
-  clear_result(result, good ? kOk : kUnsupported);
-  if (!good) return;
-  for (u32 i = 0; codes && i < planes; i++) {
-    const Coded& coded = shared.coded[i];
-    const u32 carried = i > 0 ? shared.coded[i - 1].carried : 0;
-    result.stream[i] = StreamEntry{coded.codec, coded.param, 0, coded.len - carried};
-    result.shared |= coded.shared;
-  }
-  finish_result(result, codes ? planes : 0, c.n * c.width);
+  encode_chunk(c, result, c.residual != kId, ValueSpan{c.values, c.parent, c.n, c.residual},
+               [](const PlaneJob& job, PlaneShared& shared) { return encode_residual_plane(job, shared); });
 }
 
 }  // namespace s4
