@@ -80,6 +80,9 @@ impl Cuda {
 
     /// The device whose context is current on the calling thread; without one the first.
     pub fn current(&self) -> u32 {
+        if !matches!(result::ctx::get_current(), Ok(Some(_))) {
+            return 0;
+        }
         let mut device = 0;
         // SAFETY: a place for one handle.
         let found = unsafe { sys::cuCtxGetDevice(&raw mut device) };

@@ -78,7 +78,7 @@ impl Lab {
 
     /// Whether device memory holds nothing but a tile, over and over.
     pub(crate) fn holds(&self, buffer: &DeviceBuffer, tile: &[u8]) -> Outcome<bool> {
-        let piece = PIECE / tile.len() * tile.len();
+        let piece = (PIECE / tile.len()).max(1) * tile.len();
         let pinned = Pinned::new(&self.device, piece)?;
         for at in (0..buffer.bytes()).step_by(piece) {
             let len = (buffer.bytes() - at).min(piece as u64) as usize;

@@ -34,6 +34,38 @@ struct Tile {
     data: Vec<u8>,
 }
 
+/// What names of tensors start with.
+const MODEL: &str = "model";
+const MOMENTS: [&str; 2] = ["optimizer.exp_avg", "optimizer.exp_avg_sq"];
+
+impl Tile {
+    /// Weights or moments of two layers of `testdata`.
+    fn of(folder: &Path, dtype: DType, name: &'static str, part: &str) -> Outcome<Self> {
+        let (file, layers) = match dtype {
+            DType::Float32 => ("gpt98m_fp32_s0", ["h.5.proj", "wte"]),
+            _ => ("gpt34m_bf16_s0", ["h.4.fc", "wte"]),
+        };
+        let path = folder.join(file).with_extension("safetensors");
+        let bytes = std::fs::read(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+        let file = safetensors::SafeTensors::deserialize(&bytes)?;
+        let mut data = vec![];
+        for layer in layers {
+            data.extend_from_slice(file.tensor(&format!("{part}.{layer}.weight"))?.data());
+        }
+        Ok(Self { dtype, name, data })
+    }
+
+    /// Weights and both moments, each repeated over a third of about `bytes` bytes.
+    fn state(&self, folder: &Path, bytes: u64) -> Outcome<Self> {
+        let times = usize::try_from(bytes)? / 3 / self.data.len();
+        let mut data = self.data.repeat(times);
+        for part in MOMENTS {
+            data.extend(Self::of(folder, self.dtype, self.name, part)?.data.repeat(times));
+        }
+        Ok(Self { data, ..*self })
+    }
+}
+
 struct Args {
     data: PathBuf,
     out: PathBuf,
@@ -68,8 +100,8 @@ impl Args {
 fn main() -> Outcome<()> {
     let args = Args::parse(std::env::args().skip(1))?;
     let tiles = [
-        tile(&args.data, DType::BFloat16, "bf16", "gpt34m_bf16_s0", &["h.4.fc", "wte"])?,
-        tile(&args.data, DType::Float32, "fp32", "gpt98m_fp32_s0", &["h.5.proj", "wte"])?,
+        Tile::of(&args.data, DType::BFloat16, "bf16", MODEL)?,
+        Tile::of(&args.data, DType::Float32, "fp32", MODEL)?,
     ];
     let lab = Lab::new()?;
     let mut groups: Vec<Group> = vec![];
@@ -84,6 +116,9 @@ fn main() -> Outcome<()> {
         for mib in args.mib.iter().copied() {
             groups.push(kernels(&lab, tile, mib * MIB, of_peers == Some(mib))?);
             groups.push(path::large(&lab, tile, mib * MIB)?);
+        }
+        if let Some(mib) = of_peers {
+            groups.push(path::state(&lab, &tile.state(&args.data, mib * MIB)?)?);
         }
         groups.push(path::small(&lab, tile, args.tensors)?);
     }
@@ -107,21 +142,4 @@ fn kernels(lab: &Lab, tile: &Tile, bytes: u64, peers: bool) -> Outcome<Group> {
     }
     eprintln!("{}", group.text());
     Ok(group)
-}
-
-fn tile(
-    folder: &Path,
-    dtype: DType,
-    name: &'static str,
-    file: &str,
-    tensors: &[&str],
-) -> Outcome<Tile> {
-    let path = folder.join(file).with_extension("safetensors");
-    let bytes = std::fs::read(&path).map_err(|e| format!("{}: {e}", path.display()))?;
-    let file = safetensors::SafeTensors::deserialize(&bytes)?;
-    let mut data = vec![];
-    for tensor in tensors {
-        data.extend_from_slice(file.tensor(&format!("model.{tensor}.weight"))?.data());
-    }
-    Ok(Tile { dtype, name, data })
 }

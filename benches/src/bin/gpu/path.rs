@@ -48,6 +48,13 @@ pub(crate) fn large(lab: &Lab, tile: &Tile, bytes: u64) -> Outcome<Group> {
     measure(lab, tile, &[bytes], group)
 }
 
+/// Weights and the two moments of their optimizer, a tensor each: `tile` has a third of each.
+pub(crate) fn state(lab: &Lab, tile: &Tile) -> Outcome<Group> {
+    let bytes = tile.data.len() as u64;
+    let name = "device memory to host memory, weights and moments";
+    measure(lab, tile, &[bytes / 3; 3], Group::new(name, tile.name, bytes, "pinned copy"))
+}
+
 /// Many tensors of 4 KiB to 64 KiB.
 pub(crate) fn small(lab: &Lab, tile: &Tile, count: u64) -> Outcome<Group> {
     let sizes: Vec<u64> = (0..count).map(|i| (4 << 10) * (1 + i * 7 % 16)).collect();

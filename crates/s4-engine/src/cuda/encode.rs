@@ -295,6 +295,9 @@ impl<'a> Lane<'a> {
         }
         to[(results - 2 * SPAN) as usize..results as usize]
             .copy_from_slice(bytemuck::cast_slice(&answers));
+        // The kernels write a part of this, and all of it is answered.
+        let head = (results + TOTAL) as usize;
+        to[results as usize..head].fill(0);
         let batch = EncodeBatch {
             chunks: meta,
             results: meta + results + TOTAL,
@@ -309,7 +312,7 @@ impl<'a> Lane<'a> {
         // lie where frames go to, and are read before the first of these is written.
         unsafe {
             if group.count() > 0 {
-                worker.compute.copy_to_device(&slot.pinned, pinned, results as usize, meta)?;
+                worker.compute.copy_to_device(&slot.pinned, pinned, head, meta)?;
                 if let Some(Decoding { batches, places }) = &decoding {
                     let LevelPlaces { start, end, .. } = *places;
                     let (at, to) = (pinned + start, meta + start as u64);

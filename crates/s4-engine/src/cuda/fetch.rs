@@ -127,6 +127,8 @@ fn start(session: &Session<'_>, spans: &[CopySpan]) -> Result<()> {
     // SAFETY: the spans are parts of the caller's memory and of the slot's frames, side by side.
     unsafe {
         compute.copy_to_device(pinned, at, spans.len() * SPAN, meta)?;
+        // Gaps between items are copied to the host, too.
+        compute.fill(frames, 0, end as u64)?;
         compute.copy_spans(meta, count)?;
         compute.copy_to_host(frames, pinned, 0, end)?;
     }
