@@ -2,7 +2,7 @@
 //!
 //! `deltas --data DIR` looks for `NAME_s0.safetensors` and, beside it, `NAME_sK.safetensors` for any
 //! K, and stores each step K by itself and as its difference from step 0. `--threads N`: with so many
-//! threads (1 unless told).
+//! threads (1 unless told). Fails if a tensor, or a whole checkpoint, is larger as a difference.
 
 #[path = "common/states.rs"]
 mod states;
@@ -62,7 +62,8 @@ fn measure(name: &str, base: &Path, file: &Path, threads: usize) -> Outcome<()> 
     let options =
         WriteOptions { preset: Preset::Fast, threads: Some(threads), ..WriteOptions::default() };
     let (parent_file, parent) = write(&base, options.clone())?;
-    let direct = write(&file, options.clone())?.1.report;
+    let (direct_file, direct) = write(&file, options.clone())?;
+    let direct = direct.report;
     // The parent's values are still in memory, as they are when a training loop saves again.
     let mut memory = MemoryParent::new(Arc::new(parent.snapshot), 0);
     for t in base.sources() {
@@ -72,10 +73,27 @@ fn measure(name: &str, base: &Path, file: &Path, threads: usize) -> Outcome<()> 
     let (delta_file, delta) = write(&file, options.clone())?;
     let wrote = fastest(|| write(&file, options.clone()).map(drop))?;
     let read = ReadOptions { threads: Some(threads), ..ReadOptions::default() };
+    let direct_file = Reader::open(Source::Bytes(direct_file), read.clone())?;
     let parent = Arc::new(Reader::open(Source::Bytes(parent_file), read.clone())?);
     let reader = Reader::open(Source::Bytes(delta_file), read)?;
     if reader.parent_digest().is_some() {
         reader.set_parent(parent)?;
+    }
+    if delta.report.bytes_out > direct.bytes_out {
+        return Err(format!("{name}: {:?}, directly {direct:?}", delta.report).into());
+    }
+    let (mut deltas, mut tensors) = (0, 0);
+    for (t, alone) in reader.inspect(false)?.tensors.iter().zip(direct_file.inspect(false)?.tensors)
+    {
+        tensors += 1;
+        deltas += usize::from(t.plan != alone.plan);
+        if t.stored > alone.stored {
+            return Err(format!(
+                "{name}: {} takes {:?}, directly {:?}",
+                t.name, t.stored, alone.stored
+            )
+            .into());
+        }
     }
     let sizes: Vec<_> = reader.tensors().map(|t| t.bytes as usize).collect();
     let mut values: Vec<_> = sizes.into_iter().map(|n| vec![0; n]).collect();
@@ -86,7 +104,7 @@ fn measure(name: &str, base: &Path, file: &Path, threads: usize) -> Outcome<()> 
     }
     let bytes = delta.report.bytes_in as f64;
     println!(
-        "{name:28} {:8.4} {:8.4} {:8.2} {:8.2}",
+        "{name:28} {:8.4} {:8.4} {:8.2} {:8.2}   {deltas} of {tensors} tensors, none larger",
         bytes / direct.bytes_out as f64,
         bytes / delta.report.bytes_out as f64,
         bytes / wrote / 1e9,
