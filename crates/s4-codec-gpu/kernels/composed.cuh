@@ -1,5 +1,5 @@
-// Chunks of every layout, width and coding, but for encoding differences (residual.cuh): split into planes in scratch memory, code each, put the frame
-// together; and back. One thread block a chunk.
+// Chunks of every layout, width and coding, but for encoding differences (residual.cuh): split into planes in
+// scratch memory, code each, put the frame together; and back. One thread block a chunk.
 #pragma once
 
 #include "layouts.cuh"

@@ -2,7 +2,7 @@
 // merged while they are decoded. What the states carry (fused.cuh) goes where it belongs at the end.
 //
 // On large GPUs memory is what this waits for, and how it is asked matters more than how much (docs/codecs/rans.md,
-// "GPU"): each access of a warp is of whole sectors, and two blocks are asked for at a time.
+// "GPU"): each access of a warp is of whole sectors, and several blocks are asked for at a time.
 #pragma once
 
 #include "rans_decode.cuh"
@@ -38,12 +38,14 @@ static_assert(kStaged / 16 <= kThreads<4>, "each thread stages one vector");
 
 // ---- blocks ----
 
-// Blocks that a warp asks for at a time.
-constexpr u32 kAtOnce = 2;
-constexpr u32 kStep = kAtOnce * kBlock;
+// Blocks that a warp asks for at a time: with 4 bytes so many that nothing need be asked for ahead of them.
+template <int kWidth>
+constexpr u32 kAtOnce = kWidth == 2 ? 2 : 4;
+template <int kWidth>
+constexpr u32 kStep = kAtOnce<kWidth> * kBlock;
 
-// How many values behind those that are loaded the L2 cache is asked for. Much more, and they have left it again
-// before they are loaded.
+// With 2 bytes, how many values behind those that are loaded the L2 cache is asked for. Much more, and they have
+// left it again before they are loaded.
 constexpr u32 kAhead = 512;
 
 // Which values of a block a lane merges and stores: with 2 bytes the eight that it decodes; with 4 bytes four
@@ -65,13 +67,13 @@ struct BlockCursor {
   }
 
   __device__ __forceinline__ void advance_planes() {
-    a += kStep;
-    b += 2 * kStep;
+    a += kStep<kWidth>;
+    b += 2 * kStep<kWidth>;
     hide(a);
     if (kWidth == 4) hide(b);
   }
   __device__ __forceinline__ void advance_values() {
-    values += kStep * kWidth;
+    values += kStep<kWidth> * kWidth;
     hide(values);
   }
 
@@ -89,14 +91,7 @@ struct BlockCursor {
     const uint2 low = __ldg(p), high = __ldg(p + kBlock / 8);
     o.b[0] = low.x, o.b[1] = low.y, o.b[2] = high.x, o.b[3] = high.y;
   }
-  __device__ __forceinline__ void prefetch_ahead(u32 k) const {
-    const u32 at = kAhead + k * kBlock;
-    prefetch(a + at);
-    if (kWidth == 2) return;
-    prefetch(a + at + kBlock / 2);
-    prefetch(b + 2 * at);
-    prefetch(b + 2 * at + kBlock);
-  }
+  __device__ __forceinline__ void prefetch_ahead(u32 k) const { prefetch(a + kAhead + k * kBlock); }
   __device__ __forceinline__ void store(u32 k, const Values<kWidth>& v) const {
     uint4* p = reinterpret_cast<uint4*>(values + k * kBlock * kWidth);
 #pragma unroll
@@ -123,13 +118,13 @@ __device__ __forceinline__ u32 decode_blocks(const FusedStreams& chunk, u32 firs
                                              WordSource& words) {
   // Each block must have all of its bytes A or none.
   const u32 fast = chunk.a_len % kBlock == 0 ? end : min(end, chunk.a_len);
-  if (!is_aligned(chunk.values) || fast < first + kStep) return first;
-  const u32 stop = (fast - first) / kStep * kStep + first, a_end = min(stop, chunk.a_len);
+  if (!is_aligned(chunk.values) || fast < first + kStep<kWidth>) return first;
+  const u32 stop = (fast - first) / kStep<kWidth> * kStep<kWidth> + first, a_end = min(stop, chunk.a_len);
   BlockCursor<kWidth> cursor(chunk, first);
-  Octet<kWidth> next[kAtOnce] = {};
+  Octet<kWidth> next[kAtOnce<kWidth>] = {};
   auto load = [&](u32 at) {
 #pragma unroll
-    for (u32 k = 0; k < kAtOnce; k++) {
+    for (u32 k = 0; k < kAtOnce<kWidth>; k++) {
       if (at + k * kBlock < a_end) cursor.load_a(k, next[k]);
       if (at < stop) cursor.load_b(k, next[k]);
     }
@@ -138,18 +133,18 @@ __device__ __forceinline__ u32 decode_blocks(const FusedStreams& chunk, u32 firs
   load(at);
 #pragma unroll 1
   do {
-    Octet<kWidth> o[kAtOnce];
+    Octet<kWidth> o[kAtOnce<kWidth>];
 #pragma unroll
-    for (u32 k = 0; k < kAtOnce; k++) o[k] = next[k];
-    at += kStep;
+    for (u32 k = 0; k < kAtOnce<kWidth>; k++) o[k] = next[k];
+    at += kStep<kWidth>;
     cursor.advance_planes();
     load(at);
-    if (at + kAhead + kStep <= a_end) {
+    if (kWidth == 2 && at + kAhead + kStep<kWidth> <= a_end) {
 #pragma unroll
-      for (u32 k = 0; k < kAtOnce; k++) cursor.prefetch_ahead(k);
+      for (u32 k = 0; k < kAtOnce<kWidth>; k++) cursor.prefetch_ahead(k);
     }
 #pragma unroll
-    for (u32 k = 0; k < kAtOnce; k++) {
+    for (u32 k = 0; k < kAtOnce<kWidth>; k++) {
       u32 decoded[2];
       pop_block(x, words, entries, decoded);
       take_symbols(decoded, o[k]);

@@ -170,7 +170,7 @@ s4_decode_fused_w2(const DecodeChunk* chunks, u32* status) {
   decode_fused<2>(chunks[blockIdx.x], status[blockIdx.x]);
 }
 
-__global__ void __launch_bounds__(kFusedThreads4, 7)
+__global__ void __launch_bounds__(kFusedThreads4, 5)
 s4_decode_fused_w4(const DecodeChunk* chunks, u32* status) {
   decode_fused<4>(chunks[blockIdx.x], status[blockIdx.x]);
 }

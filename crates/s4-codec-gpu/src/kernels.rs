@@ -59,7 +59,7 @@ impl Kernels {
             unsafe { result::module::get_function(module, name) }.on(device, "find a kernel")
         };
         let decode_fused = [get("s4_decode_fused_w2")?, get("s4_decode_fused_w4")?];
-        // More of it as L1 cache: five blocks at a time are faster than seven.
+        // Shared memory for the five blocks that its registers allow; the rest is L1 cache.
         let carveout =
             sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
         // SAFETY: a kernel of the module. It is a preference: what becomes of it does not matter.

@@ -1,5 +1,6 @@
 //! Real servers on this machine, which `cargo xtask test` starts and names in the environment:
-//! `S4_TEST_S3=name=http://127.0.0.1:port,...` and `S4_TEST_AZURE=http://127.0.0.1:port/account`.
+//! `S4_TEST_S3=name=http://127.0.0.1:port,...`, `S4_TEST_AZURE=http://127.0.0.1:port/account`, and
+//! `S4_TEST_S3_RACING=http://127.0.0.1:port` for one whose creates race.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -14,7 +15,7 @@ use object_store::path::Path;
 use object_store::prefix::PrefixStore;
 use object_store::{ClientOptions, ObjectStore, RetryConfig};
 use s4_store::testing::{conformance, create_race, quick_options, toy};
-use s4_store::{CheckOptions, Mode, Place, StorageOptions, Store};
+use s4_store::{CheckOptions, Error, Mode, Place, StorageOptions, Store, StoreOptions, Writers};
 use uuid::Uuid;
 
 /// The bucket and container that are there.
@@ -118,6 +119,26 @@ async fn one_writer_wins_every_race() {
         assert_eq!(won, Ok(rounds), "{name}");
         println!("{name}: one winner in each of {rounds} races of 16");
     }
+}
+
+/// One that refuses a second create, but not one at the same time.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_whose_creates_race_is_found_out() {
+    let Ok(endpoint) = std::env::var("S4_TEST_S3_RACING") else {
+        eprintln!("SKIPPED: S4_TEST_S3_RACING names no server; `cargo xtask test` starts it");
+        return;
+    };
+    let url = format!("s3://{BUCKET}/{}", Uuid::now_v7());
+    let place = Place::open_url(&url, &s3_options(&endpoint)).unwrap();
+    let strict = StoreOptions { writers: Writers::Many, ..quick_options() };
+    let refused = Store::create(&place, strict).await;
+    assert!(matches!(refused, Err(Error::Refused(_))), "{refused:?}");
+    let store = Store::create(&place, quick_options()).await.unwrap();
+    let found = &store.repo().probe;
+    assert!(found.refuses_second && !found.survives_races, "{found:?}");
+    println!("{} of {} races had a wrong end", found.bad_rounds, found.rounds);
+    assert_eq!(store.repo().mode, Mode::Single);
+    toy::save(&store, 0, None, &[0; 20]).await.unwrap();
 }
 
 #[derive(Debug, Clone, Copy)]
