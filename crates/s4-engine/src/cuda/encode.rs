@@ -1,18 +1,19 @@
 //! Chunks of device tensors into frames in pinned memory, group by group.
 
 mod bring;
+mod group;
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 
-use s4_codec_gpu::abi::{self, CopySpan, EncodeChunk, EncodeResult, Route, status};
+use s4_codec_gpu::abi::{self, CopySpan, EncodeChunk, EncodeResult, status};
 use s4_codec_gpu::{EncodeBatch, GpuError, Pinned};
 use s4_format::index::chunk_count;
-use s4_format::layout::MAX_PLANES;
 use s4_format::limits::ALIGN;
 use s4_format::{CodecId, PredictorId, StreamEntry};
 
 use bring::Decoding;
+use group::{Group, Job, PER_CHUNK, Room, SPAN, TABLES, TOTAL};
 
 use super::Host;
 use super::Work;
@@ -34,75 +35,6 @@ pub struct DeviceFrame<'a> {
     pub encoded: EncodedChunk,
     /// The frame, as the CPU engine writes it.
     pub bytes: &'a [u8],
-}
-
-/// A chunk on its way.
-#[derive(Clone, Copy)]
-struct Job {
-    tensor: usize,
-    chunk: u64,
-    /// Address and bytes of its values.
-    values: u64,
-    bytes: u64,
-    route: Option<Route>,
-    /// With a route its place in the batch, else where its values lie in the slot.
-    at: usize,
-    /// Where its scratch memory starts. That of a difference has room for the parent's values first.
-    scratch: u64,
-    delta: bool,
-    /// Of a difference the address of the parent's values, and which statuses say how they came there.
-    parent: u64,
-    statuses: (usize, usize),
-}
-
-/// What is under way in one slot.
-struct Group {
-    slot: usize,
-    jobs: Vec<Job>,
-    /// Chunks of each route.
-    routes: [u32; 4],
-    /// Bytes of frames at most; the values of the CPU's chunks follow.
-    capacity: u64,
-    /// Sets of tables, in the order in which they lie behind the descriptors, by tensor.
-    tables: Vec<usize>,
-    /// Where the statuses of the parents' frames lie in the meta memory, by job.
-    statuses: Vec<usize>,
-    /// Whether its frames were sent to the host.
-    sent: bool,
-}
-
-/// Room that a group takes, in bytes.
-#[derive(Clone, Copy, Default)]
-struct Room {
-    frames: u64,
-    /// What parents are made of, which lies where frames go to.
-    parents: u64,
-    scratch: u64,
-    meta: u64,
-}
-
-const TABLES: u64 = (MAX_PLANES * size_of::<abi::SharedTable>()) as u64;
-const PER_CHUNK: u64 = (size_of::<EncodeChunk>() + size_of::<EncodeResult>()) as u64;
-/// Bytes in front of the results: how many bytes of frames there are.
-const TOTAL: u64 = 16;
-const SPAN: u64 = size_of::<CopySpan>() as u64;
-
-impl Group {
-    fn count(&self) -> u32 {
-        self.routes.iter().sum()
-    }
-
-    /// Where tables and results start in the slot's meta memory: behind the descriptors, and the
-    /// spans of the answers in front of the results. What decodes parents follows.
-    fn places(&self) -> (u64, u64) {
-        let tables = u64::from(self.count()) * size_of::<EncodeChunk>() as u64;
-        (tables, (tables + self.tables.len() as u64 * TABLES + 2 * SPAN).next_multiple_of(16))
-    }
-
-    /// The end of the results.
-    fn end(&self) -> u64 {
-        self.places().1 + TOTAL + u64::from(self.count()) * size_of::<EncodeResult>() as u64
-    }
 }
 
 /// One device's chunks, in order.
@@ -240,7 +172,7 @@ impl<'a> Lane<'a> {
             }
             group.jobs.push(job);
         }
-        place(&mut group);
+        group.place();
         group
     }
 
@@ -503,25 +435,6 @@ impl<'a> Lane<'a> {
         let encoded = cpu.encode_chunk_from(&view, plan, 0, parent.as_deref(), scratch, frame);
         let encoded = encoded.map_err(|e| e.in_chunk(job.chunk)).of(job.tensor)?;
         Ok(DeviceFrame { tensor: job.tensor, chunk: job.chunk, encoded, bytes: &self.frame })
-    }
-}
-
-/// Gives each chunk of a group its place: in the batch, which is sorted by route, or behind the frames.
-fn place(group: &mut Group) {
-    let [a, b, c, _] = group.routes;
-    let mut next = [0, a, a + b, a + b + c];
-    let mut behind = group.capacity;
-    for job in &mut group.jobs {
-        match job.route {
-            Some(route) => {
-                job.at = next[route as usize] as usize;
-                next[route as usize] += 1;
-            }
-            None => {
-                job.at = behind as usize;
-                behind += job.bytes.next_multiple_of(ALIGN as u64);
-            }
-        }
     }
 }
 

@@ -1,0 +1,93 @@
+//! Chunks that are encoded together.
+
+use s4_codec_gpu::abi::{self, CopySpan, EncodeChunk, EncodeResult, Route};
+use s4_format::layout::MAX_PLANES;
+use s4_format::limits::ALIGN;
+
+/// A chunk on its way.
+#[derive(Clone, Copy)]
+pub(super) struct Job {
+    pub(super) tensor: usize,
+    pub(super) chunk: u64,
+    /// Address and bytes of its values.
+    pub(super) values: u64,
+    pub(super) bytes: u64,
+    pub(super) route: Option<Route>,
+    /// With a route its place in the batch, else where its values lie in the slot.
+    pub(super) at: usize,
+    /// Where its scratch memory starts. That of a difference has room for the parent's values first.
+    pub(super) scratch: u64,
+    pub(super) delta: bool,
+    /// Of a difference the address of the parent's values, and which statuses say how they came there.
+    pub(super) parent: u64,
+    pub(super) statuses: (usize, usize),
+}
+
+/// What is under way in one slot.
+pub(super) struct Group {
+    pub(super) slot: usize,
+    pub(super) jobs: Vec<Job>,
+    /// Chunks of each route.
+    pub(super) routes: [u32; 4],
+    /// Bytes of frames at most; the values of the CPU's chunks follow.
+    pub(super) capacity: u64,
+    /// Sets of tables, in the order in which they lie behind the descriptors, by tensor.
+    pub(super) tables: Vec<usize>,
+    /// Where the statuses of the parents' frames lie in the meta memory, by job.
+    pub(super) statuses: Vec<usize>,
+    /// Whether its frames were sent to the host.
+    pub(super) sent: bool,
+}
+
+/// Room that a group takes, in bytes.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Room {
+    pub(super) frames: u64,
+    /// What parents are made of, which lies where frames go to.
+    pub(super) parents: u64,
+    pub(super) scratch: u64,
+    pub(super) meta: u64,
+}
+
+pub(super) const TABLES: u64 = (MAX_PLANES * size_of::<abi::SharedTable>()) as u64;
+pub(super) const PER_CHUNK: u64 = (size_of::<EncodeChunk>() + size_of::<EncodeResult>()) as u64;
+/// Bytes in front of the results: how many bytes of frames there are.
+pub(super) const TOTAL: u64 = 16;
+pub(super) const SPAN: u64 = size_of::<CopySpan>() as u64;
+
+impl Group {
+    pub(super) fn count(&self) -> u32 {
+        self.routes.iter().sum()
+    }
+
+    /// Where tables and results start in the slot's meta memory: behind the descriptors, and the
+    /// spans of the answers in front of the results. What decodes parents follows.
+    pub(super) fn places(&self) -> (u64, u64) {
+        let tables = u64::from(self.count()) * size_of::<EncodeChunk>() as u64;
+        (tables, (tables + self.tables.len() as u64 * TABLES + 2 * SPAN).next_multiple_of(16))
+    }
+
+    /// The end of the results.
+    pub(super) fn end(&self) -> u64 {
+        self.places().1 + TOTAL + u64::from(self.count()) * size_of::<EncodeResult>() as u64
+    }
+
+    /// Gives each chunk its place: in the batch, which is sorted by route, or behind the frames.
+    pub(super) fn place(&mut self) {
+        let [a, b, c, _] = self.routes;
+        let mut next = [0, a, a + b, a + b + c];
+        let mut behind = self.capacity;
+        for job in &mut self.jobs {
+            match job.route {
+                Some(route) => {
+                    job.at = next[route as usize] as usize;
+                    next[route as usize] += 1;
+                }
+                None => {
+                    job.at = behind as usize;
+                    behind += job.bytes.next_multiple_of(ALIGN as u64);
+                }
+            }
+        }
+    }
+}
