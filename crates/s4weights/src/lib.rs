@@ -33,12 +33,12 @@
 mod adversarial;
 mod ancestors;
 mod behind;
+mod buffers;
 #[cfg(feature = "cuda")]
 mod device;
 mod error;
 mod fetch;
 mod io;
-mod large;
 mod memory;
 mod objects;
 mod options;

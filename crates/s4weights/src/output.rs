@@ -8,9 +8,9 @@ use s4_format::limits::{ALIGN, MAX_OBJECTS};
 use s4_format::manifest::Object;
 
 use crate::behind::{Back, Behind};
+use crate::buffers::{LargeBuffer, LargeBuffers};
 use crate::error::{Error, Result};
 use crate::io::Sink;
-use crate::large;
 use crate::objects::{DataObject, ObjectOptions, ObjectSink};
 use crate::parallel::pool;
 
@@ -65,6 +65,7 @@ struct Objects {
     options: ObjectOptions,
     /// Threads that hash together; `None`: the caller's own.
     hashers: Option<ThreadPool>,
+    buffers: LargeBuffers,
     open: Vec<Open>,
     /// By number; absent while an object is open.
     done: Vec<Option<Object>>,
@@ -75,7 +76,7 @@ struct Objects {
 struct Open {
     group: u8,
     number: u32,
-    bytes: Vec<u8>,
+    bytes: LargeBuffer,
 }
 
 impl Output {
@@ -87,16 +88,17 @@ impl Output {
         Ok(out)
     }
 
-    /// Objects, hashed by `threads` threads, and an index that [`Output::commit`] returns.
+    /// Objects in `buffers`, hashed by `threads` threads, and an index that [`Output::commit`] returns.
     pub(crate) fn objects(
         sink: Box<dyn ObjectSink>,
         options: ObjectOptions,
+        buffers: LargeBuffers,
         threads: usize,
     ) -> Result<Self> {
         let index = file::header().to_vec();
         let (options, hashers) = (options.check()?, pool(threads)?);
         let (open, done) = (vec![], vec![]);
-        let to = To::Objects(Objects { sink, options, hashers, open, done, index });
+        let to = To::Objects(Objects { sink, options, hashers, buffers, open, done, index });
         Ok(Self { to, chunk_bytes: 0 })
     }
 
@@ -225,7 +227,7 @@ impl Objects {
         }
         self.done.push(None);
         let number = number as u32;
-        let mut open = Open { group, number, bytes: large::with_capacity(self.options.bytes) };
+        let mut open = Open { group, number, bytes: self.buffers.take(self.options.bytes) };
         open.bytes.extend_from_slice(bytes);
         self.open.push(open);
         Ok((number, 0))

@@ -13,6 +13,7 @@ use s4_format::manifest::{self, ClosedCodec, Form, Manifest, Object, Roles, Sect
 use s4_format::{CodecId, DType, Digest, Plan, crc32c};
 use serde_json::value::RawValue;
 
+use crate::buffers::LargeBuffers;
 use crate::error::{At, Error, ParentProblem, Result};
 use crate::io::{Target, open_sink};
 use crate::objects::{ObjectOptions, ObjectSink};
@@ -112,7 +113,20 @@ impl Writer {
         objects: ObjectOptions,
         options: WriteOptions,
     ) -> Result<Self> {
-        let out = Output::objects(sink, objects, thread_count(options.threads))?;
+        // Enough for what a sink that lets go of objects has under way.
+        let buffers = LargeBuffers::new(objects.bytes.saturating_mul(4));
+        Self::create_objects_in(name, sink, objects, options, buffers)
+    }
+
+    /// As [`Writer::create_objects`], in buffers that may have been used before.
+    pub(crate) fn create_objects_in(
+        name: &str,
+        sink: Box<dyn ObjectSink>,
+        objects: ObjectOptions,
+        options: WriteOptions,
+        buffers: LargeBuffers,
+    ) -> Result<Self> {
+        let out = Output::objects(sink, objects, buffers, thread_count(options.threads))?;
         Self::start(name.to_owned(), out, options)
     }
 

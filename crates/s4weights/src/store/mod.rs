@@ -54,6 +54,7 @@ use s4_engine::Preset;
 use s4_planes::Simd;
 use s4_store::Store;
 
+use crate::buffers::LargeBuffers;
 use crate::error::{Error, Result};
 use crate::parent::{MemoryParent, Parent};
 use crate::reader::Reader;
@@ -90,7 +91,8 @@ pub struct StoreOptions {
     /// What stays listed after a save; `None`: everything.
     pub retention: Option<Retention>,
     /// Bytes of memory to keep the values in that later saves are differences from, besides the
-    /// buffers of a save: of the base, and of one checkpoint more for each further hop. Each has an
+    /// buffers of a save (memory that is free again is used by later saves, and the system may take it
+    /// back before that): of the base, and of one checkpoint more for each further hop. Each has an
     /// equal share, where its values lie as they are if they fit, compressed if that fits, and else
     /// not at all: then they are read back from the store, at every save. Of tensors on devices what
     /// was stored is kept.
@@ -144,6 +146,8 @@ pub struct CheckpointStore {
     line: Mutex<Line>,
     /// What was opened last.
     opened: Mutex<Option<Reference>>,
+    /// For objects and for values that are kept.
+    buffers: LargeBuffers,
 }
 
 /// The values of a checkpoint, for differences from it.
@@ -246,7 +250,9 @@ impl CheckpointStore {
         let store = bridge.ask(open(place.clone(), options.requests.clone()))?;
         let local = place.as_folder().is_some();
         let opener = Opener { bridge, store, local };
-        Ok(Self { opener, options, line: Mutex::default(), opened: Mutex::default() })
+        let buffers = LargeBuffers::new(options.buffers());
+        let (line, opened) = (Mutex::default(), Mutex::default());
+        Ok(Self { opener, options, line, opened, buffers })
     }
 
     /// Folder or URL, for messages; holds no secret.

@@ -7,8 +7,8 @@ use s4_delta::policy::{Choice, Entry, Next, Policy};
 use s4_engine::Preset;
 use s4_store::{Checkpoint, Reference, State};
 
+use crate::buffers::LargeBuffers;
 use crate::error::{Error, Result};
-use crate::large;
 use crate::memory::{MemoryOptions, TensorCodec};
 use crate::options::ReadOptions;
 use crate::parent::{MemoryParent, Snapshot};
@@ -55,6 +55,11 @@ impl Line {
 impl StoreOptions {
     fn tree(&self) -> Tree {
         Tree::new(self.max_chain, self.max_hops)
+    }
+
+    /// Bytes of buffers up to which they are used again: what a save takes, and values that are kept.
+    pub(crate) fn buffers(&self) -> usize {
+        self.requests.upload_memory.saturating_add(self.parent_memory)
     }
 
     /// Bytes that the values of one checkpoint may take.
@@ -198,7 +203,7 @@ impl CheckpointStore {
         if raw <= share {
             for tensor in values {
                 let (name, values) = tensor?;
-                parent.hold(name, values.into_bytes())?;
+                parent.hold(name, values.into_bytes(&self.buffers))?;
             }
             return Ok(Some(parent));
         }
@@ -233,9 +238,9 @@ impl Values<'_> {
         }
     }
 
-    fn into_bytes(self) -> bytes::Bytes {
+    fn into_bytes(self, buffers: &LargeBuffers) -> bytes::Bytes {
         match self {
-            Self::Theirs(values) => large::copy(values).into(),
+            Self::Theirs(values) => buffers.copy(values).into(),
             Self::Own(values) => values.into(),
         }
     }

@@ -168,6 +168,7 @@ impl CheckpointStore {
             match outcome {
                 Ok((mut saved, kept)) => {
                     line.saved(&saved.checkpoint, kept);
+                    self.buffers.rest();
                     drop(line);
                     saved.retired = self.retain(&saved.checkpoint)?;
                     return Ok(saved);
@@ -297,7 +298,9 @@ impl CheckpointStore {
         };
         let objects = ObjectOptions { bytes: self.options.object_bytes };
         let target = self.opener.bridge.target();
-        let mut writer = Writer::create_objects(target, Box::new(sink), objects, write)?;
+        let buffers = self.buffers.clone();
+        let mut writer =
+            Writer::create_objects_in(target, Box::new(sink), objects, write, buffers)?;
         tensors.write(&mut writer, options.groups, &mut || {
             if let Some(tell) = options.staged.filter(|_| !staged.replace(true)) {
                 tell();

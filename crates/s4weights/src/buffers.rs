@@ -1,0 +1,212 @@
+//! LargeBuffers of many megabytes that are used again. The system gives memory page by page, each filled with
+//! zeros first, which costs as much as copying into it or more.
+
+#![expect(unsafe_code, reason = "advice about memory")]
+
+use std::mem::MaybeUninit;
+use std::ops::{Deref, DerefMut};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
+
+use bytes::Bytes;
+
+/// Smaller buffers are left to the allocator, which keeps them by itself.
+const LARGE: usize = 1 << 20;
+
+/// LargeBuffers that wait for their next use. The system may take their memory back meanwhile (on Linux), if
+/// it runs short. Clones share them.
+#[derive(Debug, Clone)]
+pub(crate) struct LargeBuffers(Arc<Mutex<Idle>>);
+
+#[derive(Debug)]
+struct Idle {
+    buffers: Vec<Vec<u8>>,
+    /// Bytes of buffers in use, and of those.
+    bytes: usize,
+    most: usize,
+}
+
+impl LargeBuffers {
+    /// Keeps what nobody uses as long as that and what is in use are at most `most` bytes.
+    pub(crate) fn new(most: usize) -> Self {
+        Self(Arc::new(Mutex::new(Idle { buffers: vec![], bytes: 0, most })))
+    }
+
+    /// An empty buffer with room for `capacity` bytes.
+    pub(crate) fn take(&self, capacity: usize) -> LargeBuffer {
+        if capacity < LARGE {
+            return LargeBuffer { bytes: Vec::with_capacity(capacity), home: Weak::new() };
+        }
+        let used = lock(&self.0).take(capacity);
+        let bytes = used.unwrap_or_else(|| {
+            let mut fresh = Vec::with_capacity(capacity);
+            advise(fresh.spare_capacity_mut(), Advice::HugePages);
+            lock(&self.0).bytes += fresh.capacity();
+            fresh
+        });
+        LargeBuffer { bytes, home: Arc::downgrade(&self.0) }
+    }
+
+    /// Tells that nothing is needed for a while: the system may take back the memory of what nobody uses
+    /// (on Linux), if it runs short.
+    pub(crate) fn rest(&self) {
+        for buffer in &mut lock(&self.0).buffers {
+            advise(buffer.spare_capacity_mut(), Advice::NotNeeded);
+        }
+    }
+
+    /// A copy of bytes.
+    pub(crate) fn copy(&self, bytes: &[u8]) -> LargeBuffer {
+        let mut buffer = self.take(bytes.len());
+        buffer.extend_from_slice(bytes);
+        buffer
+    }
+}
+
+impl Idle {
+    /// The smallest that is large enough, and not much larger.
+    fn take(&mut self, capacity: usize) -> Option<Vec<u8>> {
+        let fits = capacity..=capacity.saturating_add(capacity / 4);
+        let all = self.buffers.iter().enumerate().map(|(i, b)| (b.capacity(), i));
+        let (_, i) = all.filter(|(room, _)| fits.contains(room)).min()?;
+        Some(self.buffers.swap_remove(i))
+    }
+
+    fn put(&mut self, buffer: Vec<u8>) {
+        if self.bytes <= self.most {
+            self.buffers.push(buffer);
+        } else {
+            self.bytes -= buffer.capacity();
+        }
+    }
+}
+
+fn lock(idle: &Mutex<Idle>) -> MutexGuard<'_, Idle> {
+    idle.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+/// A buffer that goes back when it is dropped, also as [`Bytes`].
+#[derive(Debug)]
+pub(crate) struct LargeBuffer {
+    bytes: Vec<u8>,
+    home: Weak<Mutex<Idle>>,
+}
+
+impl Drop for LargeBuffer {
+    fn drop(&mut self) {
+        let Some(home) = self.home.upgrade() else { return };
+        let mut bytes = std::mem::take(&mut self.bytes);
+        bytes.clear();
+        lock(&home).put(bytes);
+    }
+}
+
+impl Deref for LargeBuffer {
+    type Target = Vec<u8>;
+
+    fn deref(&self) -> &Vec<u8> {
+        &self.bytes
+    }
+}
+
+impl DerefMut for LargeBuffer {
+    fn deref_mut(&mut self) -> &mut Vec<u8> {
+        &mut self.bytes
+    }
+}
+
+impl AsRef<[u8]> for LargeBuffer {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
+}
+
+impl From<LargeBuffer> for Bytes {
+    fn from(buffer: LargeBuffer) -> Self {
+        Self::from_owner(buffer)
+    }
+}
+
+#[derive(Clone, Copy)]
+enum Advice {
+    /// Memory is better given in huge pages.
+    HugePages,
+    /// What it holds is of no use: it may be taken back until it is written again.
+    NotNeeded,
+}
+
+/// Memory is as good without.
+#[cfg(target_os = "linux")]
+fn advise(room: &mut [MaybeUninit<u8>], advice: Advice) {
+    /// Where pages begin, or a multiple of it.
+    const PAGE: usize = 64 << 10;
+    let skip = room.as_ptr().align_offset(PAGE);
+    let Some(whole) = room.get_mut(skip..) else { return };
+    let len = whole.len() / PAGE * PAGE;
+    let advice = match advice {
+        Advice::HugePages => libc::MADV_HUGEPAGE,
+        Advice::NotNeeded => libc::MADV_FREE,
+    };
+    // SAFETY: whole pages of a buffer that is borrowed, and that holds nothing: its bytes may become zeros.
+    unsafe { libc::madvise(whole.as_mut_ptr().cast(), len, advice) };
+}
+
+#[cfg(not(target_os = "linux"))]
+fn advise(_: &mut [MaybeUninit<u8>], _: Advice) {}
+
+#[cfg(test)]
+mod tests {
+    use bytes::Bytes;
+
+    use super::{LARGE, LargeBuffers, lock};
+
+    fn idle(buffers: &LargeBuffers) -> (usize, usize) {
+        let idle = lock(&buffers.0);
+        (idle.buffers.len(), idle.bytes)
+    }
+
+    #[test]
+    fn buffers_have_the_room_and_the_bytes_that_were_asked_for() {
+        let buffers = LargeBuffers::new(8 << 20);
+        // The second time what was used before holds other bytes.
+        for salt in [0, 7] {
+            for len in [0, 1, 4096, 100_000, 5 << 20] {
+                let bytes: Vec<u8> = (0..len).map(|i| i as u8 ^ salt).collect();
+                assert!(**buffers.copy(&bytes) == bytes, "{len}");
+                let empty = buffers.take(len);
+                assert!(empty.is_empty() && empty.capacity() >= len);
+            }
+        }
+    }
+
+    #[test]
+    fn large_buffers_are_used_again_once_nobody_holds_them() {
+        let buffers = LargeBuffers::new(8 << 20);
+        let mut first = buffers.take(4 << 20);
+        first.push(1);
+        let at = first.as_ptr();
+        let bytes: Bytes = first.into();
+        let part = bytes.slice(..1);
+        drop(bytes);
+        assert_eq!(idle(&buffers).0, 0, "a part of it is held");
+        drop(part);
+        assert_eq!(idle(&buffers), (1, 4 << 20));
+        assert!(buffers.take(2 << 20).as_ptr() != at, "too large for that");
+        buffers.rest();
+        let again = buffers.take(7 << 19);
+        assert!(again.as_ptr() == at && again.is_empty());
+    }
+
+    #[test]
+    fn no_more_are_kept_than_was_said() {
+        let buffers = LargeBuffers::new(2 * LARGE);
+        let three = [(); 3].map(|()| buffers.take(LARGE));
+        drop(three);
+        drop(buffers.take(LARGE - 1));
+        assert_eq!(idle(&buffers), (2, 2 * LARGE));
+        let one = buffers.take(LARGE);
+        assert_eq!(idle(&buffers), (1, 2 * LARGE));
+        // Whoever outlives the rest keeps nothing.
+        drop(buffers);
+        drop(one);
+    }
+}
