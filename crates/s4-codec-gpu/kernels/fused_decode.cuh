@@ -26,13 +26,16 @@ constexpr u32 kFusedSegments = kFusedDecodeValues >> 12;
 constexpr u32 kStaged = (kHeaderBytes + 4 + 2 * 256 + 2 * kFusedSegments + 15) / 16 * 16;
 
 template <int kWidth>
+using Words = WordSource<kWidth == 4>;
+
+template <int kWidth>
 struct DecodeShared {
   AlignedTable<u32, kTotal> entries;
   FusedStreams chunk;
   Header<kFusedSegments> header;
   u16 carry[kFusedSegments * kLanes];
   __align__(16) u8 head[kStaged];
-  __align__(16) u16 words[kWarps<kWidth>][WordSource::kBytes / 2];
+  __align__(16) u16 words[kWarps<kWidth>][Words<kWidth>::kBytes / 2];
 };
 static_assert(kStaged / 16 <= kThreads<4>, "each thread stages one vector");
 
@@ -83,12 +86,12 @@ struct BlockCursor {
   }
   __device__ __forceinline__ void load_a(u32 k, Octet<4>& o) const {
     const u32* p = reinterpret_cast<const u32*>(a + k * kBlock);
-    o.a[0] = __ldg(p), o.a[1] = __ldg(p + kBlock / 8);
+    o.a[0] = load_line(p), o.a[1] = load_line(p + kBlock / 8);
   }
   __device__ __forceinline__ void load_b(u32, Octet<2>&) const {}
   __device__ __forceinline__ void load_b(u32 k, Octet<4>& o) const {
     const uint2* p = reinterpret_cast<const uint2*>(b + 2 * k * kBlock);
-    const uint2 low = __ldg(p), high = __ldg(p + kBlock / 8);
+    const uint2 low = load_line(p), high = load_line(p + kBlock / 8);
     o.b[0] = low.x, o.b[1] = low.y, o.b[2] = high.x, o.b[3] = high.y;
   }
   __device__ __forceinline__ void prefetch_ahead(u32 k) const { prefetch(a + kAhead + k * kBlock); }
@@ -115,7 +118,7 @@ __device__ __forceinline__ void take_symbols(const u32* decoded, Octet<4>& o) {
 // Decodes blocks from value `first` on, as many as vectors will do for; returns where it stopped.
 template <int kWidth>
 __device__ __forceinline__ u32 decode_blocks(const FusedStreams& chunk, u32 first, u32 end, u32& x, Shared entries,
-                                             WordSource& words) {
+                                             Words<kWidth>& words) {
   // Each block must have all of its bytes A or none.
   const u32 fast = chunk.a_len % kBlock == 0 ? end : min(end, chunk.a_len);
   if (!is_aligned(chunk.values) || fast < first + kStep<kWidth>) return first;
@@ -160,7 +163,7 @@ __device__ __forceinline__ u32 decode_blocks(const FusedStreams& chunk, u32 firs
 // registers.)
 template <int kWidth>
 __device__ __forceinline__ bool decode_segment(const FusedStreams& chunk, u32 first, u32 end, u32& x, Shared entries,
-                                               WordSource& words) {
+                                               Words<kWidth>& words) {
   if (!__all_sync(kAllLanes, x >= kLow)) return false;
   const u32 mine = lane_id() * kOctet;
 #pragma unroll 1
@@ -188,7 +191,7 @@ __device__ __forceinline__ bool decode_segments(DecodeShared<kWidth>& shared) {
   for (u32 i = warp; i < h.fixed.segments; i += kWarps<kWidth>) {
     const u32 at = h.segment_at[i], first = i << h.fixed.segment_log2;
     u32 x = __ldg(reinterpret_cast<const u32*>(chunk.stream + at) + lane_id());
-    WordSource words(shared.words[warp], chunk.stream, at + kStatesBytes, h.words[i]);
+    Words<kWidth> words(shared.words[warp], chunk.stream, at + kStatesBytes, h.words[i]);
     const u32 end = min(chunk.n - first, 1u << h.fixed.segment_log2) + first;
     const bool sound = decode_segment<kWidth>(chunk, first, end, x, entries, words);
     if (!__all_sync(kAllLanes, sound && x - kLow < (h.fixed.carried > 0 ? kLow : 1))) return false;
@@ -229,13 +232,22 @@ __device__ __forceinline__ Status fused_streams(const DecodeChunk& c, FusedStrea
   return kOk;
 }
 
+// Asks the L2 cache for the raw bytes that a warp needs first, which are known before the header is read.
+template <int kWidth>
+__device__ __forceinline__ void prefetch_first(const FusedStreams& chunk) {
+  constexpr u32 kValues = 1024, kLine = 128;
+  const u32 first = uniform_warp_id() * kSegment, line = lane_id(), lines = kValues / kLine;
+  if (first + kValues > chunk.a_len) return;
+  if (line < lines) prefetch(chunk.raw.a + first + line * kLine);
+  else if (kWidth == 4 && line < 3 * lines) prefetch(chunk.raw.b + 2 * first + (line - lines) * kLine);
+}
+
 // The header of a stream is read from shared memory, where all threads bring it at once.
 template <int kWidth>
-__device__ __forceinline__ Status decode_chunk(const DecodeChunk& c, DecodeShared<kWidth>& shared) {
-  FusedStreams chunk{};
-  const Status known = fused_streams<kWidth>(c, chunk);
-  if (known != kOk) return known;
+__device__ __forceinline__ Status decode_streams(const DecodeChunk& c, const FusedStreams& chunk,
+                                                 DecodeShared<kWidth>& shared) {
   if (threadIdx.x == 0) shared.chunk = chunk;
+  prefetch_first<kWidth>(chunk);
   const u32 at = 16 * threadIdx.x;
   if (at < min(chunk.stream_len, kStaged))
     *reinterpret_cast<uint4*>(shared.head + at) = __ldg(reinterpret_cast<const uint4*>(chunk.stream + at));
@@ -253,9 +265,13 @@ __device__ __forceinline__ Status decode_chunk(const DecodeChunk& c, DecodeShare
 template <int kWidth>
 __device__ __forceinline__ void decode_fused(const DecodeChunk& c, u32& status) {
   __shared__ DecodeShared<kWidth> shared;
-  if (status != kOk) return;
+  // Both are asked for at the same time.
+  const u32 before = status;
+  FusedStreams chunk{};
+  const Status known = fused_streams<kWidth>(c, chunk);
+  if (before != kOk) return;
   __syncthreads();  // all have read it
-  const Status result = decode_chunk<kWidth>(c, shared);
+  const Status result = known == kOk ? decode_streams<kWidth>(c, chunk, shared) : known;
   if (threadIdx.x == 0) status = result;
 }
 

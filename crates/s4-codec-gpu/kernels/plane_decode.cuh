@@ -9,12 +9,13 @@ namespace s4 {
 // Most segments of a plane: kMaxDecodeBytes in the smallest ones.
 constexpr u32 kMostSegments = kMaxDecodeBytes >> 12;
 constexpr u32 kDecodeWarps = kComposedThreads / kLanes;
+using PlaneWords = WordSource<false>;
 
 struct PlaneDecodeShared {
   u32 entries[1 << 12];             // P = 12
   AlignedTable<u32, kTotal> pairs;  // P = 8
   Header<kMostSegments> header;
-  __align__(16) u16 words[kDecodeWarps][WordSource::kBytes / 2];
+  __align__(16) u16 words[kDecodeWarps][PlaneWords::kBytes / 2];
 };
 
 // A stream, whole: 16-byte aligned.
@@ -26,7 +27,7 @@ struct StreamBytes {
 // Replaces the escapes of a block and says which symbols they are: P = 8 marks them in the entries, P = 12
 // knows them by their slots.
 template <u32 kBits>
-__device__ __forceinline__ void pop_plane_block(u32& x, WordSource& words, Shared entries, u32 escape,
+__device__ __forceinline__ void pop_plane_block(u32& x, PlaneWords& words, Shared entries, u32 escape,
                                                 u32* symbols) {
   if (kBits == 8) return pop_block(x, words, entries, symbols);
   u32 left = 0;
@@ -47,7 +48,7 @@ __device__ __forceinline__ void pop_plane_block(u32& x, WordSource& words, Share
 // warp.
 template <u32 kBits>
 __device__ __forceinline__ bool decode_plane_segment(u8* plane, u32 first, u32 end, u32& x, Shared entries,
-                                                     u32 escape, WordSource& words) {
+                                                     u32 escape, PlaneWords& words) {
   if (!__all_sync(kAllLanes, x >= kLow)) return false;
   const u32 mine = lane_id() * kOctet;
 #pragma unroll 1
@@ -76,7 +77,7 @@ __device__ __forceinline__ bool decode_plane_segments(const StreamBytes& stream,
   for (u32 i = uniform_warp_id(); i < h.fixed.segments; i += kDecodeWarps) {
     const u32 at = h.segment_at[i], first = i << h.fixed.segment_log2;
     u32 x = *reinterpret_cast<const u32*>(stream.at + at + 4 * lane_id());
-    WordSource words(shared.words[warp_id()], stream.at, at + kStatesBytes, h.words[i]);
+    PlaneWords words(shared.words[warp_id()], stream.at, at + kStatesBytes, h.words[i]);
     const u32 end = min(size - first, 1u << h.fixed.segment_log2) + first;
     const bool sound = decode_plane_segment<kBits>(plane, first, end, x, entries, h.fixed.escape, words);
     if (!__all_sync(kAllLanes, sound && x - kLow < (h.fixed.carried > 0 ? kLow : 1))) return false;

@@ -162,7 +162,9 @@ __device__ __forceinline__ Status read_header(const u8* head, u32 len, u32 n, co
 
 // A segment's words, brought from global into shared memory a piece at a time, one piece ahead: what is left
 // of the last piece moves to the front, and the next one goes behind it. Pieces lie at multiples of 16 in
-// memory; what the first one has in front of the words belongs to the stream, too.
+// memory; what the first one has in front of the words belongs to the stream, too. `kLines`: they come with the
+// rest of their lines (`load_line`), which pays for values of 4 bytes and costs for those of 2.
+template <bool kLines>
 struct WordSource {
   static constexpr u32 kPiece = 256;               // words: 16 bytes a lane
   static constexpr u32 kPieceBytes = 2 * kPiece;
@@ -190,7 +192,8 @@ struct WordSource {
   // Loads the lane's 8 words of the next piece if the segment reaches them. Behind its last word there may be
   // anything: whoever takes it takes too much.
   __device__ __forceinline__ void advance() {
-    if (rest > static_cast<int>(8 * lane_id())) ahead = __ldcs(reinterpret_cast<const uint4*>(next));
+    const uint4* from = reinterpret_cast<const uint4*>(next);
+    if (rest > static_cast<int>(8 * lane_id())) ahead = kLines ? load_line(from) : __ldcs(from);
     next += kPieceBytes;
     rest -= kPiece;
   }
@@ -225,7 +228,8 @@ __device__ __forceinline__ u32 pop(u32& x, Shared entries) {
 }
 
 // Replaces the escapes of a block by their values, round by round; a lane has one at least.
-__device__ __forceinline__ void pop_escapes(u32& x, WordSource& words, u32 left, u32* symbols) {
+template <class Words>
+__device__ __forceinline__ void pop_escapes(u32& x, Words& words, u32 left, u32* symbols) {
 #pragma unroll 1
   do {
     if (left != 0) {
@@ -241,7 +245,8 @@ __device__ __forceinline__ void pop_escapes(u32& x, WordSource& words, u32 left,
 }
 
 // Decodes eight symbols of each lane into two words.
-__device__ __forceinline__ void pop_block(u32& x, WordSource& words, Shared entries, u32* symbols) {
+template <class Words>
+__device__ __forceinline__ void pop_block(u32& x, Words& words, Shared entries, u32* symbols) {
   words.prepare();
   u32 pairs[4], any = 0;  // of entries, bytes 1 and 2 of both: symbols, flags
 #pragma unroll

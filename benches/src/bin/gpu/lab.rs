@@ -10,6 +10,10 @@ pub(crate) type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 /// Measurements of each thing, after one that is not counted; the median counts.
 pub(crate) const ROUNDS: usize = 7;
 
+/// Bytes that are filled before each measurement of queued work: more than caches hold, and long enough
+/// for the host to queue what is measured meanwhile.
+const COLD: u64 = 256 << 20;
+
 /// Bytes of a copy to or from pinned memory.
 pub(crate) const PIECE: usize = 32 << 20;
 
@@ -95,11 +99,15 @@ impl Lab {
         Ok(true)
     }
 
-    /// Median seconds that queued work takes on the device, by its events.
+    /// Median seconds that queued work takes on the device, by its events. It starts with cold caches, and
+    /// waits for other work when it is queued, so that how long the host takes to do so is no part of it.
     pub(crate) fn time(&self, mut work: impl FnMut() -> Outcome<()>) -> Outcome<f64> {
         let (start, stop) = (Event::timed(&self.device)?, Event::timed(&self.device)?);
+        let cold = self.alloc(COLD)?;
         let mut times = vec![];
         for round in 0..=ROUNDS {
+            // SAFETY: memory of this call alone.
+            unsafe { self.stream.fill(cold.address(), 0, cold.bytes())? };
             start.record(&self.stream)?;
             work()?;
             stop.record(&self.stream)?;
