@@ -130,35 +130,30 @@ __device__ __forceinline__ void prefetch(const void* p) {
 
 // Loads what nobody writes, and has L2 bring the rest of its line of 128 bytes at the same time: for sequences that
 // a warp reads in pieces of a line or more, and that do not begin where lines do.
-__device__ __forceinline__ u32 load_line(const u32* p) {
 #ifdef __CUDA_ARCH__
+__device__ __forceinline__ u32 load_line(const u32* p) {
   u32 v;
   asm volatile("ld.global.nc.L2::128B.u32 %0, [%1];" : "=r"(v) : "l"(p));
   return v;
-#else
-  return *p;
-#endif
 }
 __device__ __forceinline__ uint2 load_line(const uint2* p) {
-#ifdef __CUDA_ARCH__
   uint2 v;
   asm volatile("ld.global.nc.L2::128B.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
   return v;
-#else
-  return *p;
-#endif
 }
 __device__ __forceinline__ uint4 load_line(const uint4* p) {
-#ifdef __CUDA_ARCH__
   uint4 v;
   asm volatile("ld.global.nc.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(p));
   return v;
-#else
-  return *p;
-#endif
 }
+#else
+template <class T>
+T load_line(const T* p) {
+  return *p;
+}
+#endif
 
 template <int kWidth>
 __device__ __forceinline__ void prefetch_values(const u8* values, u32 at) {

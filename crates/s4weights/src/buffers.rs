@@ -34,16 +34,16 @@ impl LargeBuffers {
     /// An empty buffer with room for `capacity` bytes.
     pub(crate) fn take(&self, capacity: usize) -> LargeBuffer {
         if capacity < LARGE {
-            return LargeBuffer { bytes: Vec::with_capacity(capacity), home: Weak::new() };
+            return LargeBuffer { bytes: Vec::with_capacity(capacity), room: 0, home: Weak::new() };
         }
         let used = lock(&self.0).take(capacity);
+        let room = used.as_ref().map_or(capacity, Vec::capacity);
         let bytes = used.unwrap_or_else(|| {
             let mut fresh = Vec::with_capacity(capacity);
             advise(fresh.spare_capacity_mut(), Advice::HugePages);
-            lock(&self.0).bytes += fresh.capacity();
             fresh
         });
-        LargeBuffer { bytes, home: Arc::downgrade(&self.0) }
+        LargeBuffer { bytes, room, home: Arc::downgrade(&self.0) }
     }
 
     /// Tells that nothing is needed for a while: the system may take back the memory of what nobody uses
@@ -63,20 +63,37 @@ impl LargeBuffers {
 }
 
 impl Idle {
-    /// The smallest that is large enough, and not much larger.
+    /// The smallest that is large enough, and not much larger. If there is none, one of that size will be
+    /// in use, for which the oldest make room.
     fn take(&mut self, capacity: usize) -> Option<Vec<u8>> {
         let fits = capacity..=capacity.saturating_add(capacity / 4);
         let all = self.buffers.iter().enumerate().map(|(i, b)| (b.capacity(), i));
-        let (_, i) = all.filter(|(room, _)| fits.contains(room)).min()?;
-        Some(self.buffers.swap_remove(i))
+        if let Some((_, i)) = all.filter(|(room, _)| fits.contains(room)).min() {
+            return Some(self.buffers.remove(i));
+        }
+        self.bytes = self.bytes.saturating_add(capacity);
+        self.shrink();
+        None
     }
 
-    fn put(&mut self, buffer: Vec<u8>) {
-        if self.bytes <= self.most {
-            self.buffers.push(buffer);
-        } else {
-            self.bytes -= buffer.capacity();
+    /// Takes back what was given with room for `room` bytes.
+    fn put(&mut self, buffer: Vec<u8>, room: usize) {
+        self.bytes = self.bytes.saturating_sub(room).saturating_add(buffer.capacity());
+        self.buffers.push(buffer);
+        self.shrink();
+    }
+
+    /// Lets go of the oldest until all together are no more than was said, or none is idle.
+    fn shrink(&mut self) {
+        let mut gone = 0;
+        for buffer in &self.buffers {
+            if self.bytes <= self.most {
+                break;
+            }
+            self.bytes = self.bytes.saturating_sub(buffer.capacity());
+            gone += 1;
         }
+        self.buffers.drain(..gone);
     }
 }
 
@@ -88,6 +105,8 @@ fn lock(idle: &Mutex<Idle>) -> MutexGuard<'_, Idle> {
 #[derive(Debug)]
 pub(crate) struct LargeBuffer {
     bytes: Vec<u8>,
+    /// Bytes that it is counted with: it may have grown since.
+    room: usize,
     home: Weak<Mutex<Idle>>,
 }
 
@@ -96,7 +115,7 @@ impl Drop for LargeBuffer {
         let Some(home) = self.home.upgrade() else { return };
         let mut bytes = std::mem::take(&mut self.bytes);
         bytes.clear();
-        lock(&home).put(bytes);
+        lock(&home).put(bytes, self.room);
     }
 }
 
@@ -203,8 +222,15 @@ mod tests {
         drop(three);
         drop(buffers.take(LARGE - 1));
         assert_eq!(idle(&buffers), (2, 2 * LARGE));
-        let one = buffers.take(LARGE);
+        let mut one = buffers.take(LARGE);
         assert_eq!(idle(&buffers), (1, 2 * LARGE));
+        // What grew is counted as it is; what is idle makes room for another size.
+        one.reserve_exact(2 * LARGE);
+        drop(one);
+        assert_eq!(idle(&buffers), (1, 2 * LARGE));
+        drop([buffers.take(LARGE), buffers.take(LARGE)]);
+        let one = buffers.take(2 * LARGE);
+        assert_eq!(idle(&buffers), (0, 2 * LARGE));
         // Whoever outlives the rest keeps nothing.
         drop(buffers);
         drop(one);
