@@ -30,12 +30,12 @@ pub struct EncodedChunk {
 }
 
 /// The values of a chunk.
-struct Values<'a> {
+pub(crate) struct Values<'a> {
     /// Number of the first one.
-    first: u64,
-    src: &'a [u8],
+    pub(crate) first: u64,
+    pub(crate) src: &'a [u8],
     /// The parent's at the same places.
-    parent: Option<&'a [u8]>,
+    pub(crate) parent: Option<&'a [u8]>,
 }
 
 /// Planes of differences with more symbols are coded in long segments: enough of them are left to
@@ -139,16 +139,13 @@ impl CpuEngine {
     ) -> Result<()> {
         let width = view.dtype.value_width();
         let layout = plan.plan.layout;
-        let Values { first, src, parent } = *values;
-        let sizes = Planes::new(layout, width, src.len() / width)?;
+        let sizes = Planes::new(layout, width, values.src.len() / width)?;
         if plan.plan.predictor == PredictorId::NONE {
-            self.split(layout, width, src, scratch)?;
+            self.split(layout, width, values.src, scratch)?;
         } else {
             let mut residuals = std::mem::take(&mut scratch.residuals);
-            let to = sized(&mut residuals, src.len());
-            to.copy_from_slice(src);
-            let (k, side) = (self.kernels, &plan.side);
-            let done = residual::forward(k, &plan.plan, side, view, first, parent, to)
+            let to = sized(&mut residuals, values.src.len());
+            let done = residual::forward(self.kernels, &plan.plan, &plan.side, view, values, to)
                 .and_then(|()| self.split(layout, width, to, scratch));
             scratch.residuals = residuals;
             done?;

@@ -1,29 +1,32 @@
-//! Predictors on the values of one chunk, in place.
+//! Predictors on the values of one chunk.
 
 use s4_delta::{Rank1, Residual};
 use s4_format::side::{Side, SideKind};
 use s4_format::{Error, Plan, PredictorId, ResidualId, Result};
 use s4_planes::Kernels;
 
+use crate::encode::Values;
 use crate::scratch::width_of;
 use crate::{TensorSpec, TensorView};
 
-/// Replaces values by what is left of them after prediction. `first` is the number of the first one;
-/// `parent` are the parent's values at their places, if the plan predicts from it.
+/// Writes what is left of values after prediction into `to`, which is as long.
 pub(crate) fn forward(
     kernels: Kernels,
     plan: &Plan,
     side: &Side,
     view: &TensorView<'_>,
-    first: u64,
-    parent: Option<&[u8]>,
-    values: &mut [u8],
+    values: &Values<'_>,
+    to: &mut [u8],
 ) -> Result<()> {
+    let Values { first, src, parent } = *values;
     match plan.predictor {
-        PredictorId::RANK1 => rank1(side, view)?.forward(kernels, first, values),
+        PredictorId::RANK1 => {
+            to.copy_from_slice(src);
+            rank1(side, view)?.forward(kernels, first, to)
+        }
         PredictorId::PARENT => {
             let width = width_of(view.dtype.value_width())?;
-            residual(plan)?.diff(kernels, width, present(parent)?, values)
+            residual(plan)?.diff_into(kernels, width, present(parent)?, src, to)
         }
         other => other.require_open().map(drop),
     }

@@ -21,13 +21,14 @@ use s4weights::store::{CheckpointStore, Place, SaveOptions, StorageOptions, Stor
 type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
 fn main() -> Outcome<()> {
-    let usage = "usage: upload MIB [CALLS]";
-    let mut arguments = std::env::args().skip(1).map(|a| a.parse::<usize>());
-    let mib = arguments.next().ok_or(usage)??;
-    let calls = arguments.next().transpose()?.unwrap_or(3);
+    let usage = "usage: upload MIB [CALLS] [ENDPOINT]";
+    let mut arguments = std::env::args().skip(1);
+    let mib: usize = arguments.next().ok_or(usage)?.parse()?;
+    let calls: usize = arguments.next().map_or(Ok(3), |a| a.parse())?;
+    let endpoint = arguments.next();
     let server = s3::Server::start()?;
     let pairs = [
-        ("endpoint_url", server.url()),
+        ("endpoint_url", endpoint.unwrap_or_else(|| server.url())),
         ("key", "test".into()),
         ("secret", "test".into()),
         ("region", "us-east-1".into()),

@@ -52,6 +52,16 @@ pub trait Parent: Send + Sync {
     /// What keeps values from being read; [`Error::Parent`] if they are not the checkpoint's.
     fn read(&self, ranges: &mut [ParentRange<'_>]) -> Result<()>;
 
+    /// As [`Parent::read`] of `len` bytes from byte `first` on, without a copy: `None` if the values do
+    /// not lie in memory as they are.
+    ///
+    /// # Errors
+    /// As [`Parent::read`].
+    fn in_memory(&self, tensor: u32, first: u64, len: usize) -> Result<Option<&[u8]>> {
+        let _ = (tensor, first, len);
+        Ok(None)
+    }
+
     /// Whether many ranges are read much faster by one call than by many. Such a parent is asked
     /// for the ranges of many chunks at once, and finds threads of its own.
     fn is_remote(&self) -> bool {
@@ -124,7 +134,9 @@ pub struct MemoryParent {
 }
 
 enum Held {
-    Values(Bytes),
+    /// Memory of the caller's, which may change.
+    Theirs(Bytes),
+    Own(Bytes),
     Compressed(Arc<TensorCodec>, Compressed),
 }
 
@@ -153,12 +165,25 @@ impl MemoryParent {
     /// # Errors
     /// [`Error::Argument`] if there are not as many bytes as the tensor has.
     pub fn hold(&mut self, name: &str, values: Bytes) -> Result<()> {
+        self.insert(name, values, Held::Theirs)
+    }
+
+    /// As [`MemoryParent::hold`], of bytes that nothing changes any more: differences are taken from them
+    /// where they lie, and not from a copy of each part.
+    ///
+    /// # Errors
+    /// As [`MemoryParent::hold`].
+    pub fn own(&mut self, name: &str, values: Bytes) -> Result<()> {
+        self.insert(name, values, Held::Own)
+    }
+
+    fn insert(&mut self, name: &str, values: Bytes, held: fn(Bytes) -> Held) -> Result<()> {
         let Some(tensor) = self.snapshot.tensors.get(name) else { return Ok(()) };
         if values.len() as u64 != tensor.bytes {
             let what = format!("tensor `{name}`: {} of {} bytes", values.len(), tensor.bytes);
             return Err(Error::Argument(what));
         }
-        self.held.insert(tensor.number, (name.to_owned(), Held::Values(values)));
+        self.held.insert(tensor.number, (name.to_owned(), held(values)));
         Ok(())
     }
 
@@ -219,44 +244,72 @@ impl MemoryParent {
         }
     }
 
-    /// Copies a range, chunk by chunk.
-    fn copy(&self, range: &mut ParentRange<'_>, name: &str, held: &Held) -> Result<()> {
-        let Some(tensor) = self.snapshot.tensors.get(name) else {
-            return Err(self.problem(Some(name), ParentProblem::NoTensor(range.tensor)));
+    /// What must be known of a held tensor, and the first of `len` bytes of it, which it has.
+    fn place(
+        &self,
+        tensor: u32,
+        name: &str,
+        first: u64,
+        len: usize,
+    ) -> Result<(&SnapshotTensor, usize)> {
+        let Some(known) = self.snapshot.tensors.get(name) else {
+            return Err(self.problem(Some(name), ParentProblem::NoTensor(tensor)));
         };
-        let size = tensor.chunk_bytes();
         // The values are in memory.
-        let bytes = tensor.bytes as usize;
+        let bytes = known.bytes as usize;
+        let first = usize::try_from(first).ok();
+        let first = first.filter(|f| f.checked_add(len).is_some_and(|end| end <= bytes));
         let outside = || Error::Argument(format!("tensor `{name}`: a range beyond its end"));
-        let mut at = usize::try_from(range.first).map_err(|_| outside())?;
-        if at.checked_add(range.to.len()).is_none_or(|end| end > bytes) {
-            return Err(outside());
+        Ok((known, first.ok_or_else(outside)?))
+    }
+
+    /// Compares values from byte `first` on with the checkpoint's checksums. What is less than a chunk is
+    /// only looked at, to see whether a difference would pay.
+    fn compare(
+        &self,
+        name: &str,
+        tensor: &SnapshotTensor,
+        first: usize,
+        values: &[u8],
+    ) -> Result<()> {
+        let (size, end) = (tensor.chunk_bytes(), first + values.len());
+        for chunk in first.div_ceil(size)..end.div_ceil(size) {
+            let from = chunk * size;
+            let to = (from + size).min(tensor.bytes as usize);
+            if to <= end {
+                self.check(name, tensor, chunk, &values[from - first..to - first])?;
+            }
         }
+        Ok(())
+    }
+
+    /// Decompresses a range, chunk by chunk, and compares it.
+    fn decompress(
+        &self,
+        range: &mut ParentRange<'_>,
+        name: &str,
+        codec: &TensorCodec,
+        tensor: &Compressed,
+    ) -> Result<()> {
+        let (known, mut at) = self.place(range.tensor, name, range.first, range.to.len())?;
+        let (size, bytes) = (known.chunk_bytes(), known.bytes as usize);
         let mut rest = &mut *range.to;
         let mut whole = vec![];
         while !rest.is_empty() {
             let (chunk, from) = (at / size, at % size);
             let len = size.min(bytes - chunk * size);
             let (now, later) = rest.split_at_mut(rest.len().min(len - from));
-            match held {
-                Held::Values(values) => now.copy_from_slice(&values[at..at + now.len()]),
-                Held::Compressed(codec, c) if now.len() == len => {
-                    codec.decompress_chunk(c, chunk, now)?;
-                }
-                Held::Compressed(codec, c) => {
-                    whole.resize(len, 0);
-                    codec.decompress_chunk(c, chunk, &mut whole)?;
-                    now.copy_from_slice(&whole[from..from + now.len()]);
-                }
-            }
-            // What is less than a chunk is only looked at, to see whether a difference would pay.
             if now.len() == len {
-                self.check(name, tensor, chunk, now)?;
+                codec.decompress_chunk(tensor, chunk, now)?;
+            } else {
+                whole.resize(len, 0);
+                codec.decompress_chunk(tensor, chunk, &mut whole)?;
+                now.copy_from_slice(&whole[from..from + now.len()]);
             }
             at += now.len();
             rest = later;
         }
-        Ok(())
+        self.compare(name, known, at - range.to.len(), range.to)
     }
 }
 
@@ -280,7 +333,16 @@ impl Parent for MemoryParent {
         let mut others = vec![];
         for range in ranges {
             match self.held.get(&range.tensor) {
-                Some((name, held)) => self.copy(range, name, held)?,
+                Some((name, Held::Theirs(values) | Held::Own(values))) => {
+                    let len = range.to.len();
+                    let (tensor, first) = self.place(range.tensor, name, range.first, len)?;
+                    // What is compared is what is used, whatever becomes of it meanwhile.
+                    range.to.copy_from_slice(&values[first..first + len]);
+                    self.compare(name, tensor, first, range.to)?;
+                }
+                Some((name, Held::Compressed(codec, tensor))) => {
+                    self.decompress(range, name, codec, tensor)?;
+                }
                 None => others.push(ParentRange {
                     tensor: range.tensor,
                     first: range.first,
@@ -292,6 +354,18 @@ impl Parent for MemoryParent {
             (_, None) => Ok(()),
             (Some(rest), _) => rest.read(&mut others),
             (None, Some(range)) => Err(self.problem(None, ParentProblem::NoTensor(range.tensor))),
+        }
+    }
+
+    fn in_memory(&self, tensor: u32, first: u64, len: usize) -> Result<Option<&[u8]>> {
+        match self.held.get(&tensor) {
+            Some((name, Held::Own(values))) => {
+                let (tensor, first) = self.place(tensor, name, first, len)?;
+                let values = &values[first..first + len];
+                self.compare(name, tensor, first, values)?;
+                Ok(Some(values))
+            }
+            _ => Ok(None),
         }
     }
 

@@ -365,15 +365,13 @@ impl Encoder<'_> {
     }
 
     fn chunk(&self, chunk: u64, item: &Item<'_>, frame: &mut Frame) -> Result<EncodedChunk> {
-        let delta = item.plan.plan.parent().is_some();
-        if let Some(parent) = self.parent.filter(|p| delta && !p.is_remote())
-            && let Some(range) = item.parent_range(chunk, &mut frame.parent)
-        {
-            parent.read(&mut [range])?;
-        }
-        frame.bytes.clear();
-        let values = delta.then_some(frame.parent.as_slice());
-        let (view, plan, to) = (&item.large.view, &item.plan, &mut frame.bytes);
+        let Frame { bytes: to, parent, .. } = frame;
+        let values = match self.parent.filter(|_| item.plan.plan.parent().is_some()) {
+            None => None,
+            Some(there) => Some(item.parent_values(there, chunk, parent)?),
+        };
+        to.clear();
+        let (view, plan) = (&item.large.view, &item.plan);
         self.scratch
             .with(|scratch| self.engine.encode_chunk_from(view, plan, chunk, values, scratch, to))
             .map_err(|e| e.in_chunk(chunk).in_tensor(item.large.name))
@@ -392,6 +390,29 @@ impl Item<'_> {
         let size = view.dtype.value_width() << self.plan.chunk_log2;
         let from = chunk as usize * size;
         (from, view.data.len().min(from + size))
+    }
+
+    /// The values of `parent` that a chunk is a difference from: where they lie, or in `buffer`, which
+    /// holds those of a remote parent already.
+    fn parent_values<'b>(
+        &self,
+        parent: &'b dyn Parent,
+        chunk: u64,
+        buffer: &'b mut Vec<u8>,
+    ) -> Result<&'b [u8]> {
+        if parent.is_remote() {
+            return Ok(buffer);
+        }
+        let (from, end) = self.bytes_of(chunk);
+        if let Some((_, tensor)) = self.plan.plan.parent()
+            && let Some(values) = parent.in_memory(tensor, from as u64, end - from)?
+        {
+            return Ok(values);
+        }
+        if let Some(range) = self.parent_range(chunk, buffer) {
+            parent.read(&mut [range])?;
+        }
+        Ok(buffer)
     }
 
     /// The range of the parent that a chunk is a difference from, into a buffer of that size.

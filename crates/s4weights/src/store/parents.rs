@@ -203,7 +203,7 @@ impl CheckpointStore {
         if raw <= share {
             for tensor in values {
                 let (name, values) = tensor?;
-                parent.hold(name, values.into_bytes(&self.buffers))?;
+                parent.own(name, values.into_bytes(&self.buffers))?;
             }
             return Ok(Some(parent));
         }
