@@ -1,4 +1,4 @@
-//! LargeBuffers of many megabytes that are used again. The system gives memory page by page, each filled with
+//! Buffers of many megabytes that are used again. The system gives memory page by page, each filled with
 //! zeros first, which costs as much as copying into it or more.
 
 #![expect(unsafe_code, reason = "advice about memory")]
@@ -12,7 +12,7 @@ use bytes::Bytes;
 /// Smaller buffers are left to the allocator, which keeps them by itself.
 const LARGE: usize = 1 << 20;
 
-/// LargeBuffers that wait for their next use. The system may take their memory back meanwhile (on Linux), if
+/// Buffers that wait for their next use. The system may take their memory back meanwhile (on Linux), if
 /// it runs short. Clones share them.
 #[derive(Debug, Clone)]
 pub(crate) struct LargeBuffers(Arc<Mutex<Idle>>);

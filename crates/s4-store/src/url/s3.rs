@@ -70,9 +70,8 @@ fn settings(options: &StorageOptions, environment: &Environment) -> Result<Setti
         if endpoint.starts_with("http://") && !all.has(&allow) {
             all.keys.push((allow, "true".into()));
         }
-    } else if !all.has(&AmazonS3ConfigKey::Checksum) {
-        // Other servers than Amazon's may not know it; the signature covers the body there, too.
-        all.keys.push((AmazonS3ConfigKey::Checksum, "crc64nvme".into()));
+    } else {
+        all.as_amazon_likes();
     }
     Ok(all)
 }
@@ -120,8 +119,30 @@ impl Settings {
         Ok(())
     }
 
+    /// On Amazon's servers, what nobody asked for otherwise: a checksum of the body, which the signature
+    /// covers, in place of a signature of the body, as Amazon's own clients do over TLS. It guards as much
+    /// and is computed much faster. Other servers may not know it; the signature covers the body there.
+    fn as_amazon_likes(&mut self) {
+        const CHECKSUM: &str = "crc64nvme";
+        if !self.has(&AmazonS3ConfigKey::Checksum) {
+            self.keys.push((AmazonS3ConfigKey::Checksum, CHECKSUM.into()));
+        }
+        let plain = AmazonS3ConfigKey::Client(ClientConfigKey::AllowHttp);
+        let tls = self.last(&plain).is_none_or(|http| !http.eq_ignore_ascii_case("true"));
+        let checked = self.last(&AmazonS3ConfigKey::Checksum);
+        let checked = checked.is_some_and(|sum| sum.eq_ignore_ascii_case(CHECKSUM));
+        if tls && checked && !self.has(&AmazonS3ConfigKey::UnsignedPayload) {
+            self.keys.push((AmazonS3ConfigKey::UnsignedPayload, "true".into()));
+        }
+    }
+
     fn has(&self, key: &AmazonS3ConfigKey) -> bool {
-        self.keys.iter().any(|(k, _)| k == key)
+        self.last(key).is_some()
+    }
+
+    /// The value that counts.
+    fn last(&self, key: &AmazonS3ConfigKey) -> Option<&str> {
+        self.keys.iter().rev().find(|(k, _)| k == key).map(|(_, value)| value.as_str())
     }
 
     fn endpoint(&self) -> Option<&str> {
@@ -235,6 +256,24 @@ mod tests {
     fn checksums_can_be_switched_off() {
         let b = built(&[("checksum", "none")], &[("HOME", "/nowhere")]);
         assert_eq!(value(&b, "checksum_algorithm"), None);
+    }
+
+    #[test]
+    fn a_body_is_signed_unless_tls_and_a_checksum_guard_it() {
+        let unsigned = |options: &[(&str, &str)]| {
+            value(&built(options, &[("HOME", "/nowhere")]), "unsigned_payload").unwrap()
+        };
+        assert_eq!(unsigned(&[]), "true");
+        assert_eq!(unsigned(&[("checksum", "CRC64NVME")]), "true");
+        for other in [
+            ("checksum", "none"),
+            ("checksum", "sha256"),
+            ("use_ssl", "false"),
+            ("unsigned_payload", "false"),
+            ("endpoint_url", "https://other"),
+        ] {
+            assert_eq!(unsigned(&[other]), "false", "{other:?}");
+        }
     }
 
     #[test]

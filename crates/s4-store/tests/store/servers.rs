@@ -85,6 +85,19 @@ async fn servers_conform() {
     }
 }
 
+/// What a store on Amazon's servers does unless it is told otherwise.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn servers_conform_with_bodies_that_are_checked_and_not_signed() {
+    for (name, endpoint) in s3_servers() {
+        let mut options = s3_options(&endpoint);
+        options.extend(map(&[("checksum", "crc64nvme"), ("unsigned_payload", "true")]));
+        let url = format!("s3://{BUCKET}/{}", Uuid::now_v7());
+        let (store, prefix) = objects(&Place::open_url(&url, &options).unwrap());
+        conformance(store, prefix).await.unwrap_or_else(|e| panic!("{name}: {e}"));
+        println!("{name} conforms");
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn servers_pass_object_stores_own_suite() {
     for (name, place) in places() {
