@@ -207,7 +207,7 @@ fn the_same_bytes_whatever_threads_instructions_and_place_of_the_parent() {
     let read = parent.snapshot().unwrap();
     assert_eq!((read.digest(), read.depth()), (snapshot.digest(), 1));
     let codec = Arc::new(TensorCodec::new(MemoryOptions::default()).unwrap());
-    let memory = |kept: bool, rest: bool| -> Arc<dyn Parent> {
+    let memory = |kept: bool, rest: bool, own: bool| -> Arc<dyn Parent> {
         let mut p = MemoryParent::new(Arc::clone(&snapshot), if kept { 1 << 20 } else { 0 });
         for (i, t) in before.iter().enumerate() {
             if rest && i == 0 {
@@ -215,6 +215,8 @@ fn the_same_bytes_whatever_threads_instructions_and_place_of_the_parent() {
             } else if kept {
                 let large = t.data.len() / t.dtype.value_width() >= 4096;
                 assert_eq!(p.keep(&codec, &t.name, &t.data).unwrap(), large, "{}", t.name);
+            } else if own {
+                p.own(&t.name, t.data.clone().into()).unwrap();
             } else {
                 p.hold(&t.name, t.data.clone().into()).unwrap();
             }
@@ -226,8 +228,14 @@ fn the_same_bytes_whatever_threads_instructions_and_place_of_the_parent() {
     let mut now = before.clone();
     step(&mut now, 3);
     let first = write(&now, against(&parent)).unwrap().0;
-    let parents: [Arc<dyn Parent>; 4] =
-        [Arc::clone(&parent) as _, memory(false, false), memory(true, false), memory(true, true)];
+    let parents: [Arc<dyn Parent>; 6] = [
+        Arc::clone(&parent) as _,
+        memory(false, false, false),
+        memory(false, false, true),
+        memory(false, true, true),
+        memory(true, false, false),
+        memory(true, true, false),
+    ];
     for (i, parent) in parents.iter().enumerate() {
         for simd in Simd::available() {
             for threads in [1, 2, 5] {
@@ -251,17 +259,22 @@ fn values_that_changed_in_memory_are_an_error_and_no_difference() {
     let snapshot = Arc::new(written.snapshot);
     let mut now = before.clone();
     step(&mut now, 3);
-    let mut p = MemoryParent::new(Arc::clone(&snapshot), 0);
     let mut data = before[0].data.clone();
     data[290_000] ^= 1;
-    p.hold("w", data.clone().into()).unwrap();
-    let options = WriteOptions { parent: Some(Arc::new(p)), ..Default::default() };
-    let e = write(&now, options).err().unwrap();
-    assert!(
-        matches!(&e, Error::Parent { tensor: Some(t), parent, problem: ParentProblem::Changed { chunk: 1 }, .. }
-            if t == "w" && *parent == snapshot.digest()),
-        "{e}"
-    );
+    for own in [false, true] {
+        let mut p = MemoryParent::new(Arc::clone(&snapshot), 0);
+        let add = if own { MemoryParent::own } else { MemoryParent::hold };
+        add(&mut p, "w", data.clone().into()).unwrap();
+        let options = WriteOptions { parent: Some(Arc::new(p)), ..Default::default() };
+        let e = write(&now, options).err().unwrap();
+        assert!(
+            matches!(&e, Error::Parent { tensor: Some(t), parent, problem: ParentProblem::Changed { chunk: 1 }, .. }
+                if t == "w" && *parent == snapshot.digest()),
+            "{e}"
+        );
+    }
+    let mut p = MemoryParent::new(Arc::clone(&snapshot), 0);
+    assert!(matches!(p.own("w", data[2..].to_vec().into()), Err(Error::Argument(_))));
     // Compressed ones are compared when they are kept.
     let codec = Arc::new(TensorCodec::new(MemoryOptions::default()).unwrap());
     let mut p = MemoryParent::new(Arc::clone(&snapshot), 1 << 20);
@@ -518,9 +531,12 @@ fn a_step_of_training_stays_as_small_as_it_was() {
 fn ranges_that_are_not_there_are_refused() {
     let (base, written) = write(&mixed(), WriteOptions::default()).unwrap();
     let reader = alone(&base);
-    let mut memory = MemoryParent::new(Arc::new(written.snapshot), 0);
+    let snapshot = Arc::new(written.snapshot);
+    let mut memory = MemoryParent::new(Arc::clone(&snapshot), 0);
     memory.hold("w", mixed()[0].data.clone().into()).unwrap();
-    let parents: [&dyn Parent; 2] = [&reader, &memory];
+    let mut own = MemoryParent::new(Arc::clone(&snapshot), 0);
+    own.own("w", mixed()[0].data.clone().into()).unwrap();
+    let parents: [&dyn Parent; 3] = [&reader, &memory, &own];
     for parent in parents {
         let number = parent.find("w").unwrap().number;
         assert!(parent.find("no such tensor").is_none());
@@ -528,9 +544,15 @@ fn ranges_that_are_not_there_are_refused() {
         for (tensor, first) in [(number, 299_001), (number, u64::MAX), (777, 0)] {
             let range = ParentRange { tensor, first, to: &mut to };
             assert!(parent.read(&mut [range]).is_err(), "{tensor} {first}");
+            // It is not there, or not in memory.
+            assert!(!matches!(parent.in_memory(tensor, first, 1000), Ok(Some(_))));
         }
         let range = ParentRange { tensor: number, first: 299_000, to: &mut to };
         parent.read(&mut [range]).unwrap();
         assert!(to == mixed()[0].data[299_000..]);
     }
+    let number = own.find("w").unwrap().number;
+    assert!(own.in_memory(number, 299_000, 1000).unwrap().unwrap() == &mixed()[0].data[299_000..]);
+    // Who may change them has them copied.
+    assert!(memory.in_memory(number, 299_000, 1000).unwrap().is_none());
 }
