@@ -1,9 +1,10 @@
 //! Saving a state to an S3 server in this process, beside uploading its bytes as they are with the
 //! same client, in parts of the same size, as many at once.
 //!
-//! `upload MIB [CALLS]`: the size of the state, and how often each is done; the fastest counts. CPU time
-//! is the whole process's, the server's included, and the least of all calls: with few cores it decides,
-//! and other load on the machine changes it less than the clock.
+//! `upload MIB [CALLS] [ENDPOINT]`: the size of the state, how often each is done (the fastest counts),
+//! and another server in place of that one, with a bucket of the name `bucket` and the keys `test`. CPU
+//! time is the whole process's, and the least of all calls: with few cores it decides, and other load on
+//! the machine changes it less than the clock.
 
 #[path = "common/adam.rs"]
 mod adam;
