@@ -29,7 +29,7 @@ fn every_pair_of_patterns_round_trips() {
 fn into_another_buffer_is_the_same_as_in_place() {
     // Shorter than a block, blocks, and a part of one behind them.
     for len in [0, 4, 8 << 10, (16 << 10) + 12] {
-        let byte = |i: usize, by: usize| (i * by >> 3) as u8;
+        let byte = |i: usize, by: usize| ((i * by) >> 3) as u8;
         let src: Vec<u8> = (0..len).map(|i| byte(i, 77)).collect();
         let parent: Vec<u8> = (0..len).map(|i| byte(i, 101)).collect();
         for residual in [Residual::Xor, Residual::Sub] {

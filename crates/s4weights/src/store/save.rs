@@ -151,9 +151,19 @@ impl CheckpointStore {
         let mut line = self.line.lock().unwrap_or_else(|e| e.into_inner());
         let asker = Asker::new(options.progress.clone());
         let job = Job { step, tensors, options, asker, staged: Cell::new(false) };
-        let chosen = match options.base {
+        let saved = self.save_next(&job, &mut line);
+        self.buffers.rest();
+        drop(line);
+        let mut saved = saved?;
+        saved.retired = self.retain(&saved.checkpoint)?;
+        Ok(saved)
+    }
+
+    /// Saves as a difference if it can, else as a base.
+    fn save_next(&self, job: &Job<'_>, line: &mut Line) -> Result<Saved> {
+        let chosen = match job.options.base {
             true => Err(WhyBase::Asked),
-            false => self.choose(&mut line, tensors)?,
+            false => self.choose(line, job.tensors)?,
         };
         let (mut before, mut why_base) = match chosen {
             Ok(before) => (Some(before), None),
@@ -163,20 +173,17 @@ impl CheckpointStore {
             let parent = before.take();
             let had_parent = parent.is_some();
             let outcome = self
-                .stage(&job, &mut line, parent, why_base.clone())
+                .stage(job, line, parent, why_base.clone())
                 .and_then(|ready| self.publish(ready));
             match outcome {
-                Ok((mut saved, kept)) => {
+                Ok((saved, kept)) => {
                     line.saved(&saved.checkpoint, kept);
-                    self.buffers.rest();
-                    drop(line);
-                    saved.retired = self.retain(&saved.checkpoint)?;
                     return Ok(saved);
                 }
                 // The caller's values are not those that were saved any more.
-                Err(e) if job.staged.get() && tensors.on_devices() => return Err(e),
+                Err(e) if job.staged.get() && job.tensors.on_devices() => return Err(e),
                 Err(e) if had_parent && is_parents(&e) => {
-                    tracing::warn!(step, error = %e, "saving as a base");
+                    tracing::warn!(step = job.step, error = %e, "saving as a base");
                     why_base = Some(WhyBase::Parent(e.to_string()));
                 }
                 Err(e) => return Err(e),
