@@ -255,7 +255,8 @@ impl CpuEngine {
         if job.delta && plane.len() > LONG_PLANE {
             codec = codec.with_long_segments();
         }
-        let counts = if job.delta { all_counts(plane) } else { Counts::of_stream(plane) };
+        // Differences have many rare symbols, and take few bits: a sample would not do.
+        let counts = if job.delta { Counts::of_all(plane) } else { Counts::of_stream(plane) };
         let own = counts.table(precision);
         let cheaper = job.table.filter(|t| shared_is_cheaper(&own, t, &counts, plane.len()));
         let place = if cheaper.is_some() { Place::Shared } else { Place::Inline };
@@ -309,14 +310,6 @@ impl CpuEngine {
         }
         Ok(())
     }
-}
-
-/// Counts of all symbols, not of a sample: differences have many rare ones, and take few bits.
-pub(crate) fn all_counts(plane: &[u8]) -> Counts {
-    let mut counts = Counts::new();
-    // Parts this short are counted as a whole.
-    plane.chunks(8192).for_each(|part| counts.add_stream(part));
-    counts
 }
 
 /// Whether a chunk is cheaper with the tensor's table than with one of its own.

@@ -8,7 +8,7 @@ use s4_format::dtype::Form;
 use s4_format::layout::Planes;
 use s4_format::{CodecId, DType, Digest, Error, LayoutId, Plan, Result};
 
-use crate::encode::{all_counts, repeats};
+use crate::encode::repeats;
 use crate::scratch::sized;
 use crate::{CpuEngine, Preset, Scratch, TensorView, chunk_log2};
 
@@ -235,7 +235,7 @@ impl CpuEngine {
         let plane = |i| scratch.plane(layout, sizes.sizes(), i);
         // Several planes of differences are coded, some of them in few bits, of which the coarse
         // frequencies of pairs waste a larger part: what counts is the part of all bits.
-        let least = |i| entropy(&all_counts(plane(i))).min(8 * plane(i).len() as u64);
+        let least = |i| entropy(&Counts::of_all(plane(i))).min(8 * plane(i).len() as u64);
         let all = if delta { (0..planes).map(least).sum() } else { 0 };
         for i in 0..planes {
             let plane = plane(i);
@@ -357,7 +357,7 @@ fn sample(data: &[u8], width: usize) -> Vec<u8> {
 /// The coding of a plane, its counts and its estimated cost in bits. `may_lose`: of how many bits, for
 /// being faster.
 fn choose(plane: &[u8], dense: bool, may_lose: impl Fn(u64) -> u64) -> (PlaneCoding, Counts, u64) {
-    let counts = all_counts(plane);
+    let counts = Counts::of_all(plane);
     if plane.iter().all(|b| *b == plane[0]) {
         // Stored as a constant wherever it is one.
         return (PlaneCoding::Raw, counts, 0);

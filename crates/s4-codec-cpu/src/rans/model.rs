@@ -36,6 +36,15 @@ impl Counts {
         counts
     }
 
+    /// Counts of all symbols of a stream.
+    pub fn of_all(symbols: &[u8]) -> Self {
+        let mut parts = [[0u32; 256]; 8];
+        count(symbols, &mut parts);
+        let mut counts = Self::new();
+        counts.add_parts(&parts);
+        counts
+    }
+
     /// Counts of one stream for each context below `tables`, at the positions that are counted
     /// without contexts too. `contexts` is as long as `symbols` and below `tables`.
     pub(crate) fn of_contexts(symbols: &[u8], contexts: &[u8], tables: usize) -> Vec<Self> {
@@ -57,6 +66,10 @@ impl Counts {
         for range in sampled(symbols.len()) {
             count(&symbols[range], &mut parts);
         }
+        self.add_parts(&parts);
+    }
+
+    fn add_parts(&mut self, parts: &[[u32; 256]; 8]) {
         for (symbol, total) in self.of.iter_mut().enumerate() {
             *total += parts.iter().map(|part| u64::from(part[symbol])).sum::<u64>();
         }

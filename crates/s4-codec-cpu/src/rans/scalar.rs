@@ -125,16 +125,24 @@ fn encode_escapes(
     if *marks == [0; LANES] {
         return;
     }
-    let rounds = marks.iter().map(|marks| marks.count_ones()).max().unwrap_or(0);
-    for round in (0..rounds).rev() {
-        for lane in (0..LANES).rev() {
+    // The lanes of each round. Most blocks have few escapes, and most lanes none.
+    let mut rounds = [0u32; RUN];
+    for (i, group) in marks.as_chunks::<8>().0.iter().enumerate().filter(|(_, g)| **g != [0; 8]) {
+        for (lane, marks) in group.iter().enumerate() {
+            let rounds = &mut rounds[..marks.count_ones() as usize];
+            rounds.iter_mut().for_each(|lanes| *lanes |= 1 << (8 * i + lane));
+        }
+    }
+    for (round, &lanes) in rounds.iter().enumerate().rev() {
+        let mut lanes = lanes;
+        while lanes != 0 {
+            let lane = lanes.ilog2() as usize;
+            lanes ^= 1 << lane;
             let mut marks = marks[lane];
             (0..round).for_each(|_| marks &= marks.saturating_sub(1));
-            if marks != 0 {
-                let symbol = block[lane * RUN + marks.trailing_zeros() as usize];
-                let y = words.renormalise(x[lane], 1 << 24);
-                x[lane] = y << 8 | u32::from(symbol);
-            }
+            let symbol = block[lane * RUN + marks.trailing_zeros() as usize];
+            let y = words.renormalise(x[lane], 1 << 24);
+            x[lane] = y << 8 | u32::from(symbol);
         }
     }
 }
