@@ -136,6 +136,7 @@ pub struct MemoryParent {
 enum Held {
     /// Memory of the caller's, which may change.
     Theirs(Bytes),
+    /// Memory that nothing changes.
     Own(Bytes),
     Compressed(Arc<TensorCodec>, Compressed),
 }

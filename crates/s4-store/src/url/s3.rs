@@ -27,7 +27,7 @@ pub(super) fn open(
     options: &StorageOptions,
     environment: &Environment,
 ) -> Result<(Arc<dyn ObjectStore>, String)> {
-    let settings = settings(options, environment)?;
+    let settings = settings(url, options, environment)?;
     let server = settings.server(url);
     let builder = settings.builder(url)?;
     let store = builder.build().map_err(|e| super::refused(KIND, &e))?;
@@ -35,7 +35,7 @@ pub(super) fn open(
 }
 
 /// Options over environment over profile.
-fn settings(options: &StorageOptions, environment: &Environment) -> Result<Settings> {
+fn settings(url: &Url, options: &StorageOptions, environment: &Environment) -> Result<Settings> {
     let mut given = Settings::default();
     for (key, value) in options {
         given.add(key, value)?;
@@ -70,10 +70,17 @@ fn settings(options: &StorageOptions, environment: &Environment) -> Result<Setti
         if endpoint.starts_with("http://") && !all.has(&allow) {
             all.keys.push((allow, "true".into()));
         }
-    } else {
-        all.as_amazon_likes();
+    } else if is_amazon(url) {
+        all.add_amazon_defaults();
     }
     Ok(all)
+}
+
+/// Whether an address without an endpoint is one of Amazon's: it names a bucket alone, or their server.
+fn is_amazon(url: &Url) -> bool {
+    let host = url.host_str().unwrap_or_default();
+    !matches!(url.scheme(), "http" | "https")
+        || [".amazonaws.com", ".amazonaws.com.cn"].iter().any(|domain| host.ends_with(domain))
 }
 
 fn environment_keys(environment: &Environment) -> Vec<(AmazonS3ConfigKey, String)> {
@@ -122,13 +129,13 @@ impl Settings {
     /// On Amazon's servers, what nobody asked for otherwise: a checksum of the body, which the signature
     /// covers, in place of a signature of the body, as Amazon's own clients do over TLS. It guards as much
     /// and is computed much faster. Other servers may not know it; the signature covers the body there.
-    fn as_amazon_likes(&mut self) {
+    fn add_amazon_defaults(&mut self) {
         const CHECKSUM: &str = "crc64nvme";
         if !self.has(&AmazonS3ConfigKey::Checksum) {
             self.keys.push((AmazonS3ConfigKey::Checksum, CHECKSUM.into()));
         }
         let plain = AmazonS3ConfigKey::Client(ClientConfigKey::AllowHttp);
-        let tls = self.last(&plain).is_none_or(|http| !http.eq_ignore_ascii_case("true"));
+        let tls = self.last(&plain).is_none_or(|http| http.eq_ignore_ascii_case("false"));
         let checked = self.last(&AmazonS3ConfigKey::Checksum);
         let checked = checked.is_some_and(|sum| sum.eq_ignore_ascii_case(CHECKSUM));
         if tls && checked && !self.has(&AmazonS3ConfigKey::UnsignedPayload) {
@@ -192,8 +199,16 @@ mod tests {
     }
 
     fn built(options: &[(&str, &str)], environment: &[(&str, &str)]) -> AmazonS3Builder {
-        let settings = settings(&map(options), &map(environment)).unwrap();
-        settings.builder(&Url::parse("s3://bucket/prefix").unwrap()).unwrap()
+        built_at("s3://bucket/prefix", options, environment)
+    }
+
+    fn built_at(
+        url: &str,
+        options: &[(&str, &str)],
+        environment: &[(&str, &str)],
+    ) -> AmazonS3Builder {
+        let url = Url::parse(url).unwrap();
+        settings(&url, &map(options), &map(environment)).unwrap().builder(&url).unwrap()
     }
 
     fn value(builder: &AmazonS3Builder, key: &str) -> Option<String> {
@@ -249,7 +264,8 @@ mod tests {
         assert_eq!(id(&built(&[("key", "OPT"), ("secret", "x")], &env)), "OPT");
         assert_eq!(id(&built(&[("profile", "other")], &env)), "OTHER");
         assert_eq!(id(&built(&[], &[("HOME", home), ("AWS_PROFILE", "other")])), "OTHER");
-        assert!(settings(&map(&[("profile", "none")]), &map(&env)).is_err());
+        let url = Url::parse("s3://bucket").unwrap();
+        assert!(settings(&url, &map(&[("profile", "none")]), &map(&env)).is_err());
     }
 
     #[test]
@@ -269,10 +285,20 @@ mod tests {
             ("checksum", "none"),
             ("checksum", "sha256"),
             ("use_ssl", "false"),
+            ("allow_http", "1"),
             ("unsigned_payload", "false"),
             ("endpoint_url", "https://other"),
         ] {
             assert_eq!(unsigned(&[other]), "false", "{other:?}");
+        }
+        // Other servers have addresses of their own.
+        for (url, amazon) in [
+            ("https://bucket.s3.eu-west-1.amazonaws.com", true),
+            ("https://account.r2.cloudflarestorage.com/bucket", false),
+        ] {
+            let b = built_at(url, &[], &[("HOME", "/nowhere")]);
+            assert_eq!(value(&b, "checksum_algorithm").is_some(), amazon, "{url}");
+            assert_eq!(value(&b, "unsigned_payload").unwrap(), amazon.to_string(), "{url}");
         }
     }
 
