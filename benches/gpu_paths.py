@@ -21,10 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import gpu_paths_report as report
-import s4weights
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+
+import s4weights
 
 MEMORY_FILES = Path("/dev/shm")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -177,7 +177,7 @@ class S4Weights(Peer):
     """Our own codec, without the file around it, into memory that is used again."""
 
     package = "s4weights"
-    dtypes = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+    dtypes: ClassVar = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
     def __init__(self, threads: int, preset: str, simd: str | None = None) -> None:
         from s4weights import _core

@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import s4weights
 import safetensors.torch
 import torch
+
+import s4weights
 
 MEMORY_FILES = Path("/dev/shm")
 
@@ -63,7 +64,7 @@ def bench(files: list[Path], threads: int, repeat: int) -> dict:
             tensors = safetensors.torch.load_file(source)
             nbytes = sum(t.nbytes for t in tensors.values())
             for name, (save, load) in tools(threads).items():
-                save_s, _ = best(repeat, lambda save=save: save(tensors, target))
+                save_s, _ = best(repeat, lambda save=save, tensors=tensors: save(tensors, target))
                 load_s, back = best(repeat, lambda load=load: load(target))
                 if back.keys() != tensors.keys() or not all(same(back[k], tensors[k]) for k in back):
                     raise SystemExit(f"{name}: {source.name} came back different")

@@ -132,8 +132,8 @@ def table(state: dict, folder: Path) -> bool:
         except ImportError:
             print(f"  {name:<24}  could not be installed on this machine")
             continue
-        save_time = best(5, lambda: save(state, path))
-        load_time = best(5, lambda: load(path))
+        save_time = best(5, lambda save=save: save(state, path))
+        load_time = best(5, lambda load=load: load(path))
         size = path.stat().st_size
         reference = reference or size
         milliseconds = f"{save_time * 1e3:>7.0f} ms{load_time * 1e3:>7.0f} ms"

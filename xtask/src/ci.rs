@@ -1,34 +1,29 @@
 //! `cargo xtask ci`.
 
 use std::path::Path;
+use std::time::Instant;
 
 use crate::error::Result;
-use crate::{proc, test, tidy};
+use crate::{lint, power, test, tidy};
 
-/// Runs every check in the order of what it costs.
+/// Runs every check in the order of what it costs, and says what each took.
 ///
 /// # Errors
 /// The first failure.
 pub(crate) fn run(root: &Path) -> Result<String> {
-    tidy::run(root)?;
-    let mut clippy = proc::cargo(root);
-    clippy.args(["clippy", "--locked", "--workspace", "--all-targets", "--", "-D", "warnings"]);
-    proc::run(&mut clippy)?;
-    let mut doc = proc::cargo(root);
-    doc.args(["doc", "--locked", "--workspace", "--no-deps", "--document-private-items"]);
-    proc::run(doc.env("RUSTDOCFLAGS", "-D warnings"))?;
-    let deny = deny(root)?;
-    let tests = test::run(root, &test::Args::default())?;
-    Ok(format!("tidy, clippy and docs clean; {deny}; {tests}"))
-}
-
-/// Licences, advisories, bans and sources, where `cargo-deny` is installed.
-fn deny(root: &Path) -> Result<&'static str> {
-    if proc::output(proc::cargo(root).args(["deny", "--version"])).is_err() {
-        println!("\ncargo-deny is not installed here: `cargo install cargo-deny --locked`");
-        return Ok("cargo-deny not installed, licences unchecked");
-    }
-    // The advisories come from a database on the network: not part of a check that must repeat.
-    proc::run(proc::cargo(root).args(["deny", "check", "bans", "licenses", "sources"]))?;
-    Ok("cargo-deny clean")
+    let mut said = vec![];
+    let mut step = |name: &str, work: &dyn Fn() -> Result<String>| -> Result<()> {
+        let started = Instant::now();
+        let summary = work()?;
+        println!("\nxtask ci: {name}: {} s: {summary}", started.elapsed().as_secs());
+        said.push(summary);
+        Ok(())
+    };
+    step("tidy", &|| tidy::run(root))?;
+    step("ruff", &|| lint::python(root).map(|()| "ruff clean".into()))?;
+    step("cargo-deny", &|| lint::dependencies(root).map(str::to_owned))?;
+    step("clippy and rustdoc", &|| lint::rust(root).map(|()| "clippy and docs clean".into()))?;
+    step("test", &|| test::run(root, &test::Args::default()))?;
+    step("power", &|| power::small(root))?;
+    Ok(said.join("; "))
 }

@@ -3,7 +3,7 @@
 //! An old compiler on purpose: what it makes is read by every driver from 525 on.
 
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use crate::error::{Error, Result};
 use crate::proc;
@@ -40,7 +40,7 @@ pub(crate) fn check(root: &Path) -> Result<String> {
 /// # Errors
 /// If the compiler cannot be installed or refuses the sources; with `--check`, if the PTX differs.
 pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
-    let target = target_folder(root)?;
+    let target = proc::target_folder(root)?;
     let venv = Venv::with_packages(root, &target.join(FOLDER), &[COMPILER])?;
     let made = target.join(FOLDER).join("s4.ptx");
     let mut compile = proc::command(root, venv.python());
@@ -57,14 +57,4 @@ pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
         return Ok(format!("{size}, as the sources make it"));
     }
     Err(Error::new(format!("{PTX} is not what its sources make: run `cargo xtask kernels`")))
-}
-
-/// Where cargo builds, wherever the user has put it.
-fn target_folder(root: &Path) -> Result<PathBuf> {
-    let mut ask = proc::cargo(root);
-    ask.args(["metadata", "--format-version", "1", "--no-deps"]);
-    let answer: serde_json::Value = serde_json::from_str(&proc::output(&mut ask)?)
-        .map_err(|e| Error::new(format!("cargo metadata: {e}")))?;
-    let folder = answer["target_directory"].as_str();
-    folder.map(PathBuf::from).ok_or_else(|| Error::new("cargo metadata names no target directory"))
 }

@@ -11,12 +11,16 @@ mod bench;
 mod ci;
 mod demo;
 mod error;
+mod fuzz;
 mod kernels;
+mod lint;
+mod power;
 mod proc;
 mod python;
 mod servers;
 mod test;
 mod tidy;
+mod torture;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -45,7 +49,13 @@ enum Verb {
     Kernels(kernels::Args),
     /// Check what compilers do not: crate directions, file sizes, specifications, formatting
     Tidy,
-    /// Everything that must pass before a merge: tidy, clippy, docs, test, cargo-deny
+    /// Attack the checkpoint store: kills, faulty networks, lying servers, places that vanish
+    Torture(torture::Args),
+    /// Run the fuzz targets, or some of them, and print what they did
+    Fuzz(fuzz::Args),
+    /// Kill a store's process at its system calls, and cut the power between them
+    Power(power::Args),
+    /// Everything that must pass before a merge, the cheapest first; what CI runs
     Ci,
 }
 
@@ -59,6 +69,9 @@ fn main() -> ExitCode {
         Verb::Bench(args) => ("bench", bench::run(&root, args)),
         Verb::Kernels(args) => ("kernels", kernels::run(&root, args)),
         Verb::Tidy => ("tidy", tidy::run(&root)),
+        Verb::Torture(args) => ("torture", torture::run(&root, args)),
+        Verb::Fuzz(args) => ("fuzz", fuzz::run(&root, args)),
+        Verb::Power(args) => ("power", power::run(&root, args)),
         Verb::Ci => ("ci", ci::run(&root)),
     };
     finish(name, outcome, started)

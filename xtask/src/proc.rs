@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use crate::error::{Error, Result};
@@ -17,6 +17,19 @@ pub(crate) fn command(root: &Path, program: impl Into<OsString>) -> Command {
 /// The cargo that runs this program.
 pub(crate) fn cargo(root: &Path) -> Command {
     command(root, std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+}
+
+/// Where cargo builds, wherever the user has put it.
+///
+/// # Errors
+/// If `cargo metadata` fails or names no folder.
+pub(crate) fn target_folder(root: &Path) -> Result<PathBuf> {
+    let mut ask = cargo(root);
+    ask.args(["metadata", "--format-version", "1", "--no-deps"]);
+    let answer: serde_json::Value = serde_json::from_str(&output(&mut ask)?)
+        .map_err(|e| Error::new(format!("cargo metadata: {e}")))?;
+    let folder = answer["target_directory"].as_str();
+    folder.map(PathBuf::from).ok_or_else(|| Error::new("cargo metadata names no target directory"))
 }
 
 /// Runs the command, its output going where ours goes, after a line that says what runs.

@@ -125,6 +125,8 @@ impl Venv {
             "crates/s4-py/Cargo.toml",
         ]);
         build.arg("--interpreter").arg(self.python()).arg("--out").arg(&wheels);
+        // The wheel is stripped: what is not written need not be.
+        build.env("CARGO_PROFILE_RELEASE_DEBUG", "0");
         proc::run(&mut build)?;
         let wheel = only_wheel(&wheels)?;
         self.pip(&["--force-reinstall", "--no-deps", &wheel.to_string_lossy()])
@@ -134,7 +136,7 @@ impl Venv {
         let venv = Self { root: root.to_path_buf(), folder: root.join(name) };
         // `pyvenv.cfg` is written first and pip last: both, or the making of it was cut short.
         if !(venv.python().exists() && venv.program("pip").exists()) {
-            let mut make = proc::command(root, find_python(root)?);
+            let mut make = proc::command(root, find(root)?);
             make.args(["-m", "venv", "--clear", name]);
             proc::run(&mut make)?;
         }
@@ -167,7 +169,11 @@ impl Venv {
     }
 }
 
-fn find_python(root: &Path) -> Result<String> {
+/// An interpreter that this project supports.
+///
+/// # Errors
+/// If there is none.
+pub(crate) fn find(root: &Path) -> Result<String> {
     let named = std::env::var("PYTHON").ok();
     let fits = |python: &String| {
         proc::output(proc::command(root, python.as_str()).args(["-c", PROBE])).is_ok()

@@ -1,4 +1,4 @@
-//! Servers that the store is tested against: two that speak S3's protocol, one that speaks Azure's,
+//! Servers that the store is tested against: one that speaks S3's protocol, one that speaks Azure's,
 //! and one that breaks its promise, on free ports of the loopback interface, for as long as the
 //! tests run.
 
@@ -47,11 +47,6 @@ impl Servers {
         let azurite = install_azurite(root, &venv)?;
         let mut servers = Self { running: Vec::new() };
         servers.spawn_ministack(root, &venv)?;
-        servers.spawn("moto", |port| {
-            let mut command = proc::command(root, venv.program("moto_server"));
-            command.args(["-H", "127.0.0.1", "-p", &port.to_string()]);
-            command
-        })?;
         servers.spawn("azurite", |port| {
             let mut command = proc::command(root, &azurite.node);
             command.arg(&azurite.program).args(["--inMemoryPersistence", "--silent"]);
@@ -196,7 +191,8 @@ fn install_racing(root: &Path, folder: &Path) -> Result<PathBuf> {
         install.args(["install", "--quiet", "--locked", "--debug", name, "--version", version]);
         install.args(["--features", "binary", "--root"]).arg(folder);
         let build = folder.join("build");
-        proc::run(install.env("CARGO_TARGET_DIR", &build))?;
+        install.env("CARGO_TARGET_DIR", &build).env("CARGO_PROFILE_DEV_DEBUG", "0");
+        proc::run(&mut install)?;
         std::fs::remove_dir_all(&build).map_err(|e| Error::at(&build, &e))?;
         std::fs::write(&stamp, "").map_err(|e| Error::at(&stamp, &e))?;
     }

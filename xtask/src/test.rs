@@ -1,8 +1,9 @@
 //! `cargo xtask test`.
 
 use std::path::Path;
+use std::process::Command;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernels;
 use crate::proc;
 use crate::python::Venv;
@@ -27,28 +28,55 @@ enum Side {
 /// # Errors
 /// If a build or a test fails.
 pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
-    // Both sides test the store against real servers, which run beside them.
-    let mut servers = Servers::start(root)?;
+    let (rust_side, python_side) = (args.side != Some(Side::Python), args.side != Some(Side::Rust));
     let mut said = Vec::new();
     if args.side.is_none() {
         said.push(kernels::check(root)?);
     }
-    if args.side != Some(Side::Python) {
-        servers.add_racing(root)?;
+    // What has to be installed is, while the tests are compiled.
+    let servers = std::thread::scope(|scope| {
+        let installing = scope.spawn(|| install(root, rust_side, python_side));
+        let compiled = if rust_side { compile(root) } else { Ok(()) };
+        let servers = installing.join().map_err(|_| Error::new("installing panicked"))?;
+        compiled.and(servers)
+    })?;
+    if rust_side {
         said.push(rust(root, &servers)?);
     }
-    if args.side != Some(Side::Rust) {
+    if python_side {
         said.push(python(root, &servers)?);
     }
     Ok(said.join("; "))
 }
 
+/// Installs what the tests need, and starts the servers that both sides test the store against.
+fn install(root: &Path, rust_side: bool, python_side: bool) -> Result<Servers> {
+    let mut servers = Servers::start(root)?;
+    if rust_side {
+        servers.add_racing(root)?;
+    }
+    if python_side {
+        Venv::main(root)?;
+    }
+    Ok(servers)
+}
+
+/// What tests the Rust side.
+pub(crate) fn command(root: &Path) -> Command {
+    let mut tests = proc::cargo(root);
+    tests.args(["test", "--locked", "--workspace", "--exclude", "s4-py", "--no-fail-fast"]);
+    tests
+}
+
+fn compile(root: &Path) -> Result<()> {
+    proc::run(command(root).arg("--no-run"))
+}
+
 /// Unit, integration, command-line and documentation tests of every crate but the Python module,
 /// which links against no interpreter and is tested through its wheel.
 fn rust(root: &Path, servers: &Servers) -> Result<String> {
-    let mut tests = proc::cargo(root);
+    let mut tests = command(root);
     tests.envs(servers.environment());
-    tests.args(["test", "--locked", "--workspace", "--exclude", "s4-py", "--no-fail-fast"]);
     let (mut passed, mut suites) = (0, 0);
     proc::run_seeing(&mut tests, |line| {
         if let Some(count) = passed_tests(line) {

@@ -1,6 +1,6 @@
 //! Finding and opening the library.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
@@ -52,32 +52,112 @@ impl fmt::Display for Version {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Search {
     places: Vec<PathBuf>,
+    /// Whether the dynamic linker may look for the name: it has no relative folder to look in.
+    linker: bool,
 }
 
 impl Search {
     /// The file that the environment names, if it names one; else `paths`, files that the caller knows
     /// of (that of an installed Python package, say), then whatever the dynamic linker finds.
+    ///
+    /// Nothing is looked for in the working directory: relative paths are refused, and a search path of
+    /// the dynamic linker with a relative or empty entry is walked here, without these.
     pub fn new(paths: impl IntoIterator<Item = PathBuf>) -> Self {
-        Self::with_environment(std::env::var_os(ENVIRONMENT), paths)
+        let linker = linker_paths();
+        Self::with_environment(std::env::var_os(ENVIRONMENT), linker.as_deref(), paths)
     }
 
-    /// As [`Self::new`], with the variable's value given.
+    /// As [`Self::new`], with the values of the variable and of the linker's search path given.
     pub fn with_environment(
         value: Option<OsString>,
+        linker: Option<&OsStr>,
         paths: impl IntoIterator<Item = PathBuf>,
     ) -> Self {
-        let places = match value.filter(|value| !value.is_empty()) {
-            Some(file) => vec![file.into()],
-            None => paths.into_iter().chain([SONAME.into()]).collect(),
-        };
-        Self { places }
+        if let Some(file) = value.filter(|value| !value.is_empty()) {
+            return Self { places: vec![file.into()], linker: false };
+        }
+        let instead = instead_of_linker(linker);
+        let named = paths.into_iter().chain([SONAME.into()]);
+        Self {
+            linker: instead.is_none(),
+            places: named.chain(instead.into_iter().flatten()).collect(),
+        }
     }
 
     /// The places, in order.
     pub fn places(&self) -> &[PathBuf] {
         &self.places
     }
+
+    /// Opens one of the places.
+    ///
+    /// # Safety
+    /// As of [`Library::new`].
+    unsafe fn open(&self, path: &Path) -> std::result::Result<Library, String> {
+        let by_name = path == Path::new(SONAME);
+        if by_name && let Some(library) = loaded() {
+            return Ok(library);
+        }
+        if by_name && !self.linker {
+            return Err("not loaded, and the linker's search path has a relative folder".into());
+        }
+        if !by_name && !path.is_absolute() {
+            return Err("not an absolute path".into());
+        }
+        // SAFETY: the caller's.
+        unsafe { Library::new(path) }.map_err(|error| reason(&error))
+    }
 }
+
+/// The library, if this process has loaded it already: whoever did that knew the file.
+#[cfg(target_os = "linux")]
+fn loaded() -> Option<Library> {
+    use libloading::os::unix;
+    const NOLOAD: std::ffi::c_int = 4;
+    // SAFETY: it loads nothing, and the library's initialisers have run.
+    unsafe { unix::Library::open(Some(SONAME), unix::RTLD_NOW | NOLOAD) }.ok().map(Library::from)
+}
+
+#[cfg(not(target_os = "linux"))]
+fn loaded() -> Option<Library> {
+    None
+}
+
+/// What the dynamic linker searches first. It looked at the variable when the process started.
+fn linker_paths() -> Option<OsString> {
+    const VARIABLE: &str = "LD_LIBRARY_PATH";
+    #[cfg(target_os = "linux")]
+    if let Ok(all) = std::fs::read("/proc/self/environ") {
+        use std::os::unix::ffi::OsStringExt;
+        let prefix = [VARIABLE.as_bytes(), b"="].concat();
+        let value = all.split(|b| *b == 0).find_map(|line| line.strip_prefix(&prefix[..]));
+        return value.map(|value| OsString::from_vec(value.to_vec()));
+    }
+    std::env::var_os(VARIABLE)
+}
+
+/// Where to look if the dynamic linker would look in its working directory: its other folders.
+fn instead_of_linker(search: Option<&OsStr>) -> Option<Vec<PathBuf>> {
+    let search = search.filter(|search| !search.is_empty())?;
+    // It takes `;` for a separator, too.
+    let entries: Vec<_> = search.as_encoded_bytes().split(|b| matches!(b, b':' | b';')).collect();
+    if entries.iter().all(|entry| entry.starts_with(b"/")) {
+        return None;
+    }
+    let text = |entry: &&[u8]| std::str::from_utf8(entry).ok().map(str::to_owned);
+    let absolute = entries.iter().filter(|entry| entry.starts_with(b"/")).filter_map(text);
+    let folders = absolute.chain(STANDARD.map(str::to_owned));
+    Some(folders.map(|folder| PathBuf::from(folder).join(SONAME)).collect())
+}
+
+/// Where systems keep libraries.
+const STANDARD: [&str; 5] = [
+    "/usr/local/cuda/lib64",
+    "/usr/local/lib",
+    "/usr/lib64",
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+];
 
 /// What the library says about itself.
 #[derive(Debug, Clone, Copy, Default)]
@@ -146,13 +226,11 @@ impl Nvcomp {
         let mut tried = Vec::new();
         for path in search.places() {
             // SAFETY: the caller's.
-            match unsafe { Library::new(path) } {
+            match unsafe { search.open(path) } {
                 // SAFETY: a library with the functions of nvCOMP is taken for nvCOMP; its version is
                 // checked first.
                 Ok(library) => return unsafe { Self::load(library, path) },
-                Err(error) => {
-                    tried.push(Tried { path: path.clone(), reason: reason(&error) });
-                }
+                Err(reason) => tried.push(Tried { path: path.clone(), reason }),
             }
         }
         Err(Error::NotFound { tried })
@@ -236,11 +314,34 @@ mod tests {
     #[test]
     fn the_environment_is_exclusive() {
         let known = || [PathBuf::from("/opt/a.so")];
-        let search = Search::with_environment(Some("/opt/mine.so".into()), known());
+        let search = Search::with_environment(Some("/opt/mine.so".into()), None, known());
         assert_eq!(search.places(), [PathBuf::from("/opt/mine.so")]);
         for unset in [None, Some(OsString::new())] {
-            let search = Search::with_environment(unset, known());
+            let search = Search::with_environment(unset, None, known());
             assert_eq!(search.places(), [PathBuf::from("/opt/a.so"), PathBuf::from(SONAME)]);
+        }
+    }
+
+    #[test]
+    fn nothing_is_taken_from_the_working_directory() {
+        let search = |value: &str| Search::with_environment(None, Some(value.as_ref()), []);
+        for safe in ["", "/opt/cuda/lib64", "/a:/b"] {
+            let search = search(safe);
+            assert!(search.linker && search.places() == [PathBuf::from(SONAME)], "{safe}");
+        }
+        for relative in [":", "/a:", ":/a", "/a::/b", "lib:/a", "/a:.", "/a;b", "./x"] {
+            let search = search(relative);
+            let [name, others @ ..] = search.places() else { panic!("{relative}") };
+            assert!(!search.linker && name == Path::new(SONAME), "{relative}");
+            assert!(others.iter().all(|place| place.is_absolute()), "{relative}: {others:?}");
+            let has_a = relative.contains("/a");
+            assert_eq!(others.contains(&Path::new("/a").join(SONAME)), has_a, "{relative}");
+        }
+        for relative in ["libc.so.6", "./libnvcomp.so.6", "lib/libnvcomp.so.6"] {
+            let search = Search::with_environment(Some(relative.into()), None, []);
+            // SAFETY: nothing is loaded by a relative path.
+            let error = unsafe { Nvcomp::open(&search) }.unwrap_err();
+            assert!(error.to_string().contains("not an absolute path"), "{error}");
         }
     }
 
@@ -258,7 +359,7 @@ mod tests {
     #[test]
     fn every_place_is_named_when_there_is_none() {
         let paths = ["/nowhere/one.so", "/nowhere/two.so"].map(PathBuf::from);
-        let search = Search { places: paths.to_vec() };
+        let search = Search { places: paths.to_vec(), linker: false };
         // SAFETY: nothing is there to be loaded.
         let error = unsafe { Nvcomp::open(&search) }.unwrap_err();
         let Error::NotFound { tried } = &error else { panic!("{error}") };
@@ -272,7 +373,10 @@ mod tests {
     #[test]
     #[cfg(target_os = "linux")]
     fn another_library_is_refused_by_the_missing_function() {
-        let search = Search::with_environment(Some("libc.so.6".into()), []);
+        // The C library's file: it is loaded already.
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let path = maps.split_whitespace().find(|word| word.ends_with("/libc.so.6")).unwrap();
+        let search = Search::with_environment(Some(path.into()), None, []);
         // SAFETY: the C library is loaded already.
         let error = unsafe { Nvcomp::open(&search) }.unwrap_err();
         let Error::Symbol { symbol, .. } = &error else { panic!("{error}") };

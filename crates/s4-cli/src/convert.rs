@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use s4weights::{
     Contents, DType, ReadOptions, Reader, Report, Source, Target, TensorInfo, TensorSource,
@@ -184,17 +184,16 @@ pub(crate) fn to_safetensors(reader: &Reader, output: &str) -> Result<usize> {
         views.push((t.name, Lazy { reader, name: t.name, dtype, shape, bytes, failure }));
     }
     let metadata = (!metadata.is_empty()).then_some(metadata);
-    let temporary = format!("{output}.{}.tmp", std::process::id());
-    let written = safetensors::serialize_to_file(
-        views.iter().map(|(n, v)| (*n, v)),
-        metadata,
-        Path::new(&temporary),
-    );
+    // A link stays a link, and permissions stay, as where a file is overwritten in place.
+    let target = std::fs::canonicalize(output).unwrap_or_else(|_| output.into());
+    let temporary = beside(&target);
+    let written =
+        safetensors::serialize_to_file(views.iter().map(|(n, v)| (*n, v)), metadata, &temporary);
     let bad = |source| Failure::Safetensors { file: output.to_owned(), source };
     let outcome = written.map_err(bad).and_then(|()| {
         match failure.lock().unwrap_or_else(|p| p.into_inner()).take() {
             Some(e) => Err(e.into()),
-            None => std::fs::rename(&temporary, output).map_err(|e| named(output, e)),
+            None => replace(&temporary, &target).map_err(|e| named(output, e)),
         }
     });
     if outcome.is_err() {
@@ -202,6 +201,20 @@ pub(crate) fn to_safetensors(reader: &Reader, output: &str) -> Result<usize> {
         let _ = std::fs::remove_file(&temporary);
     }
     outcome.map(|()| views.len())
+}
+
+/// A name in the same folder, no longer than file systems allow.
+fn beside(target: &Path) -> PathBuf {
+    let name = target.file_name().unwrap_or_default().to_string_lossy();
+    let stem: String = name.chars().take(60).collect();
+    target.with_file_name(format!(".{stem}.{}.tmp", std::process::id()))
+}
+
+fn replace(temporary: &Path, target: &Path) -> std::io::Result<()> {
+    if let Ok(old) = std::fs::metadata(target) {
+        std::fs::set_permissions(temporary, old.permissions())?;
+    }
+    std::fs::rename(temporary, target)
 }
 
 fn their_type(t: &TensorInfo<'_>, foreign: Option<String>) -> Result<(Dtype, Vec<usize>)> {

@@ -49,7 +49,11 @@ impl Failure {
             StoreError::NoStore { place } => {
                 format!("{source}; `s4w store init {place}` creates one")
             }
-            StoreError::StoreExists { .. } => source.to_string(),
+            StoreError::StoreExists { .. }
+            | StoreError::Locked { .. }
+            | StoreError::LeaseLost { .. }
+            | StoreError::Gone { .. }
+            | StoreError::SaveLost { .. } => source.to_string(),
             StoreError::Argument(what) if what.contains("`exclusive`") => {
                 format!("{target}: {source} (--exclusive)")
             }
@@ -78,10 +82,15 @@ fn library_code(error: &s4weights::Error) -> u8 {
 
 fn store_code(error: &StoreError) -> u8 {
     match error {
-        StoreError::Corrupt { .. } | StoreError::Missing { .. } => 1,
+        StoreError::Corrupt { .. } | StoreError::Missing { .. } | StoreError::LogDamaged { .. } => {
+            1
+        }
         StoreError::Argument(_) | StoreError::Limit(_) => 2,
         StoreError::Unsupported { .. } | StoreError::Refused(_) => 4,
-        StoreError::StoreExists { .. } | StoreError::Conflict(_) => 5,
+        StoreError::StoreExists { .. }
+        | StoreError::Conflict(_)
+        | StoreError::Locked { .. }
+        | StoreError::LeaseLost { .. } => 5,
         _ => 3,
     }
 }

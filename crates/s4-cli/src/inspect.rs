@@ -2,6 +2,8 @@
 
 use s4weights::Inspection;
 
+use crate::visible::name;
+
 /// A few lines about the file, then a line for each tensor.
 pub(crate) fn table(i: &Inspection) -> String {
     let mut out = String::new();
@@ -9,7 +11,13 @@ pub(crate) fn table(i: &Inspection) -> String {
         out.push_str(&text);
         out.push('\n');
     };
-    line(format!("format    {}  ({}, preset {}, {:?})", i.format, i.writer, i.preset, i.form));
+    line(format!(
+        "format    {}  ({}, preset {}, {:?})",
+        i.format,
+        name(&i.writer),
+        i.preset,
+        i.form
+    ));
     line(format!("manifest  {}", i.digest));
     line(format!(
         "size      {} bytes for {} of values: ratio {:.4}",
@@ -22,10 +30,11 @@ pub(crate) fn table(i: &Inspection) -> String {
         ));
     }
     for (k, v) in &i.metadata {
-        line(format!("metadata  {k} = {v}"));
+        line(format!("metadata  {} = {}", name(k), name(v)));
     }
-    let width = i.tensors.iter().map(|t| t.name.chars().count()).max().unwrap_or(0).min(60);
-    for t in &i.tensors {
+    let names: Vec<String> = i.tensors.iter().map(|t| name(&t.name)).collect();
+    let width = names.iter().map(|n| n.chars().count()).max().unwrap_or(0).min(60);
+    for (t, shown) in i.tensors.iter().zip(&names) {
         let (stored, ratio) = match t.stored {
             Some(s) => (s.to_string(), format!("{:.4}", t.bytes as f64 / s.max(1) as f64)),
             None => ("-".into(), "-".into()),
@@ -33,7 +42,7 @@ pub(crate) fn table(i: &Inspection) -> String {
         let shape = t.shape.iter().map(u64::to_string).collect::<Vec<_>>().join("x");
         line(format!(
             "{:width$}  {:16} {:>16}  {:>12} -> {:>12}  {:>8}  {}",
-            t.name,
+            shown,
             t.dtype.name(),
             shape,
             t.bytes,

@@ -10,16 +10,19 @@
 mod convert;
 mod error;
 mod inspect;
+mod logging;
 mod progress;
 mod selftest;
 mod store;
 mod transcode;
+mod visible;
 
 use std::ffi::OsString;
 use std::io::Write;
+use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
-use s4weights::{Preset, ReadOptions, Reader, Simd, Source, WriteOptions};
+use s4weights::{Preset, ReadOptions, Reader, Simd, Source, WriteOptions, redact_url};
 
 use error::{Failure, Result};
 
@@ -33,6 +36,10 @@ use error::{Failure, Result};
                   machine; 5 the state of a store forbids it."
 )]
 struct Cli {
+    /// Tell more on standard error: -v, -vv, -vvv. By default warnings are told, with --quiet errors
+    /// only; the environment variable S4_LOG sets another default (off, error, warn, info, debug, trace)
+    #[arg(long, short, global = true, action = clap::ArgAction::Count)]
+    verbose: u8,
     #[command(subcommand)]
     command: Command,
 }
@@ -49,6 +56,8 @@ enum Command {
         #[arg(long, default_value = "balanced")]
         preset: Preset,
         #[command(flatten)]
+        remote: Remote,
+        #[command(flatten)]
         common: Common,
     },
     /// Write the tensors of a .s4w file into a .safetensors file (with the wheel, also .pt)
@@ -59,6 +68,8 @@ enum Command {
         output: Option<String>,
         #[command(flatten)]
         trust: Trust,
+        #[command(flatten)]
+        remote: Remote,
         #[command(flatten)]
         common: Common,
     },
@@ -72,6 +83,8 @@ enum Command {
         /// As JSON
         #[arg(long)]
         json: bool,
+        #[command(flatten)]
+        remote: Remote,
     },
     /// Read a whole file and compare every hash and checksum
     Verify {
@@ -82,6 +95,8 @@ enum Command {
         json: bool,
         #[command(flatten)]
         trust: Trust,
+        #[command(flatten)]
+        remote: Remote,
         #[command(flatten)]
         common: Common,
     },
@@ -99,6 +114,8 @@ enum Command {
         preset: Preset,
         #[command(flatten)]
         trust: Trust,
+        #[command(flatten)]
+        remote: Remote,
         #[command(flatten)]
         common: Common,
     },
@@ -123,9 +140,25 @@ struct Common {
     /// Vector instructions: scalar, neon, avx2 or avx512; by default the best there are
     #[arg(long)]
     simd: Option<Simd>,
-    /// No progress bar
+    /// No progress bar, and no warnings
     #[arg(long, short)]
     quiet: bool,
+}
+
+/// What concerns files at URLs.
+#[derive(Args, Clone, Copy)]
+struct Remote {
+    /// Seconds for a request to an object store with all its repetitions; by default 300, and 30 while
+    /// the server was never reached
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    timeout: Option<Duration>,
+}
+
+/// A time of more than nothing and at most a day.
+fn seconds(text: &str) -> std::result::Result<Duration, String> {
+    let time = text.parse().ok().and_then(|s| Duration::try_from_secs_f64(s).ok());
+    time.filter(|t| !t.is_zero() && t.as_secs() <= 24 * 3600)
+        .ok_or_else(|| "a number of seconds is expected, at most a day".to_owned())
 }
 
 #[derive(Args)]
@@ -133,6 +166,20 @@ struct Trust {
     /// The input comes from a program that you trust: decode a vendor's closed codecs, on a GPU
     #[arg(long)]
     trusted: bool,
+}
+
+impl Command {
+    fn is_quiet(&self) -> bool {
+        match self {
+            Self::Compress { common, .. }
+            | Self::Decompress { common, .. }
+            | Self::Verify { common, .. }
+            | Self::Transcode { common, .. }
+            | Self::Selftest { common, .. } => common.quiet,
+            Self::Store(verb) => verb.is_quiet(),
+            Self::Inspect { .. } => false,
+        }
+    }
 }
 
 impl Common {
@@ -157,6 +204,16 @@ impl Common {
     }
 }
 
+impl Remote {
+    fn write(self, options: WriteOptions) -> WriteOptions {
+        WriteOptions { deadline: self.timeout, ..options }
+    }
+
+    fn read(self, options: ReadOptions) -> ReadOptions {
+        ReadOptions { deadline: self.timeout, ..options }
+    }
+}
+
 /// Runs the program with its arguments, the first of which is its own name; gives its exit code.
 pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
     let cli = match Cli::try_parse_from(args) {
@@ -167,10 +224,11 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
             return u8::try_from(e.exit_code()).unwrap_or(2);
         }
     };
-    match execute(cli.command) {
+    let quiet = cli.command.is_quiet();
+    match logging::start(quiet, cli.verbose).and_then(|()| execute(cli.command)) {
         Ok(()) => 0,
         Err(e) => {
-            let _ = writeln!(std::io::stderr(), "s4w: {}", e.explain());
+            let _ = writeln!(std::io::stderr(), "s4w: {}", visible::name(&e.explain()));
             e.exit_code()
         }
     }
@@ -178,13 +236,15 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
 
 fn execute(command: Command) -> Result<()> {
     match command {
-        Command::Compress { input, output, preset, common } => {
+        Command::Compress { input, output, preset, remote, common } => {
             let output = output.unwrap_or_else(|| convert::with_ending(&input, "s4w"));
             let bar = progress::Bar::new(common.quiet);
-            let report = convert::compress(&input, &output, common.write(preset, &bar), &bar)?;
+            let report =
+                convert::compress(&input, &output, remote.write(common.write(preset, &bar)), &bar)?;
             drop(bar);
             say(&format!(
-                "{output}: {} tensors, {} -> {} bytes, ratio {:.4}, {:.2} s",
+                "{}: {} tensors, {} -> {} bytes, ratio {:.4}, {:.2} s",
+                redact_url(&output),
                 report.tensors,
                 report.bytes_in,
                 report.bytes_out,
@@ -192,22 +252,24 @@ fn execute(command: Command) -> Result<()> {
                 report.seconds
             ))
         }
-        Command::Decompress { input, output, trust, common } => {
+        Command::Decompress { input, output, trust, remote, common } => {
             let output = output.unwrap_or_else(|| convert::with_ending(&input, "safetensors"));
             let bar = progress::Bar::new(common.quiet);
-            let tensors = convert::decompress(&input, &output, common.read(&trust, &bar), &bar)?;
+            let tensors =
+                convert::decompress(&input, &output, remote.read(common.read(&trust, &bar)), &bar)?;
             drop(bar);
-            say(&format!("{output}: {tensors} tensors"))
+            say(&format!("{}: {tensors} tensors", redact_url(&output)))
         }
-        Command::Inspect { input, bits, json } => {
+        Command::Inspect { input, bits, json, remote } => {
             let source = Source::from(input.as_str());
-            let reader = Reader::open(source, ReadOptions::default())?;
+            let reader = Reader::open(source, remote.read(ReadOptions::default()))?;
             let report = reader.inspect(bits)?;
             say(&if json { to_json(&report)? } else { inspect::table(&report) })
         }
-        Command::Verify { input, json, trust, common } => {
+        Command::Verify { input, json, trust, remote, common } => {
             let bar = progress::Bar::new(common.quiet);
-            let reader = Reader::open(Source::from(input.as_str()), common.read(&trust, &bar))?;
+            let reader =
+                Reader::open(Source::from(input.as_str()), remote.read(common.read(&trust, &bar)))?;
             bar.expect(reader.tensors().map(|t| t.bytes).sum());
             let report = reader.verify()?;
             drop(bar);
@@ -215,20 +277,25 @@ fn execute(command: Command) -> Result<()> {
                 to_json(&report)?
             } else {
                 format!(
-                    "{input}: sound: {} tensors, {} chunks, {} bytes of values, {} hashes",
-                    report.tensors, report.chunks, report.bytes, report.hashes
+                    "{}: sound: {} tensors, {} chunks, {} bytes of values, {} hashes",
+                    redact_url(&input),
+                    report.tensors,
+                    report.chunks,
+                    report.bytes,
+                    report.hashes
                 )
             })
         }
         Command::Store(verb) => store::execute(verb),
-        Command::Transcode { input, output, preset, trust, common } => {
+        Command::Transcode { input, output, preset, trust, remote, common } => {
             let bar = progress::Bar::new(common.quiet);
-            let read = ReadOptions { progress: None, ..common.read(&trust, &bar) };
-            let write = common.write(preset, &bar);
+            let read = remote.read(ReadOptions { progress: None, ..common.read(&trust, &bar) });
+            let write = remote.write(common.write(preset, &bar));
             let report = transcode::run(&input, &output, read, write, &bar)?;
             drop(bar);
             say(&format!(
-                "{output}: {} tensors, {} -> {} bytes, ratio {:.4}, compared",
+                "{}: {} tensors, {} -> {} bytes, ratio {:.4}, compared",
+                redact_url(&output),
                 report.tensors,
                 report.bytes_in,
                 report.bytes_out,
@@ -248,12 +315,13 @@ fn execute(command: Command) -> Result<()> {
 }
 
 fn to_json(value: &impl serde::Serialize) -> Result<String> {
-    serde_json::to_string_pretty(value).map_err(|e| Failure::Io(e.into()))
+    let text = serde_json::to_string_pretty(value).map_err(|e| Failure::Io(e.into()))?;
+    Ok(visible::json(&text))
 }
 
-/// Prints to standard output; a reader that has closed it has read enough.
+/// Prints to standard output, without what a terminal would obey; a reader that has closed it has read enough.
 fn say(text: &str) -> Result<()> {
-    match writeln!(std::io::stdout(), "{text}") {
+    match writeln!(std::io::stdout(), "{}", visible::lines(text)) {
         Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => Err(Failure::Io(e)),
         _ => Ok(()),
     }

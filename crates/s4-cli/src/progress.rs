@@ -27,11 +27,6 @@ impl Bar {
         Self(bar)
     }
 
-    /// Adds bytes that nobody else reports.
-    pub(crate) fn add(&self, bytes: u64) {
-        self.0.inc(bytes);
-    }
-
     /// Sets the number of bytes that all calls together will report.
     pub(crate) fn expect(&self, bytes: u64) {
         self.0.set_length(bytes);

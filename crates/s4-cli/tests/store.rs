@@ -197,6 +197,54 @@ fn damage_is_found_and_named() {
     std::fs::remove_file(&object).unwrap();
     let text = said(&["verify", &url], 1);
     assert!(text.contains("UNUSABLE  step 2: it needs step 0"), "{text}");
+    // Each step once, at the end.
+    assert!(text.contains("\nrestores: 3, 4\ndoes NOT restore: 0, 1, 2"), "{text}");
+}
+
+#[test]
+fn a_damaged_log_is_read_and_repaired() {
+    let dir = tempfile::tempdir().unwrap();
+    let url = filled(dir.path());
+    assert!(said(&["repair", &url], 0).contains("nothing to repair"));
+    let entry = Path::new(&url).join("log/00000000000000000005");
+    let good = std::fs::read(&entry).unwrap();
+    std::fs::write(&entry, b"").unwrap();
+    let text = said(&["ls", &url], 0);
+    assert!(text.contains("warning") && text.contains("entry 5"), "{text}");
+    assert_eq!(steps(&url), [0, 1, 2, 3]);
+    let text = said(&["retire", &url, "0"], 1);
+    assert!(text.contains("s4w store repair") && text.contains("entry 5"), "{text}");
+    let text = said(&["verify", &url], 1);
+    assert!(text.contains("DAMAGED   the log") && text.contains("restores: 0, 1, 2, 3"), "{text}");
+    assert!(said(&["repair", &url], 0).contains("--apply"));
+    assert!(std::fs::read(&entry).unwrap().is_empty());
+    let done = json(&["repair", &url, "--apply"]);
+    assert_eq!((&done["applied"], &done["fenced"]), (&true.into(), &vec![5].into()));
+    let aside = Path::new(&url).join(done["aside"].as_str().unwrap());
+    assert!(aside.join("log/00000000000000000005").is_file() && !good.is_empty());
+    said(&["verify", &url, "--read-data"], 0);
+    assert_eq!(steps(&url), [0, 1, 2, 3]);
+}
+
+#[test]
+fn what_was_retired_is_listed_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let url = filled(dir.path());
+    said(&["retire", &url, "3", "4"], 0);
+    assert_eq!(steps(&url), [0, 1, 2]);
+    let text = said(&["unretire", &url, "4"], 0);
+    assert!(text.contains("step 3 is listed again") && text.contains("step 4"), "{text}");
+    assert_eq!(steps(&url), [0, 1, 2, 3, 4]);
+    said(&["verify", &url, "--read-data"], 0);
+    assert!(said(&["log", &url], 0).contains("unretire"));
+    said(&["retire", &url, "3", "4"], 0);
+    said(&["gc", &url, "--grace", "0s", "--exclusive"], 0);
+    assert!(said(&["unretire", &url, "4"], 5).contains("given up"));
+    assert!(said(&["unretire", &url, "77"], 3).contains("77"));
+    // A name that no checkpoint knows keeps everything.
+    let text = said(&["retire", &url, "--keep-best", "los:1:max"], 2);
+    assert!(text.contains("`los`") && text.contains("loss"), "{text}");
+    assert_eq!(steps(&url), [0, 1, 2]);
 }
 
 #[test]
@@ -206,11 +254,33 @@ fn a_store_is_created_once() {
     assert!(said(&["ls", &url], 3).contains("`s4w store init"));
     assert!(said(&["probe", &url], 0).contains("several writers are safe"));
     assert_eq!(json(&["probe", &url])["survives_races"], true);
-    assert!(said(&["init", &url, "--many"], 0).contains("any number at once"));
+    assert!(said(&["init", &url, "--writers", "few"], 2).contains("`single`"));
+    assert!(said(&["init", &url], 0).contains("any number at once"));
+    assert!(said(&["probe", &url, "--allow-many"], 0).contains("already"));
+    assert!(said(&["break-lease", &url], 2).contains("no lease"));
     assert!(said(&["init", &url], 5).contains("already"));
     assert!(said(&["ls", &url], 0).contains("no checkpoints"));
     assert!(said(&["show", &url, "latest"], 3).contains("is empty"));
     assert!(said(&["plot", &url, dir.path().join("a.svg").to_str().unwrap()], 3).contains("draw"));
+}
+
+#[test]
+fn a_store_for_one_writer_is_opened_to_many() {
+    let dir = tempfile::tempdir().unwrap();
+    let url = dir.path().join("one").to_str().unwrap().to_owned();
+    assert!(said(&["init", &url, "--writers", "single"], 0).contains("one at a time"));
+    assert!(said(&["show", &url], 0).contains("one at a time"));
+    let leases = || std::fs::read_dir(dir.path().join("one/lease")).unwrap().count();
+    assert_eq!(leases(), 0, "whoever is done gives the lease back");
+    // What a killed process leaves.
+    let lease = dir.path().join("one/lease/held-01890000-0000-7000-8000-000000000000");
+    std::fs::write(&lease, r#"{"host":"a\u001bb","pid":77,"since_ms":0}"#).unwrap();
+    assert!(said(&["break-lease", &url], 0).contains("process 77 on ab (since 1970"));
+    assert!(said(&["break-lease", &url], 0).contains("nobody"));
+    assert!(said(&["probe", &url], 0).contains("--allow-many"));
+    assert!(said(&["probe", &url, "--allow-many"], 0).contains("from now on"));
+    assert!(said(&["show", &url], 0).contains("any number at once"));
+    assert_eq!(leases(), 0);
 }
 
 #[test]

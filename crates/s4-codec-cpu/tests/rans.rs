@@ -278,12 +278,8 @@ fn the_cost_is_near_the_size() {
     }
 }
 
-/// Checks that the page shows the stream of the example's plane, behind `head`.
-fn check_example(head: &str, carry: &[u8]) {
-    let symbols = [125, 125, 124, 125, 200, 125, 125, 126];
-    let own = [Counts::of_stream(&symbols).table(Precision::P8)];
-    let tables = Tables { list: &own, place: Place::Inline };
-    let stream = encode(Simd::Scalar, tables, &[], carry, &symbols);
+/// Checks that the page shows a stream: the indented lines from the one that starts with `head` on.
+fn check_example(head: &str, stream: &[u8]) {
     let hex: String = stream.iter().map(|b| format!("{b:02x}")).collect();
     let page = include_str!("../../../docs/codecs/rans.md");
     let example: String = page
@@ -292,14 +288,39 @@ fn check_example(head: &str, carry: &[u8]) {
         .take_while(|line| line.starts_with("    "))
         .flat_map(|line| line[..line.find('|').unwrap_or(line.len())].split_whitespace())
         .collect();
-    assert_eq!(hex, example);
+    assert_eq!(hex, example, "{head}");
 }
 
 #[test]
 fn the_examples_of_the_specification() {
-    check_example("08 00 00 00 05 0e 01 00", &[]);
+    let symbols = [125, 125, 124, 125, 200, 125, 125, 126];
+    let own = [Counts::of_stream(&symbols).table(Precision::P8)];
+    let tables = Tables { list: &own, place: Place::Inline };
+    check_example("08 00 00 00 05 0e 01 00", &encode(Simd::Scalar, tables, &[], &[], &symbols));
     let carry: Vec<u8> = (0..64).collect();
-    check_example("08 00 00 00 05 0e 01 02", &carry);
+    check_example("08 00 00 00 05 0e 01 02", &encode(Simd::Scalar, tables, &[], &carry, &symbols));
+}
+
+#[test]
+fn the_examples_with_words_and_escapes() {
+    let symbols = [
+        [0x7d, 0x7e, 0xc8, 0x7e, 0x7c, 0x7e, 0x7e, 0x7e],
+        [0x7e, 0x7e, 0x7e, 0x7e, 0x01, 0x7e, 0x7c, 0x02],
+    ]
+    .concat();
+    let table = |precision, freqs: [u16; 3]| {
+        let entry = |(symbol, freq)| Entry { symbol, freq };
+        let entries: Vec<_> = [0x7e, 0x7c, 0x7d].into_iter().zip(freqs).map(entry).collect();
+        [Table::new(precision, &entries).expect("a valid table")]
+    };
+    for (precision, freqs, head) in [
+        (Precision::P8, [16, 32, 192], "10 00 00 00 05 0e 01 00 | P = 8"),
+        (Precision::P12, [64, 512, 3456], "10 00 00 00 05 0e 01 00 | P = 12"),
+    ] {
+        let list = table(precision, freqs);
+        let stream = check(Tables { list: &list, place: Place::Inline }, &symbols);
+        check_example(head, &stream);
+    }
 }
 
 proptest! {

@@ -26,10 +26,6 @@ pub enum Residual {
     Sub,
 }
 
-/// Bytes that are copied and then worked on while they are at hand in the fastest cache: a multiple of
-/// every width.
-const BLOCK: usize = 8 << 10;
-
 impl Residual {
     /// The id that stands in a plan.
     pub fn id(self) -> ResidualId {
@@ -49,28 +45,6 @@ impl Residual {
         match self {
             Self::Xor => kernels.xor(buf, parent),
             Self::Sub => kernels.sub_values(width, buf, parent),
-        }
-        Ok(())
-    }
-
-    /// As [`Residual::diff`] of `values`, into `to`, which is as long.
-    ///
-    /// # Errors
-    /// As [`Residual::apply`].
-    pub fn diff_into(
-        self,
-        kernels: Kernels,
-        width: Width,
-        parent: &[u8],
-        values: &[u8],
-        to: &mut [u8],
-    ) -> Result<()> {
-        self.check(width, parent, values)?;
-        self.check(width, parent, to)?;
-        let blocks = values.chunks(BLOCK).zip(parent.chunks(BLOCK));
-        for (to, (values, parent)) in to.chunks_mut(BLOCK).zip(blocks) {
-            to.copy_from_slice(values);
-            self.diff(kernels, width, parent, to)?;
         }
         Ok(())
     }

@@ -26,27 +26,6 @@ fn every_pair_of_patterns_round_trips() {
 }
 
 #[test]
-fn into_another_buffer_is_the_same_as_in_place() {
-    // Shorter than a block, blocks, and a part of one behind them.
-    for len in [0, 4, 8 << 10, (16 << 10) + 12] {
-        let byte = |i: usize, by: usize| ((i * by) >> 3) as u8;
-        let src: Vec<u8> = (0..len).map(|i| byte(i, 77)).collect();
-        let parent: Vec<u8> = (0..len).map(|i| byte(i, 101)).collect();
-        for residual in [Residual::Xor, Residual::Sub] {
-            let (k, width) = (Kernels::default(), Width::B4);
-            let (mut buf, mut to) = (src.clone(), vec![9; len]);
-            residual.diff(k, width, &parent, &mut buf).unwrap();
-            residual.diff_into(k, width, &parent, &src, &mut to).unwrap();
-            assert_eq!(to, buf, "{residual:?} {len}");
-            let mut short = vec![9; len + 4];
-            let error = residual.diff_into(k, width, &parent, &src, &mut short);
-            assert!(matches!(error, Err(Error::Corrupt { .. })));
-            assert!(short.iter().all(|b| *b == 9));
-        }
-    }
-}
-
-#[test]
 fn xor_has_no_order_to_keep_and_takes_any_width() {
     let (parent, src) = ([0x0f; 32], [0xff; 32]);
     let mut buf = src;

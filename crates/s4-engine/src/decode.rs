@@ -164,7 +164,10 @@ impl CpuEngine {
         for (i, (entry, bytes)) in streams.items().iter().enumerate() {
             // The second plane of `token` is as long as the tokens of the first one say.
             if layout == LayoutId::TOKEN && i == 1 {
-                let tokens = stored[0].bytes().unwrap_or(&scratch.planes[0][..sizes[0]]);
+                let tokens = match stored[0].bytes() {
+                    Some(bytes) => bytes,
+                    None => &scratch.planes[0][..sizes[0]],
+                };
                 sizes[1] = token_plane_len(width, tokens).map_err(|e| e.in_stream(0))?;
             }
             std::mem::swap(&mut scratch.carry, &mut scratch.tail);

@@ -5,8 +5,10 @@ use s4_codec_cpu::{Codec, Context, Encoded};
 use s4_format::layout::{MAX_PLANES, Planes};
 use s4_format::limits::ALIGN;
 use s4_format::side::{Side, SideKind};
-use s4_format::{CodecId, LayoutId, PredictorId, Result, StreamEntry, crc32c};
+use s4_format::{CodecId, LayoutId, PredictorId, Result, StreamEntry, crc32c_append};
+use s4_planes::Width;
 
+use crate::once::{self, PIECE};
 use crate::planner::{PlaneCoding, TensorPlan};
 use crate::scratch::{sized, width_of};
 use crate::tables::SharedTables;
@@ -69,7 +71,8 @@ struct Coded {
 const NO_STREAM: StreamEntry = StreamEntry { codec: CodecId::RAW, param: 0, len: 0 };
 
 impl CpuEngine {
-    /// Encodes chunk number `chunk` of a tensor and appends it to `frame`.
+    /// Encodes chunk number `chunk` of a tensor and appends it to `frame`. Values that another thread
+    /// changes meanwhile are each what they were at some time.
     ///
     /// # Errors
     /// `Limit` if the tensor has no such chunk; errors of a codec.
@@ -102,22 +105,23 @@ impl CpuEngine {
         let width = view.dtype.value_width();
         let (first, src) = chunk_bytes(view.data, width, plan.chunk_log2, chunk)?;
         let start = frame.len();
-        let crc_raw = crc32c(src);
         let mut out = EncodedChunk {
             len: 0,
             plain: false,
-            crc_encoded: crc_raw,
-            crc_raw,
+            crc_encoded: 0,
+            crc_raw: 0,
             shared: false,
             streams: [NO_STREAM; MAX_PLANES],
         };
+        // Whether it is worth a try is all that is asked of the values themselves: they may change.
         if plan.planes.iter().any(|p| !matches!(p, PlaneCoding::Raw)) || repeats(src, QUICK) {
             let values = Values { first, src, parent };
             self.encode_streams(view, plan, &values, scratch, frame, &mut out)?;
         }
         if out.len == 0 || out.len >= src.len() {
             frame.truncate(start);
-            frame.extend_from_slice(src);
+            out.crc_raw = once::append_summed(src, frame);
+            out.crc_encoded = out.crc_raw;
             out.len = src.len();
             out.plain = true;
             out.streams = [NO_STREAM; MAX_PLANES];
@@ -140,16 +144,16 @@ impl CpuEngine {
         let width = view.dtype.value_width();
         let layout = plan.plan.layout;
         let sizes = Planes::new(layout, width, values.src.len() / width)?;
-        if plan.plan.predictor == PredictorId::NONE {
-            self.split(layout, width, values.src, scratch)?;
+        out.crc_raw = if plan.plan.predictor == PredictorId::NONE {
+            self.split_once(layout, width, values.src, scratch)?
         } else {
             let mut residuals = std::mem::take(&mut scratch.residuals);
             let to = sized(&mut residuals, values.src.len());
-            let done = residual::forward(self.kernels, &plan.plan, &plan.side, view, values, to)
-                .and_then(|()| self.split(layout, width, to, scratch));
+            let crc = residual::forward(self.kernels, &plan.plan, &plan.side, view, values, to);
+            let split = self.split(layout, width, to, scratch);
             scratch.residuals = residuals;
-            done?;
-        }
+            crc.and_then(|crc| split.map(|()| crc))?
+        };
         let mut sizes = sizes.sizes().to_vec();
         if layout == LayoutId::TOKEN {
             sizes[1] = scratch.token_bits;
@@ -288,27 +292,89 @@ impl CpuEngine {
     ) -> Result<()> {
         let w = width_of(width)?;
         let sizes = Planes::new(layout, width, src.len() / width)?;
-        let sizes = sizes.sizes();
-        let k = &self.kernels;
-        let [p0, p1, p2, p3] = &mut scratch.planes;
+        if layout == LayoutId::TOKEN {
+            let [tokens, bits, ..] = &mut scratch.planes;
+            let tokens = sized(tokens, sizes.sizes()[0]);
+            let bits = sized(bits, sizes.sizes()[1]);
+            scratch.token_bits = self.kernels.split_token(w, src, tokens, bits);
+            return Ok(());
+        }
+        make_room(layout, sizes.sizes(), &mut scratch.planes);
+        self.split_part(layout, w, src, (0, src.len() / width), &mut scratch.planes);
+        Ok(())
+    }
+
+    /// As [`CpuEngine::split`], of values that may change meanwhile. Gives the CRC-32C of those that were
+    /// split.
+    fn split_once(
+        &self,
+        layout: LayoutId,
+        width: usize,
+        src: &[u8],
+        scratch: &mut Scratch,
+    ) -> Result<u32> {
+        let (w, n) = (width_of(width)?, src.len() / width);
+        let sizes = Planes::new(layout, width, n)?;
+        if layout == LayoutId::TOKEN {
+            // Its planes cannot be made piece by piece; it is one of differences, which are copies.
+            return Err(s4_format::Error::unsupported("layout `token` of values themselves"));
+        }
+        make_room(layout, sizes.sizes(), &mut scratch.planes);
+        if layout == LayoutId::WHOLE {
+            return once::copy_summed(src, &mut scratch.planes[0][..src.len()], |_, _| Ok(()));
+        }
+        let Scratch { planes, piece, .. } = scratch;
+        let piece = sized(piece, PIECE);
+        let mut crc = 0;
+        for (i, src) in src.chunks(PIECE).enumerate() {
+            let piece = &mut piece[..src.len()];
+            once::copy(src, piece);
+            crc = crc32c_append(crc, piece);
+            self.split_part(layout, w, piece, (i * (PIECE / width), n), planes);
+        }
+        Ok(crc)
+    }
+
+    /// Splits a part of `n` values, from number `first` on, into planes that have room for all. (Not for
+    /// layout `token`.) `first` is a multiple of eight.
+    fn split_part(
+        &self,
+        layout: LayoutId,
+        w: Width,
+        src: &[u8],
+        (first, n): (usize, usize),
+        planes: &mut [Vec<u8>; 4],
+    ) {
+        let (k, len) = (&self.kernels, src.len() / w.bytes());
+        let [p0, p1, p2, p3] = planes;
+        let part = first..first + len;
+        // The low bytes of a value, which are no plane of their own of two bytes.
+        let low = w.bytes().saturating_sub(2);
+        let low = first * low..(first + len) * low;
         match layout {
             LayoutId::FIELDS => {
-                let b = sized(p2, sizes.get(2).copied().unwrap_or(0));
-                k.split_fields(w, src, sized(p0, sizes[0]), sized(p1, sizes[1]), b);
+                k.split_fields(w, src, &mut p0[part.clone()], &mut p1[part], &mut p2[low]);
             }
             LayoutId::FIELDS_SIGN => {
-                let b = sized(p3, sizes.get(3).copied().unwrap_or(0));
-                let (s, e) = (sized(p0, sizes[0]), sized(p1, sizes[1]));
-                k.split_fields_sign(w, src, s, e, sized(p2, sizes[2]), b);
+                let signs = &mut p0[first / 8..(first + len).div_ceil(8)];
+                let (e, a) = (&mut p1[part.clone()], &mut p2[part]);
+                k.split_fields_sign(w, src, signs, e, a, &mut p3[low]);
             }
-            LayoutId::BYTES => k.split_bytes(w, src, sized(p0, src.len())),
-            LayoutId::TOKEN => {
-                let tokens = sized(p0, sizes[0]);
-                scratch.token_bits = k.split_token(w, src, tokens, sized(p1, sizes[1]));
-            }
-            _ => sized(p0, src.len()).copy_from_slice(src),
+            LayoutId::BYTES => k.split_bytes_part(w, src, first, &mut p0[..n * w.bytes()]),
+            _ => p0[first * w.bytes()..(first + len) * w.bytes()].copy_from_slice(src),
         }
-        Ok(())
+    }
+}
+
+/// Makes the buffers of planes large enough.
+fn make_room(layout: LayoutId, sizes: &[usize], planes: &mut [Vec<u8>; 4]) {
+    if layout == LayoutId::BYTES {
+        // All planes lie in the first buffer.
+        sized(&mut planes[0], sizes.iter().sum());
+        return;
+    }
+    for (plane, size) in planes.iter_mut().zip(sizes) {
+        sized(plane, *size);
     }
 }
 

@@ -12,6 +12,7 @@ mod closed;
 pub mod cuda;
 mod decode;
 mod encode;
+mod once;
 mod planner;
 mod residual;
 mod scratch;

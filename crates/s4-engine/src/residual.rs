@@ -6,10 +6,12 @@ use s4_format::{Error, Plan, PredictorId, ResidualId, Result};
 use s4_planes::Kernels;
 
 use crate::encode::Values;
+use crate::once;
 use crate::scratch::width_of;
 use crate::{TensorSpec, TensorView};
 
-/// Writes what is left of values after prediction into `to`, which is as long.
+/// Writes what is left of values after prediction into `to`, which is as long. Gives the CRC-32C of the
+/// values, which may change meanwhile.
 pub(crate) fn forward(
     kernels: Kernels,
     plan: &Plan,
@@ -17,18 +19,30 @@ pub(crate) fn forward(
     view: &TensorView<'_>,
     values: &Values<'_>,
     to: &mut [u8],
-) -> Result<()> {
+) -> Result<u32> {
     let Values { first, src, parent } = *values;
     match plan.predictor {
         PredictorId::RANK1 => {
-            to.copy_from_slice(src);
-            rank1(side, view)?.forward(kernels, first, to)
+            let crc = once::copy_summed(src, to, |_, _| Ok(()))?;
+            rank1(side, view)?.forward(kernels, first, to)?;
+            Ok(crc)
         }
         PredictorId::PARENT => {
             let width = width_of(view.dtype.value_width())?;
-            residual(plan)?.diff_into(kernels, width, present(parent)?, src, to)
+            let (residual, parent) = (residual(plan)?, present(parent)?);
+            if parent.len() != src.len() {
+                let (own, others) = (src.len(), parent.len());
+                let what = format!("a difference of {own} bytes from a parent of {others} bytes");
+                return Err(Error::corrupt(what));
+            }
+            once::copy_summed(src, to, |at, piece| {
+                residual.diff(kernels, width, &parent[at..at + piece.len()], piece)
+            })
         }
-        other => other.require_open().map(drop),
+        other => Err(other
+            .require_open()
+            .err()
+            .unwrap_or_else(|| Error::unsupported(format!("encoding with predictor `{other}`")))),
     }
 }
 
@@ -85,8 +99,8 @@ fn rank1<'a>(side: &'a Side, view: &TensorView<'_>) -> Result<Rank1<'a>> {
     let width = view.dtype.value_width();
     let offsets = Rank1::parse(width_of(width)?, side.get(SideKind::RANK1))?;
     let cols = view.shape.last().copied().unwrap_or(1);
-    let rows: u64 = view.shape.iter().rev().skip(1).product();
-    let fits = (offsets.rows() as u64, offsets.cols() as u64) == (rows, cols);
+    let rows = view.shape.iter().rev().skip(1).try_fold(1u64, |n, d| n.checked_mul(*d));
+    let fits = (Some(offsets.rows() as u64), offsets.cols() as u64) == (rows, cols);
     if !fits || view.dtype.size() != width {
         return Err(Error::corrupt("rank1 offsets do not have the tensor's shape"));
     }

@@ -19,6 +19,8 @@ pub struct Scratch {
     /// The end of a raw plane whose start lies in the frame.
     pub(crate) split: Vec<u8>,
     pub(crate) residuals: Vec<u8>,
+    /// Values that are about to be split.
+    pub(crate) piece: Vec<u8>,
     /// Bytes of the second plane of layout `token`.
     pub(crate) token_bits: usize,
 }

@@ -67,7 +67,14 @@ impl Serialize for Digest {
 
 impl<'de> Deserialize<'de> for Digest {
     fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
-        String::deserialize(d)?.parse().map_err(serde::de::Error::custom)
+        let text = String::deserialize(d)?;
+        let digest: Self = text.parse().map_err(serde::de::Error::custom)?;
+        // One hash has one spelling, so that texts can be compared.
+        if digest.to_string() == text {
+            Ok(digest)
+        } else {
+            Err(serde::de::Error::custom("a hash is written in lower case"))
+        }
     }
 }
 
@@ -85,5 +92,8 @@ mod tests {
         let d = Digest::of(b"abc");
         assert_eq!(d.to_string().parse::<Digest>().unwrap(), d);
         assert!("xyz".parse::<Digest>().is_err());
+        let json = serde_json::to_string(&d).unwrap();
+        assert_eq!(serde_json::from_str::<Digest>(&json).unwrap(), d);
+        assert!(serde_json::from_str::<Digest>(&json.to_uppercase()).is_err());
     }
 }

@@ -3,13 +3,13 @@
 //! Fixed-size records, a pool of dimensions, a pool of names. Each record names the tensor's block
 //! (side data and chunk table, the second level), which is read only for tensors that are wanted.
 
-use std::collections::HashSet;
+use std::ops::Range;
 
 use crate::ChunkRecord;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::limits::{CHUNK_LOG2, MAX_NAME, MAX_RANK, MAX_SIDE, MAX_TENSOR_BYTES, MAX_TENSORS};
-use crate::wire::{Cursor, fit};
+use crate::wire::{Cursor, are_disjoint, fit};
 
 /// Bytes of a tensor's record.
 pub const RECORD_LEN: usize = 32;
@@ -146,7 +146,8 @@ pub fn write_table(tensors: &[Tensor]) -> Result<Vec<u8>> {
 }
 
 /// Reads a tensor table. `end` is where the index may reach to: no block lies beyond it. `plans` is
-/// the number of plans in the manifest.
+/// the number of plans in the manifest. Names, shapes and blocks of different tensors do not overlap: what
+/// is read is never much more than the bytes that it is read from.
 ///
 /// # Errors
 /// `Truncated`, `Corrupt`, `Limit` or `Unsupported`, naming the record.
@@ -168,8 +169,8 @@ fn parse_inner(bytes: &[u8], end: u64, plans: usize) -> Result<Vec<Tensor>> {
         return Err(Error::corrupt(format!("{} bytes behind the names", c.rest())));
     }
     let pools = Pools { dims, names };
-    let mut tensors = Vec::with_capacity(count);
-    let mut seen = HashSet::with_capacity(count);
+    check_pools(records)?;
+    let mut tensors: Vec<Tensor> = Vec::with_capacity(count);
     for (i, record) in records.chunks_exact(RECORD_LEN).enumerate() {
         let at = |e: Error| e.at_offset((TABLE_HEADER_LEN + i * RECORD_LEN) as u64);
         let t = parse_record(record, &pools).map_err(at)?;
@@ -178,11 +179,46 @@ fn parse_inner(bytes: &[u8], end: u64, plans: usize) -> Result<Vec<Tensor>> {
     }
     for t in &tensors {
         check_relations(t, &tensors).map_err(|e| e.in_tensor(&t.name))?;
-        if !t.name.is_empty() && !seen.insert(t.name.as_str()) {
-            return Err(Error::corrupt("two tensors have this name").in_tensor(&t.name));
-        }
+    }
+    let named = by_name(&tensors);
+    let name = |i: u32| &tensors[i as usize].name;
+    if let Some(twice) = named.windows(2).find(|w| name(w[0]) == name(w[1])) {
+        return Err(Error::corrupt("two tensors have this name").in_tensor(name(twice[0])));
     }
     Ok(tensors)
+}
+
+/// The numbers of all tensors that have a name, in the order of names.
+pub fn by_name(tensors: &[Tensor]) -> Vec<u32> {
+    // A tensor table has at most 2^22 records.
+    let numbered = (0u32..).zip(tensors);
+    let mut named: Vec<u32> =
+        numbered.filter(|(_, t)| !t.name.is_empty()).map(|(i, _)| i).collect();
+    named.sort_unstable_by(|&a, &b| tensors[a as usize].name.cmp(&tensors[b as usize].name));
+    named
+}
+
+/// Checks that names, shapes and blocks of different records do not overlap.
+fn check_pools(records: &[u8]) -> Result<()> {
+    for (i, what) in ["names", "shapes", "blocks"].into_iter().enumerate() {
+        // They are as long as records are.
+        let places = records.chunks_exact(RECORD_LEN).filter_map(|r| places(r).ok());
+        if !are_disjoint(places.map(|p| p[i].clone())) {
+            return Err(Error::corrupt(format!("{what} of two tensors overlap")));
+        }
+    }
+    Ok(())
+}
+
+/// Where a record says that its name, its shape and its block are, each in its own measure.
+fn places(record: &[u8]) -> Result<[Range<u64>; 3]> {
+    let mut c = Cursor::new(record);
+    let (name, name_len) = (u64::from(c.u32()?), u64::from(c.u16()?));
+    let (_, rank, dims) = (c.u8()?, u64::from(c.u8()?), u64::from(c.u32()?));
+    let (_, _, kind) = (c.u16()?, c.u8()?, c.u8()?);
+    let (block, len) = (c.u64()?, u64::from(c.u32()?));
+    let len = if kind == 1 { 0 } else { len };
+    Ok([name..name + name_len, dims..dims + rank, block..block.saturating_add(len)])
 }
 
 struct Pools<'a> {
@@ -362,6 +398,34 @@ mod tests {
     }
 
     #[test]
+    fn names_and_shapes_that_overlap_are_refused() {
+        let table = |change: fn(&mut [u8])| {
+            let mut bytes = write_table(&sample()).unwrap();
+            change(&mut bytes[TABLE_HEADER_LEN..][2 * RECORD_LEN..][..RECORD_LEN]);
+            parse_table(&bytes, 1000, 2)
+        };
+        assert!(table(|_| ()).is_ok());
+        // `ln.weight` becomes a part of `model.wte.weight`.
+        let e = table(|r| r[0..6].copy_from_slice(&[9, 0, 0, 0, 3, 0])).unwrap_err().to_string();
+        assert!(e.contains("names of two tensors overlap"), "{e}");
+        let e = table(|r| r[8..12].copy_from_slice(&[2, 0, 0, 0])).unwrap_err().to_string();
+        assert!(e.contains("shapes of two tensors overlap"), "{e}");
+    }
+
+    #[test]
+    fn parts_of_tensors_may_lie_in_any_order() {
+        let mut bytes = write_table(&sample()).unwrap();
+        // The shapes of the first and the third record change places: 2 of 4 dimensions, and 1.
+        let at = TABLE_HEADER_LEN + 4 * RECORD_LEN;
+        bytes[at..at + 32].rotate_left(24);
+        for (record, first) in [(0, 1), (1, 3), (2, 0)] {
+            let at = TABLE_HEADER_LEN + record * RECORD_LEN + 8;
+            bytes[at..at + 4].copy_from_slice(&u32::to_le_bytes(first));
+        }
+        assert_eq!(parse_table(&bytes, 1000, 2).unwrap(), sample());
+    }
+
+    #[test]
     fn bad_relations_are_refused() {
         let refused = |f: fn(&mut Vec<Tensor>)| {
             let mut t = sample();
@@ -374,6 +438,11 @@ mod tests {
         refused(|t| t[2].dtype = DType::Int8);
         refused(|t| t[2].name = t[0].name.clone());
         refused(|t| t[0].name.clear());
+        let e = refused(|t| {
+            let TensorKind::Chunks { block, .. } = &mut t[1].kind else { panic!() };
+            block.offset = 100 + 2 * 24 + 15;
+        });
+        assert!(e.to_string().contains("blocks"), "{e}");
         refused(|t| t[0].shape[0] *= 2);
         assert!(
             write_table(&[Tensor { shape: vec![1 << 40, 1 << 40], ..sample()[0].clone() }])

@@ -7,6 +7,7 @@
 //! specification; this crate is its types.
 #![forbid(unsafe_code)]
 
+mod bounded;
 pub mod chunk;
 mod digest;
 pub mod dtype;

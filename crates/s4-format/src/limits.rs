@@ -28,3 +28,9 @@ pub const MAX_CHAIN: usize = 64;
 pub const MAX_OBJECTS: usize = 1 << 20;
 /// rANS tables of one stream.
 pub const MAX_TABLES: usize = 16;
+/// Entries of a manifest's metadata, and blobs.
+pub const MAX_ENTRIES: usize = 1 << 18;
+/// Groups of a manifest's role table and their scalars, together.
+pub const MAX_SCALARS: usize = 1 << 18;
+/// Inputs of a plan.
+pub const MAX_INPUTS: usize = 16;

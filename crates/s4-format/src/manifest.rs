@@ -5,12 +5,16 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 
+use crate::bounded;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::file::Version;
 use crate::id::{CodecId, Support};
-use crate::limits::{MAX_CHAIN, MAX_OBJECTS, MAX_TENSOR_TABLE, MAX_TENSORS};
+use crate::limits::{
+    MAX_CHAIN, MAX_ENTRIES, MAX_OBJECTS, MAX_SCALARS, MAX_TENSOR_TABLE, MAX_TENSORS,
+};
 use crate::plan::Plan;
+use crate::wire::are_disjoint;
 
 /// A run of bytes of the object that holds the manifest, and its hash.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -95,6 +99,7 @@ pub struct Roles {
     /// Rows.
     pub tensors: Vec<Role>,
     /// Scalars of each group.
+    #[serde(deserialize_with = "bounded::maps")]
     pub groups: Vec<BTreeMap<String, f64>>,
 }
 
@@ -140,10 +145,18 @@ pub struct Manifest {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tree: Option<Box<RawValue>>,
     /// Named byte strings.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    #[serde(
+        default,
+        skip_serializing_if = "BTreeMap::is_empty",
+        deserialize_with = "bounded::map"
+    )]
     pub blobs: BTreeMap<String, Section>,
     /// Free text of the caller.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    #[serde(
+        default,
+        skip_serializing_if = "BTreeMap::is_empty",
+        deserialize_with = "bounded::map"
+    )]
     pub metadata: BTreeMap<String, String>,
     /// What each tensor is to the optimizer.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -210,6 +223,11 @@ impl Manifest {
                 return Err(Error::corrupt("section lies behind the manifest"));
             }
         }
+        // They lie before `end`, as was found.
+        let sections = [&m.tensors.section].into_iter().chain(m.blobs.values());
+        if !are_disjoint(sections.map(|s| s.offset..s.offset + s.bytes)) {
+            return Err(Error::corrupt("two sections overlap"));
+        }
         if m.tensors.count as usize > MAX_TENSORS || m.tensors.section.bytes > MAX_TENSOR_TABLE {
             return Err(Error::limit(format!("{} tensors", m.tensors.count)));
         }
@@ -274,8 +292,19 @@ impl Manifest {
     /// The manifest's bytes.
     ///
     /// # Errors
-    /// `Corrupt` if a number of the role table is not finite, which JSON cannot hold.
+    /// `Corrupt` if a number of the role table is not finite, which JSON cannot hold; `Limit` if there
+    /// are more entries than readers believe.
     pub fn to_json(&self) -> Result<Vec<u8>> {
+        let scalars = self.roles.iter().flat_map(|r| &r.groups).map(|g| 1 + g.len());
+        for (what, count, most) in [
+            ("entries of metadata", self.metadata.len(), MAX_ENTRIES),
+            ("blobs", self.blobs.len(), MAX_ENTRIES),
+            ("groups and scalars of roles", scalars.sum(), MAX_SCALARS),
+        ] {
+            if count > most {
+                return Err(Error::limit(format!("{count} {what}, {most} allowed")));
+            }
+        }
         serde_json::to_vec(self).map_err(|e| Error::corrupt(format!("manifest: {e}")))
     }
 }
@@ -321,6 +350,31 @@ mod tests {
     }
 
     #[test]
+    fn maps_are_bounded_and_have_no_entry_twice() {
+        let json = |old: &str, new: &str| {
+            let json = String::from_utf8(sample().to_json().unwrap()).unwrap();
+            assert!(json.contains(old), "{json}");
+            Manifest::parse(json.replace(old, new).as_bytes(), 26)
+        };
+        let e = json("\"k\":\"v\"", "\"k\":\"v\",\"k\":\"w\"").unwrap_err().to_string();
+        assert!(e.contains("`k` twice"), "{e}");
+        let e = json("\"lr\":", "\"lr\":1,\"lr\":").unwrap_err().to_string();
+        assert!(e.contains("`lr` twice"), "{e}");
+        let groups = "{},".repeat(MAX_SCALARS);
+        let e = json("[{\"lr\"", &format!("[{groups}{{\"lr\"")).unwrap_err().to_string();
+        assert!(e.contains("more entries than are allowed"), "{e}");
+        let inputs =
+            format!("\"inputs\":[{}{{\"tensor\":0}}],\"layout\"", "{\"tensor\":0},".repeat(16));
+        let e = json("\"layout\"", &inputs).unwrap_err().to_string();
+        assert!(e.contains("more entries than are allowed"), "{e}");
+        let mut m = sample();
+        m.metadata = (0..=MAX_ENTRIES).map(|i| (i.to_string(), String::new())).collect();
+        assert!(matches!(m.to_json(), Err(Error::Limit { .. })));
+        m.metadata.pop_first();
+        Manifest::parse(&m.to_json().unwrap(), 26).unwrap();
+    }
+
+    #[test]
     fn closed_bitstreams_need_their_library() {
         let closed = |library_major| ClosedCodec { codec: CodecId::NVCOMP_ANS, library_major };
         let mut m = sample();
@@ -359,6 +413,23 @@ mod tests {
         refused(|m| m.objects.push(m.objects[0].clone()));
         refused(|m| m.tensors.section.bytes = u64::MAX);
         refused(|m| m.tensors.section.offset = u64::MAX);
+        let e = refused(|m| {
+            m.blobs.insert("a".into(), m.tensors.section);
+        });
+        assert!(e.to_string().contains("overlap"), "{e}");
+    }
+
+    #[test]
+    fn a_name_occurs_once() {
+        let json = String::from_utf8(sample().to_json().unwrap()).unwrap();
+        for (once, twice) in [
+            (r#""metadata":{"k":"v"}"#, r#""metadata":{"k":"v","k":"w"}"#),
+            (r#""preset":"fast""#, r#""preset":"fast","preset":"small""#),
+        ] {
+            assert!(json.contains(once));
+            let e = Manifest::parse(json.replace(once, twice).as_bytes(), 26).unwrap_err();
+            assert!(matches!(e, Error::Corrupt { .. }), "{e}");
+        }
     }
 
     #[test]

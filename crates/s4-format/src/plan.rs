@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::bounded;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::id::{LayoutId, PredictorId, ResidualId};
@@ -17,7 +18,11 @@ pub struct Input {
     /// Number of the tensor in that checkpoint's tensor table.
     pub tensor: u32,
     /// First and end index in each dimension; absent: the whole tensor.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(
+        default,
+        skip_serializing_if = "Option::is_none",
+        deserialize_with = "bounded::region"
+    )]
     pub region: Option<Vec<[u64; 2]>>,
 }
 
@@ -32,7 +37,7 @@ pub struct Plan {
     /// Which planes the result is split into.
     pub layout: LayoutId,
     /// What the prediction is made from.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "bounded::inputs")]
     pub inputs: Vec<Input>,
 }
 

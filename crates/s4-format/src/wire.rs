@@ -1,4 +1,6 @@
-//! Little-endian reading and writing of fixed-size fields.
+//! Little-endian reading and writing of fixed-size fields, and places that they name.
+
+use std::ops::Range;
 
 use crate::error::{Error, Result};
 
@@ -54,4 +56,38 @@ impl<'a> Cursor<'a> {
 /// Checks that a number fits its field.
 pub(crate) fn fit<T: TryFrom<usize>>(value: usize, what: &'static str) -> Result<T> {
     T::try_from(value).map_err(|_| Error::limit(format!("{what} {value} does not fit its field")))
+}
+
+/// Whether no two ranges have anything in common.
+pub(crate) fn are_disjoint(ranges: impl Iterator<Item = Range<u64>> + Clone) -> bool {
+    // As every writer here puts them; else they are sorted.
+    follow_each_other(ranges.clone()) || {
+        let mut sorted: Vec<_> = ranges.collect();
+        sorted.sort_unstable_by_key(|r| r.start);
+        follow_each_other(sorted.into_iter())
+    }
+}
+
+/// Whether each range that is not empty starts where the one before it ended, or later.
+fn follow_each_other(ranges: impl Iterator<Item = Range<u64>>) -> bool {
+    let mut end = 0;
+    ranges.filter(|r| !r.is_empty()).all(|r| {
+        let apart = r.start >= end;
+        end = r.end;
+        apart
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn disjoint_ranges_may_be_in_any_order() {
+        let disjoint = |ranges: &[[u64; 2]]| are_disjoint(ranges.iter().map(|[a, b]| *a..*b));
+        assert!(disjoint(&[]) && disjoint(&[[3, 4], [0, 3], [9, 9], [4, 9]]));
+        assert!(disjoint(&[[0, 10], [5, 5]]), "nothing is no part of anything");
+        assert!(!disjoint(&[[0, 10], [5, 5], [9, 11]]));
+        assert!(!disjoint(&[[5, 6], [0, 10]]));
+    }
 }

@@ -1,5 +1,7 @@
 //! The choice of kernels, and the checks of sizes before them.
 
+use std::ops::Range;
+
 use s4_format::{Result, crc32c_append};
 
 use crate::scalar::{self, PLAIN, ROTATED, SPREAD};
@@ -209,16 +211,27 @@ impl Kernels {
     /// # Panics
     /// If the sizes are not both `n * width`.
     pub fn split_bytes(self, width: Width, src: &[u8], dst: &mut [u8]) {
-        let n = check_elements(width, src.len());
+        check_elements(width, src.len());
         assert_eq!(dst.len(), src.len(), "planes");
+        self.split_bytes_part(width, src, 0, dst);
+    }
+
+    /// As [`Kernels::split_bytes`], of a part of the elements: `src` is those from number `first` on, and
+    /// `dst` the planes of all.
+    ///
+    /// # Panics
+    /// If the sizes are not multiples of `width`, or there are not so many elements.
+    pub fn split_bytes_part(self, width: Width, src: &[u8], first: usize, dst: &mut [u8]) {
+        let part = first..first + check_elements(width, src.len());
+        let n = check_elements(width, dst.len());
         match width {
-            Width::B1 => dst.copy_from_slice(src),
+            Width::B1 => dst[part].copy_from_slice(src),
             Width::B2 => {
-                let (high, low) = dst.split_at_mut(n);
+                let [high, low] = planes_mut(n, part, dst);
                 self.split_form::<PLAIN>(width, src, &mut [], high, low, &mut []);
             }
             Width::B4 => {
-                let planes = planes_mut(n, dst);
+                let planes = planes_mut(n, part, dst);
                 dispatch!((self.simd, ()) {
                     "x86_64":
                     Avx512, () => avx512::split_bytes4(src, planes);
@@ -227,8 +240,8 @@ impl Kernels {
                     Neon, () => neon::split_bytes4(src, planes);
                 } else scalar::split_bytes::<4>(src, planes))
             }
-            Width::B8 => scalar::split_bytes::<8>(src, planes_mut(n, dst)),
-            Width::B16 => scalar::split_bytes::<16>(src, planes_mut(n, dst)),
+            Width::B8 => scalar::split_bytes::<8>(src, planes_mut(n, part, dst)),
+            Width::B16 => scalar::split_bytes::<16>(src, planes_mut(n, part, dst)),
         }
     }
 
@@ -424,11 +437,11 @@ fn planes<const W: usize>(n: usize, src: &[u8]) -> [&[u8]; W] {
     std::array::from_fn(|p| &src[p * n..][..n])
 }
 
-/// `W` planes of `n` bytes, one after the other.
-fn planes_mut<const W: usize>(n: usize, mut rest: &mut [u8]) -> [&mut [u8]; W] {
+/// Parts of `W` planes of `n` bytes, one after the other.
+fn planes_mut<const W: usize>(n: usize, part: Range<usize>, mut rest: &mut [u8]) -> [&mut [u8]; W] {
     std::array::from_fn(|_| {
         let (plane, after) = std::mem::take(&mut rest).split_at_mut(n);
         rest = after;
-        plane
+        &mut plane[part.clone()]
     })
 }

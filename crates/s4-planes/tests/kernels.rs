@@ -246,6 +246,21 @@ fn bytes_are_planes_of_the_most_significant_first() {
 }
 
 #[test]
+fn parts_of_elements_go_to_their_places_in_the_planes() {
+    let src: Vec<u8> = (0..16 * 500).map(|i| (i * 37 >> 2) as u8).collect();
+    for kernels in Simd::available().map(Kernels::new) {
+        for width in [Width::B1, Width::B2, Width::B4, Width::B8, Width::B16] {
+            let (mut whole, mut parts) = (vec![0; src.len()], vec![0; src.len()]);
+            kernels.split_bytes(width, &src, &mut whole);
+            for (i, part) in src.chunks(128 * 16).enumerate() {
+                kernels.split_bytes_part(width, part, i * 128 * 16 / width.bytes(), &mut parts);
+            }
+            assert_eq!(parts, whole, "{width:?} {kernels:?}");
+        }
+    }
+}
+
+#[test]
 fn checksums_of_merged_values_are_those_of_their_bytes() {
     for kernels in Simd::available().map(Kernels::new) {
         for width in FIELDS {

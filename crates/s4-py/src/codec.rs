@@ -51,7 +51,8 @@ impl TensorCodec {
         let tensor = ("tensor".to_owned(), dtype, shape, address, nbytes);
         let tensor = source(&tensor)?;
         let view = TensorView { dtype: tensor.dtype, shape: tensor.shape, data: tensor.data };
-        if view.shape.iter().product::<u64>() * view.dtype.size() as u64 != nbytes as u64 {
+        let bytes = view.shape.iter().try_fold(view.dtype.size() as u64, |n, &d| n.checked_mul(d));
+        if bytes != Some(nbytes as u64) {
             return Err(to_value_error(format!("{nbytes} bytes for shape {:?}", view.shape)));
         }
         watched(py, None, || self.0.compress(&view)).map(Compressed)

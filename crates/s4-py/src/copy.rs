@@ -6,6 +6,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::reader::buffers;
+use crate::watch::detached;
 
 /// Bytes that a thread copies at a time.
 const PART: usize = 8 << 20;
@@ -40,8 +41,7 @@ pub(crate) fn copy_memory(
     }
     let cores = std::thread::available_parallelism().map_or(1, Into::into);
     let threads = threads.unwrap_or(cores).clamp(1, parts.len().max(1));
-    py.detach(|| copy_parts(parts, threads));
-    Ok(())
+    detached(py, || copy_parts(parts, threads))
 }
 
 fn copy_parts(parts: Vec<(&mut [u8], &[u8])>, threads: usize) {

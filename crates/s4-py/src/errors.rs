@@ -1,17 +1,17 @@
 //! Errors of the facade as exceptions of the package.
 
-use std::error::Error as StdError;
 use std::io;
 
 use pyo3::exceptions::{PyKeyError, PyKeyboardInterrupt, PyValueError};
 use pyo3::prelude::*;
 use s4weights::cuda::GpuError;
 use s4weights::store::StoreError;
-use s4weights::{Error, ParentProblem, format};
+use s4weights::{Cause, Error, ParentProblem, format};
 
-/// Error numbers, the same on every platform that Python runs on.
+/// The same on every platform that Python runs on.
 const ENOENT: i32 = 2;
-const EACCES: i32 = 13;
+/// This one differs between systems.
+const ETIMEDOUT: i32 = if cfg!(target_os = "macos") { 60 } else { 110 };
 
 /// The exception that tells Python of an error. What a Python stream raised is passed on as it is.
 pub(crate) fn to_python(py: Python<'_>, error: Error) -> PyErr {
@@ -45,7 +45,7 @@ pub(crate) fn to_python(py: Python<'_>, error: Error) -> PyErr {
         }
         Error::Argument(what) => PyValueError::new_err(what),
         Error::Cancelled => PyKeyboardInterrupt::new_err("cancelled"),
-        Error::Io { target, action, source } => io_error(py, target, action, source),
+        Error::Io { .. } => io_error(py, error),
     }
 }
 
@@ -58,12 +58,14 @@ fn store_error(py: Python<'_>, error: Error) -> PyErr {
     }
     let Error::Store { target, source } = cause else {
         let class = match cause {
-            Error::Io { .. } => "StorageError",
-            Error::NotFound { .. } => return raise(py, "NotFoundError", (ENOENT, what)),
+            Error::Io { target, .. } => {
+                return storage(py, what, target, error.errno(), error.cause());
+            }
             Error::Format { source: format::Error::Unsupported { .. }, .. } => {
                 "UnsupportedFormatError"
             }
             Error::Format { source: format::Error::Limit { .. }, .. } => "LimitError",
+            // An object that a listed checkpoint needs is gone, too.
             _ => "CorruptDataError",
         };
         return raise(py, class, (what,));
@@ -73,16 +75,29 @@ fn store_error(py: Python<'_>, error: Error) -> PyErr {
         StoreError::NoStore { .. } | StoreError::NoCheckpoint { .. } => {
             return raise(py, "NotFoundError", (ENOENT, what, target.as_str()));
         }
-        StoreError::Corrupt { .. } | StoreError::Missing { .. } => "CorruptDataError",
-        StoreError::Conflict(_) | StoreError::StoreExists { .. } => "ConflictError",
+        StoreError::Corrupt { .. } | StoreError::Missing { .. } | StoreError::LogDamaged { .. } => {
+            "CorruptDataError"
+        }
+        StoreError::Conflict(_)
+        | StoreError::StoreExists { .. }
+        | StoreError::Locked { .. }
+        | StoreError::LeaseLost { .. } => "ConflictError",
         StoreError::Unsupported { .. } => "UnsupportedFormatError",
         StoreError::Limit(_) => "LimitError",
-        _ => "StorageError",
+        StoreError::Deadline { .. } => {
+            return storage(py, what, target, Some(ETIMEDOUT), error.cause());
+        }
+        _ => return storage(py, what, target, error.errno(), error.cause()),
     };
     raise(py, class, (what,))
 }
 
-fn io_error(py: Python<'_>, target: String, action: &str, source: io::Error) -> PyErr {
+/// An error of files and plain objects. What a Python stream raised is passed on as it is.
+fn io_error(py: Python<'_>, error: Error) -> PyErr {
+    let (code, cause, what) = (error.errno(), error.cause(), error.to_string());
+    let Error::Io { target, action, source } = error else {
+        return storage(py, what, "", code, cause);
+    };
     if source.get_ref().is_some_and(|e| e.is::<PyErr>()) {
         if let Some(Ok(raised)) = source.into_inner().map(|e| e.downcast::<PyErr>()) {
             return *raised;
@@ -92,12 +107,29 @@ fn io_error(py: Python<'_>, target: String, action: &str, source: io::Error) -> 
     if source.kind() == io::ErrorKind::NotFound {
         return not_found(py, target);
     }
-    let what = format!("cannot {action}: {source}");
-    let code = os_code(&source)
-        .or_else(|| (source.kind() == io::ErrorKind::PermissionDenied).then_some(EACCES));
-    match code {
-        Some(code) => raise(py, "StorageError", (code, what, target)),
-        None => raise(py, "StorageError", (format!("{target}: {what}"),)),
+    storage(py, what, &target, code, cause)
+}
+
+/// A `StorageError` with what is known of its cause. An exception with a number shows the target itself.
+fn storage(
+    py: Python<'_>,
+    what: String,
+    target: &str,
+    code: Option<i32>,
+    cause: Option<Cause>,
+) -> PyErr {
+    let raised = match code {
+        Some(code) => {
+            let prefix = format!("{target}: ");
+            let what = what.strip_prefix(&prefix).unwrap_or(&what).to_owned();
+            raise(py, "StorageError", (code, what, target))
+        }
+        None => raise(py, "StorageError", (what,)),
+    };
+    let cause = cause.map(|cause| format!("{cause:?}"));
+    match raised.value(py).setattr("cause", cause) {
+        Ok(()) => raised,
+        Err(e) => e,
     }
 }
 
@@ -105,19 +137,11 @@ fn not_found(py: Python<'_>, target: String) -> PyErr {
     raise(py, "NotFoundError", (ENOENT, "No such file or directory", target))
 }
 
-/// The system's error number, which wrappers that add a path hide.
-fn os_code(error: &io::Error) -> Option<i32> {
-    let mut cause: Option<&(dyn StdError + 'static)> = Some(error);
-    while let Some(e) = cause {
-        if let Some(code) = e.downcast_ref::<io::Error>().and_then(io::Error::raw_os_error) {
-            return Some(code);
-        }
-        cause = e.source();
-    }
-    None
-}
-
-fn raise<'py>(py: Python<'py>, class: &str, arguments: impl pyo3::call::PyCallArgs<'py>) -> PyErr {
+pub(crate) fn raise<'py>(
+    py: Python<'py>,
+    class: &str,
+    arguments: impl pyo3::call::PyCallArgs<'py>,
+) -> PyErr {
     let make = || py.import("s4weights._errors")?.getattr(class)?.call1(arguments);
     make().map_or_else(|e| e, PyErr::from_value)
 }

@@ -3,7 +3,8 @@
 //! command line.
 //!
 //! All native work runs detached from the interpreter, on threads that end with the call, so that
-//! other Python threads go on and a process may fork between calls.
+//! other Python threads go on and a process may fork between calls. It is stopped by Ctrl-C, its panics
+//! become exceptions (`watch`), and what it logs goes to Python's `logging` (`log`).
 //!
 //! What is deliberately absent: Python objects and PyTorch, which the package's Python part knows.
 
@@ -11,6 +12,8 @@ mod codec;
 mod copy;
 mod device;
 mod errors;
+mod log;
+mod panics;
 mod reader;
 mod sink;
 mod store;
@@ -24,6 +27,7 @@ use copy::copy_memory;
 use device::CudaEngine;
 use reader::Reader;
 use store::Store;
+use watch::{detached, watched};
 use writer::Writer;
 
 /// Whether bytes start like a `.s4w` file.
@@ -46,20 +50,31 @@ fn is_url(text: &str) -> bool {
 
 /// Runs the command line with its arguments, without the program's name; gives its exit code.
 #[pyfunction]
-fn command_line(py: Python<'_>, arguments: Vec<String>) -> u8 {
+fn command_line(py: Python<'_>, arguments: Vec<String>) -> PyResult<u8> {
     let arguments = std::iter::once("s4w".to_owned()).chain(arguments);
-    py.detach(|| s4_cli::run(arguments.map(Into::into)))
+    detached(py, || s4_cli::run(arguments.map(Into::into)))
+}
+
+/// Panics, on purpose: lets tests see what becomes of that.
+#[pyfunction]
+fn panic_on_purpose(py: Python<'_>) -> PyResult<()> {
+    watched(py, None, || panic!("on purpose"))
 }
 
 /// The module.
 #[pymodule]
 fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    panics::note_places();
+    log::install();
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
     m.add_function(wrap_pyfunction!(copy_memory, m)?)?;
     m.add_function(wrap_pyfunction!(dtypes, m)?)?;
     m.add_function(wrap_pyfunction!(is_s4w, m)?)?;
     m.add_function(wrap_pyfunction!(is_url, m)?)?;
     m.add_function(wrap_pyfunction!(command_line, m)?)?;
+    m.add_function(wrap_pyfunction!(log::close_log, m)?)?;
+    m.add_function(wrap_pyfunction!(log::reset_log, m)?)?;
+    m.add_function(wrap_pyfunction!(panic_on_purpose, m)?)?;
     m.add_class::<TensorCodec>()?;
     m.add_class::<Compressed>()?;
     m.add_class::<Store>()?;

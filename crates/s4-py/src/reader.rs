@@ -13,7 +13,7 @@ use s4weights::format::manifest::Form;
 use s4weights::{ReadOptions, Source};
 
 use crate::device::{self, CudaEngine, DeviceRequest};
-use crate::watch::{progress, watched};
+use crate::watch::{is_remote, progress, watched_at};
 
 /// Number, address, bytes.
 type Request = (usize, usize, usize);
@@ -25,12 +25,22 @@ type TensorInfo<'a, 'py> = (&'a str, &'static str, Bound<'py, PyTuple>, u64);
 #[pyclass(frozen, module = "s4weights._core")]
 pub(crate) struct Reader {
     inner: Arc<s4weights::Reader>,
+    is_remote: bool,
 }
 
 impl Reader {
     /// A checkpoint of a store, which opened it.
-    pub(crate) fn of(inner: Arc<s4weights::Reader>) -> Self {
-        Self { inner }
+    pub(crate) fn of(inner: Arc<s4weights::Reader>, is_remote: bool) -> Self {
+        Self { inner, is_remote }
+    }
+
+    fn watched<T: Send>(
+        &self,
+        py: Python<'_>,
+        progress: Option<Py<PyAny>>,
+        work: impl FnOnce() -> s4weights::Result<T> + Send,
+    ) -> PyResult<T> {
+        watched_at(py, progress, self.is_remote, work)
     }
 }
 
@@ -47,6 +57,7 @@ impl Reader {
         storage_options: HashMap<String, String>,
         trusted: bool,
     ) -> PyResult<Self> {
+        let is_remote = url.as_deref().is_some_and(is_remote);
         let source = match (path, url, data) {
             (Some(path), None, None) => Source::Path(path),
             (None, Some(url), None) => Source::Url(url, storage_options),
@@ -55,8 +66,9 @@ impl Reader {
         };
         let options =
             ReadOptions { threads, progress: Some(progress()), trusted, ..Default::default() };
-        let inner = watched(py, None, || s4weights::Reader::open(source, options))?;
-        Ok(Self { inner: Arc::new(inner) })
+        let open = || s4weights::Reader::open(source, options);
+        let inner = watched_at(py, None, is_remote, open)?;
+        Ok(Self { inner: Arc::new(inner), is_remote })
     }
 
     fn tensors<'py>(&self, py: Python<'py>) -> PyResult<Vec<TensorInfo<'_, 'py>>> {
@@ -77,7 +89,7 @@ impl Reader {
     }
 
     fn blob<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyBytes>> {
-        let blob = watched(py, None, || self.inner.blob(name))?;
+        let blob = self.watched(py, None, || self.inner.blob(name))?;
         Ok(PyBytes::new(py, &blob))
     }
 
@@ -90,7 +102,7 @@ impl Reader {
         // SAFETY: The caller, the package's own Python part, passes the addresses and sizes of
         // storages that it has just made, keeps alive during the call and shows to no one else.
         let mut buffers = unsafe { buffers(&requests)? };
-        watched(py, progress, move || self.inner.read_into(&mut buffers))
+        self.watched(py, progress, move || self.inner.read_into(&mut buffers))
     }
 
     /// As `read_into`, into memory of CUDA devices.
@@ -103,17 +115,17 @@ impl Reader {
     ) -> PyResult<()> {
         let requests = device::requests(&requests)?;
         let engine = engine.get();
-        watched(py, progress, || self.inner.read_into_device(&engine.0, &requests))
+        self.watched(py, progress, || self.inner.read_into_device(&engine.0, &requests))
     }
 
     /// What the file says of itself, as JSON.
     fn inspect(&self, py: Python<'_>) -> PyResult<String> {
-        to_json(&watched(py, None, || self.inner.inspect(false))?)
+        to_json(&self.watched(py, None, || self.inner.inspect(false))?)
     }
 
     /// Reads and compares everything; returns what was checked, as JSON.
     fn verify(&self, py: Python<'_>) -> PyResult<String> {
-        to_json(&watched(py, None, || self.inner.verify())?)
+        to_json(&self.watched(py, None, || self.inner.verify())?)
     }
 }
 

@@ -8,8 +8,8 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use s4weights::format::manifest::Roles;
 use s4weights::store::{
-    CheckOptions, Checkpoint, CheckpointId, CheckpointStore, Retention, SaveOptions, StoreOptions,
-    SweepOptions, Swept,
+    CheckOptions, Checkpoint, CheckpointId, CheckpointStore, Retention, Retry, SaveOptions,
+    StoreOptions, SweepOptions, Swept, Verdict,
 };
 use s4weights::{Contents, Place, PlacedSource, TensorSource};
 use serde_json::value::RawValue;
@@ -17,13 +17,25 @@ use serde_json::{Value, json};
 
 use crate::device::{CudaEngine, PlacedTensor, placed};
 use crate::reader::Reader;
-use crate::watch::{progress, watched};
+use crate::watch::{is_remote, progress, watched_at};
 use crate::writer::to_value_error;
 
 /// A store that is open. Calls may come from several threads.
 #[pyclass(frozen, module = "s4weights._core")]
 pub(crate) struct Store {
     inner: CheckpointStore,
+    is_remote: bool,
+}
+
+impl Store {
+    fn watched<T: Send>(
+        &self,
+        py: Python<'_>,
+        progress: Option<Py<PyAny>>,
+        work: impl FnOnce() -> s4weights::Result<T> + Send,
+    ) -> PyResult<T> {
+        watched_at(py, progress, self.is_remote, work)
+    }
 }
 
 /// What a saved object is besides tensors: tree, pickle and other blobs, metadata, roles as JSON.
@@ -32,7 +44,7 @@ type Described =
 
 #[pymethods]
 impl Store {
-    /// `mode`: `open`, `create` or `open_or_create`.
+    /// `mode`: `open`, `open_read_only`, `create` or `open_or_create`. `writers`: `many` or `single`.
     #[new]
     #[expect(clippy::too_many_arguments, reason = "options of a store, of any type")]
     fn new(
@@ -47,11 +59,19 @@ impl Store {
         parent_memory: Option<usize>,
         bandwidth: Option<u64>,
         allow_network_fs: bool,
+        timeout: Option<f64>,
+        writers: &str,
     ) -> PyResult<Self> {
         let default = StoreOptions::default();
         let mut requests = default.requests.clone();
         requests.bandwidth = bandwidth;
         requests.allow_network_fs = allow_network_fs;
+        requests.writers = writers.parse().map_err(to_value_error)?;
+        if let Some(seconds) = timeout {
+            let deadline = Duration::try_from_secs_f64(seconds)
+                .map_err(|e| PyValueError::new_err(format!("timeout={seconds}: {e}")))?;
+            requests.retry = Retry::within(deadline);
+        }
         let options = StoreOptions {
             preset: preset.parse().map_err(PyValueError::new_err)?,
             threads,
@@ -63,12 +83,14 @@ impl Store {
         };
         let open = match mode {
             "open" => CheckpointStore::open,
+            "open_read_only" => CheckpointStore::open_read_only,
             "create" => CheckpointStore::create,
             "open_or_create" => CheckpointStore::open_or_create,
             other => return Err(PyValueError::new_err(format!("mode {other:?}"))),
         };
-        let inner = watched(py, None, || open(&url, &storage_options, options))?;
-        Ok(Self { inner })
+        let is_remote = is_remote(&url);
+        let open = || open(&url, &storage_options, options);
+        Ok(Self { inner: watched_at(py, None, is_remote, open)?, is_remote })
     }
 
     /// Saves a checkpoint. Tensors of CUDA devices need an engine; `staged` is called when their values
@@ -99,7 +121,7 @@ impl Store {
                 }
             });
         };
-        let (saved, note) = watched(py, callback, || {
+        let (saved, note) = self.watched(py, callback, || {
             let options = SaveOptions {
                 groups: &groups,
                 contents,
@@ -130,31 +152,38 @@ impl Store {
 
     /// All listed checkpoints, from the oldest to the newest, as JSON.
     fn list(&self, py: Python<'_>) -> PyResult<String> {
-        let list = watched(py, None, || self.inner.list())?;
+        let list = self.watched(py, None, || self.inner.list())?;
         Ok(Value::Array(list.iter().map(entry).collect()).to_string())
     }
 
     /// The newest checkpoint, as JSON.
     fn latest(&self, py: Python<'_>) -> PyResult<Option<String>> {
-        let latest = watched(py, None, || self.inner.latest())?;
+        let latest = self.watched(py, None, || self.inner.latest())?;
         Ok(latest.map(|c| entry(&c).to_string()))
     }
 
     /// Opens a checkpoint.
     fn open(&self, py: Python<'_>, id: &str) -> PyResult<Reader> {
         let id = parse_id(id)?;
-        let loaded = watched(py, None, || self.inner.load_id(id, Some(progress())))?;
-        Ok(Reader::of(loaded.reader().clone()))
+        let loaded = self.watched(py, None, || self.inner.load_id(id, Some(progress())))?;
+        Ok(Reader::of(loaded.reader().clone(), self.is_remote))
     }
 
     fn pin(&self, py: Python<'_>, id: &str, pinned: bool) -> PyResult<()> {
         let id = parse_id(id)?;
-        watched(py, None, || if pinned { self.inner.pin(id) } else { self.inner.unpin(id) })
+        self.watched(py, None, || if pinned { self.inner.pin(id) } else { self.inner.unpin(id) })
     }
 
     fn retire(&self, py: Python<'_>, ids: Vec<String>, reason: &str) -> PyResult<usize> {
         let ids = ids.iter().map(|id| parse_id(id)).collect::<PyResult<Vec<_>>>()?;
-        watched(py, None, || self.inner.retire(&ids, reason))
+        self.watched(py, None, || self.inner.retire(&ids, reason))
+    }
+
+    /// Lists retired checkpoints again. Returns their entries, as JSON.
+    fn unretire(&self, py: Python<'_>, ids: Vec<String>) -> PyResult<String> {
+        let ids = ids.iter().map(|id| parse_id(id)).collect::<PyResult<Vec<_>>>()?;
+        let listed = self.watched(py, None, || self.inner.unretire(&ids))?;
+        Ok(Value::Array(listed.iter().map(entry).collect()).to_string())
     }
 
     /// Retires what a policy, given as keep-last, keep-every and a list of metric, count and whether
@@ -174,14 +203,14 @@ impl Store {
         });
         let protect = protect.iter().map(|id| parse_id(id)).collect::<PyResult<_>>()?;
         let policy = Retention { keep_last, keep_every, best: best.collect(), protect };
-        let retired = watched(py, None, || self.inner.apply_retention(&policy))?;
+        let retired = self.watched(py, None, || self.inner.apply_retention(&policy))?;
         Ok(retired.iter().map(ToString::to_string).collect())
     }
 
     /// Writes a checkpoint anew as a base. Returns the entry, as JSON.
     fn rebase(&self, py: Python<'_>, id: &str, callback: Option<Py<PyAny>>) -> PyResult<String> {
         let id = parse_id(id)?;
-        let new = watched(py, callback, || self.inner.rebase(id, Some(progress())))?;
+        let new = self.watched(py, callback, || self.inner.rebase(id, Some(progress())))?;
         Ok(entry(&new).to_string())
     }
 
@@ -195,7 +224,7 @@ impl Store {
     ) -> PyResult<String> {
         let grace = Duration::try_from_secs_f64(grace_s).map_err(to_value_error)?;
         let options = SweepOptions { grace, exclusive, dry_run };
-        let report = watched(py, None, || self.inner.sweep(&options))?;
+        let report = self.watched(py, None, || self.inner.sweep(&options))?;
         let list = |swept: &[Swept]| -> Value { swept.iter().map(swept_json).collect() };
         let all = json!({
             "deleted": list(&report.deleted),
@@ -212,7 +241,7 @@ impl Store {
     /// Checks all checkpoints, or some. Returns what was seen, as JSON.
     fn check(&self, py: Python<'_>, read_data: bool, only: Vec<String>) -> PyResult<String> {
         let only = only.iter().map(|id| parse_id(id)).collect::<PyResult<Vec<_>>>()?;
-        let report = watched(py, None, || {
+        let report = self.watched(py, None, || {
             self.inner.check(&CheckOptions { read_data, only, progress: Some(progress()) })
         })?;
         let findings: Vec<_> = (report.findings.iter())
@@ -223,8 +252,15 @@ impl Store {
         let unusable: Vec<_> = (report.unusable.iter())
             .map(|(id, by)| json!({"id": id.to_string(), "needs": by.to_string()}))
             .collect();
+        let which = |restores: bool| -> Vec<String> {
+            let verdicts = report.verdicts.iter();
+            let some = verdicts.filter(|(_, verdict)| (*verdict == Verdict::Restores) == restores);
+            some.map(|(id, _)| id.to_string()).collect()
+        };
         let all = json!({
             "clean": report.is_clean(),
+            "restores": which(true),
+            "does_not_restore": which(false),
             "findings": findings,
             "unusable": unusable,
             "checkpoints": report.checkpoints,

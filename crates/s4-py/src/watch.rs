@@ -1,23 +1,26 @@
-//! Lets Python follow native work and stop it: by Ctrl-C, or by what a progress function raises.
+//! Runs native work for Python: follows it, stops it by Ctrl-C or by what a progress function raises,
+//! and turns a panic into an exception.
+//!
+//! Only Python's main thread is told of signals. Local work goes on the thread that calls, which asks
+//! Python when it reports progress and when it waits. Where a server may keep other threads of the call
+//! waiting, the work goes on a thread of its own while the main thread asks Python; it calls the
+//! progress function, too.
 
 use std::cell::RefCell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
-use s4weights::{Progress, ProgressFn};
+use s4weights::{Interrupt, Progress, ProgressFn, Result};
 
 use crate::errors::to_python;
+use crate::{log, panics};
 
 /// How often Python is asked: attaching to the interpreter may have to wait for other threads.
 const INTERVAL: Duration = Duration::from_millis(50);
-
-/// One call into native work.
-struct Watch {
-    callback: Option<Py<PyAny>>,
-    asked: Instant,
-    raised: Option<PyErr>,
-}
 
 thread_local! {
     // The facade reports progress from the thread that called it. A progress function may itself
@@ -25,54 +28,226 @@ thread_local! {
     static WATCH: RefCell<Option<Watch>> = const { RefCell::new(None) };
 }
 
-/// What the facade is to call: finds the watch of the call that is under way on this thread.
+/// What the facade is to call: finds the watch of the call that runs on this thread.
 pub(crate) fn progress() -> ProgressFn {
-    Arc::new(ask)
+    Arc::new(report)
 }
 
-/// Runs work detached from the interpreter, under a watch.
+/// Runs local work detached from the interpreter, under a watch.
 pub(crate) fn watched<T: Send>(
     py: Python<'_>,
     callback: Option<Py<PyAny>>,
-    work: impl FnOnce() -> s4weights::Result<T> + Send,
+    work: impl FnOnce() -> Result<T> + Send,
 ) -> PyResult<T> {
-    let watch = Watch { callback, asked: Instant::now(), raised: None };
-    let outer = WATCH.replace(Some(watch));
-    let result = py.detach(work);
-    let watch = WATCH.replace(outer);
-    match (watch.and_then(|w| w.raised), result) {
+    run(py, callback, false, work)
+}
+
+/// As [`watched`], for work that may have to wait for a server.
+pub(crate) fn watched_at<T: Send>(
+    py: Python<'_>,
+    callback: Option<Py<PyAny>>,
+    is_remote: bool,
+    work: impl FnOnce() -> Result<T> + Send,
+) -> PyResult<T> {
+    run(py, callback, is_remote && is_main_thread(py), work)
+}
+
+/// Whether what a URL or path names is on another machine.
+pub(crate) fn is_remote(url: &str) -> bool {
+    let local = |scheme: &str| ["file", "memory"].iter().any(|s| scheme.eq_ignore_ascii_case(s));
+    url.split_once("://").is_some_and(|(scheme, _)| !local(scheme))
+}
+
+/// Runs work that needs no watch, detached from the interpreter.
+pub(crate) fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) -> PyResult<T> {
+    let _call = log::Call::begin(py, false);
+    py.detach(|| catch_unwind(AssertUnwindSafe(work))).map_err(|p| panics::to_python(py, &*p))
+}
+
+fn run<T: Send>(
+    py: Python<'_>,
+    callback: Option<Py<PyAny>>,
+    aside: bool,
+    work: impl FnOnce() -> Result<T> + Send,
+) -> PyResult<T> {
+    let _call = log::Call::begin(py, true);
+    let mut asker = Asker { callback, raised: None, interrupt: Interrupt::polling(poll) };
+    let outcome = match aside {
+        true => py.detach(|| run_aside(&mut asker, work)),
+        false => {
+            let (back, outcome) = py.detach(|| run_here(asker, work));
+            asker = back;
+            outcome
+        }
+    };
+    match (asker.raised, outcome) {
+        (_, Err(panic)) => Err(panics::to_python(py, &*panic)),
         (Some(raised), _) => Err(raised),
-        (None, result) => result.map_err(|e| to_python(py, e)),
+        (None, Ok(result)) => result.map_err(|e| to_python(py, e)),
     }
 }
 
-/// Whether to go on.
-fn ask(progress: Progress) -> bool {
-    if !WATCH.with_borrow_mut(|w| w.as_mut().is_some_and(|w| w.is_due(progress))) {
-        return true;
-    }
-    // Without an interpreter, which is shutting down then, nobody wants to stop the work.
-    let outcome = Python::try_attach(|py| {
-        let callback = WATCH.with_borrow(|w| Some(w.as_ref()?.callback.as_ref()?.clone_ref(py)));
-        py.check_signals()?;
-        callback.map_or(Ok(()), |c| c.call1(py, (progress.done,)).map(drop))
-    });
-    let Some(Err(raised)) = outcome else { return true };
-    WATCH.with_borrow_mut(|w| {
-        if let Some(w) = w {
-            w.raised = Some(raised);
+/// Asks Python whether to go on.
+struct Asker {
+    callback: Option<Py<PyAny>>,
+    /// What Python raised: it is not asked again.
+    raised: Option<PyErr>,
+    /// Stops all threads of the call.
+    interrupt: Interrupt,
+}
+
+impl Asker {
+    fn ask(&mut self, progress: Option<Progress>) -> bool {
+        if self.raised.is_some() {
+            return false;
         }
-    });
-    false
+        // Without an interpreter, which is shutting down then, nobody wants to stop the work.
+        let outcome = Python::try_attach(|py| {
+            log::flush(py);
+            py.check_signals()?;
+            match (&self.callback, progress) {
+                (Some(callback), Some(p)) => callback.call1(py, (p.done,)).map(drop),
+                _ => Ok(()),
+            }
+        });
+        if let Some(Err(raised)) = outcome {
+            self.raised = Some(raised);
+            self.interrupt.stop();
+        }
+        self.raised.is_none()
+    }
+}
+
+/// A question to the thread that called, and where the answer goes.
+type Question = (Progress, SyncSender<bool>);
+
+/// One call into native work, on the thread that does it.
+struct Watch {
+    asked: Instant,
+    has_callback: bool,
+    stopped: bool,
+    ask: Ask,
+}
+
+/// Who asks Python.
+enum Ask {
+    /// This thread.
+    Here(Box<Asker>),
+    /// The thread that called.
+    There(Sender<Question>),
 }
 
 impl Watch {
+    fn new(has_callback: bool, ask: Ask) -> Self {
+        Self { asked: Instant::now(), has_callback, stopped: false, ask }
+    }
+
     fn is_due(&mut self, progress: Progress) -> bool {
-        let last = self.callback.is_some() && progress.done == progress.total;
-        if self.raised.is_some() || !(last || self.asked.elapsed() >= INTERVAL) {
+        let last = self.has_callback && progress.done == progress.total;
+        if !(last || self.asked.elapsed() >= INTERVAL) {
             return false;
         }
         self.asked = Instant::now();
         true
     }
+}
+
+/// Whether to go on.
+fn report(progress: Progress) -> bool {
+    // Taken out while Python runs, which may call native work on this very thread.
+    let Some(mut watch) = WATCH.take() else { return true };
+    if !watch.stopped && watch.is_due(progress) {
+        let goes_on = match &mut watch.ask {
+            Ask::Here(asker) => asker.ask(Some(progress)),
+            // Signals are the other thread's matter.
+            Ask::There(_) if !watch.has_callback => true,
+            Ask::There(questions) => {
+                let (answer, answered) = sync_channel(1);
+                let asked = questions.send((progress, answer)).is_ok();
+                !asked || answered.recv().unwrap_or(true)
+            }
+        };
+        watch.stopped = !goes_on;
+    }
+    let goes_on = !watch.stopped;
+    WATCH.set(Some(watch));
+    goes_on
+}
+
+/// Whether to go on waiting.
+fn poll() -> bool {
+    let Some(mut watch) = WATCH.take() else { return true };
+    if let (false, Ask::Here(asker)) = (watch.stopped, &mut watch.ask) {
+        watch.stopped = !asker.ask(None);
+    }
+    let goes_on = !watch.stopped;
+    WATCH.set(Some(watch));
+    goes_on
+}
+
+/// Works on this thread.
+fn run_here<T>(
+    asker: Asker,
+    work: impl FnOnce() -> Result<T>,
+) -> (Asker, thread::Result<Result<T>>) {
+    let interrupt = asker.interrupt.clone();
+    let watch = Watch::new(asker.callback.is_some(), Ask::Here(Box::new(asker)));
+    let outer = WATCH.replace(Some(watch));
+    let outcome = catch_unwind(AssertUnwindSafe(|| interrupt.watch(work)));
+    let back = match WATCH.replace(outer).map(|w| w.ask) {
+        Some(Ask::Here(asker)) => *asker,
+        _ => Asker { callback: None, raised: None, interrupt },
+    };
+    (back, outcome)
+}
+
+/// Works on another thread while this one asks Python.
+fn run_aside<T: Send>(
+    asker: &mut Asker,
+    work: impl FnOnce() -> Result<T> + Send,
+) -> thread::Result<Result<T>> {
+    let (questions, asked) = channel::<Question>();
+    let has_callback = asker.callback.is_some();
+    let interrupt = asker.interrupt.clone();
+    let job = move || {
+        WATCH.set(Some(Watch::new(has_callback, Ask::There(questions))));
+        let outcome = catch_unwind(AssertUnwindSafe(|| interrupt.watch(work)));
+        // The channel's end tells the other thread that this one is done.
+        WATCH.set(None);
+        outcome
+    };
+    thread::scope(|scope| {
+        let worker = thread::Builder::new().name("s4weights-call".into());
+        let worker = match worker.spawn_scoped(scope, job) {
+            Ok(worker) => worker,
+            Err(e) => {
+                let e =
+                    s4weights::Error::Io { target: "threads".into(), action: "start", source: e };
+                return Ok(Err(e));
+            }
+        };
+        loop {
+            match asked.recv_timeout(INTERVAL) {
+                Ok((progress, answer)) => {
+                    // Nobody who asks goes away.
+                    let _ = answer.send(asker.ask(Some(progress)));
+                }
+                Err(RecvTimeoutError::Timeout) => {
+                    asker.ask(None);
+                }
+                Err(RecvTimeoutError::Disconnected) => break,
+            }
+        }
+        worker.join().and_then(|outcome| outcome)
+    })
+}
+
+/// Whether signals are handled on this thread.
+fn is_main_thread(py: Python<'_>) -> bool {
+    let ask = || -> PyResult<bool> {
+        let threading = py.import("threading")?;
+        let main = threading.call_method0("main_thread")?.getattr("ident")?;
+        main.eq(threading.call_method0("get_ident")?)
+    };
+    ask().unwrap_or(false)
 }

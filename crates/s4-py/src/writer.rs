@@ -12,7 +12,7 @@ use s4weights::{DType, Preset, Target, TensorSource, WriteOptions};
 use crate::device::{self, CudaEngine, PlacedTensor};
 use crate::sink::PySink;
 use crate::store::contents;
-use crate::watch::{progress, watched};
+use crate::watch::{is_remote, progress, watched_at};
 
 /// Name, dtype, shape, address, bytes.
 pub(crate) type Tensor = (String, String, Vec<u64>, usize, usize);
@@ -22,6 +22,9 @@ pub(crate) type Tensor = (String, String, Vec<u64>, usize, usize);
 pub(crate) struct Writer {
     // Taken out while a call is under way, and for good by the last one.
     inner: Mutex<Option<s4weights::Writer>>,
+    /// Whether it writes to another machine. A stream of the caller's is local: no other thread may
+    /// use it.
+    is_remote: bool,
 }
 
 #[pymethods]
@@ -36,6 +39,7 @@ impl Writer {
         threads: Option<usize>,
         storage_options: HashMap<String, String>,
     ) -> PyResult<Self> {
+        let is_remote = url.as_deref().is_some_and(is_remote);
         let target = match (path, url, stream) {
             (Some(path), None, None) => Target::Path(path),
             (None, Some(url), None) => Target::Url(url, storage_options),
@@ -45,8 +49,9 @@ impl Writer {
         let preset: Preset = preset.parse().map_err(PyValueError::new_err)?;
         let options =
             WriteOptions { preset, threads, progress: Some(progress()), ..Default::default() };
-        let inner = watched(py, None, || s4weights::Writer::create(target, options))?;
-        Ok(Self { inner: Mutex::new(Some(inner)) })
+        let create = || s4weights::Writer::create(target, options);
+        let inner = watched_at(py, None, is_remote, create)?;
+        Ok(Self { inner: Mutex::new(Some(inner)), is_remote })
     }
 
     fn write(
@@ -58,9 +63,8 @@ impl Writer {
     ) -> PyResult<()> {
         let sources = tensors.iter().map(source).collect::<PyResult<Vec<_>>>()?;
         let mut writer = self.take()?;
-        let writer = watched(py, progress, move || {
-            writer.write_grouped(&sources, &groups).map(|()| writer)
-        })?;
+        let work = move || writer.write_grouped(&sources, &groups).map(|()| writer);
+        let writer = self.watched(py, progress, work)?;
         self.lock().replace(writer);
         Ok(())
     }
@@ -77,7 +81,7 @@ impl Writer {
         let sources = tensors.iter().map(device::placed).collect::<PyResult<Vec<_>>>()?;
         let (engine, mut writer) = (engine.get(), self.take()?);
         let work = move || writer.write_placed(&engine.0, &sources, &groups).map(|()| writer);
-        let writer = watched(py, progress, work)?;
+        let writer = self.watched(py, progress, work)?;
         self.lock().replace(writer);
         Ok(())
     }
@@ -93,18 +97,30 @@ impl Writer {
     ) -> PyResult<String> {
         let contents = contents((tree, blobs, metadata, roles))?;
         let writer = self.take()?;
-        let report = watched(py, None, move || writer.finish(contents))?;
+        let report = self.watched(py, None, move || writer.finish(contents))?;
         serde_json::to_string(&report).map_err(to_value_error)
     }
 
     /// Leaves nothing behind.
-    fn abort(&self, py: Python<'_>) {
+    fn abort(&self, py: Python<'_>) -> PyResult<()> {
         let writer = self.lock().take();
-        py.detach(|| drop(writer));
+        self.watched(py, None, || {
+            drop(writer);
+            Ok(())
+        })
     }
 }
 
 impl Writer {
+    fn watched<T: Send>(
+        &self,
+        py: Python<'_>,
+        progress: Option<Py<PyAny>>,
+        work: impl FnOnce() -> s4weights::Result<T> + Send,
+    ) -> PyResult<T> {
+        watched_at(py, progress, self.is_remote, work)
+    }
+
     fn lock(&self) -> std::sync::MutexGuard<'_, Option<s4weights::Writer>> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }

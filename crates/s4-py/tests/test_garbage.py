@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from s4weights import _storages
 
 import s4weights
-from s4weights import CheckpointStore
+from s4weights import CheckpointStore, _storages
 
 HOLDERS = (_storages.StorageReader, _storages.StorageWriter)
 

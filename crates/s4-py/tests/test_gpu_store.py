@@ -202,9 +202,9 @@ def test_damage_of_a_parent_is_named(tmp_path: Path) -> None:
     data[len(data) // 2] ^= 1
     largest.chmod(0o644)
     largest.write_bytes(data)
-    with CheckpointStore(tmp_path, device="cuda") as store:
-        with pytest.raises(s4weights.CorruptDataError):
-            store.load_checkpoint(1)
+    store = CheckpointStore(tmp_path, device="cuda")
+    with store, pytest.raises(s4weights.CorruptDataError):
+        store.load_checkpoint(1)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")

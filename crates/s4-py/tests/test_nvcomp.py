@@ -7,8 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
-import s4weights
 import torch
+
+import s4weights
 
 
 def test_preset_nvcomp_round_trips_or_says_what_it_needs(tmp_path: Path) -> None:

@@ -301,3 +301,43 @@ def test_two_writers(place: dict[str, Any]) -> None:
         assert sorted(e.step for e in store.list()) == [*range(100, 104), *range(200, 204)]
         for step, state in (pair for run in runs for pair in run):
             assert_identical(store.load_checkpoint(step), state)
+
+
+def test_what_was_deleted_is_listed_again(tmp_path: Path) -> None:
+    state = {"w": torch.rand(5000)}
+    with CheckpointStore(tmp_path) as store:
+        saved = store.save_checkpoint(state, 1)
+        store.delete(1)
+        assert store.list() == []
+        assert [entry.id for entry in store.undelete(saved.id)] == [saved.id]
+        assert_identical(store.load_checkpoint(1), state)
+        seen = store.verify()
+        assert (seen["restores"], seen["does_not_restore"]) == ([saved.id], [])
+
+
+def test_a_store_that_is_only_read(tmp_path: Path) -> None:
+    with CheckpointStore(tmp_path) as store:
+        for step in (1, 2):
+            store.save_checkpoint({"step": step}, step)
+    first = min((tmp_path / "log").iterdir())
+    first.write_bytes(b"damaged")
+    for view in tmp_path.glob("logck/*"):
+        view.unlink()
+    with pytest.raises(s4weights.CorruptDataError, match="repair"):
+        CheckpointStore(tmp_path).save_checkpoint({}, 3)
+    before = sorted(p.name for p in tmp_path.rglob("*"))
+    with CheckpointStore(tmp_path, read_only=True) as store:
+        store.list()
+        with pytest.raises(s4weights.S4Error):
+            store.save_checkpoint({}, 3)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == before
+
+
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="writers"):
+        CheckpointStore(tmp_path, writers="some")
+    with CheckpointStore(tmp_path, writers="single") as store:
+        store.save_checkpoint({"a": 1}, 1)
+        assert CheckpointStore(tmp_path).load_checkpoint() == {"a": 1}
+        with pytest.raises(s4weights.ConflictError):
+            CheckpointStore(tmp_path, timeout=5).save_checkpoint({}, 2)

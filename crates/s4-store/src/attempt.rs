@@ -53,6 +53,8 @@ pub struct Attempt {
     objects: Vec<Option<ObjectInfo>>,
     /// Numbers that were given out.
     taken: BTreeSet<u32>,
+    /// Whether what the checkpoint will need is there.
+    parent: Option<(Reference, JoinSet<Result<()>>)>,
 }
 
 /// A checkpoint that is stored and checked, but not listed.
@@ -67,15 +69,18 @@ impl Store {
     /// Begins to store a checkpoint.
     ///
     /// # Errors
-    /// [`Error::Refused`] if this process must not write here.
+    /// [`Error::Refused`] if this process must not write here; [`Error::Locked`] if another one does, and
+    /// only one may; [`Error::Gone`] if the store was removed.
     pub async fn begin(&self) -> Result<Attempt> {
         self.inner.ensure_writer().await?;
+        self.inner.check_there().await?;
         Ok(Attempt {
             inner: Arc::clone(&self.inner),
             id: CheckpointId::new(self.inner.options.ids.next()),
             uploads: JoinSet::new(),
             objects: Vec::new(),
             taken: BTreeSet::new(),
+            parent: None,
         })
     }
 }
@@ -170,11 +175,29 @@ impl Attempt {
         Ok(())
     }
 
-    /// Waits for all uploads, writes the manifest, and checks that every object is there.
+    /// Begins to look, beside the uploads, whether all objects are there that a delta of `parent` needs.
+    /// [`Attempt::stage`] does so if this was not called, and tells what was found. Must be called within
+    /// a tokio runtime.
+    pub fn expect_parent(&mut self, parent: Reference) {
+        if self.parent.as_ref().is_some_and(|(begun, _)| *begun == parent) {
+            return;
+        }
+        let (inner, id) = (Arc::clone(&self.inner), self.id);
+        let mut task = JoinSet::new();
+        task.spawn(async move { inner.check_parent(id, parent).await });
+        self.parent = Some((parent, task));
+    }
+
+    /// Waits for all uploads, writes the manifest, and checks that every object is there, those of what
+    /// the checkpoint is a delta of included.
     ///
     /// # Errors
-    /// The failure of an upload; [`Error::Argument`] if a metric is not finite.
+    /// The failure of an upload; [`Error::Argument`] if a metric is not finite; [`Error::Missing`] or
+    /// [`Error::Corrupt`] if something that the parent consists of is missing or has another size.
     pub async fn stage(mut self, blob: Bytes, about: About) -> Result<Staged> {
+        if let Some(parent) = about.parent {
+            self.expect_parent(parent);
+        }
         if let Some((name, value)) = about.metrics.iter().find(|(_, v)| !v.is_finite()) {
             return Err(Error::Argument(format!(
                 "metric `{name}` is {value}: not a finite number"
@@ -207,6 +230,11 @@ impl Attempt {
         self.inner.io.put(&self.inner.layout.part(self.id, Part::Manifest), bytes).await?;
         self.inner.reached("attempt.manifest").await;
         self.inner.check_sizes(&publish, &manifest).await?;
+        if let Some((_, mut task)) = self.parent.filter(|_| publish.parent.is_some()) {
+            while let Some(done) = task.join_next().await {
+                done.map_err(|e| Error::Callback(Box::new(e)))??;
+            }
+        }
         Ok(Staged { inner: self.inner, publish, manifest })
     }
 
@@ -307,6 +335,65 @@ impl Inner {
         };
         let checks = futures::stream::iter(wanted).map(check);
         checks.buffer_unordered(self.concurrency()).try_collect::<()>().await
+    }
+
+    /// Checks that all checkpoints of a parent's chain are there. What the log says of the parent is
+    /// checked before the commit, and is no matter of this.
+    async fn check_parent(&self, child: CheckpointId, parent: Reference) -> Result<()> {
+        let chain: Vec<Publish> = {
+            let known = self.known.lock().await;
+            let Ok(base) = known.state.find_parent(child, parent) else { return Ok(()) };
+            known.state.chain(base.id())?.into_iter().map(|c| c.about.clone()).collect()
+        };
+        let check = |publish: Publish| async move { self.check_whole(&publish).await };
+        let checks = futures::stream::iter(chain).map(check);
+        checks.buffer_unordered(self.concurrency()).try_collect::<()>().await
+    }
+
+    /// Checks that the objects of a listed checkpoint are there, by their number and their bytes.
+    pub(crate) async fn check_whole(&self, publish: &Publish) -> Result<()> {
+        let of = || format!(": it belongs to checkpoint {} (step {})", publish.id, publish.step);
+        let folder = self.layout.checkpoint(publish.id);
+        if publish.objects > MAX_NUMBER {
+            return Err(Error::corrupt(
+                folder,
+                format!("{} objects are too many", publish.objects),
+            ));
+        }
+        let parts = || (0..publish.objects).map(Part::Data).chain([Part::Manifest]);
+        let mut found: BTreeMap<Part, u64> = BTreeMap::new();
+        if publish.objects as usize >= LOOK_UP {
+            for meta in self.io.list(&folder, None).await? {
+                if let Some((_, part)) = self.layout.parse_part(&meta.location) {
+                    found.insert(part, meta.size);
+                }
+            }
+        }
+        // A listing may be stale: what it does not show is looked up.
+        let missing: Vec<_> = parts().filter(|part| !found.contains_key(part)).collect();
+        let look_up = |part: Part| async move {
+            let head = self.io.head(&self.layout.part(publish.id, part)).await;
+            head.map(|meta| (part, meta.size))
+        };
+        let looked: Vec<_> = futures::stream::iter(missing)
+            .map(look_up)
+            .buffer_unordered(self.concurrency())
+            .try_collect()
+            .await
+            .map_err(|e| match e {
+                Error::Missing { key, .. } => Error::Missing { key, context: of() },
+                other => other,
+            })?;
+        found.extend(looked);
+        let sum = |data: bool| -> u64 {
+            let parts = parts().filter(|part| data == matches!(part, Part::Data(_)));
+            parts.filter_map(|part| found.get(&part)).fold(0, |sum, len| sum.saturating_add(*len))
+        };
+        if sum(false) == publish.manifest_len && sum(true) == publish.data_len {
+            return Ok(());
+        }
+        let what = format!("its objects have another size than the log says{}", of());
+        Err(Error::corrupt(folder, what))
     }
 
     /// Deletes all objects of a checkpoint, the manifest last. Returns the bytes.

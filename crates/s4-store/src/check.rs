@@ -1,6 +1,6 @@
 //! Looking for damage.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use futures::StreamExt;
@@ -12,6 +12,7 @@ use crate::reading::Reading;
 use crate::rebase::CallbackError;
 use crate::state::{Checkpoint, State};
 use crate::store::Store;
+use crate::view;
 
 /// How thorough a check is.
 #[derive(Debug, Clone, Default)]
@@ -22,7 +23,7 @@ pub struct CheckOptions {
     /// Read only this part of the data: the objects whose number in the store leaves the first number
     /// when divided by the second.
     pub part: Option<(u64, u64)>,
-    /// Only these checkpoints; all if empty.
+    /// Only these checkpoints and what they need; all if empty.
     pub only: Vec<CheckpointId>,
 }
 
@@ -36,6 +37,22 @@ pub trait Inspector: Send {
         chain: &[Checkpoint],
         reading: &Reading,
     ) -> std::result::Result<(), CallbackError>;
+
+    /// Called when a checkpoint was checked, whatever came of it.
+    fn checked(&mut self, checkpoint: &Checkpoint) {
+        let _ = checkpoint;
+    }
+}
+
+/// Whether a checkpoint restores, as far as a check tells.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// It does.
+    Restores,
+    /// It is damaged.
+    Damaged,
+    /// It is whole, and needs this one, which is damaged.
+    Needs(CheckpointId),
 }
 
 /// Something that is wrong.
@@ -54,6 +71,8 @@ pub struct CheckReport {
     pub findings: Vec<Finding>,
     /// Checkpoints that need a damaged one, and so cannot be restored though they are whole.
     pub unusable: Vec<(CheckpointId, CheckpointId)>,
+    /// Each checkpoint that was asked for, once, from the oldest to the newest.
+    pub verdicts: Vec<(CheckpointId, Verdict)>,
     /// Entries of the log that have no effect, with the rule that they break. Harmless, but no writer
     /// of this library makes them.
     pub void: Vec<(u64, Conflict)>,
@@ -65,6 +84,8 @@ pub struct CheckReport {
     pub bytes_read: u64,
     /// Attempts and retired checkpoints that still have objects, and their bytes.
     pub unlisted: BTreeMap<CheckpointId, u64>,
+    /// Those of `findings`.
+    damaged: BTreeSet<CheckpointId>,
 }
 
 impl CheckReport {
@@ -74,27 +95,56 @@ impl CheckReport {
         self.findings.is_empty() && self.unusable.is_empty()
     }
 
+    fn is_damaged(&self, id: CheckpointId) -> bool {
+        self.damaged.contains(&id)
+    }
+
+    /// What the findings mean for each checkpoint.
+    fn judge(&mut self, state: &State, asked: impl Fn(CheckpointId) -> bool) {
+        for checkpoint in state.list() {
+            let id = checkpoint.id();
+            let chain = state.chain(id).unwrap_or_default();
+            let verdict = match chain.iter().map(|c| c.id()).find(|id| self.is_damaged(*id)) {
+                None => Verdict::Restores,
+                Some(bad) if bad == id => Verdict::Damaged,
+                Some(bad) => Verdict::Needs(bad),
+            };
+            if let Verdict::Needs(bad) = verdict {
+                self.unusable.push((id, bad));
+            }
+            if asked(id) {
+                self.verdicts.push((id, verdict));
+            }
+        }
+    }
+
     fn found(&mut self, checkpoint: Option<CheckpointId>, error: Error) {
+        self.damaged.extend(checkpoint);
         self.findings.push(Finding { checkpoint, error });
     }
 }
 
 impl Store {
-    /// Replays the whole log and checks every listed checkpoint against it.
+    /// Replays the whole log and checks every listed checkpoint against it. Where the log is damaged,
+    /// that is a finding, and what can be proved of it is checked.
     ///
     /// # Errors
-    /// If the log itself or a listing cannot be read; everything else is in the report.
+    /// If the log or a listing cannot be read at all; everything else is in the report.
     pub async fn check(
         &self,
         options: &CheckOptions,
         mut inspector: Option<&mut dyn Inspector>,
     ) -> Result<CheckReport> {
         let mut report = CheckReport::default();
-        let state = self.inner.replay().await?;
+        let state = self.checked_log(&mut report).await?;
         report.void.clone_from(&state.void);
         let sizes = self.stored_sizes(&state, &mut report).await?;
-        let wanted = |c: &&Checkpoint| options.only.is_empty() || options.only.contains(&c.id());
-        for checkpoint in state.list().into_iter().filter(wanted) {
+        let asked = |id| options.only.is_empty() || options.only.contains(&id);
+        let mut wanted = BTreeSet::new();
+        for checkpoint in state.list().into_iter().filter(|c| asked(c.id())) {
+            wanted.extend(state.chain(checkpoint.id())?.iter().map(|c| c.id()));
+        }
+        for checkpoint in state.list().into_iter().filter(|c| wanted.contains(&c.id())) {
             report.checkpoints += 1;
             let id = checkpoint.id();
             if let Err(error) = self
@@ -103,9 +153,26 @@ impl Store {
             {
                 report.found(Some(id), error);
             }
+            if let Some(inspector) = &mut inspector {
+                inspector.checked(checkpoint);
+            }
         }
-        report.unusable = unusable(&state, &report);
+        report.judge(&state, asked);
         Ok(report)
+    }
+
+    /// The state by the log alone, or what can be proved of it.
+    async fn checked_log(&self, report: &mut CheckReport) -> Result<State> {
+        let inner = &self.inner;
+        match inner.replay().await {
+            Err(e) if e.is_log_damage() => {}
+            other => return other,
+        }
+        let survey = inner.survey(view::read(inner).await).await?;
+        for damage in survey.damage {
+            report.found(None, inner.damaged(damage));
+        }
+        Ok(survey.state)
     }
 
     /// Sizes of all objects below `ck/`; counts what belongs to no listed checkpoint.
@@ -148,10 +215,10 @@ impl Store {
         if options.read_data && report.findings.len() == before {
             self.read_objects(&reading, options, report).await;
         }
+        let chain: Vec<_> = state.chain(id)?.into_iter().cloned().collect();
         if let Some(inspector) = inspector
-            && report.findings.len() == before
+            && !chain.iter().any(|c| report.is_damaged(c.id()))
         {
-            let chain: Vec<_> = state.chain(id)?.into_iter().cloned().collect();
             inspector.inspect(self, &chain, &reading).await.map_err(Error::Callback)?;
         }
         Ok(())
@@ -204,21 +271,7 @@ impl Store {
     /// If the log cannot be read.
     pub async fn usable(&self, report: &CheckReport) -> Result<Vec<Checkpoint>> {
         let state: Arc<State> = self.state().await?;
-        let damaged = |c: &Checkpoint| {
-            report.findings.iter().any(|f| f.checkpoint == Some(c.id()))
-                || report.unusable.iter().any(|(id, _)| *id == c.id())
-        };
-        Ok(state.list().into_iter().filter(|c| !damaged(c)).cloned().collect())
+        let usable = report.verdicts.iter().filter(|(_, verdict)| *verdict == Verdict::Restores);
+        Ok(usable.filter_map(|(id, _)| state.get(*id).cloned()).collect())
     }
-}
-
-fn unusable(state: &State, report: &CheckReport) -> Vec<(CheckpointId, CheckpointId)> {
-    let mut damaged: Vec<_> = report.findings.iter().filter_map(|f| f.checkpoint).collect();
-    damaged.sort_unstable();
-    damaged.dedup();
-    let of = |bad: &CheckpointId| {
-        let bad = *bad;
-        state.descendants(&[bad]).into_iter().map(move |id| (id, bad)).collect::<Vec<_>>()
-    };
-    damaged.iter().flat_map(of).collect()
 }

@@ -9,8 +9,8 @@ use crate::error::{Error, Result};
 use crate::id::{CheckpointId, Hash, WriteId};
 use crate::seal;
 
-/// The version of log entries that this library reads and writes.
-pub(crate) const VERSION: u32 = 1;
+/// The newest version of log entries that this library reads.
+const NEWEST: u32 = 2;
 
 /// The most bytes of one log entry.
 pub(crate) const MAX_ENTRY: u64 = 64 << 10;
@@ -19,7 +19,8 @@ pub(crate) const MAX_ENTRY: u64 = 64 << 10;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Entry {
-    /// Version of the entry's form.
+    /// Version of the entry's form: 2 for [`Op::Unretire`], which readers of version 1 must not pass
+    /// over, and 1 for all others.
     pub v: u32,
     /// Its number; the first one is 1.
     pub n: u64,
@@ -48,10 +49,20 @@ pub enum Op {
         #[serde(default, skip_serializing_if = "String::is_empty")]
         reason: String,
     },
-    /// Forbids attempts to be published ever after; their data may be deleted.
+    /// Forbids attempts to be published, and retired checkpoints to be listed again, ever after; their
+    /// data may be deleted.
     Abort {
-        /// Those attempts.
+        /// Those attempts and checkpoints.
         ids: Vec<CheckpointId>,
+    },
+    /// Lists a retired checkpoint again.
+    Unretire {
+        /// What its writer said when it was published.
+        about: Box<Publish>,
+        /// Its place in time ([`crate::Checkpoint::order`]).
+        order: u64,
+        /// Its writer's clock when it was published, in milliseconds since 1970.
+        published_ms: i64,
     },
     /// Protects a checkpoint from being retired.
     Pin {
@@ -122,6 +133,14 @@ fn is_zero(n: &u32) -> bool {
 }
 
 impl Op {
+    /// The version of an entry with this operation.
+    pub(crate) fn version(&self) -> u32 {
+        match self {
+            Self::Unretire { .. } => 2,
+            _ => 1,
+        }
+    }
+
     /// The checkpoint that this would publish.
     pub(crate) fn published(&self) -> Option<CheckpointId> {
         match self {
@@ -152,13 +171,17 @@ impl Entry {
         // The version first: a later one may have fields and operations that this one cannot parse.
         let value: Value = serde_json::from_slice(body).map_err(|e| Error::corrupt(key, e))?;
         let version = value.get("v").and_then(Value::as_u64);
-        if version != Some(u64::from(VERSION)) {
+        if !version.is_some_and(|v| (1..=u64::from(NEWEST)).contains(&v)) {
+            let version = value.get("v").unwrap_or(&Value::Null);
             return Err(Error::Unsupported {
                 key: key.to_owned(),
-                what: format!("log entries of version {version:?}; this library reads {VERSION}"),
+                what: format!("a log entry of version {version}; this library reads 1 to {NEWEST}"),
             });
         }
         let entry: Self = serde_json::from_value(value).map_err(|e| Error::corrupt(key, e))?;
+        if entry.v != entry.op.version() {
+            return Err(Error::corrupt(key, format!("version {} has no such operation", entry.v)));
+        }
         if entry.n != n {
             return Err(Error::corrupt(key, format!("it says that it is entry {}", entry.n)));
         }

@@ -2,7 +2,12 @@
 
 use std::time::Duration;
 
+use crate::cause::Cause;
+use crate::entry::Entry;
+use crate::failure::Failure;
 use crate::id::{CheckpointId, Hash, WriteId};
+use crate::lease::Holder;
+use crate::redact::redact_text;
 
 /// The outcome of a store's operation.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -20,6 +25,12 @@ pub enum Error {
         /// The URL or folder.
         place: String,
     },
+    /// The bucket or container does not exist: look for a typo, or create it.
+    #[error("{place}: there is no such bucket or container")]
+    NoBucket {
+        /// The URL.
+        place: String,
+    },
     /// There is a store already: open it instead.
     #[error("{place} holds a checkpoint store already")]
     StoreExists {
@@ -29,6 +40,69 @@ pub enum Error {
     /// The place cannot hold a store safely: choose another one, or the option that is named.
     #[error("refused: {0}")]
     Refused(String),
+    /// Too many answers were lost to find out what the place can do: try again when it works.
+    #[error(
+        "could not find out within {limit:?} whether several writers are safe at {place}: {last}; \
+         nothing was changed, try again when the place answers reliably"
+    )]
+    ProbeDisturbed {
+        /// Where it was tried.
+        place: String,
+        /// The deadline.
+        limit: Duration,
+        /// What disturbed the last trial.
+        last: String,
+    },
+    /// Another process holds the lease of a store that allows one writer at a time.
+    #[error(
+        "{place} allows one writer at a time, and that is {holder}, which renews its lease: wait until \
+         it ends, or end it; if it is certain that it does not run any more, \
+         `s4w store break-lease` removes its lease"
+    )]
+    Locked {
+        /// The URL or folder.
+        place: String,
+        /// Who holds it.
+        holder: Box<Holder>,
+    },
+    /// This process lost the lease of a store that allows one writer at a time; nothing was changed.
+    /// The next attempt asks for the lease again.
+    #[error(
+        "{place} allows one writer at a time, and this process is it no longer: {}; nothing was \
+         written. Its lease expired because it slept or had no network, or somebody removed it",
+        lost_to(.holder.as_deref())
+    )]
+    LeaseLost {
+        /// The URL or folder.
+        place: String,
+        /// Who holds it now, if anybody does.
+        holder: Option<Box<Holder>>,
+    },
+    /// What this process knows to be in the store is there no longer; nothing was listed.
+    #[error(
+        "{place} is not what it was: {what}; nothing was saved. Was the folder removed, its file system \
+         unmounted, or the bucket emptied? Bring it back, or create a new store elsewhere"
+    )]
+    Gone {
+        /// The URL or folder.
+        place: String,
+        /// What is missing.
+        what: String,
+    },
+    /// A checkpoint that was acknowledged is not in the log any more, because its server let another
+    /// writer overwrite the entry, and it could not be listed again.
+    #[error(
+        "{place}: checkpoint {id}, acknowledged earlier, was lost: another writer overwrote its log \
+         entry, which this server must not allow ({why}); save it again, and use one writer at a time"
+    )]
+    SaveLost {
+        /// The URL or folder.
+        place: String,
+        /// The checkpoint.
+        id: CheckpointId,
+        /// Why it could not be listed again.
+        why: String,
+    },
     /// A newer version of the library is needed.
     #[error("{key}: {what}")]
     Unsupported {
@@ -49,6 +123,24 @@ pub enum Error {
     /// It is unknown whether the change was committed: pass this to `Store::resolve`, which finds out.
     #[error("{0}")]
     CommitUnknown(Box<CommitUnknown>),
+    /// The log has an entry that cannot be relied on. Nothing is written to such a store;
+    /// [`crate::Store::open_read_only`] lists what can be proved, [`crate::Store::repair`] mends it.
+    #[error(
+        "the log is damaged: {damage}. Nothing is written to {place} until `s4w store repair` has \
+         mended it (it says first what that loses); opened read-only, the store lists what still restores"
+    )]
+    LogDamaged {
+        /// The URL or folder.
+        place: String,
+        /// What is wrong first.
+        damage: LogDamage,
+    },
+    /// The store was opened read-only.
+    #[error("nothing is written to {place}: it was opened read-only")]
+    ReadOnly {
+        /// The URL or folder.
+        place: String,
+    },
     /// Bytes contradict a hash, a size or themselves: restore them from another copy.
     #[error("corrupt data in {key}: {what}")]
     Corrupt {
@@ -75,8 +167,8 @@ pub enum Error {
         action: &'static str,
         /// The object.
         key: String,
-        /// What the store said.
-        source: object_store::Error,
+        /// Why, and what to do next.
+        source: Failure,
     },
     /// Nothing worked until the deadline.
     #[error("could not {action} {key} within {limit:?}: {last}")]
@@ -88,13 +180,13 @@ pub enum Error {
         /// The deadline.
         limit: Duration,
         /// The last failure.
-        last: String,
+        last: Failure,
     },
     /// Code of the caller's that the store called (a rebase, a check) failed.
     #[error("{0}")]
     Callback(Box<dyn std::error::Error + Send + Sync>),
     /// A local file system's own failure.
-    #[error("could not {action} {path}: {source}")]
+    #[error("could not {action} {path}: {source}{}", advice(.source))]
     Io {
         /// `sync`, `read`...
         action: &'static str,
@@ -119,13 +211,100 @@ impl Error {
         key: impl ToString,
         source: object_store::Error,
     ) -> Self {
-        Self::Storage { action, key: key.to_string(), source }
+        Self::Storage { action, key: key.to_string(), source: Failure::new(&source) }
+    }
+
+    /// Why a request failed, if one did.
+    #[must_use]
+    pub fn cause(&self) -> Option<Cause> {
+        match self {
+            Self::Storage { source, .. } => Some(source.cause()),
+            Self::Deadline { last, .. } => Some(last.cause()),
+            Self::Io { source, .. } => Some(Cause::of_io(source)),
+            Self::Missing { .. } => Some(Cause::NotFound),
+            _ => None,
+        }
+    }
+
+    /// The system's error number, or the one that says the same as the server or the connection did.
+    #[must_use]
+    pub fn errno(&self) -> Option<i32> {
+        match self {
+            Self::Storage { source, .. } => source.errno(),
+            Self::Deadline { last, .. } => last.errno(),
+            Self::Io { source, .. } => {
+                source.raw_os_error().or_else(|| Cause::of_io(source).errno())
+            }
+            _ => None,
+        }
+    }
+
+    /// Whether the log itself is damaged.
+    #[must_use]
+    pub fn is_log_damage(&self) -> bool {
+        matches!(self, Self::LogDamaged { .. })
     }
 
     /// Whether an object was looked for and is not there.
     #[must_use]
     pub fn is_missing(&self) -> bool {
         matches!(self, Self::Missing { .. })
+    }
+}
+
+/// What to do next, to be put behind a system's own words.
+fn advice(error: &std::io::Error) -> String {
+    Cause::of_io(error).advice().map(|advice| format!("; {advice}")).unwrap_or_default()
+}
+
+fn lost_to(holder: Option<&Holder>) -> String {
+    holder.map_or("its lease is gone".to_owned(), |holder| format!("now that is {holder}"))
+}
+
+/// Something that is wrong with the log.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LogDamage {
+    /// Entries are missing, and there are later ones.
+    #[error("{}", missing_entries(*.first, *.last))]
+    Missing {
+        /// The first that is missing.
+        first: u64,
+        /// The last one.
+        last: u64,
+    },
+    /// An entry cannot be read.
+    #[error("entry {entry} is unreadable ({what})")]
+    Unreadable {
+        /// The entry.
+        entry: u64,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// An entry was written after another one than is before it now.
+    #[error("entry {entry} does not follow the entry before it: one of the two is not this log's")]
+    Unlinked {
+        /// The later one.
+        entry: u64,
+    },
+}
+
+impl LogDamage {
+    /// The first entry that it is about.
+    #[must_use]
+    pub fn entry(&self) -> u64 {
+        match self {
+            Self::Missing { first: entry, .. }
+            | Self::Unreadable { entry, .. }
+            | Self::Unlinked { entry } => *entry,
+        }
+    }
+}
+
+fn missing_entries(first: u64, last: u64) -> String {
+    match first == last {
+        true => format!("entry {first} is missing, though there were later ones"),
+        false => format!("entries {first} to {last} are missing, though there were later ones"),
     }
 }
 
@@ -178,6 +357,14 @@ pub enum Conflict {
     /// It is not listed.
     #[error("checkpoint {0} is not listed")]
     NotLive(CheckpointId),
+    /// It is not a retired checkpoint whose data is all there, so it cannot be listed again.
+    #[error("checkpoint {id} cannot be listed again: it is {state}")]
+    NotRetired {
+        /// The checkpoint.
+        id: CheckpointId,
+        /// What it is instead: `listed`, `replaced`, `given up` (a sweep deletes it) or `unknown`.
+        state: &'static str,
+    },
     /// The chain would be too deep.
     #[error("checkpoint {id} would be at depth {depth}, {max} is the most")]
     TooDeep {
@@ -196,8 +383,8 @@ pub enum Conflict {
 /// A commit whose outcome could not be read back.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "it is unknown whether log entry {slot} (write id {write_id}) was committed: {cause}; \
-     `resolve` finds out"
+    "it is unknown whether log entry {slot} (write id {write_id}) was committed: {}; \
+     `resolve` finds out", redact_text(.cause)
 )]
 pub struct CommitUnknown {
     /// The write that may or may not be in the log.
@@ -208,6 +395,13 @@ pub struct CommitUnknown {
     pub checkpoint: Option<CheckpointId>,
     /// The last failure.
     pub cause: String,
+}
+
+impl CommitUnknown {
+    pub(crate) fn of(entry: &Entry, cause: String) -> Self {
+        let checkpoint = entry.op.published();
+        Self { write_id: entry.write_id, slot: entry.n, checkpoint, cause }
+    }
 }
 
 impl From<CommitUnknown> for Error {

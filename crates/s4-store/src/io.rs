@@ -1,7 +1,6 @@
 //! Requests to the object store: retried where that is safe, bounded in memory, time and rate.
 
 use std::fmt;
-use std::future::Future;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +13,11 @@ use tokio::sync::{Mutex, OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
 use crate::error::{Error, Result};
+use crate::manifest::MAX_OBJECT;
 use crate::options::Retry;
+use crate::retry::Retrier;
+
+pub(crate) use crate::retry::is_permanent;
 
 /// One permit stands for this many bytes, so that a semaphore's 32 bits suffice for any budget.
 const UNIT: usize = 1024;
@@ -22,7 +25,7 @@ const UNIT: usize = 1024;
 /// The object store with retries and budgets.
 pub(crate) struct Io {
     store: Arc<dyn ObjectStore>,
-    retry: Retry,
+    retrier: Retrier,
     gate: Arc<Semaphore>,
     units: u32,
     pace: Option<Pace>,
@@ -31,7 +34,7 @@ pub(crate) struct Io {
 impl fmt::Debug for Io {
     /// The object store's own `Debug` may hold credentials.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Io").field("retry", &self.retry).field("pace", &self.pace).finish()
+        f.debug_struct("Io").field("retry", self.retrier.retry()).field("pace", &self.pace).finish()
     }
 }
 
@@ -45,7 +48,7 @@ impl Io {
         let units = u32::try_from((memory / UNIT).max(1)).unwrap_or(u32::MAX >> 3);
         Self {
             store,
-            retry,
+            retrier: Retrier::new(retry),
             gate: Arc::new(Semaphore::new(units as usize)),
             units,
             pace: bytes_per_second.map(|rate| Pace { rate: rate.max(1), free: Mutex::default() }),
@@ -57,7 +60,7 @@ impl Io {
     }
 
     pub(crate) fn retry(&self) -> &Retry {
-        &self.retry
+        self.retrier.retry()
     }
 
     /// Waits until `len` more bytes may be held in memory. An object beyond the whole budget waits
@@ -74,7 +77,7 @@ impl Io {
             pace.wait(bytes.len()).await;
         }
         let put = || async { self.store.put(key, bytes.clone().into()).await.map(drop) };
-        self.retrying("write", key, put).await
+        self.retrier.run("write", key.as_ref(), bytes.len() as u64, put).await
     }
 
     /// One try to create an object. The error tells nothing about whether it was created.
@@ -96,7 +99,7 @@ impl Io {
                 size => whole(result, size).await.map(Ok),
             }
         };
-        let bytes = self.retrying("read", key, get).await?;
+        let bytes = self.retrier.run("read", key.as_ref(), max.min(MAX_OBJECT as u64), get).await?;
         bytes.map_err(|size| Error::corrupt(key, format!("{size} bytes, {max} are expected")))
     }
 
@@ -114,7 +117,8 @@ impl Io {
         }
     }
 
-    /// Reads a range of an object. The caller has checked it against the object's length.
+    /// Reads a range of an object. The caller has checked it against the length that the object should
+    /// have; if it is shorter, that is [`Error::Corrupt`].
     pub(crate) async fn get_range(&self, key: &Path, range: Range<u64>) -> Result<Bytes> {
         let len = range.end - range.start;
         if len == 0 {
@@ -122,16 +126,34 @@ impl Io {
         }
         let get = || async {
             let options = GetOptions { range: Some(range.clone().into()), ..GetOptions::default() };
-            whole(self.store.get_opts(key, options).await?, len).await
+            let result = self.store.get_opts(key, options).await?;
+            match result.meta.size {
+                size if size < range.end => Ok(Err(size)),
+                _ => whole(result, len).await.map(Ok),
+            }
         };
-        self.retrying("read", key, get).await
+        let size = match self.retrier.run("read", key.as_ref(), len, get).await {
+            Ok(Ok(bytes)) => return Ok(bytes),
+            Ok(Err(size)) => size,
+            // Stores refuse a range that begins beyond the end, each in words of its own.
+            Err(e @ (Error::Storage { .. } | Error::Deadline { .. })) => {
+                match self.store.head(key).await {
+                    Ok(meta) if meta.size < range.end => meta.size,
+                    _ => return Err(e),
+                }
+            }
+            Err(e) => return Err(e),
+        };
+        let what = format!("{size} bytes, where bytes {} to {} should be", range.start, range.end);
+        Err(Error::corrupt(key, what))
     }
 
     pub(crate) async fn head(&self, key: &Path) -> Result<ObjectMeta> {
-        self.retrying("look up", key, || self.store.head(key)).await
+        self.retrier.run("look up", key.as_ref(), 0, || self.store.head(key)).await
     }
 
-    /// All objects below `prefix`, after `offset` if there is one, in no order.
+    /// All objects below `prefix`, after `offset` if there is one, in no order. A local folder that is
+    /// not there holds nothing; a server that does not know the place is an error.
     pub(crate) async fn list(
         &self,
         prefix: &Path,
@@ -145,59 +167,34 @@ impl Io {
             .try_collect::<Vec<_>>()
             .await
         };
-        match self.retrying("list", prefix, list).await {
-            // A local folder that is not there yet holds nothing.
-            Err(e) if e.is_missing() => Ok(Vec::new()),
-            other => other,
-        }
+        self.retrier.run("list", prefix.as_ref(), 0, list).await
     }
 
     /// Deletes an object, or finds it gone.
     pub(crate) async fn delete(&self, key: &Path) -> Result<()> {
-        match self.retrying("delete", key, || self.store.delete(key)).await {
+        match self.retrier.run("delete", key.as_ref(), 0, || self.store.delete(key)).await {
             Err(e) if e.is_missing() => Ok(()),
             other => other,
         }
     }
 
-    /// Repeats what may be repeated until it works, fails for good, or time is up.
-    async fn retrying<T, F>(
+    /// Repeats a request that transfers little.
+    pub(crate) async fn retrying<T, F>(
         &self,
         action: &'static str,
         key: &Path,
-        mut op: impl FnMut() -> F,
+        request: impl FnMut() -> F,
     ) -> Result<T>
     where
         F: Future<Output = object_store::Result<T>>,
     {
-        let end = Instant::now() + self.retry.deadline;
-        let late = |last: String| Error::Deadline {
-            action,
-            key: key.to_string(),
-            limit: self.retry.deadline,
-            last,
-        };
-        let mut last = String::from("no answer");
-        for attempt in 0.. {
-            let source = match tokio::time::timeout_at(end, op()).await {
-                Ok(Ok(value)) => return Ok(value),
-                Ok(Err(object_store::Error::NotFound { .. })) => return Err(Error::missing(key)),
-                Ok(Err(source)) => source,
-                Err(_) => return Err(late(last)),
-            };
-            if is_permanent(&source) || attempt + 1 >= self.retry.attempts {
-                return Err(Error::storage(action, key, source));
-            }
-            tracing::debug!(%key, attempt, error = %source, "could not {action}, trying again");
-            last = source.to_string();
-            let pause = self.retry.pause(attempt, jitter(key, attempt));
-            if Instant::now() + pause >= end {
-                return Err(late(last));
-            }
-            tokio::time::sleep(pause).await;
-        }
-        Err(late(last))
+        self.retrier.run(action, key.as_ref(), 0, request).await
     }
+}
+
+/// An object that lacks bytes which it must have.
+pub(crate) fn too_short(key: &Path, size: u64, needed: u64) -> Error {
+    Error::corrupt(key, format!("{size} bytes, at least {needed} are expected"))
 }
 
 /// The body, if it has the length that it should have: a connection that was cut may look like an
@@ -210,55 +207,6 @@ async fn whole(result: GetResult, len: u64) -> object_store::Result<Bytes> {
     }
     let source = format!("{} of {len} bytes arrived; the object has {size}", bytes.len()).into();
     Err(object_store::Error::Generic { store: "short answer", source })
-}
-
-fn jitter(key: &Path, attempt: u32) -> u64 {
-    let mixed = key.as_ref().bytes().fold(u64::from(attempt) + 1, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
-    });
-    mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15)
-}
-
-/// Whether trying again is pointless. That something is there already, or not as expected, is no
-/// final answer: `object_store` makes this of any 409, which also means "somebody else is at it".
-pub(crate) fn is_permanent(error: &object_store::Error) -> bool {
-    use object_store::Error as E;
-    match error {
-        E::Generic { source, .. } => {
-            is_final_io(source.as_ref()) || is_final_status(&source.to_string())
-        }
-        E::JoinError { .. } | E::AlreadyExists { .. } | E::Precondition { .. } => false,
-        _ => true,
-    }
-}
-
-/// A full or read-only disk stays so while a save waits.
-fn is_final_io(error: &(dyn std::error::Error + 'static)) -> bool {
-    use std::io::ErrorKind as K;
-    let mut at = Some(error);
-    while let Some(error) = at {
-        if let Some(io) = error.downcast_ref::<std::io::Error>() {
-            return matches!(
-                io.kind(),
-                K::StorageFull
-                    | K::QuotaExceeded
-                    | K::ReadOnlyFilesystem
-                    | K::PermissionDenied
-                    | K::FileTooLarge
-                    | K::NotADirectory
-            );
-        }
-        at = error.source();
-    }
-    false
-}
-
-/// An answer of 400 to 499 says that the request is wrong, but for those that ask to come again.
-/// The text is all that `object_store` passes on; where it changes, we try again in vain.
-fn is_final_status(text: &str) -> bool {
-    let Some((_, after)) = text.split_once("non-2xx status code: ") else { return false };
-    let status = after.get(..3).and_then(|digits| digits.parse::<u16>().ok());
-    status.is_some_and(|s| (400..500).contains(&s) && !matches!(s, 408 | 409 | 412 | 425 | 429))
 }
 
 /// Spreads uploads over time.
@@ -286,22 +234,6 @@ impl Pace {
 mod tests {
     use super::*;
     use object_store::memory::InMemory;
-
-    #[test]
-    fn answers_that_will_not_change_are_not_asked_for_again() {
-        for (status, permanent) in
-            [(400, true), (403, true), (405, true), (409, false), (429, false), (503, false)]
-        {
-            let text = format!("Error: Server returned non-2xx status code: {status} X: body");
-            assert_eq!(is_final_status(&text), permanent, "{status}");
-        }
-        let io = |kind| object_store::Error::Generic {
-            store: "x",
-            source: Box::new(std::io::Error::from(kind)),
-        };
-        assert!(is_permanent(&io(std::io::ErrorKind::StorageFull)));
-        assert!(!is_permanent(&io(std::io::ErrorKind::TimedOut)));
-    }
 
     #[tokio::test(start_paused = true)]
     async fn uploads_keep_to_the_rate() {

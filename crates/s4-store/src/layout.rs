@@ -50,6 +50,12 @@ impl Layout {
         self.checkpoints().join(id.to_string())
     }
 
+    /// The checkpoint whose folder this is, if it is one of ours.
+    pub(crate) fn parse_checkpoint(&self, folder: &Path) -> Option<CheckpointId> {
+        let id = folder.filename()?.parse().ok()?;
+        (self.checkpoint(id) == *folder).then_some(id)
+    }
+
     pub(crate) fn part(&self, id: CheckpointId, part: Part) -> Path {
         match part {
             Part::Data(n) => self.checkpoint(id).join(format!("d-{n}")),
@@ -60,6 +66,16 @@ impl Layout {
     /// The folder of objects that live for seconds: probes and clock readings.
     pub(crate) fn scratch(&self) -> Path {
         self.below("tmp")
+    }
+
+    /// The folder of the leases of a store with one writer at a time.
+    pub(crate) fn leases(&self) -> Path {
+        self.below("lease")
+    }
+
+    /// Where a repair of the log copies what it changes.
+    pub(crate) fn repair(&self) -> Path {
+        self.below("repair")
     }
 
     /// The checkpoint and part that a key names, if it is one of ours.

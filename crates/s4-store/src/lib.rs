@@ -30,17 +30,25 @@
 //! not.
 //!
 //! Deliberately absent: compression and the meaning of the bytes; multipart uploads, which object
-//! stores keep and bill when a client dies; locks and leases, which a paused process outlives;
-//! decisions by the clock of a client.
+//! stores keep and bill when a client dies; locks, which a paused process outlives (the lease of a
+//! store with one writer at a time is no more than a guard against a second one); decisions by the
+//! clock of a client.
 #![forbid(unsafe_code)]
 
+mod absent;
 mod attempt;
+mod bulk;
+mod cause;
 mod check;
+mod commit;
 mod entry;
 mod error;
+mod failure;
 mod id;
 mod io;
 mod layout;
+mod lease;
+mod lineage;
 mod local;
 mod log;
 mod manifest;
@@ -49,29 +57,43 @@ mod place;
 mod probe;
 mod reading;
 mod rebase;
+mod reconstruct;
+mod redact;
+mod removal;
+mod repair;
+mod replay;
 mod repo;
 mod retention;
+mod retry;
+mod salvage;
 mod seal;
 mod state;
 mod store;
 mod sweep;
 pub mod testing;
+mod unretire;
 mod url;
 mod view;
 
 pub use attempt::{About, Attempt, Staged};
-pub use check::{CheckOptions, CheckReport, Finding, Inspector};
+pub use cause::Cause;
+pub use check::{CheckOptions, CheckReport, Finding, Inspector, Verdict};
 pub use entry::{Entry, Op, Publish, Reference};
-pub use error::{CommitUnknown, Conflict, Error, Result};
+pub use error::{CommitUnknown, Conflict, Error, LogDamage, Result};
+pub use failure::Failure;
 pub use id::{CheckpointId, Hash, Ids, InvalidId, TimeIds, WriteId};
+pub use lease::Holder;
 pub use manifest::{MAX_MANIFEST, MAX_OBJECT, Manifest, ObjectInfo};
-pub use options::{CrashPoints, Retry, StoreOptions, Writers};
+pub use options::{CrashPoints, ProbeLimits, Retry, StoreOptions, Writers};
 pub use place::Place;
-pub use probe::{ProbeReport, probe};
+pub use probe::ProbeReport;
 pub use reading::Reading;
 pub use rebase::{CallbackError, Rebaser};
+pub use redact::{redact_text, redact_url};
+pub use repair::{Loss, RepairReport};
 pub use repo::{Mode, Repo};
 pub use retention::{Best, Keep, Plan, Retention};
+pub use retry::Retrier;
 pub use state::{Checkpoint, Dead, End, MAX_CHAIN, State};
 pub use store::{Resolution, Store};
 pub use sweep::{SHORTEST_GRACE, SweepOptions, SweepReport, Swept, Why};

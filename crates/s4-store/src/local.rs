@@ -50,10 +50,20 @@ impl Folder {
         Ok(Self { root })
     }
 
-    /// The folder, if it is one.
-    pub(crate) fn existing(root: &Path) -> Option<Self> {
-        let root = std::path::absolute(root).ok()?;
-        root.is_dir().then_some(Self { root })
+    /// The folder; `None` if there is nothing of this name.
+    pub(crate) fn existing(root: &Path) -> Result<Option<Self>> {
+        let root = std::path::absolute(root).map_err(|e| at("find", root, e))?;
+        match fs::metadata(&root) {
+            Ok(meta) if meta.is_dir() => Ok(Some(Self { root })),
+            Ok(_) => Err(at("open", &root, io::ErrorKind::NotADirectory.into())),
+            // A link to a file system that is not mounted, say.
+            Err(e)
+                if e.kind() == io::ErrorKind::NotFound && fs::symlink_metadata(&root).is_err() =>
+            {
+                Ok(None)
+            }
+            Err(e) => Err(at("open", &root, e)),
+        }
     }
 
     pub(crate) fn root(&self) -> &Path {
@@ -171,7 +181,10 @@ mod tests {
     fn only_staging_files_are_leftovers() {
         let temp = tempfile::tempdir().unwrap();
         let folder = Folder::create(&temp.path().join("a/b")).unwrap();
-        assert!(Folder::existing(&temp.path().join("a/c")).is_none());
+        assert!(Folder::existing(&temp.path().join("a/c")).unwrap().is_none());
+        fs::write(temp.path().join("file"), b"").unwrap();
+        assert!(Folder::existing(&temp.path().join("file")).is_err());
+        assert!(Folder::existing(&temp.path().join("file/c")).is_err());
         fs::create_dir(folder.root().join("log")).unwrap();
         for name in ["d-0#1", "d-0", "log/00001#23", "x#", "x#1a", "#7"] {
             fs::write(folder.root().join(name), b"12").unwrap();

@@ -1,17 +1,15 @@
-//! Reading the log, and the one way to change a store: creating its next entry.
-
-use std::sync::Arc;
+//! The one way to change a store: creating the next entry of its log.
 
 use bytes::Bytes;
-use futures::{StreamExt, TryStreamExt};
 use object_store::path::Path;
 use tokio::time::Instant;
 
-use crate::entry::{Entry, MAX_ENTRY, Op, VERSION};
+use crate::entry::{Entry, MAX_ENTRY, Op};
 use crate::error::{CommitUnknown, Error, Result};
+use crate::failure::Failure;
 use crate::id::{Hash, WriteId};
 use crate::io::is_permanent;
-use crate::repo::Mode;
+use crate::replay::Known;
 use crate::state::State;
 use crate::store::Inner;
 use crate::view;
@@ -20,107 +18,35 @@ use crate::view;
 /// opening a store costs at most.
 pub(crate) const VIEW_EVERY: u64 = 32;
 
-/// How many further entries are asked for one by one before the log is listed.
-const ONE_BY_ONE: u64 = 4;
-
-/// The state as this process knows it.
-#[derive(Debug, Default)]
-pub(crate) struct Known {
-    pub(crate) state: Arc<State>,
-    /// The newest entry that a stored view covers, as far as is known.
-    pub(crate) viewed: u64,
-}
-
 /// What stands in a slot of the log after a try to create it.
-enum Slot {
+pub(crate) enum Slot {
     Ours,
     Other(Box<Entry>, Hash),
 }
 
 /// How a try to read a slot ended.
-enum Seen {
+pub(crate) enum Seen {
     Entry(Box<Entry>, Hash),
     Empty,
 }
 
 impl Inner {
-    /// Loads the state: from the view if there is a good one, else from the log alone.
-    pub(crate) async fn load(&self) -> Result<Known> {
-        let mut known = match view::read(self).await {
-            Some(state) => Known { viewed: state.head(), state: Arc::new(state) },
-            None => Known::default(),
-        };
-        match self.catch_up(&mut known).await {
-            // A view from another log (a folder that was copied over, say) does not fit this one.
-            Err(Error::Corrupt { .. }) if known.viewed > 0 => {
-                tracing::warn!("the stored view does not fit the log: replaying from the start");
-                let mut known = Known { state: Arc::new(self.replay().await?), viewed: 0 };
-                self.refresh(&mut known).await?;
-                Ok(known)
-            }
-            Err(e) => Err(e),
-            Ok(()) => Ok(known),
-        }
-    }
-
-    /// Replays the whole log, trusting nothing else.
-    pub(crate) async fn replay(&self) -> Result<State> {
-        let mut known = Known::default();
-        self.catch_up(&mut known).await?;
-        Ok(Arc::unwrap_or_clone(known.state))
-    }
-
-    /// Applies all entries after `known`: those that a listing shows, side by side, then what came
-    /// after it, one by one. A listing may be stale; a missing answer to a read is the end.
-    async fn catch_up(&self, known: &mut Known) -> Result<()> {
-        let from = known.state.head();
-        let offset = (from > 0).then(|| self.layout.entry(from));
-        let listed = self.io.list(&self.layout.log(), offset.as_ref()).await?;
-        let last = listed.iter().filter_map(|m| self.layout.parse_entry(&m.location)).max();
-        let wanted = from + 1..last.map_or(from, |last| last.max(from)) + 1;
-        let read = |n| self.read_entry(n);
-        let mut entries = futures::stream::iter(wanted).map(read).buffered(self.concurrency());
-        while let Some((entry, hash)) = entries.try_next().await.map_err(gap)? {
-            self.apply(known, &entry, hash)?;
-        }
-        drop(entries);
-        self.follow(known, u64::MAX).await.map(drop)
-    }
-
-    /// Brings `known` up to date.
-    pub(crate) async fn refresh(&self, known: &mut Known) -> Result<()> {
-        if self.follow(known, ONE_BY_ONE).await? { Ok(()) } else { self.catch_up(known).await }
-    }
-
-    /// Reads up to `most` further entries one by one; says whether the end was reached.
-    async fn follow(&self, known: &mut Known, most: u64) -> Result<bool> {
-        for _ in 0..most {
-            let n = known.state.head() + 1;
-            match self.read_slot(n).await? {
-                Seen::Empty => return Ok(true),
-                Seen::Entry(entry, hash) => self.apply(known, &entry, hash)?,
-            }
-        }
-        Ok(false)
-    }
-
-    async fn read_entry(&self, n: u64) -> Result<(Entry, Hash)> {
+    pub(crate) async fn read_entry(&self, n: u64) -> Result<(Entry, Hash)> {
         let key = self.layout.entry(n);
-        let parse = |bytes: &Bytes| Ok((Entry::parse(key.as_ref(), n, bytes)?, Hash::of(bytes)));
+        let parse = |bytes: &Bytes| {
+            let (entry, hash) = (Entry::parse(key.as_ref(), n, bytes)?, Hash::of(bytes));
+            self.recent.keep(n, hash, bytes);
+            Ok((entry, hash))
+        };
         self.io.get_checked(&key, MAX_ENTRY, parse).await
     }
 
-    async fn read_slot(&self, n: u64) -> Result<Seen> {
+    pub(crate) async fn read_slot(&self, n: u64) -> Result<Seen> {
         match self.read_entry(n).await {
             Ok((entry, hash)) => Ok(Seen::Entry(Box::new(entry), hash)),
             Err(e) if e.is_missing() => Ok(Seen::Empty),
             Err(e) => Err(e),
         }
-    }
-
-    fn apply(&self, known: &mut Known, entry: &Entry, hash: Hash) -> Result<()> {
-        let key = self.layout.entry(entry.n).to_string();
-        Arc::make_mut(&mut known.state).apply(&key, entry, hash).map(drop)
     }
 
     /// Commits what `build` makes of the newest state, as the next entry of the log.
@@ -132,15 +58,27 @@ impl Inner {
         mut build: impl FnMut(&State) -> Result<Option<Op>>,
     ) -> Result<Option<Entry>> {
         self.ensure_writer().await?;
-        let write_id = WriteId::new(self.options.ids.next());
+        let mut write_id = WriteId::new(self.options.ids.next());
         let mut known = self.known.lock().await;
-        self.refresh(&mut known).await?;
+        self.be_sure(&mut known).await?;
+        let mut tried = Vec::new();
         loop {
             self.sync_log()?;
-            let Some(op) = build(&known.state)? else { return Ok(None) };
+            let owed = self.owed(&mut known).await?;
+            if let Some(entry) = self.landed(&known, &tried).await? {
+                known.own.committed(&entry, false);
+                return Ok(Some(entry));
+            }
+            let op = match &owed {
+                Some(op) => op.clone(),
+                None => match build(&known.state)? {
+                    Some(op) => op,
+                    None => return Ok(None),
+                },
+            };
             known.state.check(&op)?;
             let entry = Entry {
-                v: VERSION,
+                v: op.version(),
                 n: known.state.head() + 1,
                 prev: known.state.head_hash,
                 write_id,
@@ -149,15 +87,42 @@ impl Inner {
             };
             self.reached("log.before").await;
             let bytes = Bytes::from(entry.to_bytes(self.layout.entry(entry.n).as_ref())?);
-            match self.create_slot(&entry, bytes.clone()).await? {
+            let began = Instant::now();
+            let mut slot = self.create_slot(&entry, bytes.clone()).await?;
+            let created = matches!(slot, Slot::Ours);
+            if created {
+                self.reached("log.created").await;
+                let others = known.own.others_are_near();
+                let settle = others.then(|| began.elapsed());
+                slot = self.read_back(&entry, settle).await?;
+            }
+            match slot {
                 Slot::Ours => {
                     self.reached("log.after").await;
                     self.apply(&mut known, &entry, Hash::of(&bytes))?;
+                    known.own.committed(&entry, owed.is_some());
                     self.write_view(&mut known).await;
                     self.reached("log.viewed").await;
-                    return Ok(Some(entry));
+                    if owed.is_none() {
+                        return Ok(Some(entry));
+                    }
+                    write_id = WriteId::new(self.options.ids.next());
                 }
-                Slot::Other(other, hash) => self.apply(&mut known, &other, hash)?,
+                Slot::Other(other, hash) => {
+                    let followed = self.follow_other(&mut known, &other, hash).await;
+                    if !created || owed.is_some() {
+                        followed?;
+                        continue;
+                    }
+                    match followed {
+                        // Whether ours counts in the end is up to who mends the log.
+                        Err(e) if e.is_log_damage() => {
+                            return Err(CommitUnknown::of(&entry, e.to_string()).into());
+                        }
+                        other => other?,
+                    }
+                    tried.push(entry);
+                }
             }
         }
     }
@@ -175,15 +140,19 @@ impl Inner {
         let mut ambiguous = false;
         let mut cause = String::from("no answer in time");
         for attempt in 0..u32::MAX {
-            if self.repo.mode == Mode::Single
-                && let Seen::Entry(other, hash) = self.read_slot(entry.n).await?
-            {
-                return Ok(whose(entry, other, hash));
-            }
+            let until = match self.may_write(entry, end).await {
+                Ok(Ok(until)) => until,
+                Ok(Err(slot)) => return Ok(slot),
+                Err(e) if !ambiguous => return Err(e),
+                Err(e) => {
+                    cause = format!("{cause}; then: {e}");
+                    break;
+                }
+            };
             let mut hopeless = false;
-            match tokio::time::timeout_at(end, self.try_slot(&key, bytes.clone())).await {
-                Ok(Ok(())) if self.repo.mode == Mode::Many => return Ok(Slot::Ours),
-                Ok(Ok(())) | Err(_) => ambiguous = true,
+            match tokio::time::timeout_at(until, self.try_slot(&key, bytes.clone())).await {
+                Ok(Ok(())) => return Ok(Slot::Ours),
+                Err(_) => ambiguous = true,
                 Ok(Err(error)) => {
                     hopeless = is_permanent(&error);
                     let empty = hopeless
@@ -194,7 +163,7 @@ impl Inner {
                         return Err(Error::storage("write", &key, error));
                     }
                     ambiguous |= !hopeless;
-                    cause = error.to_string();
+                    cause = Failure::new(&error).to_string();
                 }
             }
             match self.read_slot(entry.n).await {
@@ -213,38 +182,39 @@ impl Inner {
             }
             tokio::time::sleep(pause).await;
         }
-        let (write_id, slot) = (entry.write_id, entry.n);
-        Err(CommitUnknown { write_id, slot, checkpoint: entry.op.published(), cause }.into())
+        Err(CommitUnknown::of(entry, cause).into())
     }
 
     async fn try_slot(&self, key: &Path, bytes: Bytes) -> object_store::Result<()> {
-        match self.repo.mode {
-            Mode::Many => self.io.create_once(key, bytes).await,
-            Mode::Single => self.io.put_once(key, bytes).await,
+        match self.creates_entries() {
+            true => self.io.create_once(key, bytes).await,
+            false => self.io.put_once(key, bytes).await,
         }
-    }
-
-    /// All entries from `from` on.
-    pub(crate) async fn entries(&self, from: u64) -> Result<Vec<Entry>> {
-        let last = {
-            let mut known = self.known.lock().await;
-            self.refresh(&mut known).await?;
-            known.state.head()
-        };
-        let read = |n| async move { self.read_entry(n).await.map(|(entry, _)| entry) };
-        let entries = futures::stream::iter(from..=last).map(read);
-        entries.buffered(self.concurrency()).try_collect().await
     }
 
     /// Finds out whether a write is in the log, and makes sure that it stays so: if its slot is
     /// still empty, a fence takes it, after which the write can never land.
     pub(crate) async fn resolve(&self, unknown: &CommitUnknown) -> Result<Option<Entry>> {
-        for _ in 0..self.io.retry().attempts.max(2) {
+        let retry = self.io.retry();
+        let end = Instant::now() + retry.deadline;
+        for attempt in 0.. {
             if let Seen::Entry(entry, _) = self.read_slot(unknown.slot).await? {
                 self.sync_log()?;
                 let ours = entry.write_id == unknown.write_id;
-                self.refresh(&mut *self.known.lock().await).await?;
+                let mut known = self.known.lock().await;
+                self.refresh(&mut known).await?;
+                if ours {
+                    // From now on it is acknowledged.
+                    known.own.committed(&entry, false);
+                }
                 return Ok(ours.then_some(*entry));
+            }
+            let pause = retry.pause(attempt, unknown.write_id.spread());
+            if attempt > 1 && Instant::now() + pause >= end {
+                break;
+            }
+            if attempt > 0 {
+                tokio::time::sleep(pause).await;
             }
             let fence = Op::Fence { against: unknown.write_id };
             let slot = unknown.slot;
@@ -267,16 +237,6 @@ impl Inner {
     }
 }
 
-fn whose(ours: &Entry, other: Box<Entry>, hash: Hash) -> Slot {
+pub(crate) fn whose(ours: &Entry, other: Box<Entry>, hash: Hash) -> Slot {
     if other.write_id == ours.write_id { Slot::Ours } else { Slot::Other(other, hash) }
-}
-
-/// An entry that was listed, or that has one after it, must be there.
-fn gap(error: Error) -> Error {
-    match error {
-        Error::Missing { key, .. } => {
-            Error::Missing { key, context: ": the log has a gap, later entries are there".into() }
-        }
-        other => other,
-    }
 }

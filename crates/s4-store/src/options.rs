@@ -5,31 +5,44 @@ use std::time::Duration;
 
 use crate::id::{Ids, TimeIds};
 
-/// When failed requests are repeated. Only requests that may be repeated are.
+/// When failed requests are repeated. Only requests that may be repeated are, and only after failures
+/// that may pass: not after a 403, for a bucket that does not exist, or on a full disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Retry {
-    /// Tries of one request, at least 1. The client of a cloud store has retries of its own below.
+    /// Most tries of one request, at least 1. The deadline usually comes first. The client of a cloud
+    /// store has a few quick retries of its own below.
     pub attempts: u32,
     /// The pause after the first failure; it doubles with each further one.
     pub first_pause: Duration,
     /// The longest pause.
     pub longest_pause: Duration,
-    /// Time for one request with all its repetitions, and for one commit.
+    /// As long as the server was never reached: how long to go on. It may be the address that is wrong.
+    /// At most `deadline`.
+    pub first_contact: Duration,
+    /// Time for one request with all its repetitions, and for one commit. The body of a request may
+    /// take longer as long as it moves: a second more for each 64 KiB.
     pub deadline: Duration,
 }
 
 impl Default for Retry {
     fn default() -> Self {
         Self {
-            attempts: 6,
+            attempts: 1000,
             first_pause: Duration::from_millis(100),
             longest_pause: Duration::from_secs(10),
+            first_contact: Duration::from_secs(30),
             deadline: Duration::from_secs(300),
         }
     }
 }
 
 impl Retry {
+    /// Requests that are repeated for this long and no longer, also before the first answer.
+    #[must_use]
+    pub fn within(deadline: Duration) -> Self {
+        Self { first_contact: deadline, deadline, ..Self::default() }
+    }
+
     /// The pause after try number `attempt` (from 0): between half and all of the doubled pause.
     pub(crate) fn pause(&self, attempt: u32, jitter: u64) -> Duration {
         let doubled = self.first_pause.saturating_mul(1 << attempt.min(20));
@@ -38,15 +51,48 @@ impl Retry {
     }
 }
 
-/// What to do where the object store cannot create an object only if it is absent.
+/// How many processes a new store is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Writers {
-    /// Store checkpoints all the same, but mark the store: only one process at a time may write, and
-    /// every writer says so loudly.
+    /// Any number. A store is refused where that is not proved to be safe: the object store must
+    /// create an object only if it is absent.
     #[default]
-    ManyIfPossible,
-    /// Refuse to create a store there.
     Many,
+    /// One at a time, on any object store. A lease keeps others out: whoever wants to write while
+    /// another process holds it gets [`crate::Error::Locked`].
+    Single,
+}
+
+impl std::str::FromStr for Writers {
+    type Err = crate::Error;
+
+    /// `many` or `single`.
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "many" => Ok(Self::Many),
+            "single" => Ok(Self::Single),
+            other => Err(crate::Error::Argument(format!(
+                "writers: `{other}`; `many` and `single` are understood"
+            ))),
+        }
+    }
+}
+
+/// How thoroughly a place is tried before a store for several writers is created there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ProbeLimits {
+    /// Races that must come to a clean end, however long that takes.
+    pub least_rounds: u32,
+    /// Races at most.
+    pub most_rounds: u32,
+    /// After this time `least_rounds` are enough.
+    pub time: Duration,
+}
+
+impl Default for ProbeLimits {
+    fn default() -> Self {
+        Self { least_rounds: 8, most_rounds: 512, time: Duration::from_secs(4) }
+    }
 }
 
 /// Named places in the code where a test may stop the world. Off by default.
@@ -67,8 +113,10 @@ pub struct StoreOptions {
     pub concurrency: usize,
     /// Bytes per second that uploads may use together; `None` for all there is.
     pub bandwidth: Option<u64>,
-    /// What to do where only one writer is safe.
+    /// How many processes a store that is created is for. One that exists says so itself.
     pub writers: Writers,
+    /// How thoroughly a place is tried.
+    pub probe: ProbeLimits,
     /// Use a local folder even if it lies on a file system whose guarantees are known to be too weak.
     pub allow_network_fs: bool,
     /// Where ids come from.
@@ -85,6 +133,7 @@ impl Default for StoreOptions {
             concurrency: 16,
             bandwidth: None,
             writers: Writers::default(),
+            probe: ProbeLimits::default(),
             allow_network_fs: false,
             ids: Arc::new(TimeIds),
             crash_points: None,
@@ -95,6 +144,14 @@ impl Default for StoreOptions {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn writers_have_names() {
+        assert_eq!("many".parse::<Writers>().unwrap(), Writers::default());
+        assert_eq!("single".parse::<Writers>().unwrap(), Writers::Single);
+        let error = "Single".parse::<Writers>().unwrap_err().to_string();
+        assert!(error.contains("`many` and `single`"), "{error}");
+    }
 
     #[test]
     fn pauses_double_and_stay_bounded() {

@@ -95,7 +95,7 @@ impl Place {
             }
             Kind::Folder(path) => path,
         };
-        let folder = if create { Some(Folder::create(path)?) } else { Folder::existing(path) };
+        let folder = if create { Some(Folder::create(path)?) } else { Folder::existing(path)? };
         let folder = folder.ok_or_else(|| Error::NoStore { place: self.name.clone() })?;
         // Without fsync a published checkpoint could be gone after a power cut. Folders that become
         // empty are left to the sweep.

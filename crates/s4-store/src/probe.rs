@@ -1,10 +1,12 @@
 //! Finds out whether an object store creates an object only if it is absent.
 //!
 //! Some servers ignore the condition, and some check it and then write, which two writers can slip
-//! through: nothing but trying shows it. So the store is tried, one write after the other and many
-//! at once, in objects of the probe's own.
+//! through: nothing but trying shows it. So the store is tried, one write after the other and in many
+//! races, in objects of the probe's own. Only clean answers count: a race in which an answer was lost
+//! proves nothing, and is run again under another key.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
 use futures::StreamExt;
@@ -12,14 +14,31 @@ use futures::stream::FuturesUnordered;
 use object_store::path::Path;
 use object_store::{Error as StoreError, ObjectStore, ObjectStoreExt, PutMode};
 use serde::{Deserialize, Serialize};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, timeout_at};
 use uuid::Uuid;
 
 use crate::error::{Error, Result};
+use crate::failure::Failure;
+use crate::io::is_permanent;
+use crate::options::{ProbeLimits, StoreOptions};
 
-/// Rounds of the race.
-const ROUNDS: u32 = 10;
-/// Writers in each round.
-const RACERS: u32 = 16;
+/// Races on their way at once.
+const SIDE_BY_SIDE: usize = 8;
+/// One race of this many has many writers, and one has large bodies.
+const VARIETY: u32 = 8;
+/// Races in a local folder, at most.
+const LOCAL_ROUNDS: u32 = 16;
+/// Bytes of a large body: servers that look first and then receive it leave a wide gap.
+const LARGE: usize = 64 << 10;
+/// Bytes of the others, about as many as a log entry has.
+const SMALL: usize = 512;
+/// An answer that takes longer counts as lost.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// What is said of bytes that nobody wrote.
+const DAMAGED: &str = "what was read is damaged";
+/// How often progress is told.
+const TELL: Duration = Duration::from_secs(2);
 
 /// What the probe found.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -28,9 +47,9 @@ pub struct ProbeReport {
     pub refuses_second: bool,
     /// No race had two winners or another's bytes.
     pub survives_races: bool,
-    /// Rounds of the race that were run, with 16 writers each.
+    /// Races that came to a clean end, of 3 to 16 writers each.
     pub rounds: u32,
-    /// Rounds that went wrong.
+    /// Races that went wrong.
     pub bad_rounds: u32,
     /// What was seen, for people. Empty if all is well.
     #[serde(default, skip_serializing_if = "String::is_empty")]
@@ -45,99 +64,336 @@ impl ProbeReport {
     }
 }
 
-/// Tries the store in `folder`, a place where nothing else writes.
+/// How a trial ended.
+enum Outcome {
+    /// As it must, with a clean answer to every request.
+    Good,
+    /// The store does not do what is needed.
+    Bad(String),
+    /// It proves nothing: an answer was lost or made no sense.
+    Disturbed(String),
+}
+
+/// The answer to one create.
+enum Answer {
+    Accepted,
+    Refused,
+    /// The server or its client cannot do it.
+    Unsupported(String),
+    /// Turned away for good, for another reason than the condition.
+    Denied(StoreError),
+    Disturbed(String),
+}
+
+/// One race.
+#[derive(Clone, Copy)]
+struct Race {
+    racers: u32,
+    /// Bytes that each writes.
+    len: usize,
+    /// The racers start within this time.
+    spread: Duration,
+}
+
+/// Tries the store in `folder`, a place where nothing else writes. Progress is told as `tracing`
+/// events if it takes long.
 ///
 /// # Errors
-/// If the store cannot be written to or read at all.
-pub async fn probe(
+/// [`Error::ProbeDisturbed`] if too few trials had clean answers until the deadline of
+/// [`crate::Retry`]; [`Error::Storage`] if the store cannot be written to at all.
+pub(crate) async fn probe(
     store: &Arc<dyn ObjectStore>,
     folder: &Path,
-    unique: Uuid,
+    options: &StoreOptions,
+    is_local: bool,
 ) -> Result<ProbeReport> {
-    // Side by side in one folder, so that a local one is not littered with empty folders.
-    let key =
-        |what: String| folder.clone().join(format!("probe-{}-{what}", unique.as_hyphenated()));
-    let mut report = ProbeReport::default();
-    let mut made = vec![key("twice".into())];
-    sequential(store, &made[0], &mut report).await?;
-    if report.refuses_second {
-        for round in 0..ROUNDS {
-            let key = key(format!("race-{round}"));
-            made.push(key.clone());
-            report.rounds += 1;
-            if let Some(wrong) = race(store, &key, RACERS).await? {
-                report.bad_rounds += 1;
-                report.detail = format!("round {round}: {wrong}");
+    let mut limits = options.probe.clone();
+    if is_local {
+        // The kernel creates a link or does not; what is tried is that it is a kernel's file system.
+        limits.most_rounds = limits.most_rounds.min(LOCAL_ROUNDS);
+    }
+    Probe::new(store, folder, options).run(&limits).await
+}
+
+/// As [`probe`], without races: whether a second create is refused, and no more.
+pub(crate) async fn probe_twice(
+    store: &Arc<dyn ObjectStore>,
+    folder: &Path,
+    options: &StoreOptions,
+) -> Result<ProbeReport> {
+    let limits = ProbeLimits { least_rounds: 0, most_rounds: 0, time: Duration::ZERO };
+    Probe::new(store, folder, options).run(&limits).await
+}
+
+struct Probe<'a> {
+    store: &'a Arc<dyn ObjectStore>,
+    folder: &'a Path,
+    options: &'a StoreOptions,
+    unique: Uuid,
+    start: Instant,
+    end: Instant,
+    /// Keys that were written.
+    made: Vec<Path>,
+    /// Trials in a row that were disturbed.
+    disturbed: u32,
+    /// The shortest time that a create took.
+    latency: Duration,
+}
+
+impl<'a> Probe<'a> {
+    fn new(store: &'a Arc<dyn ObjectStore>, folder: &'a Path, options: &'a StoreOptions) -> Self {
+        let start = Instant::now();
+        Self {
+            store,
+            folder,
+            options,
+            unique: options.ids.next(),
+            start,
+            end: start + options.retry.deadline,
+            made: Vec::new(),
+            disturbed: 0,
+            latency: PATIENCE,
+        }
+    }
+
+    async fn run(mut self, limits: &ProbeLimits) -> Result<ProbeReport> {
+        let mut report = ProbeReport::default();
+        let outcome = self.trials(limits, &mut report).await;
+        let made = std::mem::take(&mut self.made);
+        let keys = futures::stream::iter(made.into_iter().map(Ok)).boxed();
+        // What stays behind is swept later.
+        let deleted = self.store.delete_stream(keys).for_each(|_| async {});
+        let _ = tokio::time::timeout(PATIENCE, deleted).await;
+        outcome.map(|()| report)
+    }
+
+    async fn trials(&mut self, limits: &ProbeLimits, report: &mut ProbeReport) -> Result<()> {
+        loop {
+            match self.twice().await? {
+                Outcome::Good => break,
+                Outcome::Bad(what) => {
+                    report.detail = what;
+                    return Ok(());
+                }
+                Outcome::Disturbed(what) => self.pause(what).await?,
             }
         }
-        report.survives_races = report.bad_rounds == 0;
+        report.refuses_second = true;
+        if limits.most_rounds > 0 {
+            self.races(limits, report).await?;
+            report.survives_races = report.bad_rounds == 0;
+        }
+        Ok(())
     }
-    for key in made {
-        // What stays behind is swept later.
-        let _ = store.delete(&key).await;
-    }
-    Ok(report)
-}
 
-/// The cheap part of the probe: a second create. Says what is wrong, if anything is.
-async fn sequential(
-    store: &Arc<dyn ObjectStore>,
-    key: &Path,
-    report: &mut ProbeReport,
-) -> Result<()> {
-    // The object may be there after an ambiguous answer; then the second try is refused for it.
-    let first = store.put_opts(key, "first".into(), PutMode::Create.into()).await;
-    if let Err(error @ (StoreError::NotImplemented { .. } | StoreError::NotSupported { .. })) =
-        first
-    {
-        report.detail = error.to_string();
-        return Ok(());
+    async fn races(&mut self, limits: &ProbeLimits, report: &mut ProbeReport) -> Result<()> {
+        let (mut running, mut begun) = (FuturesUnordered::new(), 0);
+        let mut told = Instant::now();
+        while report.rounds < limits.most_rounds {
+            if report.rounds >= limits.least_rounds && self.start.elapsed() >= limits.time {
+                break;
+            }
+            let wanted = (limits.most_rounds - report.rounds) as usize;
+            while running.len() < wanted.min(SIDE_BY_SIDE) {
+                let (key, race) = (self.key(&format!("race-{begun}")), self.plan(begun));
+                begun += 1;
+                let (store, end) = (Arc::clone(self.store), self.end);
+                running.push(async move { run_race(&store, &key, race, end).await });
+            }
+            match running.next().await {
+                Some(Outcome::Good) => {
+                    report.rounds += 1;
+                    self.disturbed = 0;
+                }
+                Some(Outcome::Bad(what)) => {
+                    report.rounds += 1;
+                    report.bad_rounds += 1;
+                    report.detail = format!("race {}: {what}", report.rounds);
+                    break;
+                }
+                Some(Outcome::Disturbed(what)) => self.pause(what).await?,
+                None => break,
+            }
+            if told.elapsed() >= TELL {
+                told = Instant::now();
+                tracing::info!(
+                    place = %self.folder,
+                    "still trying whether several writers are safe: {} of {} to {} races",
+                    report.rounds, limits.least_rounds, limits.most_rounds
+                );
+            }
+        }
+        Ok(())
     }
-    let second = store.put_opts(key, "second".into(), PutMode::Create.into()).await;
-    let found = read(store, key).await.map_err(|e| match (first, e) {
-        (Err(e), StoreError::NotFound { .. }) | (_, e) => Error::storage("probe", key, e),
-    })?;
-    report.refuses_second = second.is_err() && found == "first";
-    if !report.refuses_second {
-        let answer = second.err().map_or("was accepted".to_owned(), |e| e.to_string());
-        report.detail = format!("a second create {answer}; the object holds {found:?}");
-    }
-    Ok(())
-}
 
-/// One race. Says what is wrong, if anything is. A round may have no winner: answers get lost.
-pub(crate) async fn race(
-    store: &Arc<dyn ObjectStore>,
-    key: &Path,
-    racers: u32,
-) -> Result<Option<String>> {
-    // Tasks of their own: on several threads, requests really overlap.
-    let mut running: FuturesUnordered<_> = (0..racers)
-        .map(|racer| {
-            let (store, key) = (Arc::clone(store), key.clone());
-            tokio::spawn(async move {
-                let body = format!("racer {racer}");
-                let put = store.put_opts(&key, body.clone().into(), PutMode::Create.into()).await;
-                put.is_ok().then_some(body)
-            })
+    /// Races differ, as servers do: with many racers at one instant, and with few that start within
+    /// the time of a request or two, so that one looks while another one writes.
+    fn plan(&self, number: u32) -> Race {
+        match number % VARIETY {
+            0 => Race { racers: 16, len: SMALL, spread: Duration::ZERO },
+            4 => Race { racers: 4, len: LARGE, spread: self.latency },
+            odd => Race { racers: 3, len: SMALL, spread: self.latency * (odd % 4) / 2 },
+        }
+    }
+
+    /// Side by side in one folder, so that a local one is not littered with empty folders.
+    fn key(&mut self, what: &str) -> Path {
+        let key = self.folder.clone().join(format!("probe-{}-{what}", self.unique.as_hyphenated()));
+        self.made.push(key.clone());
+        key
+    }
+
+    /// Waits before the next trial, if there is time for one.
+    async fn pause(&mut self, what: String) -> Result<()> {
+        let retry = &self.options.retry;
+        let pause = retry.pause(self.disturbed, self.unique.as_u64_pair().1);
+        self.disturbed += 1;
+        if Instant::now() + pause >= self.end {
+            let place = self.folder.to_string();
+            return Err(Error::ProbeDisturbed { place, limit: retry.deadline, last: what });
+        }
+        tracing::debug!(what, "a trial of the probe was disturbed: once more");
+        tokio::time::sleep(pause).await;
+        Ok(())
+    }
+
+    /// A second create of one object.
+    async fn twice(&mut self) -> Result<Outcome> {
+        let key = self.key(&format!("twice-{}", self.disturbed));
+        let began = Instant::now();
+        let first = create(self.store, &key, "first".into(), self.end).await;
+        self.latency = self.latency.min(began.elapsed());
+        match first {
+            Answer::Accepted => {}
+            Answer::Refused => {
+                return Ok(Outcome::Disturbed("a new object was said to be there already".into()));
+            }
+            Answer::Unsupported(what) => return Ok(Outcome::Bad(what)),
+            Answer::Disturbed(what) => return Ok(Outcome::Disturbed(what)),
+            Answer::Denied(e) => return self.denied(&key, e).await,
+        }
+        match create(self.store, &key, "second".into(), self.end).await {
+            Answer::Accepted => {
+                return Ok(Outcome::Bad("a second create of one object was accepted".into()));
+            }
+            Answer::Disturbed(what) => return Ok(Outcome::Disturbed(what)),
+            Answer::Refused | Answer::Unsupported(_) | Answer::Denied(_) => {}
+        }
+        Ok(match read(self.store, &key, self.end).await {
+            Ok(Some(found)) if found == "first" => Outcome::Good,
+            Ok(Some(found)) if found == "second" => {
+                Outcome::Bad("a second create was refused, but its bytes are there".into())
+            }
+            Ok(Some(_)) => Outcome::Disturbed(DAMAGED.into()),
+            Ok(None) => Outcome::Bad("an object that was created is not there".into()),
+            Err(what) => Outcome::Disturbed(what),
         })
-        .collect();
-    let mut winners = Vec::new();
-    while let Some(done) = running.next().await {
-        winners.extend(done.ok().flatten());
     }
-    let found = match read(store, key).await {
-        Ok(found) => found,
-        Err(StoreError::NotFound { .. }) if winners.is_empty() => return Ok(None),
-        Err(e) => return Err(Error::storage("probe", key, e)),
-    };
-    Ok(match &winners[..] {
-        [] => None,
-        [winner] if found == winner => None,
-        _ => Some(format!("{} of {racers} creates were accepted, {found:?} stayed", winners.len())),
-    })
+
+    /// A create was turned away: for its condition, or as every write would be?
+    async fn denied(&self, key: &Path, error: StoreError) -> Result<Outcome> {
+        match timeout_at(self.end, self.store.put(key, "plain".into())).await {
+            Ok(Ok(_)) => {
+                Ok(Outcome::Bad(format!("conditional writes are turned away: {}", said(&error))))
+            }
+            Ok(Err(e)) if is_permanent(&e) => Err(Error::storage("write", key, error)),
+            Ok(Err(e)) => Ok(Outcome::Disturbed(said(&e))),
+            Err(_) => Ok(Outcome::Disturbed("no answer in time".into())),
+        }
+    }
 }
 
-async fn read(store: &Arc<dyn ObjectStore>, key: &Path) -> object_store::Result<Bytes> {
-    store.get(key).await?.bytes().await
+/// One race of writers that start at once. Says what is wrong, if anything is; a race that was
+/// disturbed shows nothing wrong.
+pub(crate) async fn race(store: &Arc<dyn ObjectStore>, key: &Path, racers: u32) -> Option<String> {
+    let race = Race { racers, len: SMALL, spread: Duration::ZERO };
+    match run_race(store, key, race, Instant::now() + PATIENCE).await {
+        Outcome::Bad(what) => Some(what),
+        Outcome::Good | Outcome::Disturbed(_) => None,
+    }
+}
+
+async fn run_race(store: &Arc<dyn ObjectStore>, key: &Path, race: Race, end: Instant) -> Outcome {
+    // Tasks of their own: on several threads, requests really overlap.
+    let mut running = JoinSet::new();
+    for racer in 0..race.racers {
+        let (store, key) = (Arc::clone(store), key.clone());
+        let wait = race.spread * racer / race.racers;
+        running.spawn(async move {
+            let body = body(racer, race.len);
+            if !wait.is_zero() {
+                tokio::time::sleep(wait).await;
+            }
+            (create(&store, &key, body.clone(), end).await, body)
+        });
+    }
+    let (mut winners, mut disturbed) = (Vec::new(), None);
+    while let Some(done) = running.join_next().await {
+        match done {
+            Ok((Answer::Accepted, body)) => winners.push(body),
+            Ok((Answer::Disturbed(what), _)) => disturbed = Some(what),
+            Ok((Answer::Refused | Answer::Unsupported(_) | Answer::Denied(_), _)) => {}
+            Err(e) => disturbed = Some(e.to_string()),
+        }
+    }
+    let found = read(store, key, end).await;
+    match (&winners[..], found) {
+        ([], _) => Outcome::Disturbed(disturbed.unwrap_or("no create was accepted".into())),
+        ([_, _, ..], _) => {
+            Outcome::Bad(format!("{} of {} creates were accepted", winners.len(), race.racers))
+        }
+        ([winner], Ok(Some(found))) if found == winner => {
+            disturbed.map_or(Outcome::Good, Outcome::Disturbed)
+        }
+        ([_], Ok(Some(found))) if (0..race.racers).any(|racer| found == body(racer, race.len)) => {
+            Outcome::Bad("one create was accepted, another's bytes stayed".into())
+        }
+        ([_], Ok(Some(_))) => Outcome::Disturbed(DAMAGED.into()),
+        ([_], Ok(None)) => Outcome::Bad("a create was accepted, and nothing is there".into()),
+        ([_], Err(what)) => Outcome::Disturbed(what),
+    }
+}
+
+fn body(racer: u32, len: usize) -> Bytes {
+    let mut body = format!("racer {racer} ").into_bytes();
+    body.resize(len.max(body.len()), b'.');
+    body.into()
+}
+
+/// What was said, without secrets.
+fn said(error: &StoreError) -> String {
+    Failure::new(error).to_string()
+}
+
+async fn create(store: &Arc<dyn ObjectStore>, key: &Path, body: Bytes, end: Instant) -> Answer {
+    let put = store.put_opts(key, body.into(), PutMode::Create.into());
+    match timeout_at(end.min(Instant::now() + PATIENCE), put).await {
+        Ok(Ok(_)) => Answer::Accepted,
+        Ok(Err(StoreError::AlreadyExists { .. } | StoreError::Precondition { .. })) => {
+            Answer::Refused
+        }
+        Ok(Err(e @ (StoreError::NotImplemented { .. } | StoreError::NotSupported { .. }))) => {
+            Answer::Unsupported(said(&e))
+        }
+        // What S3's protocol says of a header that a server does not know.
+        Ok(Err(e)) if e.to_string().contains("status code: 501") => Answer::Unsupported(said(&e)),
+        Ok(Err(e)) if is_permanent(&e) => Answer::Denied(e),
+        Ok(Err(e)) => Answer::Disturbed(said(&e)),
+        Err(_) => Answer::Disturbed("no answer in time".into()),
+    }
+}
+
+/// The object; nothing if it is not there; or why that is not known.
+async fn read(
+    store: &Arc<dyn ObjectStore>,
+    key: &Path,
+    end: Instant,
+) -> std::result::Result<Option<Bytes>, String> {
+    let get = async { store.get(key).await?.bytes().await };
+    match timeout_at(end.min(Instant::now() + PATIENCE), get).await {
+        Ok(Ok(bytes)) => Ok(Some(bytes)),
+        Ok(Err(StoreError::NotFound { .. })) => Ok(None),
+        Ok(Err(e)) => Err(said(&e)),
+        Err(_) => Err("no answer in time".into()),
+    }
 }

@@ -9,6 +9,7 @@ use object_store::path::Path;
 
 use crate::error::{Error, Result};
 use crate::id::{CheckpointId, Hash};
+use crate::io::too_short;
 use crate::layout::Part;
 use crate::manifest::{Manifest, ObjectInfo};
 use crate::store::Inner;
@@ -82,7 +83,23 @@ impl Reading {
             let what = format!("{key} has {} bytes, {range:?} was asked for", info.len);
             return Err(Error::Argument(what));
         }
-        self.inner.io.get_range(&key, range).await
+        if let Some(path) = self.local_path(n) {
+            let found = tokio::task::spawn_blocking(move || std::fs::metadata(path)).await;
+            // What is wrong besides, reading tells.
+            let size = found.ok().and_then(|found| found.ok()).map(|m| m.len());
+            if let Some(size) = size.filter(|&size| size < range.end) {
+                return Err(too_short(&key, size, range.end));
+            }
+        }
+        let end = range.end;
+        match self.inner.io.get_range(&key, range).await {
+            // Servers refuse a range that begins behind the end of an object.
+            Err(e @ Error::Storage { .. }) => match self.inner.io.head(&key).await {
+                Ok(meta) if meta.size < end => Err(too_short(&key, meta.size, end)),
+                _ => Err(e),
+            },
+            other => other,
+        }
     }
 
     /// The file that holds an object, where objects are files of a local folder: for those who read

@@ -1,4 +1,4 @@
-//! `repo.json`: what a store is. Created once, never changed.
+//! `repo.json`: what a store is. Created once; only opening the store to many writers changes it.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -20,7 +20,7 @@ pub(crate) const MAX_REPO: u64 = 64 << 10;
 pub enum Mode {
     /// Any number: the object store creates an object only if it is absent.
     Many,
-    /// One at a time, and it is up to the users to see to that.
+    /// One at a time, guarded by a lease.
     Single,
 }
 
@@ -35,7 +35,7 @@ pub struct Repo {
     pub id: Uuid,
     /// How many processes may write.
     pub mode: Mode,
-    /// What the probe found when the store was created.
+    /// What the probe found when the store was created. For one writer at a time no races are run.
     pub probe: ProbeReport,
     /// The kind and address of the object store that was probed. A store that was moved to another
     /// one is probed again before it is written to.

@@ -1,9 +1,9 @@
 //! Which checkpoints to keep.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::entry::Op;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::id::CheckpointId;
 use crate::state::{Checkpoint, State};
 use crate::store::{MAX_IDS, Store};
@@ -66,8 +66,11 @@ pub struct Plan {
 
 impl Retention {
     /// What the policy makes of a state.
-    #[must_use]
-    pub fn plan(&self, state: &State) -> Plan {
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if checkpoints would go although none has a metric by which the best are to
+    /// be kept: its name may be wrong.
+    pub fn plan(&self, state: &State) -> Result<Plan> {
         let list = state.list();
         let mut keep: BTreeMap<CheckpointId, Vec<Keep>> = BTreeMap::new();
         for (checkpoint, why) in self.chosen(&list) {
@@ -87,7 +90,34 @@ impl Retention {
             list.iter().map(|c| c.id()).filter(|id| !keep.contains_key(id)).collect();
         let depth = |id: &CheckpointId| state.chain(*id).map_or(0, |chain| chain.len());
         retire.sort_by_cached_key(|id| std::cmp::Reverse(depth(id)));
-        Plan { keep, retire }
+        if !retire.is_empty() {
+            self.check_metrics(state)?;
+        }
+        Ok(Plan { keep, retire })
+    }
+
+    /// Whether each metric by which the best are to be kept is one that a listed checkpoint has, as
+    /// far as there are any.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] names the one that none has.
+    pub fn check_metrics(&self, state: &State) -> Result<()> {
+        let list = state.list();
+        if list.is_empty() {
+            return Ok(());
+        }
+        let known: BTreeSet<&str> =
+            list.iter().flat_map(|c| c.about.metrics.keys()).map(String::as_str).collect();
+        let Some(best) = self.best.iter().find(|best| !known.contains(best.metric.as_str())) else {
+            return Ok(());
+        };
+        let known: Vec<_> = known.into_iter().collect();
+        let known = if known.is_empty() { "none at all".into() } else { known.join(", ") };
+        Err(Error::Argument(format!(
+            "retention: the best by `{}` are to be kept, and no checkpoint has that metric (they have: \
+             {known}); nothing was retired",
+            best.metric
+        )))
     }
 
     /// What a rule names, with the rule. `list` is from the oldest to the newest.
@@ -126,12 +156,12 @@ impl Store {
     /// Retires what the policy does not keep. Returns the ids; their data stays until a sweep.
     ///
     /// # Errors
-    /// If the log cannot be read or written.
+    /// As [`Retention::plan`]; if the log cannot be read or written.
     pub async fn apply_retention(&self, policy: &Retention) -> Result<Vec<CheckpointId>> {
         let mut retired = Vec::new();
         let build = |state: &State| {
             // Planned anew for every try: another writer may have published a child.
-            let mut ids = policy.plan(state).retire;
+            let mut ids = policy.plan(state)?.retire;
             ids.truncate(MAX_IDS);
             let op = Op::Retire { ids, reason: "retention".into() };
             Ok(Some(op).filter(|op| !matches!(op, Op::Retire { ids, .. } if ids.is_empty())))

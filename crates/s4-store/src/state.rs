@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::entry::{Entry, Op, Publish, Reference};
 use crate::error::{Conflict, Error, Result};
 use crate::id::{CheckpointId, Hash};
+use crate::lineage::Lineage;
 
 /// The most checkpoints that a chain may have.
 pub const MAX_CHAIN: usize = 64;
@@ -73,7 +74,7 @@ pub struct Dead {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum End {
-    /// It was listed and then retired.
+    /// It was listed and then retired. It can be listed again until a sweep gives it up.
     Retired,
     /// It was listed; another one with the same content took its place.
     Replaced {
@@ -82,12 +83,12 @@ pub enum End {
         /// The manifest that it had.
         had: Hash,
     },
-    /// It was never listed.
+    /// It was never listed, or a sweep is about to delete it: it can never be listed again.
     Aborted,
 }
 
 impl End {
-    fn word(self) -> &'static str {
+    pub(crate) fn word(self) -> &'static str {
         match self {
             Self::Retired => "retired",
             Self::Replaced { .. } => "replaced",
@@ -97,7 +98,7 @@ impl End {
 }
 
 /// What the first `head` entries of a log mean.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone)]
 pub struct State {
     pub(crate) head: u64,
     pub(crate) head_hash: Hash,
@@ -105,6 +106,15 @@ pub struct State {
     pub(crate) dead: BTreeMap<CheckpointId, Dead>,
     /// Entries that broke a rule since this state was last replayed from a view or from nothing.
     pub(crate) void: Vec<(u64, Conflict)>,
+    lineage: Lineage,
+}
+
+impl PartialEq for State {
+    fn eq(&self, other: &Self) -> bool {
+        // The lineage follows from the rest.
+        (self.head, self.head_hash) == (other.head, other.head_hash)
+            && (&self.live, &self.dead, &self.void) == (&other.live, &other.dead, &other.void)
+    }
 }
 
 impl Default for State {
@@ -115,11 +125,36 @@ impl Default for State {
             live: BTreeMap::new(),
             dead: BTreeMap::new(),
             void: Vec::new(),
+            lineage: Lineage::default(),
         }
     }
 }
 
 impl State {
+    /// A state as it was stored, if the rules of the log can lead to it.
+    pub(crate) fn stored(
+        (head, head_hash): (u64, Hash),
+        listed: Vec<Checkpoint>,
+        ended: Vec<(CheckpointId, Dead)>,
+    ) -> std::result::Result<Self, &'static str> {
+        let (ids, ends) = (listed.len(), ended.len());
+        let live: BTreeMap<_, _> = listed.into_iter().map(|c| (c.id(), c)).collect();
+        let dead: BTreeMap<_, _> = ended.into_iter().collect();
+        if live.len() != ids || dead.len() != ends || live.keys().any(|id| dead.contains_key(id)) {
+            return Err("a checkpoint is there twice");
+        }
+        let entries = live.values().flat_map(|c| [c.entry, c.order]);
+        if entries.chain(dead.values().map(|d| d.entry)).any(|entry| entry > head) {
+            return Err("it knows later entries than it says");
+        }
+        let lineage = Lineage::of(&live, &dead)?;
+        let state = Self { head, head_hash, live, dead, void: Vec::new(), lineage };
+        if state.live.keys().any(|id| state.chain(*id).is_err()) {
+            return Err("a chain is broken");
+        }
+        Ok(state)
+    }
+
     /// The number of the newest entry; 0 for an empty log.
     #[must_use]
     pub fn head(&self) -> u64 {
@@ -169,7 +204,7 @@ impl State {
         let first = self.get(id);
         let mut at = first.ok_or_else(|| Error::NoCheckpoint { what: id.to_string() })?;
         let mut chain = vec![at];
-        while let Some(base) = at.base {
+        while let Some(base) = self.base_of(at) {
             let broken = || Error::corrupt("log", format!("the chain of {id} breaks at {base}"));
             at = self.get(base).ok_or_else(broken)?;
             if chain.len() >= MAX_CHAIN {
@@ -180,24 +215,22 @@ impl State {
         Ok(chain)
     }
 
+    /// What a checkpoint is a delta of, also before [`State::settle`].
+    fn base_of(&self, checkpoint: &Checkpoint) -> Option<CheckpointId> {
+        checkpoint.base.map(|base| self.lineage.newest(base))
+    }
+
     /// All checkpoints that are deltas, at any distance, of `ids`.
     #[must_use]
     pub fn descendants(&self, ids: &[CheckpointId]) -> BTreeSet<CheckpointId> {
-        let mut found: BTreeSet<_> = ids.iter().copied().collect();
-        // A child comes after its base in the log, so one pass in that order finds all; a replaced
-        // base is later than its children, which is why passes repeat until nothing is new.
-        loop {
-            let before = found.len();
-            for c in self.live.values() {
-                if c.base.is_some_and(|base| found.contains(&base)) {
-                    found.insert(c.id());
-                }
-            }
-            if found.len() == before {
-                break;
-            }
+        let mut found = BTreeSet::new();
+        let mut open = ids.to_vec();
+        while let Some(id) = open.pop() {
+            open.extend(self.lineage.children(id).filter(|child| found.insert(*child)));
         }
-        found.retain(|id| !ids.contains(id));
+        for id in ids {
+            found.remove(id);
+        }
         found
     }
 
@@ -229,12 +262,43 @@ impl State {
         Ok(verdict)
     }
 
+    /// Brings [`Checkpoint::base`] of all up to date. To be called after one or many entries were
+    /// applied, before the state is shown to anyone.
+    pub(crate) fn settle(&mut self) {
+        self.lineage.settle(&mut self.live);
+    }
+
+    /// Applies an entry of a log in which entries before it are damaged: it need not follow this
+    /// state, and of checkpoints that it retires those that are listed go. Says whether it had an
+    /// effect.
+    pub(crate) fn salvage(&mut self, entry: &Entry) -> std::result::Result<Op, Conflict> {
+        let mut entry = entry.clone();
+        if let Op::Retire { ids, .. } = &mut entry.op {
+            ids.retain(|id| self.live.contains_key(id));
+        }
+        self.check(&entry.op)?;
+        self.change(&entry);
+        Ok(entry.op)
+    }
+
+    /// Carries out an entry that was checked, whatever its number.
+    pub(crate) fn follow(&mut self, entry: &Entry) {
+        self.change(entry);
+        self.head = entry.n;
+    }
+
+    /// The newest of those that took a checkpoint's place; itself if none did.
+    pub(crate) fn stands_for(&self, id: CheckpointId) -> CheckpointId {
+        self.lineage.newest(id)
+    }
+
     /// Whether the operation would have its effect as the next entry.
     pub(crate) fn check(&self, op: &Op) -> std::result::Result<(), Conflict> {
         match op {
             Op::Publish(publish) => self.check_publish(publish),
             Op::Retire { ids, .. } => self.check_retire(ids),
-            Op::Abort { ids } => ids.iter().try_for_each(|id| self.check_unused(*id)),
+            Op::Abort { ids } => ids.iter().try_for_each(|id| self.check_abort(*id)),
+            Op::Unretire { about, .. } => self.check_unretire(about),
             Op::Pin { id } | Op::Unpin { id } => self.check_live(*id),
             Op::Fence { .. } => Ok(()),
         }
@@ -249,6 +313,10 @@ impl State {
             self.check_live(replaced.id)?;
             self.find_parent(publish.id, replaced)?;
         }
+        self.check_parent(publish)
+    }
+
+    fn check_parent(&self, publish: &Publish) -> std::result::Result<(), Conflict> {
         let Some(parent) = publish.parent else { return Ok(()) };
         let base = self.find_parent(publish.id, parent)?;
         let depth = self.chain(base.id()).map_or(MAX_CHAIN, |chain| chain.len()) + 1;
@@ -259,7 +327,7 @@ impl State {
     }
 
     /// The listed checkpoint that stands for `parent`: itself, or what replaced it.
-    fn find_parent(
+    pub(crate) fn find_parent(
         &self,
         child: CheckpointId,
         parent: Reference,
@@ -271,23 +339,19 @@ impl State {
             found,
         };
         let gone = |state| Conflict::ParentGone { child, parent: parent.id, state };
-        let mut wanted = parent;
-        // A replacement was published later than what it replaces, so this ends.
-        loop {
-            if let Some(live) = self.live.get(&wanted.id) {
-                let found = live.about.manifest_blake3;
-                let same = found == wanted.manifest_blake3;
-                return if same { Ok(live) } else { Err(differs(found)) };
-            }
-            match self.dead.get(&wanted.id).map(|d| d.how) {
-                Some(End::Replaced { had, .. }) if had != wanted.manifest_blake3 => {
-                    return Err(differs(had));
-                }
-                Some(End::Replaced { by, .. }) => wanted = by,
-                Some(end) => return Err(gone(end.word())),
-                None => return Err(gone("unknown")),
-            }
+        let had = match self.dead.get(&parent.id).map(|d| d.how) {
+            Some(End::Replaced { had, .. }) => Some(had),
+            Some(end) => return Err(gone(end.word())),
+            None => self.live.get(&parent.id).map(|c| c.about.manifest_blake3),
+        };
+        match had {
+            None => return Err(gone("unknown")),
+            Some(had) if had != parent.manifest_blake3 => return Err(differs(had)),
+            Some(_) => {}
         }
+        let newest = self.lineage.newest(parent.id);
+        let state = || self.dead.get(&newest).map_or("unknown", |d| d.how.word());
+        self.live.get(&newest).ok_or_else(|| gone(state()))
     }
 
     fn check_retire(&self, ids: &[CheckpointId]) -> std::result::Result<(), Conflict> {
@@ -298,11 +362,30 @@ impl State {
                 return Err(Conflict::Pinned(*id));
             }
         }
-        let needs = |c: &&Checkpoint| c.base.is_some_and(|base| going.contains(&base));
-        let staying = self.live.values().filter(|c| !going.contains(&c.id()));
-        match staying.filter(needs).map(|c| (c.base, c.id())).next() {
-            Some((Some(id), by)) => Err(Conflict::Needed { id, by }),
-            _ => Ok(()),
+        for id in ids {
+            if let Some(by) = self.lineage.children(*id).find(|child| !going.contains(child)) {
+                return Err(Conflict::Needed { id: *id, by });
+            }
+        }
+        Ok(())
+    }
+
+    /// What was retired may be given up as well: then it can never be listed again.
+    fn check_abort(&self, id: CheckpointId) -> std::result::Result<(), Conflict> {
+        match self.dead.get(&id).map(|d| d.how) {
+            Some(End::Retired) => Ok(()),
+            _ => self.check_unused(id),
+        }
+    }
+
+    fn check_unretire(&self, about: &Publish) -> std::result::Result<(), Conflict> {
+        let refuse = |state| Err(Conflict::NotRetired { id: about.id, state });
+        match self.dead.get(&about.id).map(|d| d.how) {
+            Some(End::Retired) => self.check_parent(about),
+            Some(End::Aborted) => refuse("given up"),
+            Some(end) => refuse(end.word()),
+            None if self.live.contains_key(&about.id) => refuse("listed"),
+            None => refuse("unknown"),
         }
     }
 
@@ -321,8 +404,13 @@ impl State {
     fn change(&mut self, entry: &Entry) {
         match &entry.op {
             Op::Publish(publish) => self.publish(entry, publish),
+            Op::Unretire { about, order, published_ms } => {
+                let mut back = self.listing(entry, about);
+                (back.order, back.at_ms) = (*order, *published_ms);
+                self.unretire(back);
+            }
             Op::Retire { ids, .. } => ids.iter().for_each(|id| {
-                self.live.remove(id);
+                self.remove(*id);
                 self.dead.insert(*id, Dead { entry: entry.n, how: End::Retired });
             }),
             Op::Abort { ids } => ids.iter().for_each(|id| {
@@ -335,26 +423,47 @@ impl State {
     }
 
     fn publish(&mut self, entry: &Entry, publish: &Publish) {
-        let parent = publish.parent.and_then(|p| self.find_parent(publish.id, p).ok());
-        let mut new = Checkpoint {
-            about: publish.clone(),
-            entry: entry.n,
-            order: entry.n,
-            base: parent.map(Checkpoint::id),
-            pinned: false,
-            at_ms: entry.at_ms,
-        };
-        if let Some(old) = publish.replaces.and_then(|r| self.live.remove(&r.id)) {
+        let mut new = self.listing(entry, publish);
+        if let Some(old) = publish.replaces.and_then(|r| self.remove(r.id)) {
             new.order = old.order;
             new.pinned = old.pinned;
             let by = new.reference();
             let how = End::Replaced { by, had: old.about.manifest_blake3 };
             self.dead.insert(old.id(), Dead { entry: entry.n, how });
-            for child in self.live.values_mut().filter(|c| c.base == Some(old.id())) {
-                child.base = Some(new.id());
-            }
+            self.lineage.replaced(old.id(), new.id());
         }
-        self.live.insert(new.id(), new);
+        self.insert(new);
+    }
+
+    fn unretire(&mut self, mut back: Checkpoint) {
+        if let Some(dead) = self.dead.remove(&back.id()) {
+            // It was published before it was retired, whatever the entry says.
+            back.order = back.order.min(dead.entry);
+        }
+        self.insert(back);
+    }
+
+    fn listing(&self, entry: &Entry, about: &Publish) -> Checkpoint {
+        let parent = about.parent.and_then(|p| self.find_parent(about.id, p).ok());
+        Checkpoint {
+            about: about.clone(),
+            entry: entry.n,
+            order: entry.n,
+            base: parent.map(Checkpoint::id),
+            pinned: false,
+            at_ms: entry.at_ms,
+        }
+    }
+
+    fn insert(&mut self, checkpoint: Checkpoint) {
+        self.lineage.listed(&checkpoint);
+        self.live.insert(checkpoint.id(), checkpoint);
+    }
+
+    fn remove(&mut self, id: CheckpointId) -> Option<Checkpoint> {
+        let checkpoint = self.live.remove(&id)?;
+        self.lineage.unlisted(&checkpoint);
+        Some(checkpoint)
     }
 
     fn set_pinned(&mut self, id: CheckpointId, pinned: bool) {

@@ -31,7 +31,7 @@ fn reference(p: &Publish) -> Reference {
 
 fn apply(state: &mut State, op: Op) -> Option<Conflict> {
     let entry = Entry {
-        v: crate::entry::VERSION,
+        v: op.version(),
         n: state.head + 1,
         prev: state.head_hash,
         write_id: WriteId::new(TimeIds.next()),
@@ -41,7 +41,9 @@ fn apply(state: &mut State, op: Op) -> Option<Conflict> {
     let bytes = entry.to_bytes("k").unwrap();
     let read = Entry::parse("k", entry.n, &bytes).unwrap();
     assert_eq!(read, entry);
-    state.apply("k", &read, Hash::of(&bytes)).unwrap()
+    let verdict = state.apply("k", &read, Hash::of(&bytes)).unwrap();
+    state.settle();
+    verdict
 }
 
 /// A base and two deltas, one on the other.
@@ -203,4 +205,131 @@ fn entries_follow_each_other() {
     assert!(state.apply("k", &entry(2, hash), hash).is_err());
     assert!(state.apply("k", &entry(1, Hash::of(b"x")), hash).is_err());
     assert!(state.apply("k", &entry(1, hash), hash).is_ok());
+}
+
+fn entry(state: &State, op: Op) -> Entry {
+    let (n, prev) = (state.head + 1, state.head_hash);
+    Entry { v: op.version(), n, prev, write_id: WriteId::new(TimeIds.next()), at_ms: 0, op }
+}
+
+/// Replays operations without bytes; returns how long that took.
+fn replay(ops: impl IntoIterator<Item = Op>) -> (State, std::time::Duration) {
+    let start = std::time::Instant::now();
+    let mut state = State::default();
+    for op in ops {
+        let entry = entry(&state, op);
+        state.apply("k", &entry, entry.prev).unwrap();
+    }
+    state.settle();
+    (state, start.elapsed())
+}
+
+/// `n` operations in which one checkpoint has many deltas and is replaced again and again, each time
+/// with a delta of the very first; then all are retired, one by one.
+fn replacements(n: usize) -> Vec<Op> {
+    let first = publish(1, None);
+    let mut ops = vec![Op::Publish(first.clone())];
+    let mut deltas = vec![];
+    for step in 0..n as u64 / 2 {
+        let delta = publish(step, Some(reference(&first)));
+        deltas.push(delta.id);
+        ops.push(Op::Publish(delta));
+    }
+    let mut old = first.clone();
+    for step in 0..n as u64 / 4 {
+        let mut new = publish(step, None);
+        new.replaces = Some(reference(&old));
+        ops.push(Op::Publish(new.clone()));
+        let delta = publish(step, Some(reference(&first)));
+        deltas.push(delta.id);
+        ops.push(Op::Publish(delta));
+        old = new;
+    }
+    ops.extend(deltas.into_iter().map(|id| retire(&[id])));
+    ops
+}
+
+#[test]
+fn the_time_of_a_replay_grows_with_the_log_and_not_with_its_square() {
+    let (few, many) = (replacements(4_000), replacements(64_000));
+    let (mut state, _) = replay(few.clone());
+    assert!(state.void.is_empty() && state.live.len() == 1);
+    // The smaller one several times, for the clock's sake.
+    let small = (0..3).map(|_| replay(few.clone()).1).min().unwrap();
+    let (large, took) = replay(many);
+    assert!(large.void.is_empty() && large.live.len() == 1);
+    // Sixteen times as long in a straight line, 256 times in a square.
+    assert!(took < small * 100, "{took:?} for 16 times what takes {small:?}");
+    // One id again and again: void, each time.
+    let again = state.live.values().next().unwrap().about.clone();
+    let before = state.void.len();
+    for _ in 0..50_000 {
+        let entry = entry(&state, Op::Publish(again.clone()));
+        state.apply("k", &entry, entry.prev).unwrap();
+    }
+    assert_eq!(state.void.len(), before + 50_000);
+}
+
+#[test]
+fn a_stored_state_is_what_it_was_or_is_refused() {
+    let mut state = State::default();
+    let [_, one, two] = chain(&mut state);
+    let mut full = publish(2, None);
+    full.replaces = Some(reference(&one));
+    apply(&mut state, Op::Publish(full.clone()));
+    let parts = |state: &State| {
+        let live: Vec<_> = state.live.values().cloned().collect();
+        let dead: Vec<_> = state.dead.iter().map(|(id, dead)| (*id, *dead)).collect();
+        ((state.head, state.head_hash), live, dead)
+    };
+    let (head, live, dead) = parts(&state);
+    let read = State::stored(head, live.clone(), dead.clone()).unwrap();
+    assert_eq!(read, state);
+    assert_eq!(read.descendants(&[full.id]), [two.id].into());
+    let refused = |live: &[Checkpoint], dead: &[(CheckpointId, Dead)]| {
+        State::stored(head, live.to_vec(), dead.to_vec()).unwrap_err()
+    };
+    let how = |by: CheckpointId| End::Replaced {
+        by: Reference { id: by, manifest_blake3: Hash::of(b"") },
+        had: Hash::of(b""),
+    };
+    let circle: Vec<_> = (0..3).map(|_| id()).collect();
+    let circle: Vec<_> =
+        (0..3).map(|i| (circle[i], Dead { entry: 1, how: how(circle[(i + 1) % 3]) })).collect();
+    assert!(refused(&live, &circle).contains("circle"));
+    let twice = [(id(), Dead { entry: 1, how: how(full.id) }), dead[0]];
+    assert!(refused(&live, &twice).contains("place of two"));
+    assert!(refused(&live, &[(full.id, Dead { entry: 1, how: End::Retired })]).contains("twice"));
+    assert!(refused(&live, &[(id(), Dead { entry: 99, how: End::Retired })]).contains("later"));
+    let mut bent = live.clone();
+    bent[0].base = Some(bent[0].id());
+    assert!(refused(&bent, &dead).contains("chain"));
+    bent[0].base = Some(id());
+    assert!(refused(&bent, &dead).contains("chain"));
+}
+
+#[test]
+fn a_retired_checkpoint_is_listed_again_until_it_is_given_up() {
+    let mut state = State::default();
+    let [_, one, two] = chain(&mut state);
+    let unretire =
+        |p: &Publish, order| Op::Unretire { about: Box::new(p.clone()), order, published_ms: 7 };
+    let listed = Conflict::NotRetired { id: two.id, state: "listed" };
+    assert_eq!(apply(&mut state, unretire(&two, 3)), Some(listed));
+    assert_eq!(apply(&mut state, retire(&[two.id, one.id])), None);
+    let gone = Conflict::ParentGone { child: two.id, parent: one.id, state: "retired" };
+    assert_eq!(apply(&mut state, unretire(&two, 3)), Some(gone));
+    assert_eq!(apply(&mut state, unretire(&one, 2)), None);
+    // Its place in time is one before it was retired, whatever is said.
+    assert_eq!(apply(&mut state, unretire(&two, u64::MAX)), None);
+    let back = state.get(two.id).unwrap();
+    assert_eq!((back.order, back.at_ms, back.base), (5, 7, Some(one.id)));
+    assert_eq!(apply(&mut state, retire(&[two.id])), None);
+    assert_eq!(apply(&mut state, Op::Abort { ids: vec![two.id] }), None);
+    let given_up = Conflict::NotRetired { id: two.id, state: "given up" };
+    assert_eq!(apply(&mut state, unretire(&two, 3)), Some(given_up));
+    assert!(apply(&mut state, Op::Abort { ids: vec![two.id] }).is_some());
+    let unknown = publish(9, None);
+    let verdict = apply(&mut state, unretire(&unknown, 1));
+    assert_eq!(verdict, Some(Conflict::NotRetired { id: unknown.id, state: "unknown" }));
 }

@@ -2,21 +2,26 @@
 
 use std::sync::Arc;
 
-use object_store::PutMode;
+use bytes::Bytes;
 use tokio::sync::{Mutex, OnceCell};
+use tokio::time::Instant;
 
-use crate::entry::{Entry, Op};
-use crate::error::{CommitUnknown, Error, Result};
+use crate::absent::why_absent;
+use crate::commit::Recent;
+use crate::entry::{Entry, Op, Publish};
+use crate::error::{CommitUnknown, Conflict, Error, LogDamage, Result};
+use crate::failure::Failure;
 use crate::id::{CheckpointId, Hash};
-use crate::io::Io;
+use crate::io::{Io, is_permanent};
 use crate::layout::{Layout, Part};
+use crate::lease::{Holder, Lease};
 use crate::local::{Folder, Trust};
-use crate::log::Known;
 use crate::manifest::{MAX_MANIFEST, Manifest};
 use crate::options::{StoreOptions, Writers};
 use crate::place::{Connected, Place};
-use crate::probe::{ProbeReport, probe};
+use crate::probe::{ProbeReport, probe, probe_twice};
 use crate::reading::Reading;
+use crate::replay::Known;
 use crate::repo::{MAX_REPO, Mode, Repo};
 use crate::state::{Checkpoint, End, State};
 
@@ -36,8 +41,13 @@ pub(crate) struct Inner {
     pub(crate) repo: Repo,
     pub(crate) options: StoreOptions,
     pub(crate) known: Mutex<Known>,
-    /// Set once this process may write here.
+    pub(crate) recent: Recent,
+    /// Nothing is written, and a damaged log is no error.
+    pub(crate) read_only: bool,
+    /// Set once this process may write here, for many writers.
     writer: OnceCell<()>,
+    /// For one writer at a time.
+    pub(crate) lease: Option<Arc<Lease>>,
 }
 
 /// What became of a commit whose outcome was unknown.
@@ -53,7 +63,8 @@ impl Store {
     /// Creates a store, after probing what the place can do.
     ///
     /// # Errors
-    /// [`Error::StoreExists`]; [`Error::Refused`] where a store would not be safe; failures of the
+    /// [`Error::StoreExists`]; [`Error::Refused`] where a store would not be safe;
+    /// [`Error::ProbeDisturbed`] where that could not be found out; [`Error::Locked`]; failures of the
     /// place.
     pub async fn create(place: &Place, options: StoreOptions) -> Result<Self> {
         let there = place.connect(true)?;
@@ -65,41 +76,64 @@ impl Store {
             Err(e) if e.is_missing() => {}
             Err(e) => return Err(e),
         }
-        let found = probe(io.store(), &layout.scratch(), options.ids.next()).await?;
-        let mode = choose_mode(place.name(), &found, &options)?;
-        let repo = Repo::new(options.ids.next(), mode, found, place.server());
-        let bytes = repo.to_bytes(layout.repo().as_ref())?;
-        let put_mode = if mode == Mode::Many { PutMode::Create } else { PutMode::Overwrite };
-        let put = io.store().put_opts(&layout.repo(), bytes.into(), put_mode.into()).await;
-        // Whatever was answered, what is there counts: our own, or another creator's.
-        let there_now = read_repo(&io, &layout).await.map_err(|e| match put {
-            Err(source) if e.is_missing() => Error::storage("create", layout.repo(), source),
-            _ => e,
-        })?;
-        if there_now.id != repo.id {
-            return Err(Error::StoreExists { place: place.name().to_owned() });
+        // A new store over the remains of another one would mix their logs.
+        match why_absent(&io, &layout, place.name(), there.folder.is_some()).await {
+            Error::NoStore { .. } => {}
+            other => return Err(other),
         }
+        let (mode, found) = choose_mode(place, &io, &layout, &options).await?;
+        let repo = Repo::new(options.ids.next(), mode, found, place.server());
+        let lease = lease_for(place, &there, &options, mode);
+        if let Some(lease) = &lease {
+            lease.take().await?;
+        }
+        let created = create_repo(&io, &layout, place.name(), &repo).await;
+        if let (Err(_), Some(lease)) = (&created, &lease) {
+            // It expires, but nobody need wait for that.
+            let _ = lease.release().await;
+        }
+        created?;
         if let Some(folder) = &there.folder {
             // The answer may have been the failure of just this.
             folder.sync_names(&there.prefix)?;
         }
-        Self::assemble(place, there, options, repo).await
+        Self::assemble(place, there, options, repo, lease, false).await
     }
 
     /// Opens a store.
     ///
     /// # Errors
-    /// [`Error::NoStore`]; [`Error::Unsupported`] and [`Error::Corrupt`] if its state cannot be read;
-    /// failures of the place.
+    /// [`Error::NoStore`] if the place is known to hold none; [`Error::NoBucket`];
+    /// [`Error::LogDamaged`]; [`Error::Unsupported`] and [`Error::Corrupt`] if its state cannot be
+    /// read; failures of the place.
     pub async fn open(place: &Place, options: StoreOptions) -> Result<Self> {
+        Self::open_as(place, options, false).await
+    }
+
+    /// Opens a store to read it, also if its log is damaged: then it lists what can be proved, and
+    /// [`Store::log_damage`] tells what is wrong. Nothing is ever written.
+    ///
+    /// # Errors
+    /// As [`Store::open`], but for [`Error::LogDamaged`].
+    pub async fn open_read_only(place: &Place, options: StoreOptions) -> Result<Self> {
+        Self::open_as(place, options, true).await
+    }
+
+    async fn open_as(place: &Place, options: StoreOptions, read_only: bool) -> Result<Self> {
         let there = place.connect(false)?;
         let layout = Layout::new(there.prefix.clone());
         let io = make_io(&there, &options);
-        let repo = read_repo(&io, &layout).await.map_err(|e| match e {
-            Error::Missing { .. } => Error::NoStore { place: place.name().to_owned() },
-            other => other,
-        })?;
-        Self::assemble(place, there, options, repo).await
+        let repo = match read_repo(&io, &layout).await {
+            Err(Error::Missing { .. }) => {
+                match why_absent(&io, &layout, place.name(), there.folder.is_some()).await {
+                    Error::StoreExists { .. } => read_repo(&io, &layout).await?,
+                    other => return Err(other),
+                }
+            }
+            other => other?,
+        };
+        let lease = lease_for(place, &there, &options, repo.mode);
+        Self::assemble(place, there, options, repo, lease, read_only).await
     }
 
     /// Opens a store, or creates it if there is none. Any number of processes may do so at once.
@@ -113,6 +147,8 @@ impl Store {
         }
         match Self::create(place, options.clone()).await {
             Err(Error::StoreExists { .. }) => Self::open(place, options).await,
+            // Whoever holds the lease may have created the store.
+            Err(e @ Error::Locked { .. }) => Self::open(place, options).await.map_err(|_| e),
             other => other,
         }
     }
@@ -122,6 +158,8 @@ impl Store {
         there: Connected,
         options: StoreOptions,
         repo: Repo,
+        lease: Option<Arc<Lease>>,
+        read_only: bool,
     ) -> Result<Self> {
         let io = make_io(&there, &options);
         let inner = Inner {
@@ -133,7 +171,10 @@ impl Store {
             repo,
             options,
             known: Mutex::default(),
+            recent: Recent::default(),
+            read_only,
             writer: OnceCell::new(),
+            lease,
         };
         let known = inner.load().await?;
         *inner.known.lock().await = known;
@@ -160,6 +201,16 @@ impl Store {
         let mut known = self.inner.known.lock().await;
         self.inner.refresh(&mut known).await?;
         Ok(Arc::clone(&known.state))
+    }
+
+    /// What is wrong with the log: nothing, unless the store was opened read-only.
+    ///
+    /// # Errors
+    /// If the log cannot be read.
+    pub async fn log_damage(&self) -> Result<Vec<LogDamage>> {
+        let mut known = self.inner.known.lock().await;
+        self.inner.refresh(&mut known).await?;
+        Ok(known.damage.clone())
     }
 
     /// All listed checkpoints, from the oldest to the newest.
@@ -195,23 +246,8 @@ impl Store {
     /// # Errors
     /// [`Error::Corrupt`] or [`Error::Missing`] if it is damaged.
     pub async fn read_manifest(&self, checkpoint: &Checkpoint) -> Result<Reading> {
-        let about = &checkpoint.about;
-        let key = self.inner.layout.part(about.id, Part::Manifest);
-        let max = about.manifest_len.min(MAX_MANIFEST);
-        let check = |bytes: &bytes::Bytes| {
-            if Hash::of(bytes) == about.manifest_blake3 {
-                Manifest::parse(key.as_ref(), about.id, bytes)
-            } else {
-                Err(Error::corrupt(&key, "its hash is not the one in the log"))
-            }
-        };
-        let manifest = self.inner.io.get_checked(&key, max, check).await?;
-        if manifest.objects.len() as u64 != u64::from(about.objects)
-            || manifest.data_len() != about.data_len
-        {
-            return Err(Error::corrupt(key, "it lists other objects than the log says"));
-        }
-        Ok(Reading::new(Arc::clone(&self.inner), about.id, manifest))
+        let manifest = self.inner.manifest_of(&checkpoint.about).await?;
+        Ok(Reading::new(Arc::clone(&self.inner), checkpoint.id(), manifest))
     }
 
     /// Finds out what became of a commit, and makes sure that it stays so.
@@ -285,15 +321,76 @@ impl Store {
     /// [`Error::Conflict`] if it is or was published.
     pub async fn abort(&self, id: CheckpointId) -> Result<()> {
         let build = |state: &State| {
-            let done = state.dead(id).is_some_and(|d| d.how == End::Aborted);
-            Ok((!done).then(|| Op::Abort { ids: vec![id] }))
+            match state.dead(id).map(|d| d.how) {
+                Some(End::Aborted) => Ok(None),
+                // Its data stays until the grace of a sweep is over.
+                Some(end) => Err(Conflict::Spent { id, state: end.word() }.into()),
+                None => Ok(Some(Op::Abort { ids: vec![id] })),
+            }
         };
         self.inner.append(build).await?;
         self.inner.sync_log()?;
         self.inner.delete_checkpoint(id).await.map(drop)
     }
 
-    /// All entries of the log, from `from` (at least 1) on.
+    /// Tries the place of this store again, whatever was found when it was created. Changes nothing.
+    ///
+    /// # Errors
+    /// As [`Place::probe`].
+    pub async fn probe_again(&self) -> Result<ProbeReport> {
+        self.inner.probe().await
+    }
+
+    /// Tries the place again and, where several writers are proved to be safe, opens a store that allows
+    /// one writer at a time to any number: the one change that is ever made to `repo.json`. This handle
+    /// has the lease meanwhile; later it can only read. Open the store again to write to it.
+    ///
+    /// No process of a version that knows no lease may write to the store meanwhile.
+    ///
+    /// # Errors
+    /// As [`Place::probe`]; [`Error::Refused`] where several writers are not safe; [`Error::Locked`]
+    /// while another process writes.
+    pub async fn allow_many_writers(&self) -> Result<ProbeReport> {
+        let inner = &self.inner;
+        let Some(lease) = &inner.lease else { return Ok(inner.repo.probe.clone()) };
+        inner.ensure_writer().await?;
+        let done = inner.allow_many().await;
+        let released = lease.release().await;
+        let found = done?;
+        released.map(|()| found)
+    }
+
+    /// Ends writing: gives back the lease, if this handle has one, which the next write takes again. Where
+    /// other writers are at work it looks once more whether what it committed is there, and sees to it.
+    ///
+    /// # Errors
+    /// If the lease cannot be removed (it expires by itself then); if the log cannot be read;
+    /// [`Error::SaveLost`].
+    pub async fn release(&self) -> Result<()> {
+        if let Some(lease) = &self.inner.lease {
+            return lease.release().await;
+        }
+        // Whatever holds the lock is a commit, and looks by itself.
+        let others = self.inner.known.try_lock().is_ok_and(|known| known.own.others_are_near());
+        if others {
+            self.inner.append(|_| Ok(None)).await?;
+        }
+        Ok(())
+    }
+
+    /// Removes the lease of whoever else holds it, and names them. Only for processes that are known to
+    /// be dead: one that lives finds out before its next commit, and loses its save.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a store that allows many writers, which has none.
+    pub async fn break_lease(&self) -> Result<Vec<Holder>> {
+        match &self.inner.lease {
+            Some(lease) => lease.remove_others().await,
+            None => Err(Error::Argument(format!("{} allows many writers: no lease", self.name()))),
+        }
+    }
+
+    /// All entries of the log, from `from` (at least 1) on; of a damaged log those that can be read.
     ///
     /// # Errors
     /// If the log cannot be read.
@@ -302,35 +399,133 @@ impl Store {
     }
 }
 
+impl Place {
+    /// Finds out whether several writers are safe here. No store need be here; a folder is created.
+    /// Progress is told as `tracing` events if it takes long.
+    ///
+    /// # Errors
+    /// [`Error::ProbeDisturbed`] if too few trials had clean answers until the deadline of
+    /// [`crate::Retry`]; [`Error::Storage`] if nothing can be written here at all.
+    pub async fn probe(&self, options: &StoreOptions) -> Result<ProbeReport> {
+        let there = self.connect(true)?;
+        let scratch = Layout::new(there.prefix.clone()).scratch();
+        probe(&there.store, &scratch, options, there.folder.is_some()).await
+    }
+}
+
 /// Ids in one log entry, which bounds its size.
 pub(crate) const MAX_IDS: usize = 500;
 
 impl Inner {
-    /// Makes sure that this process may write: probes again what was moved to another server, and
-    /// says loudly if there must be no other writer.
+    /// Makes sure that this process may write: takes the lease where there is one writer at a time, and
+    /// probes again what was moved to another server.
     pub(crate) async fn ensure_writer(&self) -> Result<()> {
-        self.writer.get_or_try_init(|| self.become_writer()).await.map(drop)
+        if self.read_only {
+            return Err(Error::ReadOnly { place: self.name.clone() });
+        }
+        let Some(lease) = &self.lease else {
+            return self.writer.get_or_try_init(|| self.become_writer()).await.map(drop);
+        };
+        if !lease.take().await? {
+            return Ok(());
+        }
+        // It may have been opened to many writers since.
+        let same = self.check_repo().await;
+        if same.is_err() {
+            let _ = lease.release().await;
+        }
+        same
+    }
+
+    async fn probe(&self) -> Result<ProbeReport> {
+        let local = self.folder.is_some();
+        probe(self.io.store(), &self.layout.scratch(), &self.options, local).await
+    }
+
+    async fn allow_many(&self) -> Result<ProbeReport> {
+        let found = self.probe().await?;
+        if !found.many_writers() {
+            let what =
+                format!("{}: several writers are not safe there: {}", self.name, found.detail);
+            return Err(Error::Refused(what));
+        }
+        let repo = Repo {
+            mode: Mode::Many,
+            probe: found.clone(),
+            probed_at: self.server.clone(),
+            ..self.repo.clone()
+        };
+        let key = self.layout.repo();
+        if let Some(lease) = &self.lease {
+            lease.confirm().await?;
+        }
+        self.check_repo().await?;
+        self.io.put(&key, repo.to_bytes(key.as_ref())?.into()).await?;
+        match read_repo(&self.io, &self.layout).await? {
+            there if there == repo => Ok(found),
+            _ => Err(Error::corrupt(key, "it is not what was just written")),
+        }
     }
 
     async fn become_writer(&self) -> Result<()> {
-        if self.repo.mode == Mode::Single {
-            tracing::warn!(store = %self.name, "{SINGLE}");
-        } else if self.repo.probed_at != self.server {
-            tracing::warn!(
-                store = %self.name, was = %self.repo.probed_at, is = %self.server,
-                "this store was created elsewhere: probing again"
-            );
-            let found =
-                probe(self.io.store(), &self.layout.scratch(), self.options.ids.next()).await?;
-            if !found.many_writers() {
-                return Err(Error::Refused(format!(
-                    "{} was created for many writers on another server; here conditional writes do \
-                     not work ({}): copy it to a server where they do",
-                    self.name, found.detail
-                )));
-            }
+        if self.repo.probed_at == self.server {
+            return Ok(());
         }
-        Ok(())
+        tracing::warn!(
+            store = %self.name, was = %self.repo.probed_at, is = %self.server,
+            "this store was created elsewhere: probing again"
+        );
+        let found = self.probe().await?;
+        if found.many_writers() {
+            return Ok(());
+        }
+        Err(Error::Refused(format!(
+            "{} was created for many writers on another server; here conditional writes do not work \
+             ({}): copy it to a server where they do",
+            self.name, found.detail
+        )))
+    }
+
+    /// Checks that `repo.json` is there, and says what it said.
+    pub(crate) async fn check_repo(&self) -> Result<()> {
+        let gone = |what: &str| Error::Gone { place: self.name.clone(), what: what.to_owned() };
+        match read_repo(&self.io, &self.layout).await {
+            Ok(repo) if repo.id != self.repo.id => Err(gone("another store is there now")),
+            Ok(repo) if repo.mode != self.repo.mode => Err(Error::Refused(format!(
+                "{}: how many may write was changed: open the store again",
+                self.name
+            ))),
+            Ok(_) => Ok(()),
+            Err(e) if e.is_missing() => Err(gone("its `repo.json` is not there any more")),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Whether the log is written with conditional creates. Where one writer at a time is allowed they
+    /// are no more than another guard.
+    pub(crate) fn creates_entries(&self) -> bool {
+        let repo = &self.repo;
+        repo.mode == Mode::Many || (repo.probe.refuses_second && repo.probed_at == self.server)
+    }
+
+    /// A checkpoint's manifest, checked against what the log says of it.
+    pub(crate) async fn manifest_of(&self, about: &Publish) -> Result<Manifest> {
+        let key = self.layout.part(about.id, Part::Manifest);
+        let max = about.manifest_len.min(MAX_MANIFEST);
+        let check = |bytes: &Bytes| {
+            if Hash::of(bytes) == about.manifest_blake3 {
+                Manifest::parse(key.as_ref(), about.id, bytes)
+            } else {
+                Err(Error::corrupt(&key, "its hash is not the one in the log"))
+            }
+        };
+        let manifest = self.io.get_checked(&key, max, check).await?;
+        if manifest.objects.len() as u64 != u64::from(about.objects)
+            || manifest.data_len() != about.data_len
+        {
+            return Err(Error::corrupt(key, "it lists other objects than the log says"));
+        }
+        Ok(manifest)
     }
 
     /// Requests on their way at once.
@@ -344,9 +539,6 @@ impl Inner {
         }
     }
 }
-
-const SINGLE: &str = "this store allows ONE WRITER AT A TIME: its server cannot create an object only \
-                      if it is absent, so a second writer would silently undo the first one's saves";
 
 fn make_io(there: &Connected, options: &StoreOptions) -> Io {
     let store = Arc::clone(&there.store);
@@ -380,16 +572,84 @@ fn check_file_system(there: &Connected, options: &StoreOptions) -> Result<()> {
     Ok(())
 }
 
-fn choose_mode(place: &str, found: &ProbeReport, options: &StoreOptions) -> Result<Mode> {
+async fn choose_mode(
+    place: &Place,
+    io: &Io,
+    layout: &Layout,
+    options: &StoreOptions,
+) -> Result<(Mode, ProbeReport)> {
+    if options.writers == Writers::Single {
+        let found = probe_twice(io.store(), &layout.scratch(), options).await?;
+        return Ok((Mode::Single, found));
+    }
+    let local = place.as_folder().is_some();
+    let found = probe(io.store(), &layout.scratch(), options, local).await?;
     if found.many_writers() {
-        return Ok(Mode::Many);
+        return Ok((Mode::Many, found));
     }
-    if options.writers == Writers::Many {
-        return Err(Error::Refused(format!(
-            "{place} cannot create an object only if it is absent, which several writers need: {}",
-            found.detail
-        )));
+    let place = place.name();
+    Err(Error::Refused(format!(
+        "{place}: several writers would lose each other's checkpoints there, because the server does not \
+         create an object only if it is absent ({}). A store for one writer at a time is possible if you \
+         ask for it: `Writers::Single`, in Python `writers=\"single\"`, \
+         `s4w store init --writers single`",
+        found.detail
+    )))
+}
+
+fn lease_for(
+    place: &Place,
+    there: &Connected,
+    options: &StoreOptions,
+    mode: Mode,
+) -> Option<Arc<Lease>> {
+    let layout = || Layout::new(there.prefix.clone());
+    let lease = || Lease::new(make_io(there, options), layout(), place.name(), options.ids.next());
+    (mode == Mode::Single).then(lease)
+}
+
+/// Creates `repo.json`. Whatever is answered, what is there counts: our own, or another creator's.
+async fn create_repo(io: &Io, layout: &Layout, place: &str, repo: &Repo) -> Result<()> {
+    let key = layout.repo();
+    let bytes = Bytes::from(repo.to_bytes(key.as_ref())?);
+    let creates = repo.mode == Mode::Many || repo.probe.refuses_second;
+    let end = Instant::now() + io.retry().deadline;
+    match if creates { None } else { Some(io.head(&key).await) } {
+        Some(Ok(_)) => return Err(Error::StoreExists { place: place.to_owned() }),
+        Some(Err(e)) if !e.is_missing() => return Err(e),
+        _ => {}
     }
-    tracing::warn!(place, found = %found.detail, "{SINGLE}");
-    Ok(Mode::Single)
+    for attempt in 0.. {
+        let put = async {
+            match creates {
+                true => io.create_once(&key, bytes.clone()).await,
+                false => io.put_once(&key, bytes.clone()).await,
+            }
+        };
+        let put = tokio::time::timeout_at(end, put).await;
+        match read_repo(io, layout).await {
+            Ok(there) if there.id == repo.id => return Ok(()),
+            Ok(_) => return Err(Error::StoreExists { place: place.to_owned() }),
+            Err(e) if e.is_missing() => {}
+            Err(e) => return Err(e),
+        }
+        let pause = io.retry().pause(attempt, repo.id.as_u64_pair().1);
+        let late = Instant::now() + pause >= end;
+        match put {
+            Ok(Err(e)) if late || is_permanent(&e) => {
+                return Err(Error::storage("create", key, e));
+            }
+            _ if late => {
+                let (limit, last) = (io.retry().deadline, Failure::silent());
+                return Err(Error::Deadline {
+                    action: "create",
+                    key: key.to_string(),
+                    limit,
+                    last,
+                });
+            }
+            _ => tokio::time::sleep(pause).await,
+        }
+    }
+    Ok(())
 }

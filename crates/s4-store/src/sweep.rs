@@ -1,21 +1,23 @@
 //! Deleting what nothing needs any more.
 //!
-//! The log decides what may go, the object store's own clock decides when. The log is replayed from
-//! its first entry: a hint never decides a deletion.
+//! The log decides what may go, the object store's own clock decides when. The state may come from a
+//! view, but a view alone decides no deletion: the log entry that ended a checkpoint is read first.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
 use chrono::{DateTime, Utc};
+use futures::{StreamExt, TryStreamExt};
 use object_store::ObjectMeta;
+use object_store::path::Path;
 
-use crate::entry::Op;
+use crate::entry::{Entry, Op};
 use crate::error::{Error, Result};
 use crate::id::CheckpointId;
 use crate::layout::Part;
-use crate::state::{End, State};
-use crate::store::{Inner, MAX_IDS, Store};
+use crate::state::{Dead, End, State};
+use crate::store::{Inner, Store};
 use crate::view;
 
 /// The shortest grace without `exclusive`.
@@ -29,7 +31,7 @@ pub struct SweepOptions {
     pub grace: Duration,
     /// The caller knows that nothing else uses the store: any grace is allowed.
     pub exclusive: bool,
-    /// Only say what would be done.
+    /// Only say what would be done, and write nothing at all; the time is then this machine's.
     pub dry_run: bool,
 }
 
@@ -80,9 +82,10 @@ pub struct SweepReport {
     pub aborted: Vec<Swept>,
     /// To be deleted when it is older.
     pub waiting: Vec<Swept>,
-    /// What could not be deleted, and why; a later sweep tries again.
+    /// What could not be deleted or given up, and why; a later sweep tries again.
     pub failed: Vec<(String, String)>,
-    /// Keys below `ck/` that are none of ours: never touched.
+    /// Keys in `ck/` that are none of ours: never touched. (Folders of listed checkpoints are not
+    /// looked into.)
     pub foreign: Vec<String>,
 }
 
@@ -93,7 +96,7 @@ impl SweepReport {
         self.deleted.iter().map(|s| s.bytes).sum()
     }
 
-    fn note(&mut self, swept: Swept, outcome: Result<()>) {
+    pub(crate) fn note(&mut self, swept: Swept, outcome: Result<()>) {
         match outcome {
             Ok(()) => self.deleted.push(swept),
             Err(e) => self.failed.push((swept.what, e.to_string())),
@@ -101,20 +104,38 @@ impl SweepReport {
     }
 }
 
-/// The objects of one checkpoint or attempt.
+/// Folders that are listed one by one; of more, everything is listed.
+const FOLDERS: usize = 64;
+
+/// The objects of one checkpoint or attempt that is not listed.
 #[derive(Default)]
 struct Found {
     bytes: u64,
     newest: DateTime<Utc>,
+    keys: Vec<Path>,
+}
+
+/// What is to be deleted, or given up.
+#[derive(Clone)]
+pub(crate) struct Doomed {
+    pub(crate) swept: Swept,
+    pub(crate) id: CheckpointId,
+    pub(crate) keys: Vec<Path>,
+    /// The entry that retired it, if it was retired: it could be listed again if the log did not
+    /// forbid that first.
+    pub(crate) retired: Option<u64>,
 }
 
 /// What the decisions rest on.
 struct Facts {
-    state: State,
+    state: Arc<State>,
     now: DateTime<Utc>,
-    /// When each log entry was created, by the store's clock.
+    /// When each log entry that ended something was created, by the store's clock.
     entry_times: BTreeMap<u64, DateTime<Utc>>,
+    /// What those entries say.
+    ends: BTreeMap<u64, Result<Entry>>,
     found: BTreeMap<CheckpointId, Found>,
+    scratch: Vec<ObjectMeta>,
 }
 
 impl Store {
@@ -122,8 +143,8 @@ impl Store {
     /// up attempts that have been silent for long. Safe beside writers and readers, and to repeat.
     ///
     /// # Errors
-    /// [`Error::Argument`] if the grace is too short; if the log or listings cannot be read. What
-    /// cannot be deleted is in the report.
+    /// [`Error::Argument`] if the grace is too short; [`Error::ReadOnly`] unless it is a dry run; if
+    /// the log or listings cannot be read. What cannot be deleted is in the report.
     pub async fn sweep(&self, options: &SweepOptions) -> Result<SweepReport> {
         let inner = &self.inner;
         if options.grace < SHORTEST_GRACE && !options.exclusive {
@@ -137,139 +158,179 @@ impl Store {
             inner.ensure_writer().await?;
         }
         let mut report = SweepReport::default();
-        let facts = inner.facts(&mut report).await?;
+        let facts = inner.facts(options, &mut report).await?;
         let (mut dead, mut orphans) = (Vec::new(), Vec::new());
         for (id, found) in &facts.found {
-            let Some(swept) = inner.judge(&facts, options, *id, found) else { continue };
-            match swept.why {
-                Why::TooYoung => report.waiting.push(swept),
-                Why::Orphan => orphans.push(swept),
-                _ => dead.push(swept),
+            match inner.judge(&facts, options, *id, found) {
+                Ok(doomed) => match doomed.swept.why {
+                    Why::TooYoung => report.waiting.push(doomed.swept),
+                    Why::Orphan => orphans.push(doomed.swept),
+                    _ => dead.push(doomed),
+                },
+                Err(e) => {
+                    report.failed.push((inner.layout.checkpoint(*id).to_string(), e.to_string()));
+                }
             }
         }
-        if options.dry_run {
-            report.deleted = dead;
-            report.aborted = orphans;
-        } else {
-            // What the log says must be on disk before anything is deleted for it.
-            inner.sync_log()?;
-            for swept in dead {
-                inner.delete(swept, &mut report).await;
-            }
-            inner.reached("sweep.judged").await;
-            inner.abort_orphans(orphans, &mut report).await?;
-        }
-        inner.sweep_scratch(&facts, options, &mut report).await?;
+        inner.sweep_scratch(&facts, options, &mut report).await;
         inner.sweep_leftovers(&facts, options, &mut report)?;
-        if !options.dry_run {
-            view::write(inner, &facts.state.into()).await;
+        if options.dry_run {
+            // In the order in which they would be deleted.
+            dead.sort_by_key(|d| d.retired.is_some());
+            report.deleted.extend(dead.into_iter().map(|d| d.swept));
+            report.aborted = orphans;
+            return Ok(report);
+        }
+        // What the log says must be on disk before anything is deleted for it.
+        inner.sync_log()?;
+        inner.remove(dead, options.exclusive, &mut report).await?;
+        inner.reached("sweep.judged").await;
+        inner.abort_orphans(orphans, &mut report).await?;
+        let mut known = inner.known.lock().await;
+        if known.viewed < known.state.head() {
+            view::write(inner, &known.state).await;
+            known.viewed = known.state.head();
         }
         Ok(report)
     }
 }
 
 impl Inner {
-    async fn facts(&self, report: &mut SweepReport) -> Result<Facts> {
+    async fn facts(&self, options: &SweepOptions, report: &mut SweepReport) -> Result<Facts> {
         // The data is listed before the log is read: an attempt that is published in between is then
         // known, not an orphan. (If it were taken for one, the log would refuse to abort it.)
-        let mut found: BTreeMap<CheckpointId, Found> = BTreeMap::new();
-        for meta in self.io.list(&self.layout.checkpoints(), None).await? {
+        let level = self.io.list_level(&self.layout.checkpoints()).await?;
+        report.foreign.extend(level.objects.iter().map(|m| m.location.to_string()));
+        let mut ids = BTreeSet::new();
+        for folder in level.common_prefixes {
+            match self.layout.parse_checkpoint(&folder) {
+                Some(id) => {
+                    ids.insert(id);
+                }
+                None => report.foreign.push(folder.to_string()),
+            }
+        }
+        let state = {
+            let mut known = self.known.lock().await;
+            self.refresh(&mut known).await?;
+            Arc::clone(&known.state)
+        };
+        ids.retain(|id| state.get(*id).is_none());
+        let found = self.find_objects(&ids, report).await?;
+        let scratch = self.io.list(&self.layout.scratch(), None).await?;
+        let ended: BTreeSet<u64> =
+            ids.iter().filter_map(|id| Some(state.dead(*id)?.entry)).collect();
+        let read = |n| async move { (n, self.read_entry(n).await.map(|(entry, _)| entry)) };
+        let reads = futures::stream::iter(ended.clone()).map(read).buffered(self.concurrency());
+        let ends = reads.collect().await;
+        let entry_times = match ended.first() {
+            None => BTreeMap::new(),
+            Some(first) => {
+                let offset = (*first > 1).then(|| self.layout.entry(first - 1));
+                let entries = self.io.list(&self.layout.log(), offset.as_ref()).await?;
+                let time = |meta: ObjectMeta| {
+                    let n = self.layout.parse_entry(&meta.location)?;
+                    Some((n, meta.last_modified))
+                };
+                entries.into_iter().filter_map(time).collect()
+            }
+        };
+        let times = entry_times.values().chain(found.values().map(|f: &Found| &f.newest));
+        let seen = times.copied().chain(scratch.iter().map(|m| m.last_modified)).max();
+        let nothing = ids.is_empty() && scratch.is_empty() && self.folder.is_none();
+        let now = match seen {
+            _ if nothing => Utc::now(),
+            seen => self.clock(options.dry_run, seen.unwrap_or_default()).await?,
+        };
+        Ok(Facts { state, now, entry_times, ends, found, scratch })
+    }
+
+    /// The objects of each of these ids.
+    async fn find_objects(
+        &self,
+        ids: &BTreeSet<CheckpointId>,
+        report: &mut SweepReport,
+    ) -> Result<BTreeMap<CheckpointId, Found>> {
+        let folders = match ids.len() {
+            0 => return Ok(BTreeMap::new()),
+            1..=FOLDERS => ids.iter().map(|id| self.layout.checkpoint(*id)).collect(),
+            _ => vec![self.layout.checkpoints()],
+        };
+        let list = |folder: Path| async move { self.io.list(&folder, None).await };
+        let lists = futures::stream::iter(folders).map(list).buffered(self.concurrency());
+        let metas: Vec<ObjectMeta> = lists.try_concat().await?;
+        let mut all: BTreeMap<CheckpointId, Found> =
+            ids.iter().map(|id| (*id, Found::default())).collect();
+        for meta in metas {
             match self.layout.parse_part(&meta.location) {
                 Some((id, Part::Data(_) | Part::Manifest)) => {
-                    let found = found.entry(id).or_default();
+                    let Some(found) = all.get_mut(&id) else { continue };
                     found.bytes += meta.size;
                     found.newest = found.newest.max(meta.last_modified);
+                    found.keys.push(meta.location);
                 }
                 None => report.foreign.push(meta.location.to_string()),
             }
         }
-        let now = self.store_time().await?;
-        let state = self.replay().await?;
-        let entries = self.io.list(&self.layout.log(), None).await?;
-        let time = |meta: ObjectMeta| {
-            self.layout.parse_entry(&meta.location).map(|n| (n, meta.last_modified))
-        };
-        let entry_times = entries.into_iter().filter_map(time).collect();
-        Ok(Facts { state, now, entry_times, found })
+        // An empty folder on a disk is nothing, and goes when it is old enough to be nobody's.
+        all.retain(|_, found| !found.keys.is_empty());
+        Ok(all)
     }
 
-    /// The object store's clock: it stamps what it stores, so only it can tell how old that is.
-    async fn store_time(&self) -> Result<DateTime<Utc>> {
-        let name = format!("clock-{}", self.options.ids.next().as_hyphenated());
-        let key = self.layout.scratch().join(name);
-        self.io.put(&key, Bytes::from_static(b"now")).await?;
-        // From a listing, as the times that it is compared with: a look-up may round to seconds.
-        let listed = self.io.list(&self.layout.scratch(), None).await?;
-        let now = match listed.into_iter().find(|meta| meta.location == key) {
-            Some(meta) => meta.last_modified,
-            None => self.io.head(&key).await?.last_modified,
-        };
-        self.io.delete(&key).await?;
-        Ok(now)
-    }
-
-    /// What to do with the objects of `id`; nothing if it is listed.
+    /// What to do with the objects of `id`, which is not listed.
     fn judge(
         &self,
         facts: &Facts,
         options: &SweepOptions,
         id: CheckpointId,
         found: &Found,
-    ) -> Option<Swept> {
-        if facts.state.get(id).is_some() {
-            return None;
-        }
-        let (why, since) = match facts.state.dead(id) {
-            // Nobody reads what was never listed: it need not wait once the log has given it up.
-            Some(dead) if dead.how == End::Aborted => (Why::Aborted, None),
+    ) -> Result<Doomed> {
+        let dead = facts.state.dead(id);
+        let (why, since) = match dead {
             Some(dead) => {
-                let retired = matches!(dead.how, End::Retired);
-                let why = if retired { Why::Retired } else { Why::Replaced };
+                self.check_end(facts, id, dead)?;
                 // An entry that a stale listing does not show counts as new.
                 let ended = facts.entry_times.get(&dead.entry).copied().unwrap_or(facts.now);
-                (why, Some(ended))
+                match dead.how {
+                    // It was never listed, or had its grace: it need not wait once it is given up.
+                    End::Aborted => (Why::Aborted, None),
+                    End::Retired => (Why::Retired, Some(ended)),
+                    End::Replaced { .. } => (Why::Replaced, Some(ended)),
+                }
             }
             None => (Why::Orphan, Some(found.newest)),
         };
         let young = since.is_some_and(|since| !is_older(facts.now, since, options.grace));
         let why = if young { Why::TooYoung } else { why };
         let what = self.layout.checkpoint(id).to_string();
-        Some(Swept { what, checkpoint: Some(id), bytes: found.bytes, why })
+        let swept = Swept { what, checkpoint: Some(id), bytes: found.bytes, why };
+        let retired = dead.filter(|d| d.how == End::Retired).map(|d| d.entry);
+        Ok(Doomed { swept, id, keys: found.keys.clone(), retired })
     }
 
-    async fn delete(&self, swept: Swept, report: &mut SweepReport) {
-        let Some(id) = swept.checkpoint else { return };
-        report.note(swept, self.delete_checkpoint(id).await.map(drop));
-    }
-
-    /// Gives up attempts, as the log stands when the entry is created: what was published in the
-    /// meantime stays.
-    async fn abort_orphans(&self, orphans: Vec<Swept>, report: &mut SweepReport) -> Result<()> {
-        for batch in orphans.chunks(MAX_IDS) {
-            let build = |state: &State| {
-                let unknown =
-                    |id: &CheckpointId| state.get(*id).is_none() && state.dead(*id).is_none();
-                let ids: Vec<_> =
-                    batch.iter().filter_map(|s| s.checkpoint).filter(unknown).collect();
-                Ok((!ids.is_empty()).then_some(Op::Abort { ids }))
-            };
-            let Some(entry) = self.append(build).await? else { continue };
-            if let Op::Abort { ids } = entry.op {
-                let done = |s: &&Swept| s.checkpoint.is_some_and(|id| ids.contains(&id));
-                report.aborted.extend(batch.iter().filter(done).cloned());
+    /// Whether the log entry that ended a checkpoint says so: what the state says may come from a view.
+    fn check_end(&self, facts: &Facts, id: CheckpointId, dead: Dead) -> Result<()> {
+        let named = |entry: &Entry| match (&entry.op, dead.how) {
+            (Op::Retire { ids, .. }, End::Retired) | (Op::Abort { ids }, End::Aborted) => {
+                ids.contains(&id)
             }
+            (Op::Publish(p), End::Replaced { .. }) => p.replaces.is_some_and(|r| r.id == id),
+            _ => false,
+        };
+        let not = |what: &dyn std::fmt::Display| {
+            let why = format!("it should say why checkpoint {id} is not listed: {what}");
+            Err(Error::corrupt(self.layout.entry(dead.entry), why))
+        };
+        match facts.ends.get(&dead.entry) {
+            Some(Ok(entry)) if named(entry) => Ok(()),
+            Some(Err(e)) => not(e),
+            _ => not(&"it says nothing of it"),
         }
-        Ok(())
     }
 
     /// Objects of probes that did not come to their end.
-    async fn sweep_scratch(
-        &self,
-        facts: &Facts,
-        options: &SweepOptions,
-        report: &mut SweepReport,
-    ) -> Result<()> {
-        for meta in self.io.list(&self.layout.scratch(), None).await? {
+    async fn sweep_scratch(&self, facts: &Facts, options: &SweepOptions, report: &mut SweepReport) {
+        for meta in &facts.scratch {
             if !is_older(facts.now, meta.last_modified, options.grace) {
                 continue;
             }
@@ -279,7 +340,6 @@ impl Inner {
                 if options.dry_run { Ok(()) } else { self.io.delete(&meta.location).await };
             report.note(swept, removed);
         }
-        Ok(())
     }
 
     /// Files of killed writers in a local folder, which object stores do not list.

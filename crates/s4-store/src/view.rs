@@ -1,12 +1,14 @@
 //! A stored copy of the replayed state, so that opening a store does not mean reading its whole log.
 //!
-//! A hint and nothing more: it may be old, absent or damaged. Whatever deletes data replays the log.
+//! It may be old, absent or damaged. It counts only if the log still has the entry that it ends with;
+//! and before data is deleted for what a view says, the log entry that ended the checkpoint is read.
 
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
+use crate::failure::Failure;
 use crate::id::{CheckpointId, Hash};
 use crate::seal;
 use crate::state::{Checkpoint, Dead, State};
@@ -32,7 +34,13 @@ pub(crate) async fn read(inner: &Inner) -> Option<State> {
     let key = inner.layout.view();
     let parse = |bytes: &bytes::Bytes| seal::open::<View>(key.as_ref(), bytes);
     match inner.io.get_checked(&key, MAX_VIEW, parse).await {
-        Ok(view) if view.v == VERSION && view.repo == inner.repo.id => Some(view.into_state()),
+        Ok(view) if view.v == VERSION && view.repo == inner.repo.id => {
+            let state = State::stored((view.head, view.head_hash), view.live, view.dead);
+            if let Err(what) = state {
+                tracing::warn!(what, "the stored view contradicts itself: replaying the log");
+            }
+            state.ok()
+        }
         Ok(_) => None,
         Err(e) => {
             if !e.is_missing() {
@@ -55,22 +63,12 @@ pub(crate) async fn write(inner: &Inner, state: &Arc<State>) {
     };
     let key = inner.layout.view();
     let written = match seal::seal(key.as_ref(), &view) {
-        Ok(bytes) => inner.io.put_once(&key, bytes.into()).await.map_err(|e| e.to_string()),
+        Ok(bytes) => {
+            inner.io.put_once(&key, bytes.into()).await.map_err(|e| Failure::new(&e).to_string())
+        }
         Err(e) => Err(e.to_string()),
     };
     if let Err(error) = written {
         tracing::debug!(error, "the view could not be stored; the next writer will");
-    }
-}
-
-impl View {
-    fn into_state(self) -> State {
-        State {
-            head: self.head,
-            head_hash: self.head_hash,
-            live: self.live.into_iter().map(|c| (c.id(), c)).collect(),
-            dead: self.dead.into_iter().collect(),
-            void: Vec::new(),
-        }
     }
 }

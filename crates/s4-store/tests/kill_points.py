@@ -1,11 +1,13 @@
 """Kills a store's process at every system call that changes the disk, and lets each of them fail.
 
-Usage: `python kill_points.py STORE_LIFE` with the built example `store_life`. Needs Linux and strace.
+Usage: `python kill_points.py STORE_LIFE [--every N]` with the built example `store_life`: every Nth call
+of each kind. Needs Linux and strace.
 For each call of each kind, in a copy of a folder that has lived once: the process is killed there, or
 the call fails with EIO or ENOSPC; then `store_life judge` checks that all that was acknowledged is kept
 and nothing is broken. Of the many calls that creating a store makes, every 25th is tried in the same way.
 """
 
+import argparse
 import os
 import re
 import shutil
@@ -23,7 +25,11 @@ CALLS = [
     "unlink,unlinkat,rmdir",
     "mkdir,mkdirat",
 ]
-LIFE = sys.argv[1]
+PARSER = argparse.ArgumentParser()
+PARSER.add_argument("life")
+PARSER.add_argument("--every", type=int, default=1)
+ARGUMENTS = PARSER.parse_args()
+LIFE = ARGUMENTS.life
 # Seconds after which a life that takes a fraction of one is taken for hung, and killed.
 HANG = 3
 
@@ -89,13 +95,13 @@ def sweep(start: str | None, before: str, step: int) -> int:
                     hurt += 1
                     print(f"{calls} {fault} number {nth}: {wrong}")
         print(f"{calls}: {len(places)} calls, {points} points so far, {hurt} violations", flush=True)
-    print(f"{points} points, {unnoticed} of them unnoticed by the process, {hurt} violations")
+    print(f"{points} kill points, {unnoticed} of them unnoticed by the process, {hurt} violations")
     return hurt
 
 
 with tempfile.TemporaryDirectory() as once:
     lived = os.path.join(once, "store")
     said = subprocess.run([LIFE, "live", lived], check=True, capture_output=True, text=True).stdout
-    violations = sweep(lived, said, 1)
-violations += sweep(None, "", 25)
+    violations = sweep(lived, said, ARGUMENTS.every)
+violations += sweep(None, "", 25 * ARGUMENTS.every)
 sys.exit(bool(violations))

@@ -1,20 +1,26 @@
 """Cuts the power at every moment of a store's life, and drops what was not synced.
 
-Usage: `python power_cuts.py STORE_LIFE` with the built example `store_life`. Needs Linux and strace.
-The second life of a folder is traced; all of the first one is on disk. After each system call the disk may hold any mixture of what was not synced by
-then; this builds, for each moment, the states with none of it, all of it, only one piece, and all but
-one piece, and lets `store_life judge` look at each. A file's bytes are synced by fsync of the file, a
-folder's names by fsync of the folder. As a control the same is done to a store that does not sync,
-which must fail.
+Usage: `python power_cuts.py STORE_LIFE [--every N]` with the built example `store_life`: every Nth
+state. Needs Linux and strace.
+The second life of a folder is traced; all of the first one is on disk. After each system call the
+disk may hold any mixture of what was not synced by then; this builds, for each moment, the states with
+none of it, all of it, only one piece, and all but one piece, and lets `store_life judge` look at each.
+A file's bytes are synced by fsync of the file, a folder's names by fsync of the folder. As a control
+the same is done to a store that does not sync, which must fail.
 """
 
+import argparse
 import os
 import re
 import subprocess
 import sys
 import tempfile
 
-LIFE = sys.argv[1]
+PARSER = argparse.ArgumentParser()
+PARSER.add_argument("life")
+PARSER.add_argument("--every", type=int, default=1)
+ARGUMENTS = PARSER.parse_args()
+LIFE = ARGUMENTS.life
 CALLS = (
     "openat,write,writev,pwrite64,ftruncate,fsync,fdatasync,linkat,link,rename,renameat,renameat2,"
     "unlink,unlinkat,rmdir,mkdir,mkdirat"
@@ -183,7 +189,9 @@ def judge(tree: dict[str, bytes | None], root: str, promises: str) -> str:
     return "" if done.returncode == 0 else done.stderr.strip()[-300:]
 
 
-def enumerate_states(*flags: str) -> tuple[int, list[str]]:
+def enumerate_states(*flags: str, first: bool = False) -> tuple[int, list[str]]:
+    """How many states were judged, and what was wrong; ends at the `first` wrong one."""
+    judged = 0
     with tempfile.TemporaryDirectory() as folder:
         root = os.path.join(os.path.realpath(folder), "store")
         command = [LIFE, "live", root]
@@ -196,16 +204,21 @@ def enumerate_states(*flags: str) -> tuple[int, list[str]]:
             for chosen in states(disk):
                 tree = disk.state(chosen)
                 key = (promises, tuple(sorted(tree.items(), key=lambda item: item[0])))
-                if key not in seen:
-                    seen.add(key)
+                if key in seen:
+                    continue
+                seen.add(key)
+                if len(seen) % ARGUMENTS.every == 0:
+                    judged += 1
                     error = judge(tree, root, promises)
                     if error:
                         wrong.append(error)
-    return len(seen), wrong
+                    if error and first:
+                        return judged, wrong
+    return judged, wrong
 
 
 count, wrong = enumerate_states()
-print(f"synced: {count} states, {len(wrong)} violations", *wrong[:5], sep="\n  ", flush=True)
-control, lost = enumerate_states("no-fsync")
+print(f"power cuts: {count} states, {len(wrong)} violations", *wrong[:5], sep="\n  ", flush=True)
+control, lost = enumerate_states("no-fsync", first=ARGUMENTS.every > 1)
 print(f"not synced: {control} states, {len(lost)} violations (there must be some)", *lost[:2], sep="\n  ")
 sys.exit(bool(wrong) or not lost)

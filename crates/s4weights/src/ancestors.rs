@@ -175,9 +175,11 @@ impl Parent for Reader {
         }
         let hosts = self.hosts(&wants);
         self.prepare(&hosts)?;
+        let mut silent = Meter { callback: None, done: 0, total: 0 };
         if self.any_remote() {
-            return self.fetch_all(wants, Meter { callback: None, done: 0, total: 0 });
+            return self.fetch_all(wants, &mut silent);
         }
+        let wants = self.fill_mixed(wants, &mut silent)?;
         self.fill(wants, &self.idle)
     }
 

@@ -4,6 +4,7 @@ use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
 use std::thread::JoinHandle;
 
 use crate::error::{Error, Result};
+use crate::interrupt;
 use crate::io::Sink;
 use crate::parallel::pool;
 
@@ -41,7 +42,9 @@ impl Behind {
         let helpers = pool(threads.min(HELPERS))?;
         let (full, pieces) = sync_channel::<Vec<u8>>(UNDER_WAY - 1);
         let (done, empty) = channel();
+        let interrupt = interrupt::current();
         let work = move || {
+            interrupt::adopt(interrupt);
             for mut piece in pieces {
                 let Back { sink, hasher } = &mut back;
                 match &helpers {

@@ -53,13 +53,6 @@ impl LargeBuffers {
             advise(buffer.spare_capacity_mut(), Advice::NotNeeded);
         }
     }
-
-    /// A copy of bytes.
-    pub(crate) fn copy(&self, bytes: &[u8]) -> LargeBuffer {
-        let mut buffer = self.take(bytes.len());
-        buffer.extend_from_slice(bytes);
-        buffer
-    }
 }
 
 impl Idle {
@@ -190,9 +183,10 @@ mod tests {
         for salt in [0, 7] {
             for len in [0, 1, 4096, 100_000, 5 << 20] {
                 let bytes: Vec<u8> = (0..len).map(|i| i as u8 ^ salt).collect();
-                assert!(**buffers.copy(&bytes) == bytes, "{len}");
-                let empty = buffers.take(len);
-                assert!(empty.is_empty() && empty.capacity() >= len);
+                let mut buffer = buffers.take(len);
+                assert!(buffer.is_empty() && buffer.capacity() >= len);
+                buffer.extend_from_slice(&bytes);
+                assert!(**buffer == bytes, "{len}");
             }
         }
     }

@@ -1,8 +1,10 @@
 //! What can go wrong, by what the caller can do about it.
 
 use std::io;
+use std::time::Duration;
 
 use s4_format::{DType, Digest};
+use s4_store::{Cause, Failure};
 
 /// Errors of saving and loading.
 #[derive(Debug, thiserror::Error)]
@@ -32,7 +34,7 @@ pub enum Error {
         name: String,
     },
     /// The file system or the object store refused.
-    #[error("{target}: cannot {action}: {source}")]
+    #[error("{target}: cannot {action}: {source}{}", advice(.source))]
     Io {
         /// File or URL.
         target: String,
@@ -88,6 +90,18 @@ pub enum Error {
     /// The caller's progress function asked to stop.
     #[error("cancelled")]
     Cancelled,
+}
+
+impl Error {
+    /// Whether bytes were read that contradict their checksums or themselves.
+    pub(crate) fn is_mismatch(&self) -> bool {
+        match self {
+            Self::Format { source: s4_format::Error::Corrupt { .. }, .. } => true,
+            Self::Checkpoint { source, .. } => source.is_mismatch(),
+            Self::Parent { problem: ParentProblem::Unreadable(source), .. } => source.is_mismatch(),
+            _ => false,
+        }
+    }
 }
 
 /// What can be wrong with a parent checkpoint.
@@ -153,20 +167,92 @@ impl Error {
     }
 
     pub(crate) fn store(target: &str, action: &'static str, e: object_store::Error) -> Self {
-        let kind = match &e {
-            object_store::Error::NotFound { .. } if action == "open" => {
+        if matches!(e, object_store::Error::NotFound { .. }) && action == "open" {
+            return Self::NotFound { target: target.to_owned() };
+        }
+        let failure = Failure::new(&e);
+        Self::remote(
+            target,
+            action,
+            s4_store::Error::Storage { action, key: String::new(), source: failure },
+        )
+    }
+
+    /// What a request to an object store failed of.
+    pub(crate) fn remote(target: &str, action: &'static str, e: s4_store::Error) -> Self {
+        let kind = match e.cause() {
+            Some(Cause::NotFound) if action == "open" => {
                 return Self::NotFound { target: target.to_owned() };
             }
-            object_store::Error::NotFound { .. } => io::ErrorKind::NotFound,
-            object_store::Error::PermissionDenied { .. }
-            | object_store::Error::Unauthenticated { .. } => io::ErrorKind::PermissionDenied,
-            object_store::Error::AlreadyExists { .. } => io::ErrorKind::AlreadyExists,
-            object_store::Error::NotSupported { .. }
-            | object_store::Error::NotImplemented { .. } => io::ErrorKind::Unsupported,
+            Some(Cause::NotFound) => io::ErrorKind::NotFound,
+            Some(Cause::Permission | Cause::NoCredentials) => io::ErrorKind::PermissionDenied,
+            Some(Cause::Conflict) => io::ErrorKind::AlreadyExists,
+            Some(Cause::Unsupported) => io::ErrorKind::Unsupported,
+            Some(Cause::Refused) => io::ErrorKind::ConnectionRefused,
+            Some(Cause::Reset) => io::ErrorKind::ConnectionReset,
+            Some(Cause::Timeout) => io::ErrorKind::TimedOut,
+            Some(Cause::DiskFull) => io::ErrorKind::StorageFull,
+            Some(Cause::ReadOnly) => io::ErrorKind::ReadOnlyFilesystem,
             _ => io::ErrorKind::Other,
         };
-        Self::Io { target: target.to_owned(), action, source: io::Error::new(kind, e) }
+        let source = match e {
+            s4_store::Error::Storage { source, .. } => io::Error::new(kind, source),
+            s4_store::Error::Deadline { limit, last, .. } => {
+                io::Error::new(kind, Late { limit, last })
+            }
+            other => io::Error::new(kind, other),
+        };
+        Self::Io { target: target.to_owned(), action, source }
     }
+
+    /// Why a file system, a server or the way to it failed, if one did.
+    #[must_use]
+    pub fn cause(&self) -> Option<Cause> {
+        match self {
+            Self::NotFound { .. } => Some(Cause::NotFound),
+            Self::Io { source, .. } => {
+                Some(failure(source).map_or_else(|| Cause::of_io(source), Failure::cause))
+            }
+            Self::Store { source, .. } => source.cause(),
+            Self::Checkpoint { source, .. } => source.cause(),
+            _ => None,
+        }
+    }
+
+    /// The system's error number, or the one that says the same as a server or a connection did.
+    #[must_use]
+    pub fn errno(&self) -> Option<i32> {
+        match self {
+            Self::Io { source, .. } => match failure(source) {
+                Some(failure) => failure.errno(),
+                None => source.raw_os_error().or_else(|| Cause::of_io(source).errno()),
+            },
+            Self::NotFound { .. } => Cause::NotFound.errno(),
+            Self::Store { source, .. } => source.errno(),
+            Self::Checkpoint { source, .. } => source.errno(),
+            _ => None,
+        }
+    }
+}
+
+/// A request that was repeated in vain.
+#[derive(Debug, thiserror::Error)]
+#[error("no success within {limit:?}: {last}")]
+struct Late {
+    limit: Duration,
+    last: Failure,
+}
+
+/// What a server or the way to it said.
+fn failure(error: &io::Error) -> Option<&Failure> {
+    let inner = error.get_ref()?;
+    inner.downcast_ref().or_else(|| inner.downcast_ref::<Late>().map(|late| &late.last))
+}
+
+/// What to do next after a system's own words.
+fn advice(error: &io::Error) -> String {
+    let advice = error.raw_os_error().and_then(|_| Cause::of_io(error).advice());
+    advice.map(|advice| format!("; {advice}")).unwrap_or_default()
 }
 
 /// Names the target of a format error.

@@ -65,25 +65,46 @@ pub(crate) struct Buffers {
     chunk: Vec<u8>,
 }
 
+impl Buffers {
+    /// Memory for a frame, and what decodes it.
+    pub(crate) fn frame(&mut self, len: usize) -> (&mut [u8], &mut Scratch) {
+        if self.span.len() < len {
+            self.span.resize(len, 0);
+        }
+        (&mut self.span[..len], &mut self.scratch)
+    }
+}
+
 impl Reader {
     /// Fills every want.
     pub(crate) fn fetch(&self, wants: Vec<Want<'_>>) -> Result<()> {
-        let total = wants.iter().map(|w| w.to.len() as u64).sum();
-        let callback = self.options.progress.clone();
+        let mut meter = self.meter(wants.iter().map(|w| w.to.len() as u64).sum());
         self.prepare(&self.hosts(&wants))?;
-        let done = self.fetch_all(wants, Meter { callback, done: 0, total });
-        self.idle().clear();
+        let done = self.fetch_all(wants, &mut meter);
+        self.let_go();
         done
     }
 
+    /// Counts `total` bytes for the caller.
+    pub(crate) fn meter(&self, total: u64) -> Meter {
+        Meter { callback: self.options.progress.clone(), done: 0, total }
+    }
+
+    /// Lets go of buffers.
+    pub(crate) fn let_go(&self) {
+        lock(&self.idle).clear();
+    }
+
     /// Fills every want, with threads. The tensors are prepared.
-    pub(crate) fn fetch_all(&self, wants: Vec<Want<'_>>, meter: Meter) -> Result<()> {
+    pub(crate) fn fetch_all(&self, wants: Vec<Want<'_>>, meter: &mut Meter) -> Result<()> {
+        let wants = self.fill_mixed(wants, meter)?;
         let blocks = self.blocks(&self.hosts(&wants))?;
         let spans = self.spans(self.jobs(wants, &blocks)?);
         self.run(spans, &blocks, meter)
     }
 
-    /// Fills every want on this thread, with buffers from a common stock. The tensors are prepared.
+    /// Fills every want on this thread, with buffers from a common stock. The tensors are prepared, and cut
+    /// alike along their chains.
     pub(crate) fn fill(&self, wants: Vec<Want<'_>>, idle: &Mutex<Vec<Buffers>>) -> Result<()> {
         let blocks = self.blocks(&self.hosts(&wants))?;
         let spans = self.spans(self.jobs(wants, &blocks)?);
@@ -104,10 +125,6 @@ impl Reader {
             TensorKind::Chunks { .. } => tensor,
             TensorKind::Packed { pack, .. } => pack as usize,
         }
-    }
-
-    fn idle(&self) -> MutexGuard<'_, Vec<Buffers>> {
-        lock(&self.idle)
     }
 
     /// Where the bytes of a packed tensor are: in its pack.
@@ -194,7 +211,7 @@ impl Reader {
         &self,
         spans: Vec<Vec<Job<'_>>>,
         blocks: &HashMap<usize, Arc<LoadedBlock>>,
-        mut meter: Meter,
+        meter: &mut Meter,
     ) -> Result<()> {
         let mut threads = thread_count(self.options.threads);
         if self.any_remote() {
@@ -291,10 +308,7 @@ impl Reader {
         let Some(first) = span.first().map(|j| j.record) else { return Ok(()) };
         let ends = span.iter().map(|j| j.record.offset + u64::from(j.record.len));
         let len = (ends.max().unwrap_or(first.offset) - first.offset) as usize;
-        if buffers.span.len() < len {
-            buffers.span.resize(len, 0);
-        }
-        self.read_object(first.object, first.offset, &mut buffers.span[..len])?;
+        self.read_object(first.object, first.offset, buffers.frame(len).0)?;
         for job in span {
             let at = (job.record.offset - first.offset) as usize;
             let bytes: u64 = job.pieces.iter().map(|p| p.to.len() as u64).sum();
@@ -350,10 +364,16 @@ impl Reader {
             .collect();
         self.prepare(&hosts)?;
         let blocks = self.blocks(&hosts)?;
+        let sizes = hosts.iter().map(|&t| self.tensors[t].bytes());
+        let total = sizes.sum::<s4_format::Result<u64>>().at(&self.name)?;
+        let mut meter = self.meter(total);
         let mut jobs = vec![];
-        let mut total = 0;
         for &tensor in &hosts {
             let block = &blocks[&tensor];
+            *chunks += block.records.len() as u64;
+            if self.check_mixed(tensor, &mut meter)? {
+                continue;
+            }
             let size = (self.tensors[tensor].dtype.value_width() as u64)
                 << self.spec(tensor, block).chunk_log2;
             let all = self.tensors[tensor].bytes().at(&self.name)?;
@@ -362,12 +382,9 @@ impl Reader {
                 let bytes = size.min(all - chunk * size) as usize;
                 jobs.push(self.job(tensor, chunk, *record, bytes));
             }
-            total += all;
         }
-        *chunks = jobs.len() as u64;
-        let callback = self.options.progress.clone();
-        let done = self.run(self.spans(jobs), &blocks, Meter { callback, done: 0, total });
-        self.idle().clear();
+        let done = self.run(self.spans(jobs), &blocks, &mut meter);
+        self.let_go();
         done
     }
 }

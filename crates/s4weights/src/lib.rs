@@ -37,9 +37,13 @@ mod buffers;
 #[cfg(feature = "cuda")]
 mod device;
 mod error;
+mod extents;
 mod fetch;
+mod interrupt;
 mod io;
+mod levels;
 mod memory;
+mod mixed;
 mod objects;
 mod options;
 mod output;
@@ -58,6 +62,7 @@ pub use adversarial::adversarial;
 #[cfg(feature = "cuda")]
 pub use device::{DeviceSource, Place, PlacedSource};
 pub use error::{Error, ParentProblem, Result};
+pub use interrupt::Interrupt;
 pub use io::{Source, StorageOptions, Target, is_url};
 pub use memory::{Compressed, MemoryOptions, TensorCodec};
 pub use objects::{DataObject, ObjectOptions, ObjectSink, ObjectSource};
@@ -72,5 +77,6 @@ pub use s4_engine::cuda;
 pub use s4_engine::{CpuEngine, Preset, TensorView};
 pub use s4_format::{self as format, DType, Manifest};
 pub use s4_planes::Simd;
+pub use s4_store::{Cause, redact_url};
 pub use slice::Slice;
 pub use writer::{Contents, TensorSource, Writer, Written};

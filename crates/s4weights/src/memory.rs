@@ -161,6 +161,11 @@ impl Compressed {
         engine.decode_chunk(&spec, chunk as u64, record, frame, scratch, to).at(TARGET)
     }
 
+    /// CRC-32C of the values of each chunk.
+    pub(crate) fn checksums(&self) -> impl Iterator<Item = u32> {
+        self.chunks.iter().map(|(record, _)| record.crc_raw)
+    }
+
     /// Bytes of chunks, chunk table and side data.
     pub fn bytes(&self) -> usize {
         let chunk = |(_, frame): &(_, Vec<u8>)| frame.len().next_multiple_of(ALIGN);

@@ -2,12 +2,14 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use s4_engine::Preset;
 use s4_format::Digest;
 use s4_planes::Simd;
 
 use crate::error::{Error, Result};
+use crate::interrupt;
 use crate::parent::Parent;
 use crate::reader::Reader;
 
@@ -46,6 +48,9 @@ pub struct WriteOptions {
     pub parent: Option<Arc<dyn Parent>>,
     /// Most checkpoints of a chain; `None`: [`DEFAULT_MAX_CHAIN`]. Readers allow 64.
     pub max_chain: Option<u32>,
+    /// Time for a request to an object store with all its repetitions; `None`: 5 minutes. While a
+    /// server was never reached it is asked for half a minute at most, unless a time is given.
+    pub deadline: Option<Duration>,
     /// Told of progress.
     pub progress: Option<ProgressFn>,
 }
@@ -57,6 +62,8 @@ pub struct ReadOptions {
     pub threads: Option<usize>,
     /// Vector instructions; `None`: the best that the machine has.
     pub simd: Option<Simd>,
+    /// As [`WriteOptions::deadline`].
+    pub deadline: Option<Duration>,
     /// Told of progress.
     pub progress: Option<ProgressFn>,
     /// Finds the parent of a checkpoint that holds differences. Without it, tensors that are stored
@@ -118,7 +125,7 @@ impl Meter {
         let p = Progress { done: self.done, total: self.total };
         match &self.callback {
             Some(callback) if !callback(p) => Err(Error::Cancelled),
-            _ => Ok(()),
+            _ => interrupt::check(),
         }
     }
 }

@@ -3,15 +3,19 @@
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::error::{Error, Result};
+use crate::interrupt;
 
-/// A pool of `threads` threads; `None` for one, which the caller's own thread is.
+/// A pool of `threads` threads; `None` for one, which the caller's own thread is. What stops the
+/// caller's work stops theirs.
 pub(crate) fn pool(threads: usize) -> Result<Option<ThreadPool>> {
     if threads <= 1 {
         return Ok(None);
     }
+    let interrupt = interrupt::current();
     let pool = ThreadPoolBuilder::new()
         .num_threads(threads)
         .thread_name(|i| format!("s4weights-{i}"))
+        .start_handler(move |_| interrupt::adopt(interrupt.clone()))
         .build()
         .map_err(|e| Error::io("threads", "start", std::io::Error::other(e)))?;
     Ok(Some(pool))

@@ -1,12 +1,14 @@
 //! The checkpoint before, as a writer sees it: where differences are taken from.
 
 use std::collections::HashMap;
+use std::hint::black_box;
 use std::sync::Arc;
 
 use bytes::Bytes;
 use s4_engine::TensorView;
 use s4_format::{DType, Digest, crc32c};
 
+use crate::buffers::LargeBuffers;
 use crate::error::{Error, ParentProblem, Result};
 use crate::memory::{Compressed, TensorCodec};
 use crate::reader::Reader;
@@ -178,6 +180,29 @@ impl MemoryParent {
         self.insert(name, values, Held::Own)
     }
 
+    /// As [`MemoryParent::own`], of a copy of values that may change meanwhile.
+    ///
+    /// # Errors
+    /// As [`MemoryParent::hold`]; [`Error::Parent`] if what was copied are not the checkpoint's values.
+    pub(crate) fn own_copy(
+        &mut self,
+        name: &str,
+        values: &[u8],
+        buffers: &LargeBuffers,
+    ) -> Result<()> {
+        let snapshot = Arc::clone(&self.snapshot);
+        let Some(tensor) = snapshot.tensors.get(name) else { return Ok(()) };
+        let mut copy = buffers.take(values.len());
+        // Each chunk is in a cache still when it is compared.
+        for (chunk, values) in values.chunks(tensor.chunk_bytes()).enumerate() {
+            let start = copy.len();
+            copy.extend_from_slice(values);
+            // What is compared is the copy: no optimizer is to look at the values again.
+            self.check(name, tensor, chunk, &black_box(&mut *copy)[start..])?;
+        }
+        self.own(name, copy.into())
+    }
+
     fn insert(&mut self, name: &str, values: Bytes, held: fn(Bytes) -> Held) -> Result<()> {
         let Some(tensor) = self.snapshot.tensors.get(name) else { return Ok(()) };
         if values.len() as u64 != tensor.bytes {
@@ -204,11 +229,13 @@ impl MemoryParent {
         if self.used >= self.budget || foreign {
             return Ok(false);
         }
-        for (chunk, values) in values.chunks(tensor.chunk_bytes()).enumerate() {
-            self.check(name, tensor, chunk, values)?;
-        }
         let view = TensorView { dtype: tensor.dtype, shape: &tensor.shape, data: values };
         let compressed = codec.compress(&view)?;
+        // What is compared is what was compressed, whatever becomes of the values meanwhile.
+        let pairs = compressed.checksums().zip(&tensor.checksums);
+        if let Some((chunk, _)) = (0..).zip(pairs).find(|(_, (kept, stored))| kept != *stored) {
+            return Err(self.problem(Some(name), ParentProblem::Changed { chunk }));
+        }
         if compressed.bytes() > self.budget - self.used {
             return Ok(false);
         }

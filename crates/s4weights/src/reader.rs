@@ -13,6 +13,7 @@ use s4_format::side::Side;
 use s4_format::{ChunkRecord, DType, Digest};
 
 use crate::error::{At, Error, Result};
+use crate::extents::Extents;
 use crate::fetch::{Buffers, Want};
 use crate::io::{ReadAt, Source, open_source};
 use crate::objects::ObjectSource;
@@ -21,6 +22,9 @@ use crate::slice::Slice;
 
 /// The last bytes of a file that are read first: footer, manifest and index of most files.
 const TAIL: u64 = 64 << 10;
+
+/// Runs of a slice that are read at a time.
+const RUNS: usize = 1 << 16;
 
 /// A tensor of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,15 +49,23 @@ pub struct Reader {
     pub(crate) tensors: Vec<Tensor>,
     pub(crate) engine: CpuEngine,
     pub(crate) options: ReadOptions,
-    by_name: HashMap<String, usize>,
+    /// Numbers of the tensors that the caller sees, in the order of names.
+    by_name: Vec<u32>,
     /// Tensors that the caller sees; packs stand behind them.
     named: usize,
-    blocks: Mutex<HashMap<usize, Arc<LoadedBlock>>>,
+    blocks: Mutex<Blocks>,
     /// The parent, once it is known.
     pub(crate) parent: OnceLock<Arc<Reader>>,
     /// Another checkpoint of the same values that this one took the place of.
     pub(crate) stands_for: OnceLock<manifest::Parent>,
     pub(crate) idle: Mutex<Vec<Buffers>>,
+}
+
+/// Blocks that were read, by tensor, and where their chunks lie.
+#[derive(Default)]
+struct Blocks {
+    loaded: HashMap<usize, Arc<LoadedBlock>>,
+    extents: Extents,
 }
 
 /// Side data and chunk table of a tensor.
@@ -92,7 +104,7 @@ impl Reader {
         options: ReadOptions,
     ) -> Result<Self> {
         let simd = simd(options.simd)?;
-        let (name, source) = open_source(source)?;
+        let (name, source) = open_source(source, options.deadline)?;
         let len = source.len();
         let mut start = vec![0; HEADER_LEN.min(usize::try_from(len).unwrap_or(HEADER_LEN))];
         source.read_at(0, &mut start)?;
@@ -117,9 +129,13 @@ impl Reader {
             let e = s4_format::Error::corrupt("packs do not stand behind all other tensors");
             return Err(e.in_part("tensor table")).at(&name);
         }
-        let by_name = (tensors[..named].iter().enumerate()).map(|(i, t)| (t.name.clone(), i));
+        let plan = |t: &Tensor| &manifest.plans[usize::from(t.plan)];
+        if tensors[named..].iter().any(|t| plan(t).parent().is_some()) {
+            let e = s4_format::Error::corrupt("a pack of small tensors is a difference");
+            return Err(e.in_part("tensor table")).at(&name);
+        }
         Ok(Self {
-            by_name: by_name.collect(),
+            by_name: index::by_name(&tensors),
             name,
             source,
             objects,
@@ -167,7 +183,9 @@ impl Reader {
     /// # Errors
     /// `NoEntry` if there is none of this name.
     pub fn find(&self, name: &str) -> Result<usize> {
-        self.by_name.get(name).copied().ok_or_else(|| self.no_entry("tensor", name))
+        let named = |&i: &u32| self.tensors[i as usize].name.as_str();
+        let found = self.by_name.binary_search_by_key(&name, named);
+        found.map(|at| self.by_name[at] as usize).map_err(|_| self.no_entry("tensor", name))
     }
 
     fn no_entry(&self, what: &'static str, name: &str) -> Error {
@@ -206,15 +224,23 @@ impl Reader {
         let elements = slice.check(name, &tensor.shape)?;
         let size = tensor.dtype.size() as u64;
         let mut out = self.buffer(elements * size)?;
-        let mut wants = vec![];
+        let mut meter = self.meter(elements * size);
+        self.prepare(&[self.host(number)])?;
         let mut rest = out.as_mut_slice();
-        for run in slice.runs(&tensor.shape) {
-            let len = usize::try_from((run.end - run.start) * size).unwrap_or(usize::MAX);
-            let (now, later) = rest.split_at_mut(len);
-            wants.push(Want { tensor: number, first: run.start * size, to: now });
-            rest = later;
+        let mut runs = slice.runs(&tensor.shape).peekable();
+        // A run may be a single element: some at a time are described.
+        while runs.peek().is_some() {
+            let mut wants = vec![];
+            for run in runs.by_ref().take(RUNS) {
+                let len = usize::try_from((run.end - run.start) * size).unwrap_or(usize::MAX);
+                let (now, later) = rest.split_at_mut(len);
+                wants.push(Want { tensor: number, first: run.start * size, to: now });
+                rest = later;
+            }
+            let fetched = self.fetch_checked(wants, &mut |wants| self.fetch_all(wants, &mut meter));
+            fetched.inspect_err(|_| self.let_go())?;
         }
-        self.fetch(wants)?;
+        self.let_go();
         Ok(out)
     }
 
@@ -240,7 +266,25 @@ impl Reader {
             }
             wants.push(Want { tensor: *number, first: 0, to });
         }
-        self.fetch(wants)
+        self.fetch_checked(wants, &mut |wants| self.fetch(wants))
+    }
+
+    /// Fills every want. What does not match its checksums in objects of a store is read once more
+    /// before it is called damaged: bytes may be damaged on their way.
+    fn fetch_checked(
+        &self,
+        mut wants: Vec<Want<'_>>,
+        fetch: &mut dyn FnMut(Vec<Want<'_>>) -> Result<()>,
+    ) -> Result<()> {
+        let first = wants.iter_mut();
+        let first = first.map(|w| Want { tensor: w.tensor, first: w.first, to: &mut *w.to });
+        match fetch(first.collect()) {
+            Err(error) if self.objects.is_some() && error.is_mismatch() => {
+                tracing::debug!(%error, "reading once more");
+                fetch(wants)
+            }
+            other => other,
+        }
     }
 
     pub(crate) fn buffer(&self, bytes: u64) -> Result<Vec<u8>> {
@@ -271,7 +315,8 @@ impl Reader {
     /// Side data and chunk tables of tensors with chunks of their own. Adjacent ones are read
     /// together, and kept.
     pub(crate) fn blocks(&self, tensors: &[usize]) -> Result<HashMap<usize, Arc<LoadedBlock>>> {
-        let mut kept = self.blocks.lock().unwrap_or_else(|e| e.into_inner());
+        let mut blocks = self.blocks.lock().unwrap_or_else(|e| e.into_inner());
+        let Blocks { loaded: kept, extents } = &mut *blocks;
         let mut missing: Vec<_> = tensors
             .iter()
             .filter(|t| !kept.contains_key(t))
@@ -281,6 +326,8 @@ impl Reader {
             })
             .collect();
         missing.sort_unstable_by_key(|m| m.0.offset);
+        // Tensors of one pack ask for the same block.
+        missing.dedup_by_key(|m| m.2);
         let mut at = 0;
         while at < missing.len() {
             let first = missing[at].0.offset;
@@ -297,7 +344,10 @@ impl Reader {
             for (block, log2, t) in run {
                 let (now, later) = rest.split_at(block.len as usize);
                 rest = later;
-                let loaded = self.parse_block(*t, now, block, *log2);
+                let loaded = self.parse_block(*t, now, block, *log2).and_then(|loaded| {
+                    extents.add(&loaded.records)?;
+                    Ok(loaded)
+                });
                 let loaded = loaded.map_err(|e| e.in_tensor(self.label(*t))).at(&self.name)?;
                 kept.insert(*t, Arc::new(loaded));
             }

@@ -18,36 +18,39 @@ impl Slice {
                 self.0
             )));
         }
+        // Dimensions of an empty tensor may be large beyond all products.
+        if self.0.iter().any(|r| r.start == r.end) {
+            return Ok(0);
+        }
         Ok(self.0.iter().map(|r| r.end - r.start).product())
     }
 
-    /// Runs of adjacent elements, in row-major order: first element and length.
-    pub(crate) fn runs(&self, shape: &[u64]) -> Vec<Range<u64>> {
-        if self.0.iter().any(|r| r.start == r.end) {
-            return vec![];
-        }
+    /// Runs of adjacent elements, in row-major order: first element and end.
+    pub(crate) fn runs<'a>(&'a self, shape: &'a [u64]) -> impl Iterator<Item = Range<u64>> + 'a {
+        let some = self.0.iter().all(|r| r.start < r.end);
         // Trailing dimensions that are taken whole belong to one run.
         let whole = (self.0.iter().zip(shape)).rev().take_while(|(r, d)| r.end - r.start == **d);
         let inner = shape.len() - whole.count();
-        let block: u64 = shape[inner..].iter().product();
-        let mut runs = vec![];
-        let Some(last) = inner.checked_sub(1) else {
-            runs.push(0..block);
-            return runs;
-        };
-        let mut index: Vec<u64> = self.0[..inner].iter().map(|r| r.start).collect();
-        loop {
+        let block: u64 = if some { shape[inner..].iter().product() } else { 0 };
+        let ranges = &self.0[..inner];
+        let len = ranges.last().map_or(1, |r| r.end - r.start) * block;
+        let mut next = some.then(|| ranges.iter().map(|r| r.start).collect::<Vec<_>>());
+        std::iter::from_fn(move || {
+            let index = next.as_mut()?;
             let first = index.iter().zip(shape).fold(0, |at, (i, d)| at * d + i) * block;
-            runs.push(first..first + (self.0[last].end - self.0[last].start) * block);
             // Count up the dimensions outside the run, the last one fastest.
-            let Some(d) = (0..last).rev().find(|&d| index[d] + 1 < self.0[d].end) else {
-                return runs;
-            };
-            index[d] += 1;
-            for (i, range) in index[d + 1..last].iter_mut().zip(&self.0[d + 1..]) {
-                *i = range.start;
+            let outside = inner.saturating_sub(1);
+            match (0..outside).rev().find(|&d| index[d] + 1 < ranges[d].end) {
+                Some(d) => {
+                    index[d] += 1;
+                    for (i, range) in index[d + 1..outside].iter_mut().zip(&ranges[d + 1..]) {
+                        *i = range.start;
+                    }
+                }
+                None => next = None,
             }
-        }
+            Some(first..first + len)
+        })
     }
 }
 
@@ -57,7 +60,7 @@ mod tests {
     use super::*;
 
     fn elements(slice: &Slice, shape: &[u64]) -> Vec<u64> {
-        slice.runs(shape).into_iter().flatten().collect()
+        slice.runs(shape).flatten().collect()
     }
 
     #[test]
@@ -76,9 +79,14 @@ mod tests {
             assert_eq!(slice.check("t", &shape).unwrap(), want.len() as u64);
             assert_eq!(elements(&slice, &shape), want);
         }
-        assert_eq!(Slice(vec![0..3, 0..4, 0..5]).runs(&shape), [0..60]);
-        assert_eq!(Slice(vec![]).runs(&[]), [0..1]);
-        assert!(Slice(vec![0..3, 2..2, 0..5]).runs(&shape).is_empty());
+        let runs =
+            |ranges: Vec<Range<u64>>, shape: &[u64]| Slice(ranges).runs(shape).collect::<Vec<_>>();
+        assert_eq!(runs(vec![0..3, 0..4, 0..5], &shape), [0..60]);
+        assert_eq!(runs(vec![], &[]), [0..1]);
+        assert!(runs(vec![0..3, 2..2, 0..5], &shape).is_empty());
+        let huge = [u64::MAX, u64::MAX, 0];
+        assert_eq!(Slice(huge.map(|d| 0..d).to_vec()).check("t", &huge).unwrap(), 0);
+        assert!(runs(huge.map(|d| 0..d).to_vec(), &huge).is_empty());
         assert!(Slice(vec![0..4]).check("t", &[3]).is_err());
         assert!(Slice(vec![]).check("t", &[3]).is_err());
     }

@@ -98,7 +98,7 @@ impl Writer {
     /// parent's chain is as long as is allowed, `Format` of type `Unsupported` if the preset needs a
     /// GPU or a library that is not there.
     pub fn create(target: Target, options: WriteOptions) -> Result<Self> {
-        let (name, sink) = open_sink(target)?;
+        let (name, sink) = open_sink(target, options.deadline)?;
         Self::start(name, Output::file(sink)?, options)
     }
 

@@ -59,6 +59,39 @@ fn files_are_the_same_however_many_threads_write() {
     assert!(paths.iter().all(|p| std::fs::read(p).unwrap() == first));
 }
 
+/// A mapping of a file that somebody else cuts kills the process that touches it.
+#[test]
+fn nobody_can_cut_a_file_that_is_being_written() {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    let Some(dir) = in_memory() else { return };
+    let (data, path) = (noise(48 << 20), dir.path().join("a.s4w"));
+    let (done, found) = (AtomicBool::new(false), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Ordering::Relaxed) {
+                for entry in std::fs::read_dir(dir.path()).unwrap().flatten() {
+                    let file = std::fs::File::options().write(true).open(entry.path());
+                    // Published files are left alone; so is the name of an instant before that.
+                    if entry.file_name() != "a.s4w"
+                        && let Ok(file) = file
+                        && file.metadata().is_ok_and(|m| m.len() < data.len() as u64 / 2)
+                    {
+                        found.store(true, Ordering::Relaxed);
+                        file.set_len(0).unwrap();
+                    }
+                }
+            }
+        });
+        for threads in [2, 7, 7, 7] {
+            save(&path, threads, &data).unwrap();
+            let reader = Reader::open(path.as_path().into(), ReadOptions::default()).unwrap();
+            reader.verify().unwrap();
+        }
+        done.store(true, Ordering::Relaxed);
+    });
+    assert!(!found.into_inner(), "a file that was not complete had a name");
+}
+
 /// What is looked at on a file system of 48 MiB.
 fn in_a_small_one(dir: &Path) {
     let data = noise(80 << 20);

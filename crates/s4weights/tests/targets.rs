@@ -66,6 +66,108 @@ fn links_stay_links_and_permissions_stay() {
     assert_eq!(std::fs::metadata(&real).unwrap().permissions().mode() & 0o777, 0o640);
 }
 
+/// What overwriting a file in place would leave, as `torch.save` does.
+#[test]
+fn permissions_are_those_of_any_file() {
+    use std::os::unix::fs::PermissionsExt;
+    let dir = tempfile::tempdir().unwrap();
+    let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    let plain = dir.path().join("plain");
+    std::fs::write(&plain, b"").unwrap();
+    let folders = [dir.path().to_owned(), tempfile::tempdir_in("/dev/shm").unwrap().keep()];
+    for folder in &folders {
+        let path = folder.join("new.s4w");
+        save_to(path.as_path().into(), &mixed(), WriteOptions::default()).unwrap();
+        assert_eq!(mode(&path), mode(&plain));
+        // More than the umask lets a new file have.
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o666)).unwrap();
+        save_to(path.as_path().into(), &mixed(), WriteOptions::default()).unwrap();
+        assert_eq!(mode(&path), 0o666);
+        check(path.as_path().into(), &mixed());
+        std::fs::remove_file(path).unwrap();
+    }
+    std::fs::remove_dir(&folders[1]).unwrap();
+}
+
+#[test]
+fn a_link_to_nothing_is_written_through() {
+    let dir = tempfile::tempdir().unwrap();
+    let (real, link, first) =
+        (dir.path().join("real.s4w"), dir.path().join("link"), dir.path().join("first"));
+    std::os::unix::fs::symlink("real.s4w", &link).unwrap();
+    std::os::unix::fs::symlink(&link, &first).unwrap();
+    save_to(first.as_path().into(), &mixed(), WriteOptions::default()).unwrap();
+    assert!(std::fs::symlink_metadata(&link).unwrap().is_symlink());
+    assert!(std::fs::symlink_metadata(&real).unwrap().is_file());
+    check(real.as_path().into(), &mixed());
+}
+
+#[test]
+fn names_may_be_as_long_as_the_file_system_allows() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["x".repeat(250), "\u{20ac}".repeat(83), "y".repeat(255)] {
+        let path = dir.path().join(&name);
+        save_to(path.as_path().into(), &mixed(), WriteOptions::default()).unwrap();
+        check(path.as_path().into(), &mixed());
+    }
+    let long = dir.path().join("z".repeat(256));
+    let error = save_to(long.as_path().into(), &mixed(), WriteOptions::default()).unwrap_err();
+    assert_eq!(error.cause(), Some(s4weights::Cause::NameTooLong), "{error}");
+    assert_eq!(error.errno(), Some(36));
+}
+
+/// One code path: what a URL and options mean does not depend on what is kept there.
+#[test]
+fn urls_and_options_are_those_of_stores() {
+    let create = |url: &str, options: &[(&str, &str)]| {
+        let options = options.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
+        Writer::create(Target::Url(url.to_owned(), options), WriteOptions::default())
+    };
+    for (url, options, part) in [
+        ("s3://bucket/a", &[("verify", "hush")][..], "`verify`"),
+        ("s3://bucket/a", &[("endpont_url", "hush")], "`endpoint_url`"),
+        ("s3://bucket/a", &[("profile", "hush-none"), ("profle", "x")], "`profle`"),
+        ("memory://bucket/a", &[("endpont_url", "hush")], "`endpont_url`"),
+        ("s3://AKID:hush@bucket/a", &[], "s3://bucket/a"),
+        ("s3://AKID:hu/hush@bucket/a", &[], "s3://***"),
+        ("s3://bucket/a?X-Amz-Signature=hush", &[], "s3://bucket/a"),
+        ("nonsense://AKID:hush@bucket/a", &[], "nonsense://bucket/a"),
+    ] {
+        let Err(error) = create(url, options) else { panic!("{url}") };
+        let text = format!("{error} {error:?}");
+        assert!(text.contains(part), "{text}");
+        assert!(part == "`verify`" || !text.contains("hush"), "{text}");
+    }
+    create("s3://bucket/a", &[("key", "k"), ("secret", "s"), ("region_name", "r")]).unwrap();
+}
+
+/// Presigned URLs, credentials in URLs and in endpoints: nothing of them in what a failure says.
+#[test]
+fn failures_of_requests_show_no_secrets() {
+    let closed = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let options: std::collections::HashMap<String, String> = [
+        ("endpoint_url", format!("http://{closed}")),
+        ("key", "AKIDHUSH".into()),
+        ("secret", "hush-secret".into()),
+        ("token", "hush-token".into()),
+    ]
+    .map(|(k, v)| (k.to_owned(), v))
+    .into();
+    let url = "s3://bucket/a.s4w".to_owned();
+    let deadline = Some(std::time::Duration::from_millis(300));
+    let write = WriteOptions { deadline, ..WriteOptions::default() };
+    let wrote = save_to(Target::Url(url.clone(), options.clone()), &mixed(), write).unwrap_err();
+    let read = ReadOptions { deadline, ..ReadOptions::default() };
+    let read = Reader::open(Source::Url(url, options), read).err().unwrap();
+    for error in [wrote, read] {
+        let text = format!("{error} {error:?}");
+        assert_eq!(error.cause(), Some(s4weights::Cause::Refused), "{text}");
+        assert_eq!(error.errno(), Some(111));
+        assert!(text.contains(&closed.to_string()) && text.contains("start the server"), "{text}");
+        assert!(!text.contains("hush") && !text.contains("AKIDHUSH"), "{text}");
+    }
+}
+
 #[test]
 fn full_vanished_and_forbidden_targets_leave_nothing() {
     let dir = tempfile::tempdir().unwrap();

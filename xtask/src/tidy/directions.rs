@@ -25,6 +25,8 @@ const BELOW: &[(&str, &[&str])] = &[
     ("s4-py", &["s4weights", "s4-cli"]),
     ("s4-runner", &["s4weights"]),
     ("s4-benches", &["s4weights"]),
+    ("s4-torture", &["s4weights"]),
+    ("s4-fuzz-targets", &["s4-cli"]),
     ("xtask", &[]),
 ];
 

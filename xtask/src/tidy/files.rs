@@ -9,8 +9,8 @@ use crate::error::{Error, Result};
 const MAX_LINES: usize = 700;
 
 /// Extensions of source files, which are kept short, and of other texts.
-const SOURCES: [&str; 7] = ["rs", "py", "pyi", "cu", "cuh", "h", "c"];
-const TEXTS: [&str; 4] = ["md", "toml", "txt", "yml"];
+const SOURCES: [&str; 8] = ["rs", "py", "pyi", "cu", "cuh", "h", "c", "cpp"];
+const TEXTS: [&str; 5] = ["md", "toml", "txt", "yml", "yaml"];
 
 /// Folders that hold nothing of ours.
 const SKIPPED: [&str; 2] = ["target", "__pycache__"];

@@ -74,8 +74,11 @@ pub(crate) fn retire(
     let state = store.state()?;
     let gone = if by_rules {
         let policy = choice.policy();
+        let wrong = |e| Failure::Usage(format!("{}: {e}", store.name()));
+        // A slip is told also where nothing would go this time.
+        policy.check_metrics(&state).map_err(wrong)?;
         match dry_run {
-            true => policy.plan(&state).retire,
+            true => policy.plan(&state).map_err(wrong)?.retire,
             false => store.apply_retention(&policy)?,
         }
     } else {
@@ -169,6 +172,26 @@ pub(crate) fn pin(place: &Place, which: &[String], pinned: bool, json: bool) -> 
     }
     let word = if pinned { "pinned: it cannot be retired" } else { "not pinned" };
     done.iter().try_for_each(|p| say(&format!("step {} is {word}", p.step)))
+}
+
+#[derive(Serialize)]
+struct Listed {
+    step: u64,
+    id: CheckpointId,
+}
+
+/// `unretire`
+pub(crate) fn unretire(place: &Place, which: &[String], json: bool) -> Result<()> {
+    let store = place.open()?;
+    let log = store.log(1)?;
+    let ids = which.iter().map(|word| select::find_retired(store.name(), &log, word));
+    let ids = ids.collect::<Result<Vec<_>>>()?;
+    let listed = store.unretire(&ids)?;
+    let listed: Vec<_> = listed.iter().map(|c| Listed { step: c.step(), id: c.id() }).collect();
+    if json {
+        return say(&to_json(&listed)?);
+    }
+    listed.iter().try_for_each(|c| say(&format!("step {} is listed again ({})", c.step, c.id)))
 }
 
 #[cfg(test)]

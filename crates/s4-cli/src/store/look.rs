@@ -1,16 +1,17 @@
 //! `ls`, `show`, `log`: looking, which changes nothing.
 
-use s4weights::store::{Checkpoint, Entry, Op, State};
+use s4weights::store::{Checkpoint, Entry, Op, State, StoreOptions};
 use serde::Serialize;
 
 use super::row::{Row, stored};
 use super::{Place, select, text};
 use crate::error::Result;
+use crate::visible::name;
 use crate::{inspect, say, to_json};
 
 /// `ls`
 pub(crate) fn list(place: &Place, last: Option<usize>, json: bool) -> Result<()> {
-    let store = place.open()?;
+    let store = place.open_to_read(StoreOptions::default())?;
     let state = store.state()?;
     let all = state.list();
     let skip = all.len().saturating_sub(last.unwrap_or(usize::MAX));
@@ -72,7 +73,7 @@ struct Summary<'a> {
 
 /// `show` without a checkpoint: the store itself.
 pub(crate) fn summary(place: &Place, json: bool) -> Result<()> {
-    let store = place.open()?;
+    let store = place.open_to_read(StoreOptions::default())?;
     let state = store.state()?;
     let list = state.list();
     let repo = store.repo();
@@ -90,7 +91,7 @@ pub(crate) fn summary(place: &Place, json: bool) -> Result<()> {
     }
     say(&format!("store     {} ({})", store.name(), repo.id))?;
     say(&format!("created   {} by {}", text::when(repo.created_ms), repo.created_by))?;
-    say(&format!("writers   {}", super::care::writers(repo.mode)))?;
+    say(&format!("writers   {}", super::writing::writers(repo.mode)))?;
     say(&format!("log       {} entries", state.head()))?;
     say(&format!("holds     {}", totals(&list)))?;
     match state.latest() {
@@ -115,7 +116,7 @@ struct Details {
 
 /// `show` with a checkpoint.
 pub(crate) fn show(place: &Place, which: &str, bits: bool, json: bool) -> Result<()> {
-    let store = place.open()?;
+    let store = place.open_to_read(StoreOptions::default())?;
     let state = store.state()?;
     let found = select::find(store.name(), &state, which)?;
     let content = store.load_id(found.id(), None)?.reader().inspect(bits)?;
@@ -155,15 +156,15 @@ fn details_as_text(d: &Details) -> String {
     if !d.needed_by.is_empty() {
         lines.push(format!("needed by {}", steps(&d.needed_by)));
     }
-    lines.extend(row.metrics.iter().map(|(k, v)| format!("metric    {k} = {v}")));
-    lines.extend(row.tags.iter().map(|(k, v)| format!("tag       {k} = {v}")));
+    lines.extend(row.metrics.iter().map(|(k, v)| format!("metric    {} = {v}", name(k))));
+    lines.extend(row.tags.iter().map(|(k, v)| format!("tag       {} = {}", name(k), name(v))));
     lines.push(inspect::table(&d.content));
     lines.join("\n")
 }
 
 /// `log`
 pub(crate) fn log(place: &Place, from: u64, json: bool) -> Result<()> {
-    let store = place.open()?;
+    let store = place.open_to_read(StoreOptions::default())?;
     let entries = store.log(from)?;
     if json {
         return say(&to_json(&entries)?);
@@ -194,8 +195,9 @@ fn operation(op: &Op) -> (&'static str, String) {
             ("publish", format!("step {}: {}, {size}, {kind}", p.step, p.id))
         }
         Op::Retire { ids: gone, reason } if reason.is_empty() => ("retire", ids(gone)),
-        Op::Retire { ids: gone, reason } => ("retire", format!("{} ({reason})", ids(gone))),
+        Op::Retire { ids: gone, reason } => ("retire", format!("{} ({})", ids(gone), name(reason))),
         Op::Abort { ids: gone } => ("abort", ids(gone)),
+        Op::Unretire { about, .. } => ("unretire", format!("step {}: {}", about.step, about.id)),
         Op::Pin { id } => ("pin", id.to_string()),
         Op::Unpin { id } => ("unpin", id.to_string()),
         Op::Fence { against } => ("fence", format!("against write {against}")),

@@ -5,16 +5,20 @@ mod change;
 mod look;
 mod place;
 mod plot;
+mod repair;
 mod row;
 mod select;
 mod svg;
 mod text;
 mod values;
+mod verify;
+mod writing;
 
 use std::time::Duration;
 
 use clap::Subcommand;
 use s4weights::Preset;
+use s4weights::store::Writers;
 
 pub(crate) use place::Place;
 
@@ -28,9 +32,10 @@ pub(crate) enum Verb {
     Init {
         #[command(flatten)]
         place: Place,
-        /// Refuse a place where several writers would not be safe
-        #[arg(long)]
-        many: bool,
+        /// How many processes may write: `many` at once, which a place that is not safe for that
+        /// refuses; or a `single` one at a time, guarded by a lease
+        #[arg(long, default_value = "many", value_name = "many|single")]
+        writers: Writers,
         /// Use a network file system that is known to be unsafe
         #[arg(long)]
         allow_network_fs: bool,
@@ -111,6 +116,28 @@ pub(crate) enum Verb {
         #[arg(long)]
         json: bool,
     },
+    /// List retired checkpoints again, and what they need, as long as `gc` has not given them up
+    Unretire {
+        #[command(flatten)]
+        place: Place,
+        /// Steps, or checkpoints' ids as `log` prints them
+        #[arg(value_name = "CHECKPOINT", required = true)]
+        which: Vec<String>,
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Mend a damaged log; without --apply only say what that would do, and what is lost
+    Repair {
+        #[command(flatten)]
+        place: Place,
+        /// Do it. Nothing else may use the store meanwhile
+        #[arg(long)]
+        apply: bool,
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
     /// Protect checkpoints from being retired
     Pin {
         #[command(flatten)]
@@ -168,6 +195,18 @@ pub(crate) enum Verb {
     Probe {
         #[command(flatten)]
         place: Place,
+        /// Open a store that allows one writer at a time to any number, if that is safe. Nothing may
+        /// write to it meanwhile
+        #[arg(long)]
+        allow_many: bool,
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Remove the lease of a dead process from a store that allows one writer at a time
+    BreakLease {
+        #[command(flatten)]
+        place: Place,
         /// As JSON
         #[arg(long)]
         json: bool,
@@ -198,11 +237,23 @@ pub(crate) enum Verb {
     },
 }
 
+impl Verb {
+    /// Whether nothing but errors and the result is to be told.
+    pub(crate) fn is_quiet(&self) -> bool {
+        match self {
+            Self::Restore { common, .. }
+            | Self::Verify { common, .. }
+            | Self::Rebase { common, .. } => common.quiet,
+            _ => false,
+        }
+    }
+}
+
 /// Runs a verb.
 pub(crate) fn execute(verb: Verb) -> Result<()> {
     match verb {
-        Verb::Init { place, many, allow_network_fs, json } => {
-            care::init(&place, many, allow_network_fs, json)
+        Verb::Init { place, writers, allow_network_fs, json } => {
+            care::init(&place, writers, allow_network_fs, json)
         }
         Verb::Ls { place, last, json } => look::list(&place, last, json),
         Verb::Show { place, which: None, json, .. } => look::summary(&place, json),
@@ -213,11 +264,13 @@ pub(crate) fn execute(verb: Verb) -> Result<()> {
             values::restore(&place, &which, output.as_deref(), preset, json, &common)
         }
         Verb::Verify { place, which, read_data, json, common } => {
-            care::verify(&place, &which, read_data, json, &common)
+            verify::verify(&place, &which, read_data, json, &common)
         }
         Verb::Retire { place, choice, reason, dry_run, json } => {
             change::retire(&place, &choice, &reason, dry_run, json)
         }
+        Verb::Unretire { place, which, json } => change::unretire(&place, &which, json),
+        Verb::Repair { place, apply, json } => repair::repair(&place, apply, json),
         Verb::Pin { place, which, json } => change::pin(&place, &which, true, json),
         Verb::Unpin { place, which, json } => change::pin(&place, &which, false, json),
         Verb::Rebase { place, which, preset, json, common } => {
@@ -226,7 +279,8 @@ pub(crate) fn execute(verb: Verb) -> Result<()> {
         Verb::Gc { place, grace, exclusive, dry_run, json } => {
             care::gc(&place, grace, exclusive, dry_run, json)
         }
-        Verb::Probe { place, json } => care::probe(&place, json),
+        Verb::Probe { place, allow_many, json } => writing::probe(&place, allow_many, json),
+        Verb::BreakLease { place, json } => writing::break_lease(&place, json),
         Verb::Log { place, from, json } => look::log(&place, from, json),
         Verb::Plot { place, output, last, json } => plot::plot(&place, &output, last, json),
     }

@@ -1,8 +1,11 @@
 //! Where a store is, and with what it is opened.
 
-use clap::Args;
-use s4weights::store::{CheckpointStore, StorageOptions, StoreOptions};
+use std::io::Write;
 
+use clap::Args;
+use s4weights::store::{CheckpointStore, Retry, StorageOptions, StoreOptions};
+
+use crate::Remote;
 use crate::error::{Failure, Result};
 
 /// The place, and options of its object store.
@@ -15,6 +18,8 @@ pub(crate) struct Place {
     // A text, not a parsed pair: the parser's own message would repeat what may be a secret.
     #[arg(short = 'o', long = "option", value_name = "KEY=VALUE")]
     options: Vec<String>,
+    #[command(flatten)]
+    remote: Remote,
 }
 
 impl Place {
@@ -39,13 +44,38 @@ impl Place {
         Ok(out)
     }
 
+    /// Options of a store with the time that requests may take.
+    pub(crate) fn options(&self, mut options: StoreOptions) -> StoreOptions {
+        if let Some(time) = self.remote.timeout {
+            options.requests.retry = Retry::within(time);
+        }
+        options
+    }
+
     /// Opens the store.
     pub(crate) fn open(&self) -> Result<CheckpointStore> {
         self.open_with(StoreOptions::default())
     }
 
+    /// Opens the store to look at it. Where its log is damaged that is said, and it is opened all the
+    /// same, with what can be proved.
+    pub(crate) fn open_to_read(&self, options: StoreOptions) -> Result<CheckpointStore> {
+        let store =
+            CheckpointStore::open_read_only(&self.store, &self.storage()?, self.options(options))?;
+        if let Some(damage) = store.log_damage()?.first() {
+            // Where nobody listens there is nobody to warn.
+            let _ = writeln!(
+                std::io::stderr(),
+                "s4w: warning: {}: the log is damaged: {damage}; this is what can be proved. `s4w store \
+                 repair` says what mending it loses",
+                store.name()
+            );
+        }
+        Ok(store)
+    }
+
     /// Opens the store with options of its own.
     pub(crate) fn open_with(&self, options: StoreOptions) -> Result<CheckpointStore> {
-        Ok(CheckpointStore::open(&self.store, &self.storage()?, options)?)
+        Ok(CheckpointStore::open(&self.store, &self.storage()?, self.options(options))?)
     }
 }

@@ -64,7 +64,7 @@ pub(crate) fn plot(place: &Place, output: &Path, last: usize, json: bool) -> Res
         let name = output.display();
         return Err(Failure::Usage(format!("{name}: the picture is an SVG file: name it so")));
     }
-    let store = place.open()?;
+    let store = place.open_to_read(s4weights::store::StoreOptions::default())?;
     let state = store.state()?;
     let all = state.list();
     let shown = &all[all.len().saturating_sub(last)..];

@@ -1,6 +1,6 @@
 //! Which checkpoint is meant.
 
-use s4weights::store::{Checkpoint, CheckpointId, State};
+use s4weights::store::{Checkpoint, CheckpointId, Entry, Op, State};
 
 use crate::error::{Failure, Result};
 
@@ -37,6 +37,27 @@ pub(crate) fn find_all(store: &str, state: &State, which: &[String]) -> Result<V
         }
     }
     Ok(found)
+}
+
+/// The id that a word names in the whole log: that of the step which was retired last, or an id.
+pub(crate) fn find_retired(store: &str, log: &[Entry], which: &str) -> Result<CheckpointId> {
+    let Ok(step) = which.parse::<u64>() else {
+        let not = |_| Failure::Usage(format!("`{which}` is no step and no checkpoint's id"));
+        return which.parse().map_err(not);
+    };
+    let of_step = |entry: &Entry| match &entry.op {
+        Op::Publish(about) if about.step == step => Some(about.id),
+        _ => None,
+    };
+    let ids: Vec<_> = log.iter().filter_map(of_step).collect();
+    let retired = log.iter().rev().filter_map(|entry| match &entry.op {
+        Op::Retire { ids, .. } => Some(ids),
+        _ => None,
+    });
+    let found = retired.flatten().find(|id| ids.contains(id)).copied();
+    found.ok_or_else(|| {
+        Failure::NotFound(format!("{store} has no checkpoint of step {step} that was retired"))
+    })
 }
 
 fn no_step(store: &str, state: &State, step: u64) -> Failure {

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use s4weights::store::{CheckpointId, CheckpointStore, StoreOptions};
+use s4weights::store::{CheckpointId, StoreOptions};
 use s4weights::{Contents, Preset, Reader, Target, TensorSource, Writer};
 use serde::Serialize;
 
@@ -15,10 +15,8 @@ use crate::{Common, convert, say, to_json};
 /// Bytes of values that are in memory at once, unless one tensor is larger.
 const BATCH: u64 = 64 << 20;
 
-fn open(place: &Place, preset: Preset, common: &Common) -> Result<CheckpointStore> {
-    let options =
-        StoreOptions { preset, threads: common.threads, simd: common.simd, ..Default::default() };
-    place.open_with(options)
+fn options(preset: Preset, common: &Common) -> StoreOptions {
+    StoreOptions { preset, threads: common.threads, simd: common.simd, ..Default::default() }
 }
 
 #[derive(Serialize)]
@@ -39,7 +37,7 @@ pub(crate) fn restore(
     json: bool,
     common: &Common,
 ) -> Result<()> {
-    let store = open(place, preset, common)?;
+    let store = place.open_to_read(options(preset, common))?;
     let state = store.state()?;
     let found = select::find(store.name(), &state, which)?;
     let (step, id) = (found.step(), found.id());
@@ -121,7 +119,7 @@ pub(crate) fn rebase(
     json: bool,
     common: &Common,
 ) -> Result<()> {
-    let store = open(place, preset, common)?;
+    let store = place.open_with(options(preset, common))?;
     let state = store.state()?;
     let old = select::find(store.name(), &state, which)?;
     let bar = Bar::waiting(common.quiet, &format!("step {}: writing and comparing", old.step()));

@@ -111,11 +111,12 @@ impl<'a> Lane<'a> {
             let route = encode_route(plan, bytes / width as u64, width);
             let values = t.memory.address() + first;
             let delta = plan.plan.predictor == PredictorId::PARENT;
-            let (at, scratch, parent, statuses) = Default::default();
+            let (at, copy, scratch, parent, statuses) = Default::default();
             return Some(Job {
                 tensor,
                 chunk,
                 values,
+                copy,
                 bytes,
                 route,
                 at,
@@ -135,6 +136,7 @@ impl<'a> Lane<'a> {
             jobs: vec![],
             routes: [0; 4],
             capacity: 0,
+            copies: 0,
             tables: vec![],
             statuses: vec![],
             sent: false,
@@ -159,7 +161,8 @@ impl<'a> Lane<'a> {
             if full && !group.jobs.is_empty() {
                 break;
             }
-            job.scratch = self.session.scratch() + used.scratch;
+            job.copy = self.session.scratch() + used.scratch;
+            job.scratch = job.copy + job.bytes.next_multiple_of(ALIGN as u64);
             used = sum;
             self.chunk += 1;
             self.parent_sets = self.parent_sets.max(sets);
@@ -169,6 +172,8 @@ impl<'a> Lane<'a> {
             if let Some(route) = job.route {
                 group.routes[route as usize] += 1;
                 group.capacity += more.frames;
+                // A slot has room for their descriptors.
+                group.copies += job.copies() as u32;
             }
             group.jobs.push(job);
         }
@@ -182,13 +187,13 @@ impl<'a> Lane<'a> {
         let Some(route) = job.route else { return (Room { frames, ..Room::default() }, 0) };
         let width = self.tensors[job.tensor].dtype.value_width() as u64;
         let scratch = abi::encode_scratch(route, job.bytes / width, width).next_multiple_of(16);
-        let meta = PER_CHUNK + if new_tables { TABLES } else { 0 };
-        let mut room = Room { frames, parents: 0, scratch, meta };
+        let meta = PER_CHUNK + job.copies() * SPAN + if new_tables { TABLES } else { 0 };
+        let mut room = Room { frames, parents: 0, scratch: frames + scratch, meta };
         let mut sets = 0;
         if job.delta {
             let size = parents.size(job.tensor, job.chunk);
             room.parents = frames;
-            room.scratch = frames + scratch.max(parent::scratch(job.bytes, width));
+            room.scratch = 2 * frames + scratch.max(parent::scratch(job.bytes, width));
             if self.on_device(size, job.bytes) {
                 room.parents = parent::stored(size, job.bytes);
                 sets = size.frames;
@@ -205,7 +210,7 @@ impl<'a> Lane<'a> {
         let slot = &worker.slots[group.slot];
         let (frames, meta) = (self.session.frames(group.slot), self.session.meta(group.slot));
         let pinned = self.session.pinned_meta();
-        let (_, results) = group.places();
+        let (_, copies, results) = group.places();
         // SAFETY: all of the slot's frames were handed on: nothing else uses it.
         let to = unsafe { slot.pinned.slice_mut(pinned, worker.sizes.meta as usize) };
         self.describe(group, meta, to);
@@ -238,13 +243,14 @@ impl<'a> Lane<'a> {
             capacity: group.capacity,
             routes: group.routes,
         };
-        // SAFETY: descriptors, tables, results, frames and scratch are parts of the session's memory
-        // of the sizes that `cut` added up, used in the order of one stream; the values are the
-        // caller's, who promised that they stay. The slot's pinned memory is idle, as above. Parents
+        // SAFETY: descriptors, tables, results, frames and scratch, with the copies of the values, are
+        // parts of the session's memory of the sizes that `cut` added up, used in the order of one
+        // stream; the values are the caller's, whose memory stays. The slot's pinned memory is idle, as above. Parents
         // lie where frames go to, and are read before the first of these is written.
         unsafe {
             if group.count() > 0 {
                 worker.compute.copy_to_device(&slot.pinned, pinned, head, meta)?;
+                worker.compute.copy_spans(meta + copies, group.copies)?;
                 if let Some(Decoding { batches, places }) = &decoding {
                     let LevelPlaces { start, end, .. } = *places;
                     let (at, to) = (pinned + start, meta + start as u64);
@@ -268,7 +274,7 @@ impl<'a> Lane<'a> {
 
     /// Writes descriptors and tables as they lie in the slot's meta memory, at `meta` on the device.
     fn describe(&self, group: &Group, meta: u64, to: &mut [u8]) {
-        let (tables_at, _) = group.places();
+        let (tables_at, mut copies_at, _) = group.places();
         for job in &group.jobs {
             if job.route.is_none() {
                 continue;
@@ -278,7 +284,7 @@ impl<'a> Lane<'a> {
             let n = job.bytes / width as u64;
             let set = group.tables.iter().position(|&t| t == job.tensor);
             let chunk = EncodeChunk {
-                values: job.values,
+                values: job.copy,
                 parent: job.parent,
                 tables: set.map_or(0, |i| meta + tables_at + i as u64 * TABLES),
                 // Parents were decoded in the same memory, behind their values.
@@ -294,6 +300,13 @@ impl<'a> Lane<'a> {
             };
             let at = job.at * size_of::<EncodeChunk>();
             to[at..at + size_of::<EncodeChunk>()].copy_from_slice(bytemuck::bytes_of(&chunk));
+            for first in (0..job.bytes).step_by(abi::COPY_SPAN_BYTES as usize) {
+                let len = abi::COPY_SPAN_BYTES.min(job.bytes - first);
+                let span = CopySpan { from: job.values + first, to: job.copy + first, len };
+                to[copies_at as usize..][..SPAN as usize]
+                    .copy_from_slice(bytemuck::bytes_of(&span));
+                copies_at += SPAN;
+            }
         }
         for (i, &tensor) in group.tables.iter().enumerate() {
             if let Some(set) = plan_tables(&self.plans[tensor]) {
@@ -312,7 +325,7 @@ impl<'a> Lane<'a> {
         let slot = &worker.slots[group.slot];
         slot.worked.synchronize()?;
         if group.count() > 0 {
-            let at = self.session.pinned_meta() + group.places().1 as usize;
+            let at = self.session.pinned_meta() + group.places().2 as usize;
             // SAFETY: the copy that wrote it is done.
             let total = unsafe { slot.pinned.slice(at, 8) };
             let total = u64::from_le_bytes(total.try_into().unwrap_or_default());
@@ -350,7 +363,7 @@ impl<'a> Lane<'a> {
         }
         let Some(group) = self.under_way.front() else { return Ok(None) };
         let job = group.jobs[self.handed];
-        let (slot, results) = (group.slot, group.places().1 + TOTAL);
+        let (slot, results) = (group.slot, group.places().2 + TOTAL);
         let sound = self.parent_is_sound(group, &job);
         self.handed += 1;
         match self.look(&job, slot, results, sound)? {

@@ -21,7 +21,8 @@ impl DeviceMemory {
     /// - They are memory of that device, and `stream` a stream of its primary context, as long as this
     ///   value or a copy of it is in use.
     /// - While a call works on them nothing else writes them, and, if the call writes them, nothing
-    ///   else reads them either.
+    ///   else reads them either. (What a call that encodes them makes of values that change meanwhile is
+    ///   sound, and each is what it was at some time: every byte is read once.)
     pub unsafe fn new(ordinal: u32, address: u64, bytes: u64, stream: u64) -> Self {
         Self { ordinal, stream, address, bytes }
     }

@@ -1,6 +1,8 @@
 //! Preset `nvcomp` on a device: the frames of the host's route, and values that come back. With a device, but
 //! without nvCOMP, these tests say so and pass, unless `S4_REQUIRE_GPU=1`.
 
+use std::borrow::Borrow;
+
 use s4_codec_cpu::{Codecs, open_codecs};
 use s4_engine::cuda::{CudaEngine, CudaError, CudaOptions, Piece, Trusted};
 use s4_engine::{CpuEngine, Preset, Scratch};
@@ -8,6 +10,7 @@ use s4_format::manifest::ClosedCodec;
 use s4_format::{CodecId, DType, LayoutId, StreamEntry};
 use s4_planes::Simd;
 
+use crate::racing::{Racing, while_changing};
 use crate::support::{Encoded, Gpu, Host, Span, Upload, compare, gpu, is_budget, on_gpu, tensors};
 
 const ANS: ClosedCodec = ClosedCodec { codec: CodecId::NVCOMP_ANS, library_major: 6 };
@@ -45,8 +48,8 @@ fn by_host(engine: &CpuEngine, host: &Host) -> Encoded {
     Encoded::new(plan, chunks)
 }
 
-fn by_device(engine: &CudaEngine, hosts: &[Host], uploads: &[Upload]) -> Vec<Encoded> {
-    let tensors: Vec<_> = hosts.iter().zip(uploads).map(|(h, u)| h.on(u)).collect();
+fn by_device(engine: &CudaEngine, hosts: &[Host], uploads: &[impl Borrow<Upload>]) -> Vec<Encoded> {
+    let tensors: Vec<_> = hosts.iter().zip(uploads).map(|(h, u)| h.on(u.borrow())).collect();
     let plans = engine.plan(Preset::Nvcomp, &tensors, None).unwrap();
     on_gpu(engine, hosts, uploads, Some(plans)).unwrap()
 }
@@ -238,4 +241,21 @@ fn open_streams_are_read_without_trust() {
     let hosts = [host];
     let back = decode(&gpu, &engine, None, &hosts, &encoded, true).unwrap();
     assert!(back[0] == hosts[0].data && engine.chunks().host > 0);
+}
+
+#[test]
+fn frames_of_changing_values_decode() {
+    let Some((gpu, engine, _, trusted)) = nvcomp(CudaOptions::default()) else { return };
+    let tensors = Racing::all(&gpu);
+    let (hosts, uploads): (Vec<_>, Vec<_>) =
+        tensors.iter().map(|t| (t.host.clone(), &t.upload)).unzip();
+    while_changing(&gpu, &tensors, || {
+        for _ in 0..if gpu.is_slow() { 4 } else { 30 } {
+            let encoded = by_device(&engine, &hosts, &uploads);
+            let back = decode(&gpu, &engine, Some(&trusted), &hosts, &encoded, true).unwrap();
+            for (t, values) in tensors.iter().zip(back) {
+                assert!(t.had(&gpu, &values), "{}: a value that never was", t.host.name);
+            }
+        }
+    });
 }

@@ -1,5 +1,6 @@
 //! A device for tests, data, and the CPU engine's answers.
 
+use std::borrow::Borrow;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use s4_codec_gpu::{Cuda, Device, DeviceBuffer, GpuError, Pinned, Pool, Stream};
@@ -198,10 +199,10 @@ pub(crate) fn on_cpu(host: &Host, plan: Option<TensorPlan>) -> Encoded {
 pub(crate) fn on_gpu(
     engine: &CudaEngine,
     hosts: &[Host],
-    uploads: &[Upload],
+    uploads: &[impl Borrow<Upload>],
     plans: Option<Vec<TensorPlan>>,
 ) -> Result<Vec<Encoded>, CudaError> {
-    let tensors: Vec<_> = hosts.iter().zip(uploads).map(|(h, u)| h.on(u)).collect();
+    let tensors: Vec<_> = hosts.iter().zip(uploads).map(|(h, u)| h.on(u.borrow())).collect();
     let plans = match plans {
         Some(plans) => plans,
         None => engine.plan(Preset::Fast, &tensors, None)?,

@@ -16,11 +16,14 @@
 
 Tensors on CUDA devices are encoded and decoded where they are. `load_into` fills tensors that are
 there already. `verify` checks a file without PyTorch, and `inspect` tells what is in it.
+
+All functions may be called from several threads at once, and so may the methods of a store; what
+they are given (tensors, streams) is the caller's to guard. Ctrl-C stops any call within a second.
+Warnings go to the logger ``s4weights`` and those below it, such as ``s4weights.store``; a program
+that has not set up `logging` sees them on stderr.
 """
 
 from __future__ import annotations
-
-import logging
 
 from ._core import __version__
 from ._entries import CheckpointEntry, Retention
@@ -66,5 +69,3 @@ __all__ = [
     "save_checkpoint",
     "verify",
 ]
-
-logging.getLogger("s4weights").addHandler(logging.NullHandler())

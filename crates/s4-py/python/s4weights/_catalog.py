@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -61,6 +62,15 @@ class Catalog(ABC):
         self._settle()
         self._open("open").retire([entry.id for entry in self._all(step)], "deleted")
 
+    def undelete(self, ids: str | Iterable[str]) -> Entries:
+        """Lists checkpoints again that were deleted, or that retention took off the list, by their
+        ids, together with those that they are differences from. Possible until `gc` has given up
+        their data: `ConflictError` after that. Returns what is listed again.
+        """
+        self._settle()
+        wanted = [ids] if isinstance(ids, str) else [*ids]
+        return [listed(item) for item in json.loads(self._open("open").unretire(wanted))]
+
     def pin(self, step: int | str) -> None:
         """Protects a checkpoint from being deleted, by retention too."""
         self._open("open").pin(self._find(step).id, True)
@@ -73,7 +83,8 @@ class Catalog(ABC):
         """Checks one checkpoint, or all: hashes, and with ``read_data`` every value.
 
         Returns what was seen: ``clean``; ``findings``, what is damaged; ``unusable``, what needs
-        that.
+        that; ``restores`` and ``does_not_restore``, the ids of the checkpoints that were checked,
+        each in one of the two.
         """
         self._settle()
         only = [] if step is None else [entry.id for entry in self._all(step)]

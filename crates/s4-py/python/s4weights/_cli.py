@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -26,7 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _convert(arguments[1:], paths, _decompress)
     if pickles and arguments[:2] == ["store", "restore"]:
         return _restore(arguments[2:])
-    return _core.command_line(arguments)
+    # The native program knows no other way to be stopped than the system's.
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL) if is_main else None
+    try:
+        return _core.command_line(arguments)
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
 
 
 def _restore(arguments: Sequence[str]) -> int:
@@ -46,7 +55,7 @@ def _restore(arguments: Sequence[str]) -> int:
         return 2
 
     def restore(url: str, which: str, target: str) -> str:
-        import torch
+        import torch  # noqa: F401  (if it is missing, that is what is said)
 
         from . import CheckpointStore
 

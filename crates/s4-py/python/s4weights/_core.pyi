@@ -31,6 +31,15 @@ def copy_memory(items: Sequence[tuple[int, int, int]], threads: int | None) -> N
 def dtypes() -> list[str]:
     """The names of the dtypes that the format has: PyTorch's, without ``torch.``."""
 
+def close_log() -> None:
+    """Passes on what is still to be logged, and logs nothing later: for when the process ends."""
+
+def reset_log() -> None:
+    """Forgets what the parent process would log: for the child after a fork."""
+
+def panic_on_purpose() -> None:
+    """Panics in native code: lets tests see what becomes of that."""
+
 def is_s4w(head: bytes) -> bool:
     """Whether bytes start like a ``.s4w`` file."""
 
@@ -91,6 +100,8 @@ class Store:
         parent_memory: int | None,
         bandwidth: int | None,
         allow_network_fs: bool,
+        timeout: float | None,
+        writers: str,
     ) -> Store: ...
     def save(
         self,
@@ -123,6 +134,9 @@ class Store:
 
     def retire(self, ids: Sequence[str], reason: str) -> int:
         """Takes checkpoints off the list."""
+
+    def unretire(self, ids: Sequence[str]) -> str:
+        """Lists retired checkpoints again."""
 
     def apply_retention(
         self,

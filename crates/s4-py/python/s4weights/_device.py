@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from . import _core
+from . import _core, _live
 from ._errors import LimitError, S4Error
 
 if TYPE_CHECKING:
@@ -71,6 +71,14 @@ class Compute:
                 raise
             _warn(error)
             return None
+
+
+def _in_child() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+_live.at_fork(_in_child)
 
 
 def _engine(scratch: int) -> _core.CudaEngine:

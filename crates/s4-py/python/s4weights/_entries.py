@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """A checkpoint as the store lists it.
+    """A checkpoint as the store lists it. It does not change, so any thread may use it.
 
     Attributes:
         step: the training step.
@@ -47,7 +47,7 @@ Ids = list[str]
 @dataclass(frozen=True)
 class Retention:
     """Which checkpoints stay listed: those that any rule names, the newest one, pinned ones, and
-    what they need.
+    what they need. It does not change, so any thread may use it.
 
     Attributes:
         keep_last: the newest so many.

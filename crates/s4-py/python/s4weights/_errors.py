@@ -48,7 +48,16 @@ class MismatchError(S4Error, ValueError):
 
 
 class StorageError(S4Error, OSError):
-    """The disk or the object store refused: full, read-only, unreachable, forbidden."""
+    """The disk or the object store refused: full, read-only, unreachable, forbidden.
+
+    ``errno`` is the system's number for it, where there is one: ``ENOSPC``, ``EROFS``, ``EACCES``
+    (an object store's 401 and 403 too), ``ECONNREFUSED``, ``ETIMEDOUT``. ``filename`` is the path or
+    URL. ``cause`` is a word for programs, such as ``"Refused"``, ``"Dns"``, ``"Tls"``, ``"Timeout"``,
+    ``"Permission"``, ``"NoSuchBucket"``, ``"Throttled"``, ``"DiskFull"``. Each is ``None`` if it is
+    not known.
+    """
+
+    cause: str | None = None
 
 
 class UnsafeLoadError(S4Error, pickle.UnpicklingError):

@@ -1,7 +1,8 @@
 """Finds out where in a pickled object the globals are that the restricted unpickler refuses.
 
 The stream is run by an interpreter that builds nothing but a sketch of the object: which containers
-and calls there are, and what they hold.
+and calls there are, and what they hold. Nothing is copied or spelled out before it is asked for, so
+that work and memory are bounded by the length of the stream, whoever wrote it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,13 @@ from typing import Any
 
 from ._names import join
 
+#: Globals that are told of, at most.
+MAX_REFUSED = 9
+#: Keys of a path that are told, at its beginning and at its end.
+PATH_ENDS = 16
+#: Of a key that is no string: its levels, and parts of each. Characters of any key.
+LABEL_DEPTH, LABEL_PARTS, LABEL_LENGTH = 3, 8, 200
+
 
 class _Global:
     """A class or function that the stream names."""
@@ -22,28 +30,45 @@ class _Global:
         self.name = f"{module}.{name}"
 
 
+class _NoKey:
+    """The label of a part that has no key of its own: it shares the place of the whole."""
+
+
+_HERE = _NoKey()
+#: Its parts share that place, too.
+_SPREAD = _NoKey()
+
+
 class _Object:
     """A container, or the result of a call: labelled parts, in order."""
 
     def __init__(self, parts: list[tuple[object, Any]]) -> None:
         self.parts = parts
+        self._length = len(parts)
 
     def append(self, items: list[Any]) -> None:
-        start = sum(1 for label, _ in self.parts if type(label) is int)
-        self.parts += [(start + i, item) for i, item in enumerate(items)]
+        self.parts += enumerate(items, self._length)
+        self._length += len(items)
 
     def update(self, items: list[Any]) -> None:
-        self.parts += [(_label(k), v) for k, v in zip(items[::2], items[1::2], strict=True)]
-        self.parts += [(None, key) for key in items[::2] if isinstance(key, (_Global, _Object))]
+        # A key is spelled out when a path needs it.
+        self.parts += zip(items[::2], items[1::2], strict=True)
+        self.parts += [(_HERE, key) for key in items[::2] if isinstance(key, (_Global, _Object))]
 
 
-_MARK = object()
-
-
-def _label(key: Any) -> str:
-    if isinstance(key, _Object):
-        return f"({', '.join(_label(part) for _, part in key.parts)})"
-    return key.name if isinstance(key, _Global) else str(key)
+def _label(key: Any, depth: int = 0) -> str:
+    if isinstance(key, _Global):
+        text = key.name
+    elif isinstance(key, _Object):
+        parts = [part for _, part in key.parts[:LABEL_PARTS]] if depth < LABEL_DEPTH else []
+        words = [_label(part, depth + 1) for part in parts]
+        words += ["..."] if len(key.parts) > len(parts) else []
+        text = f"({', '.join(words)})"
+    elif type(key) is int and key.bit_length() > 64:
+        text = hex(key)
+    else:
+        text = str(key)
+    return text if len(text) <= LABEL_LENGTH else f"{text[:LABEL_LENGTH]}..."
 
 
 class _Sketch:
@@ -51,10 +76,11 @@ class _Sketch:
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
+        self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
         self._operations: dict[str, Callable[[Any], None]] = {
-            "MARK": lambda arg: self.stack.append(_MARK),
-            "POP": lambda arg: self.stack.__delitem__(-1),
+            "MARK": lambda arg: self.marks.append(len(self.stack)),
+            "POP": lambda arg: self._drop(),
             "POP_MARK": lambda arg: self._drop_mark(),
             "DUP": lambda arg: self.stack.append(self.stack[-1]),
             "EMPTY_LIST": lambda arg: self._push([]),
@@ -78,6 +104,10 @@ class _Sketch:
             "REDUCE": lambda arg: self._call(2),
             "NEWOBJ": lambda arg: self._call(2),
             "NEWOBJ_EX": lambda arg: self._call(3),
+            "OBJ": lambda arg: self._make(self._pop_mark()),
+            "INST": lambda arg: self._make([_Global(*arg.split(" ", 1)), *self._pop_mark()]),
+            "NEXT_BUFFER": lambda arg: self._push([]),
+            "READONLY_BUFFER": lambda arg: None,
             "BUILD": self._build,
             "PERSID": lambda arg: self._push([]),
             "BINPERSID": lambda arg: self._persistent(),
@@ -97,6 +127,7 @@ class _Sketch:
             if opcode.name in self._operations:
                 self._operations[opcode.name](arg)
             elif opcode.name in ("PROTO", "FRAME", "STOP"):
+                # `genops` itself raises if no STOP comes.
                 continue
             elif opcode.arg is not None:  # numbers and strings
                 self.stack.append(arg)
@@ -107,17 +138,25 @@ class _Sketch:
     def _push(self, parts: list[tuple[object, Any]]) -> None:
         self.stack.append(_Object(parts))
 
+    def _drop(self) -> None:
+        if self.marks and self.marks[-1] == len(self.stack):
+            self.marks.pop()
+        else:
+            self.stack.pop()
+
     def _drop_mark(self) -> None:
         self._pop_mark()
 
     def _pop(self, count: int) -> list[Any]:
+        if len(self.stack) < count:
+            raise IndexError("pop from an empty stack")
         items = self.stack[-count:]
         del self.stack[-count:]
         return items
 
     def _pop_mark(self) -> list[Any]:
-        at = len(self.stack) - 1 - self.stack[::-1].index(_MARK)
-        items = self.stack[at + 1 :]
+        at = self.marks.pop()
+        items = self.stack[at:]
         del self.stack[at:]
         return items
 
@@ -132,48 +171,92 @@ class _Sketch:
     def _fill(self, how: str, items: list[Any]) -> None:
         target = self.stack[-1]
         if isinstance(target, _Object):
-            getattr(target, how)(items)
+            target.append(items) if how == "append" else target.update(items)
 
     def _call(self, count: int) -> None:
-        function, *arguments = self._pop(count)
+        self._make(self._pop(count))
+
+    def _make(self, items: list[Any]) -> None:
+        function, *arguments = items
         # What a call is given has no key of its own: it shares the place of the result.
-        given = (a.parts if isinstance(a, _Object) else [(None, a)] for a in arguments)
-        self._push([(None, function), *((None, value) for parts in given for _, value in parts)])
+        self._push([(_HERE, function), *((_SPREAD, argument) for argument in arguments)])
 
     def _persistent(self) -> None:
-        self._push([(None, self.stack.pop())])
+        self._push([(_HERE, self.stack.pop())])
 
     def _build(self, arg: Any) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
         if isinstance(target, _Object):
-            target.parts.append((None, state))
+            target.parts.append((_HERE, state))
 
 
-def _globals(root: Any) -> Iterator[tuple[str, str]]:
+class _Step:
+    """Where the walk is: the key, and the step before."""
+
+    __slots__ = ("before", "key")
+
+    def __init__(self, before: _Step | None, key: object) -> None:
+        self.before = before
+        self.key = key
+
+
+def _path(step: _Step | None) -> str:
+    keys: list[object] = []
+    while step is not None:
+        keys.append(step.key)
+        step = step.before
+    keys.reverse()
+    if len(keys) > 2 * PATH_ENDS:
+        keys = [*keys[:PATH_ENDS], "...", *keys[-PATH_ENDS:]]
+    path = ""
+    for key in keys:
+        path = join(path, _label(key))
+    return path
+
+
+def _globals(root: Any) -> Iterator[tuple[_Step | None, str]]:
     seen: set[int] = set()
-    todo: list[tuple[str, Any]] = [("", root)]
+    todo: list[tuple[_Step | None, Any, bool]] = [(None, root, False)]
     while todo:
-        path, item = todo.pop()
+        step, item, spread = todo.pop()
         if isinstance(item, _Global):
-            yield path, item.name
+            yield step, item.name
         elif isinstance(item, _Object) and id(item) not in seen:
             seen.add(id(item))
-            parts = ((path if k is None else join(path, k), v) for k, v in item.parts)
-            todo.extend(reversed(list(parts)))
+            for key, part in reversed(item.parts):
+                here = step if spread or isinstance(key, _NoKey) else _Step(step, key)
+                todo.append((here, part, key is _SPREAD))
+
+
+def sketch(stream: bytes) -> Any:
+    """The sketch of a pickled object. Raises some exception if the stream is broken."""
+    return _Sketch().run(stream)
+
+
+def is_broken(stream: bytes) -> bool:
+    """Whether a stream is no pickle, or has lost its end."""
+    try:
+        sketch(stream)
+    except Exception:
+        return True
+    return False
 
 
 def find_refused(stream: bytes) -> list[tuple[str, str]]:
-    """Key path and name of each global that is not allowed, in order; empty if it cannot tell."""
+    """Key path and name of each global that is not allowed, in order, but for very many of them;
+    empty if it cannot tell.
+    """
     from torch import _weights_only_unpickler as restricted
 
     allowed = {*restricted._get_allowed_globals(), *restricted._get_user_allowed_globals()}
+    first: dict[str, _Step | None] = {}
     try:
-        found = list(_globals(_Sketch().run(stream)))
+        for step, name in _globals(sketch(stream)):
+            if name not in allowed:
+                first.setdefault(name, step)
+            if len(first) == MAX_REFUSED:
+                break
     except Exception:  # The stream is broken, which its reader has said already.
         return []
-    first: dict[str, str] = {}
-    for path, name in found:
-        if name not in allowed:
-            first.setdefault(name, path)
-    return [(path, name) for name, path in first.items()]
+    return [(_path(step), name) for name, step in first.items()]

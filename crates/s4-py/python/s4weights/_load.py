@@ -43,7 +43,8 @@ def load(
 ) -> Any:
     """Loads what `save` saved, with the arguments of `torch.load` and some more.
 
-    A file of `torch.save` or of safetensors is given to its own reader.
+    A file of `torch.save` or of safetensors is given to its own reader. It may be called from
+    several threads at once, but not with the same stream.
 
     Args:
         f: a path, a URL or a binary stream that can be read.
@@ -128,6 +129,7 @@ def verify(
     trusted: bool = False,
 ) -> dict[str, Any]:
     """Reads and decodes all of a ``.s4w`` file and compares every checksum; needs no PyTorch.
+    It may be called from several threads at once.
 
     Returns:
         What was checked.
@@ -146,7 +148,9 @@ def inspect(
     *,
     storage_options: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """What a ``.s4w`` file says of itself: versions, tensors, sizes, metadata. Reads no tensor."""
+    """What a ``.s4w`` file says of itself: versions, tensors, sizes, metadata. Reads no tensor.
+    It may be called from several threads at once.
+    """
     reader = require_s4w(open_source(f, storage_options, None))
     report: dict[str, Any] = json.loads(reader.inspect())
     return report

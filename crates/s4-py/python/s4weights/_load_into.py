@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 from . import _core
 from ._device import HOST, Compute, place
@@ -44,7 +45,8 @@ def load_into(
     storage_options: Mapping[str, str] | None = None,
 ) -> None:
     """Fills tensors, on the host or on CUDA devices, with those of a ``.s4w`` file: no second copy
-    of them is ever in memory, but for those that are not contiguous.
+    of them is ever in memory, but for those that are not contiguous. It may be called from several
+    threads at once, to fill different tensors.
 
     Args:
         state_dict: what leads to the tensors: a state dict, a module, containers of those. Tensors
@@ -137,9 +139,7 @@ def _shared(pairs: list[_Pair]) -> list[str]:
             spans.append((str(pair.target.device), start, start + pair.target.nbytes, pair))
     spans.sort(key=lambda span: span[:3])
     problems = []
-    for (device, start, end, a), (next_device, next_start, next_end, b) in zip(
-        spans, spans[1:], strict=False
-    ):
+    for (device, start, end, a), (next_device, next_start, next_end, b) in pairwise(spans):
         same = (start, end) == (next_start, next_end) and _same_values(a, b)
         if device == next_device and next_start < end and not same:
             problems.append(f"`{a.path}` and `{b.path}` share memory, and not in the file")

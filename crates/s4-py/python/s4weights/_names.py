@@ -13,6 +13,12 @@ if TYPE_CHECKING:
 
 #: Bytes of UTF-8 that the format allows in a tensor's name.
 MAX_NAME = 4096
+#: Characters of a key path.
+MAX_PATH = 4 * MAX_NAME
+
+#: Levels and parts of a tuple that its name shows.
+MAX_LABEL_DEPTH = 3
+MAX_LABEL_PARTS = 16
 
 #: Objects that are looked at for names before giving up: names are a nicety.
 MAX_VISITS = 1 << 20
@@ -27,17 +33,22 @@ _LEAVES = (
 def join(path: str, key: object) -> str:
     """The path of what lies under ``key`` of the object at ``path``: ``model.layers.0.weight``."""
     text = key if type(key) is str else _label(key)
-    return f"{path}.{text}" if path else text
+    path = f"{path}.{text}" if path else text
+    # Objects may be nested without end; the end of a path tells more than its beginning.
+    return path if len(path) <= MAX_PATH else f"...{path[-MAX_PATH // 2 :]}"
 
 
-def _label(key: object) -> str:
+def _label(key: object, depth: int = 0) -> str:
     """A key as text, without running code of its class."""
     if type(key) is int and key.bit_length() > 64:
         return hex(key)  # Python refuses to write very long ones in decimal.
     if type(key) in _PLAIN_LEAVES:
         return str(key)
-    if type(key) is tuple:
-        return f"({', '.join(map(_label, key))})"
+    if type(key) is tuple and depth < MAX_LABEL_DEPTH:
+        # Tuples that hold one another twice would be told of twice, and so on.
+        parts = [_label(part, depth + 1)[:MAX_NAME] for part in key[:MAX_LABEL_PARTS]]
+        more = ["..."] if len(key) > MAX_LABEL_PARTS else []
+        return f"({', '.join(parts + more)})"[:MAX_NAME]
     return type(key).__name__
 
 

@@ -25,7 +25,7 @@ def save_checkpoint(
     """Saves one checkpoint into the store at a folder or URL, which is created if need be.
 
     A training loop does better with a `CheckpointStore`, which remembers what it saved last.
-    ``store_options`` are those of that class.
+    ``store_options`` are those of that class. It may be called from several threads at once.
     """
     with CheckpointStore(url, **store_options) as store:
         return store.save_checkpoint(state, step, metrics, tags, base=base, progress=progress)
@@ -39,8 +39,15 @@ def load_checkpoint(
     *,
     storage_options: Mapping[str, str] | None = None,
     threads: int | None = None,
+    timeout: float | None = None,
     **options: Any,
 ) -> Any:
-    """Loads a checkpoint from the store at a folder or URL: `CheckpointStore.load_checkpoint`."""
-    with CheckpointStore(url, storage_options=storage_options, threads=threads) as store:
+    """Loads a checkpoint from the store at a folder or URL: `CheckpointStore.load_checkpoint`.
+
+    ``storage_options``, ``threads`` and ``timeout`` are those of that class. It may be called from
+    several threads at once.
+    """
+    with CheckpointStore(
+        url, storage_options=storage_options, threads=threads, timeout=timeout
+    ) as store:
         return store.load_checkpoint(step, map_location, keys, **options)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from . import _core
+from . import _core, _live
 from ._errors import S4Error
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from ._entries import CheckpointEntry
     from ._store import CheckpointStore
 
+logger = logging.getLogger("s4weights")
+
 #: Storages start at multiples of this in the host buffer.
 _ALIGN = 64
 
@@ -27,35 +31,53 @@ _ALIGN = 64
 class SaveFuture(Future["CheckpointEntry"]):
     """A future that knows whether anybody has seen its error."""
 
-    seen = False
+    def __init__(self, on_seen: Callable[[], None]) -> None:
+        super().__init__()
+        self._on_seen = on_seen
+        self._seen = False
 
     def result(self, timeout: float | None = None) -> CheckpointEntry:
-        outcome = super().exception(timeout)
-        self.seen = True
+        outcome = self.exception(timeout)
         if outcome is not None:
             raise outcome
         return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         outcome = super().exception(timeout)
-        self.seen = True
+        self._seen = True
+        self._on_seen()
         return outcome
+
+    def settle(self) -> BaseException | None:
+        """Waits; gives the error if nobody has seen it: to one caller, if several wait."""
+        outcome = super().exception()
+        with self._condition:
+            seen, self._seen = self._seen, True
+        self._on_seen()
+        return None if seen else outcome
 
 
 class PendingSave:
     """A checkpoint that is being saved in the background.
 
+    Any thread may use it, several at once. In a process that was forked while the save ran it has
+    failed: the save goes on in the parent process alone.
+
     Attributes:
         step: the training step.
+        url: the store.
         staged: done when the tensors were copied, those on CUDA devices as what they were encoded
             to: the caller may change them from then on.
         committed: done when the checkpoint is listed; its result is the entry.
     """
 
-    def __init__(self, step: int) -> None:
+    def __init__(self, step: int, url: str) -> None:
         self.step = step
+        self.url = url
         self.staged: Future[None] = Future()
-        self.committed = SaveFuture()
+        self.committed = SaveFuture(lambda: _live.discard(self))
+        self._thread: threading.Thread | None = None
+        self._given_up = False
 
     def wait(self, timeout: float | None = None) -> CheckpointEntry:
         """Waits until the checkpoint is listed. Raises what the save failed with."""
@@ -65,9 +87,63 @@ class PendingSave:
         """Whether the save has ended, well or not."""
         return self.committed.done()
 
+    def _start(self, save: Callable[[], CheckpointEntry]) -> None:
+        """Runs the save on a thread of its own, which the interpreter waits for when it ends."""
+        self._thread = threading.Thread(target=self._run, args=(save,), name="s4weights-save")
+        _live.add(self)
+        try:
+            self._thread.start()
+        except BaseException:
+            _live.discard(self)
+            raise
+
+    def _run(self, save: Callable[[], CheckpointEntry]) -> None:
+        try:
+            entry = save()
+        except BaseException as error:
+            # What the save held on to is not needed to tell why it failed.
+            traceback.clear_frames(error.__traceback__)
+            logger.error("%s: the save of step %d failed: %s", self.url, self.step, error)
+            self._stage()
+            self.committed.set_exception(error)
+        else:
+            self._stage()
+            self.committed.set_result(entry)
+            _live.discard(self)
+
+    def _stage(self) -> None:
+        if not self.staged.done():
+            self.staged.set_result(None)
+
+    def _give_up(self) -> None:
+        """Has the save end soon, and waits for that."""
+        self._given_up = True
+        self.committed.exception()
+
+    def _check(self) -> None:
+        """Raises, in the save, once it was given up."""
+        if self._given_up:
+            raise S4Error("the save was given up: its tensors were not copied yet")
+
+    def _abandon(self) -> None:
+        """In the child after a fork: threads that are not there may hold the locks of futures."""
+        error = S4Error(
+            f"{self.url}: the save of step {self.step} goes on in the process that was forked, not "
+            "in this one"
+        )
+        for future in (self.staged, self.committed):
+            if future._state == "FINISHED":
+                future._condition = threading.Condition()
+            else:
+                Future.__init__(future)
+                future.set_exception(error)
+
 
 class HostBuffer:
-    """Host memory that snapshots are copied to, used again for the next one."""
+    """Host memory that snapshots are copied to, used again for the next one.
+
+    It belongs to one save at a time, from before the copy until that save has ended.
+    """
 
     def __init__(self, threads: int | None) -> None:
         self._threads = threads
@@ -134,7 +210,8 @@ class Deadline:
 
 @contextlib.contextmanager
 def finish_on_sigterm(store: CheckpointStore, deadline: float = 30.0) -> Iterator[None]:
-    """While it is open, SIGTERM lets a save that is running end before the process does.
+    """While it is open, SIGTERM lets saves that are running end before the process does, whichever
+    thread they run on; also one in the background whose tensors are still being copied.
 
     A save that is not done ``deadline`` seconds after the signal is given up, and leaves no trace
     in the list. Then the signal has its usual effect. To be used on the main thread, as all signal
@@ -148,6 +225,7 @@ def finish_on_sigterm(store: CheckpointStore, deadline: float = 30.0) -> Iterato
         nonlocal received
         received = True
         store._deadline.set(deadline)
+        # A call of this thread's goes on when the handler returns, and ends the process then.
         if not store._saving_here:
             end()
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 import inspect
 import io
 import pickle
+import reprlib
 from typing import Any
 
-from ._errors import CorruptDataError, UnsafeLoadError
-from ._explain import find_refused
+from ._errors import CorruptDataError, S4Error, UnsafeLoadError
+from ._explain import find_refused, is_broken
 from ._names import walk_tensors
 from ._storages import (
     Hint,
@@ -27,6 +28,12 @@ from ._storages import (
 
 #: Modules that classes have moved from since files of theirs were written.
 _MOVED = {"torch.tensor": "torch._tensor"}
+
+#: Characters of a message of PyTorch's, and of a name in the file, that are passed on.
+MAX_SAID = 2000
+
+_short_repr = reprlib.Repr()
+_short_repr.maxstring = _short_repr.maxother = 200
 
 
 def dump(obj: object, storages: StorageWriter, pickle_module: Any, protocol: int) -> bytes:
@@ -99,17 +106,29 @@ def load(
     import torch
 
     unpickler = _unpickler(stream, pickle_module, pickle_load_args)
-    unpickler.persistent_load = _PersistentLoad(storages)
+    unpickler.persistent_load = persistent = _PersistentLoad(storages)
     tls = torch.serialization._serialization_tls
     tls.map_location = map_location
     try:
         obj = unpickler.load()
         storages.check_sizes()
         _validate_sparse(weights_only=pickle_module is None)
-    except pickle.UnpicklingError as error:
-        if pickle_module is not None:
+    except (S4Error, OSError, MemoryError):
+        raise
+    except Exception as error:
+        # What a function of the caller's raises is the caller's.
+        if persistent.raised is error:
             raise
-        raise _unsafe(stream, error) from None
+        broken = is_broken(stream)
+        if pickle_module is None and not broken:
+            if isinstance(error, pickle.UnpicklingError):
+                raise _unsafe(stream, error) from None
+            # Nothing but PyTorch's own functions was called, with what the stream says.
+            broken = not torch._weights_only_unpickler._get_user_allowed_globals()
+        if broken:
+            message = f"corrupt data (pickle): {_short_repr.repr(error)}"
+            raise CorruptDataError(message) from error
+        raise
     finally:
         tls.map_location = None
     return obj
@@ -140,23 +159,31 @@ class _PersistentLoad:
 
     def __init__(self, storages: StorageReader) -> None:
         self._storages = storages
+        #: What placing a storage raised, which may call a function of the caller's.
+        self.raised: BaseException | None = None
 
     def __call__(self, persistent_id: Any) -> Any:
         import torch
 
         try:
             kind, storage_type, key, location, elements = persistent_id
+            if type(elements) is not int or elements < 0:
+                raise ValueError("elements")
             number = int(key)
             dtype = torch.uint8 if storage_type is torch.UntypedStorage else storage_type.dtype
             nbytes = elements * dtype.itemsize
-        except (TypeError, ValueError, AttributeError) as error:
-            raise CorruptDataError(f"corrupt data (pickle): {persistent_id!r}") from error
+        except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+            what = _short_repr.repr(persistent_id)
+            raise CorruptDataError(f"corrupt data (pickle): {what}") from error
         stored = self._storages.info(number)[3]
         if kind != "storage" or not nbytes <= stored < nbytes + dtype.itemsize:
-            raise CorruptDataError(
-                f"corrupt data (pickle): {persistent_id!r} of a storage of {stored} bytes"
-            )
-        storage = self._storages.get(number, location)
+            what = _short_repr.repr(persistent_id)
+            raise CorruptDataError(f"corrupt data (pickle): {what} of a storage of {stored} bytes")
+        try:
+            storage = self._storages.get(number, location)
+        except BaseException as error:
+            self.raised = error
+            raise
         return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
@@ -172,15 +199,18 @@ def _validate_sparse(weights_only: bool) -> None:
 
 def _unsafe(stream: bytes, error: pickle.UnpicklingError) -> UnsafeLoadError:
     refused = find_refused(stream)
+    said = str(error)
+    said = said if len(said) <= MAX_SAID else f"{said[:MAX_SAID]}..."
     if not refused:
-        return UnsafeLoadError(f"weights_only=True: {error}")
+        return UnsafeLoadError(f"weights_only=True: {said}")
     key_path, name = refused[0]
     place = f"`{key_path}`" if key_path else "the saved object itself"
-    lines = [f"weights_only=True: {place} needs `{name}`, which is not an allowed global."]
-    lines += [f"  also `{other_path}` needs `{other}`" for other_path, other in refused[1:8]]
+    shown = name if len(name) <= MAX_SAID else f"{name[:MAX_SAID]}..."
+    lines = [f"weights_only=True: {place} needs `{shown}`, which is not an allowed global."]
+    lines += [f"  also `{path}` needs `{other[:MAX_SAID]}`" for path, other in refused[1:8]]
     lines += [
         "If you trust the file, allow them with torch.serialization.add_safe_globals([...]) or",
         "load with weights_only=False, which can run any code that the file holds.",
-        f"PyTorch's unpickler says: {error}",
+        f"PyTorch's unpickler says: {said}",
     ]
     return UnsafeLoadError("\n".join(lines), key_path=key_path, global_name=name)

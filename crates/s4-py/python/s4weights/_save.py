@@ -44,6 +44,9 @@ def save(
 
     The file appears whole or not at all; bytes that have gone to a stream cannot be taken back.
 
+    It may be called from several threads at once, with one path too: the last one to finish wins.
+    What other threads change in the tensors meanwhile may be saved or not, value by value.
+
     Args:
         obj: what to save: anything that `torch.save` takes. Arrays of JAX, CuPy and others that
             lend their memory by DLPack, in plain containers, are saved as the tensors they become.

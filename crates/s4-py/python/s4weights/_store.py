@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import pickle
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from . import _core
+from . import _core, _live
 from ._catalog import Catalog
 from ._device import HOST, Compute, place
 from ._entries import CheckpointEntry, Retention, listed
@@ -22,6 +23,7 @@ from ._pending import Deadline, HostBuffer, PendingSave
 from ._progress import Progress, ProgressArgument
 from ._roles import find_roles
 from ._save import describe, require_little_endian
+from ._turn import Turn
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +32,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("s4weights")
 
+#: Seconds: more than anybody waits, and less than clocks can add.
+_LONGEST = 1e9
+
 #: Stores of a process that was forked: their threads stayed behind, so they are left as they are.
 _ABANDONED: list[_core.Store] = []
+_stores: weakref.WeakSet[CheckpointStore] = weakref.WeakSet()
+
 
 class CheckpointStore(Catalog):
     """Checkpoints of one run, or of several, in a local folder or below a URL.
@@ -39,6 +46,16 @@ class CheckpointStore(Catalog):
     Most are stored as their difference from an earlier one, so chosen that restoring reads few of
     them. Each is listed whole or not at all; what was saved is never changed. The first save
     creates the store if there is none.
+
+    Any thread may call any method, several at once: saves wait for each other, and `close` waits
+    for them. A function that a save calls (``progress=``), or a signal handler that runs within
+    one, must not save to the same store or close it: that raises `RuntimeError`. After a fork the
+    child has a connection of its own, and saves that ran in the background go on in the parent
+    only.
+
+    A save in the background that fails is logged at once, and raised by the next call that waits
+    for it: a save, a load or `close`. If none comes, the process says so on stderr when it ends,
+    and its exit status is not 0. ``with`` closes the store in any case.
 
     Args:
         url: a folder or a URL such as ``s3://bucket/runs/a``.
@@ -57,6 +74,13 @@ class CheckpointStore(Catalog):
             takes some 250 MiB besides.
         bandwidth: bytes a second that uploads may use.
         allow_network_fs: use a folder on a network file system all the same.
+        timeout: seconds for which a request that fails, or is not answered, is repeated before the
+            call fails (300). It bounds each request with its repetitions and each commit, not a
+            whole save.
+        writers: how many processes may write to a store that is created by this: ``"many"``, which
+            is refused where the object store is not proved to be safe for that, or ``"single"``,
+            which is guarded by a lease.
+        read_only: never write, and list what can be proved of a store whose log is damaged.
         device: where tensors on CUDA devices are encoded and decoded, as in `save`. What is stored is
             the same.
         gpu_scratch: as in `save`.
@@ -75,6 +99,9 @@ class CheckpointStore(Catalog):
         parent_memory: int | None = None,
         bandwidth: int | None = None,
         allow_network_fs: bool = False,
+        timeout: float | None = None,
+        writers: str = "many",
+        read_only: bool = False,
         device: str = "auto",
         gpu_scratch: int | None = None,
     ) -> None:
@@ -85,11 +112,16 @@ class CheckpointStore(Catalog):
         if isinstance(retention, int):
             retention = Retention(keep_last=retention)
         self.retention: Retention | None = retention
+        if timeout is not None and not 0 < timeout < _LONGEST:
+            raise ValueError(f"timeout={timeout!r}: a positive number of seconds expected")
+        if writers not in ("many", "single"):
+            raise ValueError(f"writers={writers!r}: 'many' or 'single' expected")
+        self._read_only = read_only
         options = dict(storage_options or {})
         # Where the options stand in the native constructor is told here alone.
         self._connect: Callable[[str], _core.Store] = lambda mode: _core.Store(
             self.url,
-            mode,
+            "open_read_only" if read_only else mode,
             options,
             preset,
             threads,
@@ -98,17 +130,24 @@ class CheckpointStore(Catalog):
             parent_memory,
             bandwidth,
             allow_network_fs,
+            timeout,
+            writers,
         )
-        self._lock = threading.RLock()
+        # Each of these is set at one stroke, without a lock: a signal handler may wait for saves
+        # wherever the main thread is, also where it would hold one.
         self._native: _core.Store | None = None
-        self._pid = os.getpid()
-        self._executor: ThreadPoolExecutor | None = None
-        self._buffer = HostBuffer(threads)
+        self._closed = False
+        # Who has the turn has what follows: for as long as a save takes, or until the tensors of
+        # one in the background are copied. That one keeps the buffer until it ends.
+        self._turn = Turn()
         self._pending: PendingSave | None = None
+        self._threads = threads
+        self._spare: HostBuffer | None = None
+        # For `finish_on_sigterm`: whether the main thread is in a save, and what comes after.
         self._deadline = Deadline()
         self._saving_here = False
         self._after_save: Callable[[], object] | None = None
-        self._closed = False
+        _stores.add(self)
 
     def __repr__(self) -> str:
         return f"CheckpointStore({self.url!r})"
@@ -126,17 +165,16 @@ class CheckpointStore(Catalog):
             logger.exception("%s: a save in the background failed", self.url)
 
     def close(self) -> None:
-        """Waits for a save in the background, and raises what it failed with."""
-        try:
-            if not self._closed and self._pid == os.getpid():
-                self._settle()
-        finally:
-            self._closed = True
-            executor, self._executor = self._executor, None
-            if executor is not None and self._pid == os.getpid():
-                executor.shutdown()
-            self._native = None
-            self._buffer.free()
+        """Waits for saves, also of other threads, and raises what one in the background failed
+        with. The store cannot be used any more; what other threads are loading goes on.
+        """
+        with self._turn:
+            try:
+                if not self._closed:
+                    self._settle()
+            finally:
+                self._closed = True
+                self._native, self._spare = None, None
 
     @overload
     def save_checkpoint(
@@ -220,6 +258,42 @@ class CheckpointStore(Catalog):
         if type(step) is not int or step < 0:
             raise ValueError(f"step: an integer of 0 or more expected, not {step!r}")
         torch.serialization._check_dill_version(pickle_module)
+        with self._saving():
+            return self._save(
+                *(state, step, metrics, tags, blocking, base, progress),
+                *(metadata, pickle_module, pickle_protocol),
+            )
+
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        """One save: waits for its turn."""
+        main = threading.current_thread() is threading.main_thread() and not self._turn.is_mine()
+        if main:
+            self._saving_here = True
+        try:
+            with self._turn:
+                yield
+        finally:
+            if main:
+                self._saving_here = False
+                if self._after_save is not None:
+                    self._after_save()
+
+    def _save(
+        self,
+        state: object,
+        step: int,
+        metrics: Mapping[str, float] | None,
+        tags: Mapping[str, str] | None,
+        blocking: bool,
+        base: bool,
+        progress: ProgressArgument,
+        metadata: Mapping[str, str] | None,
+        pickle_module: Any,
+        pickle_protocol: int,
+    ) -> CheckpointEntry | PendingSave:
+        if self._closed:
+            raise ValueError(f"{self!r} is closed")
         self._settle()
         storages, tree, stream = describe(state, pickle_module, pickle_protocol)
         groups, roles = find_roles(state, storages)
@@ -232,11 +306,12 @@ class CheckpointStore(Catalog):
         engine = storages.engine(self._compute())
 
         def save(
-            sources: Sequence[_core.PlacedSource], staged: Callable[[], object] | None = None
+            sources: Sequence[_core.PlacedSource], pending: PendingSave | None = None
         ) -> CheckpointEntry:
+            staged = pending._stage if pending is not None and engine is not None else None
             try:
                 native = self._open("open_or_create")
-                watch = self._watch(tracker)
+                watch = self._watch(tracker, pending)
                 done = native.save(
                     *(step, sources, groups, described, numbers, words, base, watch, engine),
                     staged,
@@ -248,62 +323,40 @@ class CheckpointStore(Catalog):
 
         if not blocking:
             return self._save_later(step, storages, save, engine is not None)
-        self._saving_here = threading.current_thread() is threading.main_thread()
-        try:
-            held, sources = _sources(storages, engine is not None)
-            entry = save(sources)
-            del held
-            return entry
-        finally:
-            self._saving_here = False
-            if self._after_save is not None:
-                self._after_save()
+        held, sources = _sources(storages, engine is not None)
+        entry = save(sources)
+        del held
+        return entry
 
     def _save_later(
         self,
         step: int,
         storages: StorageWriter,
-        save: Callable[..., CheckpointEntry],
+        save: Callable[[Sequence[_core.PlacedSource], PendingSave], CheckpointEntry],
         on_gpu: bool,
     ) -> PendingSave:
-        pending = PendingSave(step)
-        entries = storages.entries()
-        wheres = [_where(entry.storage, on_gpu) for entry in entries]
-        copied = [e.storage for e, where in zip(entries, wheres, strict=True) if where == HOST]
-        copies = iter(self._buffer.copy(copied))
-        sources: list[_core.PlacedSource] = []
-        for entry, where in zip(entries, wheres, strict=True):
-            nbytes = entry.storage.nbytes()
-            address = next(copies)[0] if where == HOST else entry.storage.data_ptr()
-            address = address if nbytes else 0
-            sources.append((entry.name, entry.dtype, entry.shape, address, nbytes, where))
+        pending = PendingSave(step, str(self.url))
+        # If the copy fails it may go on still, on a GPU: then nobody gets this memory again.
+        buffer, self._spare = self._spare or HostBuffer(self._threads), None
+        sources = _copied_sources(storages, buffer, on_gpu)
 
-        def staged() -> None:
-            if not pending.staged.done():
-                pending.staged.set_result(None)
-
-        def run() -> None:
+        def run() -> CheckpointEntry:
             try:
-                pending.committed.set_result(save(sources, staged if on_gpu else None))
-            except BaseException as error:
-                pending.committed.set_exception(error)
+                return save(sources, pending)
             finally:
-                staged()
+                # Before anybody is told that this save has ended.
+                self._spare = buffer
 
         if not on_gpu:
-            staged()
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, "s4weights-save")
+            pending._stage()
+        pending._start(run)
         self._pending = pending
-        self._executor.submit(run)
         try:
             # The storages are alive, and nothing is queued on their streams, until then.
             pending.staged.result()
         except BaseException:
             # The caller goes on, with tensors that are being read.
-            self._deadline.set(0.0)
-            pending.committed.exception()
-            self._deadline.clear()
+            pending._give_up()
             raise
         return pending
 
@@ -318,11 +371,13 @@ class CheckpointStore(Catalog):
                 logger.warning("%s: retention failed: %s", self.url, error)
         return entry
 
-    def _watch(self, tracker: Progress) -> _core.Progress:
+    def _watch(self, tracker: Progress, pending: PendingSave | None = None) -> _core.Progress:
         report = tracker.native()
 
         def watch(done: int) -> None:
             self._deadline.check()
+            if pending is not None:
+                pending._check()
             if report is not None:
                 report(done)
 
@@ -399,43 +454,77 @@ class CheckpointStore(Catalog):
         raise first or self._nothing(None)
 
     def _open(self, mode: str) -> _core.Store:
-        with self._lock:
-            if self._closed:
-                raise ValueError(f"{self!r} is closed")
-            if self._pid != os.getpid():
-                self._forget_parent_process()
-            if self._native is None:
-                self._native = self._connect(mode)
-            return self._native
+        native = self._native
+        if native is None and not self._closed:
+            # Threads that open it at the same time all get one that works; one is kept.
+            native = self._native = self._connect(mode)
+        if self._closed:
+            self._native = None
+            raise ValueError(f"{self!r} is closed")
+        assert native is not None
+        return native
 
-    def _forget_parent_process(self) -> None:
-        """After a fork: threads stayed with the parent, and so did its save."""
+    def _in_child(self) -> None:
+        """After a fork: threads stayed with the parent, and so did its saves and their memory."""
         if self._native is not None:
             _ABANDONED.append(self._native)
-        self._native, self._executor, self._pending = None, None, None
-        self._pid = os.getpid()
+        self._native, self._pending, self._spare = None, None, None
+        self._turn = Turn()
+        self._saving_here = False
 
     def _settle(self) -> None:
         """Waits for a save in the background; raises its error if nobody has seen it."""
         pending = self._pending
-        if pending is None or self._pid != os.getpid():
+        if pending is None:
             return
-        seen = pending.committed.seen
-        error = pending.committed.exception()
-        self._pending = None
-        if error is not None and not seen:
+        if pending._thread is threading.current_thread():
+            raise RuntimeError(
+                "this waits for the save that it is called from: a progress function can neither "
+                "save to the same store nor load from it"
+            )
+        error = pending.committed.settle()
+        if error is not None:
             raise error
 
     def _drain(self, seconds: float) -> None:
-        """Waits for a save in the background, and lets it be given up when time is over."""
-        pending = self._pending
-        if pending is None:
-            return
+        """Waits for saves that run, and lets them be given up when time is over."""
         self._deadline.set(seconds)
-        try:
-            pending.committed.exception(seconds + 5.0)
-        except TimeoutError:
-            logger.error("%s: the save of step %d did not end in time", self.url, pending.step)
+        limit = seconds + 5.0
+        with self._turn.wait(limit) as waited:
+            try:
+                if not waited:
+                    raise TimeoutError
+                if self._pending is not None:
+                    self._pending.committed.exception(limit)
+            except TimeoutError:
+                logger.error("%s: a save did not end in time", self.url)
+            finally:
+                self._deadline.clear()
+
+
+def _in_child() -> None:
+    for store in _stores:
+        store._in_child()
+
+
+_live.at_fork(_in_child)
+
+
+def _copied_sources(
+    storages: StorageWriter, buffer: HostBuffer, on_gpu: bool
+) -> list[_core.PlacedSource]:
+    """All storages, copied to a buffer unless they are to be encoded where they are."""
+    entries = storages.entries()
+    wheres = [_where(entry.storage, on_gpu) for entry in entries]
+    copied = [e.storage for e, where in zip(entries, wheres, strict=True) if where == HOST]
+    copies = iter(buffer.copy(copied))
+    sources: list[_core.PlacedSource] = []
+    for entry, where in zip(entries, wheres, strict=True):
+        nbytes = entry.storage.nbytes()
+        address = next(copies)[0] if where == HOST else entry.storage.data_ptr()
+        address = address if nbytes else 0
+        sources.append((entry.name, entry.dtype, entry.shape, address, nbytes, where))
+    return sources
 
 
 def _where(storage: torch.UntypedStorage, on_gpu: bool) -> tuple[int, int]:

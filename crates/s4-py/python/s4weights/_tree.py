@@ -35,8 +35,10 @@ form is decided for the whole object.
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import math
+import reprlib
 import struct
 from collections import OrderedDict
 from collections.abc import Callable
@@ -64,7 +66,14 @@ MAX_NODES = 1 << 20
 MAX_TEXT = 64 << 20
 MAX_BYTES = 1 << 20
 
+#: Dimensions of a tensor, as in the format, and what no size reaches.
+MAX_RANK = 64
+MAX_SIZE = 1 << 63
+
 _SAFE_INT = 1 << 53
+
+_short_repr = reprlib.Repr()
+_short_repr.maxstring = _short_repr.maxother = 200
 
 
 class NotPlain(Exception):
@@ -312,7 +321,7 @@ class TreeDecoder:
         except (LookupError, TypeError, ValueError, RecursionError, struct.error) as error:
             if isinstance(error, CorruptDataError):
                 raise
-            raise CorruptDataError(f"corrupt data (tree): {error!r}") from error
+            raise CorruptDataError(f"corrupt data (tree): {_brief(error)}") from error
         finally:
             # They refer to this object, which would keep every storage until a garbage collection.
             self._kinds.clear()
@@ -352,27 +361,29 @@ class TreeDecoder:
         return complex(real, imag)
 
     def _dtype(self, name: Any) -> Any:
-        dtype = getattr(self._torch, name, None) if type(name) is str else None
-        if not isinstance(dtype, self._torch.dtype):
-            raise CorruptDataError(f"this version of PyTorch has no dtype {name!r}")
+        dtype = _dtypes().get(name) if type(name) is str else None
+        if dtype is None:
+            raise CorruptDataError(f"this version of PyTorch has no dtype {_brief(name)}")
         return dtype
 
     def _device(self, name: Any) -> Any:
         try:
-            return self._torch.device(name)
+            return self._torch.device(_string(name))
         except RuntimeError as error:
-            raise CorruptDataError(f"this version of PyTorch has no device {name!r}") from error
+            message = f"this version of PyTorch has no device {_brief(name)}"
+            raise CorruptDataError(message) from error
 
     def _tensor(self, value: Any, node: dict[str, Any]) -> Any:
         number = _natural(value)
         _, stored, stored_shape, nbytes = self._storages.info(number)
         dtype = self._dtype(node.get("dtype", "uint8" if stored == "bytes" else stored))
-        shape = _naturals(node.get("shape", list(stored_shape)))
-        stride = _naturals(node["stride"]) if "stride" in node else row_major(shape)
+        shape = _dimensions(node.get("shape", list(stored_shape)))
+        stride = _dimensions(node["stride"]) if "stride" in node else row_major(shape)
         offset = _natural(node.get("offset", 0))
         if len(shape) != len(stride) or not fits(nbytes, dtype.itemsize, offset, shape, stride):
-            raise CorruptDataError(f"corrupt data (tree): {node} lies outside of {nbytes} bytes")
-        storage = self._storages.get(number, str(node.get("device", "cpu")))
+            message = f"corrupt data (tree): {_brief(node)} lies outside of {nbytes} bytes"
+            raise CorruptDataError(message)
+        storage = self._storages.get(number, _string(node.get("device", "cpu")))
         grad = node.get("grad") is True
         try:
             tensor = view(storage, dtype, offset, shape, stride)
@@ -407,6 +418,14 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
+@functools.cache
+def _dtypes() -> dict[str, Any]:
+    """The dtypes by their names: asking PyTorch for any other name may import a module."""
+    import torch
+
+    return {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
 def _short(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -421,11 +440,28 @@ def _array(value: Any) -> list[Any]:
     return value
 
 
+def _string(value: Any) -> str:
+    if type(value) is not str:
+        raise CorruptDataError(f"corrupt data (tree): {_brief(value)} is no text")
+    return value
+
+
 def _natural(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise CorruptDataError(f"corrupt data (tree): {value!r} is no size")
+    if type(value) is not int or not 0 <= value < MAX_SIZE:
+        raise CorruptDataError(f"corrupt data (tree): {_brief(value)} is no size")
     return value
 
 
 def _naturals(value: Any) -> tuple[int, ...]:
     return tuple(_natural(item) for item in _array(value))
+
+
+def _dimensions(value: Any) -> tuple[int, ...]:
+    if len(_array(value)) > MAX_RANK:
+        raise CorruptDataError(f"corrupt data (tree): {len(value)} dimensions")
+    return _naturals(value)
+
+
+def _brief(value: Any) -> str:
+    """What was read, for a message: files may hold any amount of it."""
+    return _short_repr.repr(value)

@@ -45,7 +45,7 @@ pub async fn create_race(
     let mut won = 0;
     for round in 0..rounds {
         let key = folder.clone().join(format!("{round}"));
-        if let Some(wrong) = race(store, &key, racers).await.map_err(text)? {
+        if let Some(wrong) = race(store, &key, racers).await {
             return Err(format!("race {round}: {wrong}"));
         }
         won += u32::from(store.head(&key).await.is_ok());

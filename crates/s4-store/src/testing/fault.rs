@@ -383,7 +383,16 @@ impl ObjectStore for FaultStore {
     }
 
     async fn list_with_delimiter(&self, prefix: Option<&Path>) -> Result<ListResult> {
-        self.shared.inner.list_with_delimiter(prefix).await
+        let key = prefix.cloned().unwrap_or_default();
+        let fault = self.begin(OpKind::List, &key).await?;
+        let mut listed = self.shared.inner.list_with_delimiter(prefix).await?;
+        if fault == Some(Fault::Stale) {
+            let inside = self.inside();
+            let fresh: Vec<_> = inside.written.iter().rev().take(STALE).collect();
+            listed.objects.retain(|m| !fresh.contains(&&m.location));
+            listed.common_prefixes.retain(|p| !fresh.iter().any(|key| key.prefix_matches(p)));
+        }
+        Ok(listed)
     }
 
     async fn copy_opts(&self, from: &Path, to: &Path, options: CopyOptions) -> Result<()> {

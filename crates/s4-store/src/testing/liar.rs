@@ -1,7 +1,10 @@
 //! Object stores whose conditional create does not hold, as servers in the wild have it.
 
+use std::collections::BTreeSet;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use futures::stream::BoxStream;
@@ -11,6 +14,8 @@ use object_store::{
     ObjectStore, ObjectStoreExt, PutMode, PutMultipartOptions, PutOptions, PutPayload, PutResult,
     Result,
 };
+
+use super::Random;
 
 /// How a store lies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,13 +33,75 @@ pub enum Lie {
 pub struct Liar {
     inner: Arc<dyn ObjectStore>,
     lie: Lie,
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    honest: AtomicBool,
+    gaps: Mutex<Option<Gaps>>,
+    created: Mutex<BTreeSet<Path>>,
+    overwritten: AtomicU64,
+}
+
+impl Shared {
+    /// Notes a create that was carried out.
+    fn written(&self, key: &Path) {
+        let mut created = self.created.lock().unwrap_or_else(PoisonError::into_inner);
+        if !created.insert(key.clone()) {
+            self.overwritten.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+}
+
+/// Pauses between looking and writing.
+#[derive(Debug)]
+struct Gaps {
+    random: Random,
+    one_in: u64,
+    longest: Duration,
 }
 
 impl Liar {
     /// A store that does what `inner` does, but for this lie.
     #[must_use]
     pub fn new(inner: Arc<dyn ObjectStore>, lie: Lie) -> Self {
-        Self { inner, lie }
+        Self { inner, lie, shared: Arc::default() }
+    }
+
+    /// Once in `one_in` creates it waits for up to `longest` between looking and writing.
+    #[must_use]
+    pub fn with_gaps(self, seed: u64, one_in: u64, longest: Duration) -> Self {
+        *self.gaps() = Some(Gaps { random: Random::new(seed), one_in, longest });
+        self
+    }
+
+    /// Sets whether it tells the truth, as it does not do at first.
+    pub fn set_honest(&self, honest: bool) {
+        self.shared.honest.store(honest, Ordering::SeqCst);
+    }
+
+    /// How many creates of an object there were after the first one.
+    #[must_use]
+    pub fn overwritten(&self) -> u64 {
+        self.shared.overwritten.load(Ordering::SeqCst)
+    }
+
+    fn gaps(&self) -> MutexGuard<'_, Option<Gaps>> {
+        self.shared.gaps.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn gap(&self) {
+        let gap = self.gaps().as_mut().map(|gaps| {
+            let micros = u64::try_from(gaps.longest.as_micros()).unwrap_or(u64::MAX);
+            let micros = gaps.random.below(micros);
+            gaps.random.one_in(gaps.one_in).then(|| Duration::from_micros(micros))
+        });
+        match gap {
+            Some(Some(gap)) => tokio::time::sleep(gap).await,
+            Some(None) => {}
+            None => tokio::task::yield_now().await,
+        }
     }
 }
 
@@ -52,7 +119,7 @@ impl ObjectStore for Liar {
         payload: PutPayload,
         mut opts: PutOptions,
     ) -> Result<PutResult> {
-        if opts.mode == PutMode::Create {
+        if opts.mode == PutMode::Create && !self.shared.honest.load(Ordering::SeqCst) {
             match self.lie {
                 Lie::IgnoresCondition => {}
                 Lie::ChecksThenWrites => {
@@ -60,7 +127,7 @@ impl ObjectStore for Liar {
                         let source = "it is there".into();
                         return Err(Error::AlreadyExists { path: key.to_string(), source });
                     }
-                    tokio::task::yield_now().await;
+                    self.gap().await;
                 }
                 Lie::NotImplemented => {
                     return Err(Error::NotImplemented {
@@ -70,6 +137,7 @@ impl ObjectStore for Liar {
                 }
             }
             opts.mode = PutMode::Overwrite;
+            self.shared.written(key);
         }
         self.inner.put_opts(key, payload, opts).await
     }

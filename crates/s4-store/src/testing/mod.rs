@@ -18,7 +18,7 @@ use std::time::Duration;
 use uuid::Uuid;
 
 use crate::id::Ids;
-use crate::options::{Retry, StoreOptions};
+use crate::options::{ProbeLimits, Retry, StoreOptions};
 
 /// Pseudo-random numbers (SplitMix64): the same for the same seed, on every machine.
 #[derive(Debug, Clone)]
@@ -85,8 +85,10 @@ pub fn quick_options() -> StoreOptions {
             attempts: 4,
             first_pause: Duration::from_micros(200),
             longest_pause: Duration::from_millis(2),
+            first_contact: Duration::from_secs(20),
             deadline: Duration::from_secs(20),
         },
+        probe: ProbeLimits { most_rounds: 16, ..ProbeLimits::default() },
         ..StoreOptions::default()
     }
 }

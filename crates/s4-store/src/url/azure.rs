@@ -3,46 +3,117 @@
 use std::str::FromStr;
 use std::sync::Arc;
 
+use object_store::ObjectStore;
 use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
-use object_store::{ClientConfigKey, ObjectStore};
 use url::Url;
 
-use super::StorageOptions;
+use super::client::{self, Client};
+use super::{Environment, StorageOptions, option};
 use crate::error::{Error, Result};
 
 const KIND: &str = "Azure";
 
-pub(super) fn open(url: &Url, options: &StorageOptions) -> Result<(Arc<dyn ObjectStore>, String)> {
-    let mut keys = Vec::new();
-    if let Ok(text) = std::env::var("AZURE_STORAGE_CONNECTION_STRING") {
-        keys.extend(connection_string(&text)?);
-    }
-    for (name, value) in options {
-        match name.to_ascii_lowercase().as_str() {
-            "connection_string" => keys.extend(connection_string(value)?),
-            "credential" => keys.push((AzureConfigKey::AccessKey, value.clone())),
-            "anon" => keys.push((AzureConfigKey::SkipSignature, value.clone())),
-            "endpoint_url" => keys.push((AzureConfigKey::Endpoint, value.clone())),
-            other => {
-                let key = AzureConfigKey::from_str(other);
-                keys.push((key.map_err(|_| super::unknown(KIND, name))?, value.clone()));
-            }
+/// Names of the options, besides those of the client: for those who mistype one.
+const NAMES: [&str; 23] = [
+    "access_key",
+    "account_key",
+    "account_name",
+    "anon",
+    "authority_host",
+    "bearer_token",
+    "client_id",
+    "client_secret",
+    "connection_string",
+    "container_name",
+    "credential",
+    "disable_tagging",
+    "endpoint",
+    "endpoint_url",
+    "federated_token_file",
+    "msi_endpoint",
+    "sas_key",
+    "sas_token",
+    "skip_signature",
+    "tenant_id",
+    "token",
+    "use_azure_cli",
+    "use_emulator",
+];
+
+pub(super) fn open(
+    url: &Url,
+    options: &StorageOptions,
+    environment: &Environment,
+) -> Result<(Arc<dyn ObjectStore>, String)> {
+    let (mut keys, mut client) = (Vec::new(), Client::default());
+    for (name, value) in environment.iter().filter(|(_, value)| !value.is_empty()) {
+        match name.as_str() {
+            "AZURE_STORAGE_CONNECTION_STRING" => keys.extend(connection_string(value)?),
+            _ if !name.starts_with("AZURE_") => {}
+            _ => match AzureConfigKey::from_str(&name.to_ascii_lowercase()) {
+                Ok(AzureConfigKey::Client(key)) => {
+                    client.take(name, key.as_ref(), value)?;
+                }
+                Ok(key) => {
+                    checked(name, key, value.clone())?;
+                }
+                Err(_) => {}
+            },
         }
     }
-    let endpoint = keys.iter().rev().find(|(k, _)| *k == AzureConfigKey::Endpoint);
-    if endpoint.is_some_and(|(_, value)| value.starts_with("http://")) {
-        keys.insert(0, (AzureConfigKey::Client(ClientConfigKey::AllowHttp), "true".into()));
+    for (name, value) in options {
+        let lower = name.to_ascii_lowercase();
+        let key = match lower.as_str() {
+            "connection_string" => {
+                keys.extend(connection_string(value)?);
+                continue;
+            }
+            "credential" => AzureConfigKey::AccessKey,
+            "anon" => AzureConfigKey::SkipSignature,
+            "endpoint_url" => AzureConfigKey::Endpoint,
+            other if client.take(name, other.strip_prefix("azure_").unwrap_or(other), value)? => {
+                continue;
+            }
+            other => AzureConfigKey::from_str(other)
+                .map_err(|_| option::unknown(KIND, name, &[&NAMES[..], &client::NAMES].concat()))?,
+        };
+        keys.push((key, checked(name, key, value.clone())?));
     }
-    let start = MicrosoftAzureBuilder::from_env()
-        .with_url(url.to_string())
-        .with_retry(super::retry_config())
-        .with_config(AzureConfigKey::Client(ClientConfigKey::Timeout), super::TIMEOUT);
+    let start = MicrosoftAzureBuilder::from_env().with_url(url.to_string());
     let builder = keys.into_iter().fold(start, |b, (key, value)| b.with_config(key, value));
     let account = builder.get_config_value(&AzureConfigKey::AccountName).unwrap_or_default();
     let endpoint = builder.get_config_value(&AzureConfigKey::Endpoint).unwrap_or_default();
+    if endpoint.starts_with("http://") {
+        client.allow_http();
+    }
+    let (client, connector) = client.finish();
+    let builder = builder
+        .with_retry(client::retry_config())
+        .with_client_options(client)
+        .with_http_connector(connector);
     let store = builder.build().map_err(|e| super::refused(KIND, &e))?;
     let container = url.host_str().unwrap_or_default();
     Ok((Arc::new(store), format!("{KIND} {account} {endpoint} {container}")))
+}
+
+/// Whether an option is known, whatever its value.
+pub(super) fn knows(name: &str) -> bool {
+    let lower = name.to_ascii_lowercase();
+    NAMES.contains(&lower.as_str()) || AzureConfigKey::from_str(&lower).is_ok()
+}
+
+/// The value, if the builder will understand it.
+fn checked(name: &str, key: AzureConfigKey, value: String) -> Result<String> {
+    use AzureConfigKey as K;
+    Ok(match key {
+        K::SkipSignature
+        | K::UseEmulator
+        | K::UseAzureCli
+        | K::UseFabricEndpoint
+        | K::DisableTagging => option::boolean(name, &value)?.to_string(),
+        K::Endpoint | K::MsiEndpoint | K::AuthorityHost => option::address(name, &value)?,
+        _ => value,
+    })
 }
 
 /// The parts of a connection string that say where an account is and who we are.
@@ -62,7 +133,7 @@ fn connection_string(text: &str) -> Result<Vec<(AzureConfigKey, String)>> {
             "BlobEndpoint" => AzureConfigKey::Endpoint,
             _ => continue,
         };
-        keys.push((key, value.to_owned()));
+        keys.push((key, checked("connection_string", key, value.to_owned())?));
     }
     Ok(keys)
 }
@@ -84,7 +155,26 @@ mod tests {
         assert_eq!(keys, expected);
         assert!(connection_string("nonsense").is_err());
         let options = [("connection_string".to_owned(), text.to_owned())].into();
-        let (_, server) = open(&Url::parse("az://box/x").unwrap(), &options).unwrap();
+        let url = Url::parse("az://box/x").unwrap();
+        let (_, server) = open(&url, &options, &Environment::new()).unwrap();
         assert_eq!(server, "Azure acc http://127.0.0.1:1/acc box");
+    }
+
+    #[test]
+    fn what_is_not_understood_is_refused_by_name() {
+        for (name, value) in [
+            ("use_emulator", "hush"),
+            ("anon", "hush"),
+            ("verify", "hush.pem"),
+            ("allow_http", "hush"),
+            ("endpoint", "https://u:hush@h"),
+            ("acount_key", "hush"),
+        ] {
+            let options = [(name.to_owned(), value.to_owned())].into();
+            let url = Url::parse("az://box/x").unwrap();
+            let error = open(&url, &options, &Environment::new()).err().unwrap().to_string();
+            assert!(error.contains(&format!("`{name}`")), "{error}");
+            assert!(name == "verify" || !error.contains("hush"), "{error}");
+        }
     }
 }

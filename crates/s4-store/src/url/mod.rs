@@ -4,21 +4,24 @@
 //! appear in messages; names of options do.
 
 mod azure;
+mod client;
 mod gcs;
+mod option;
 mod profile;
 mod s3;
+mod stall;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
 
+use object_store::ObjectStoreScheme;
 use object_store::memory::InMemory;
 use object_store::path::Path;
-use object_store::{ObjectStoreScheme, RetryConfig};
 use url::Url;
 
 use crate::error::{Error, Result};
 use crate::place::Place;
+use crate::redact::{redact_text, redact_url};
 
 /// Options of an object store by name: those of `object_store` (`aws_region`, `endpoint`, ...), and
 /// what other tools call them (`key`, `secret`, `endpoint_url`, `region_name`, `profile`, ...).
@@ -26,9 +29,6 @@ pub type StorageOptions = BTreeMap<String, String>;
 
 /// Environment variables by name.
 type Environment = BTreeMap<String, String>;
-
-/// Time for one request, its body included: an object of 64 MiB over a line of 2 Mbit/s.
-const TIMEOUT: &str = "300s";
 
 /// The store behind `memory:` URLs, which a URL can name no other way: shared by the whole process.
 static MEMORY: OnceLock<Arc<InMemory>> = OnceLock::new();
@@ -42,79 +42,102 @@ impl Place {
     pub fn open_url(url: &str, options: &StorageOptions) -> Result<Self> {
         // `C:\x` is a path and no URL.
         if !url.contains("://") {
+            no_slips(options)?;
             return Ok(Self::folder(url));
         }
-        let bad = |what: String| Error::Argument(format!("{}: {what}", without_secrets(url)));
-        let parsed = Url::parse(url).map_err(|e| bad(e.to_string()))?;
-        if parsed.scheme() == "file" {
-            let path =
-                parsed.to_file_path().map_err(|()| bad("it names no local folder".into()))?;
-            return Ok(Self::folder(path));
-        }
-        if parsed.scheme() == "memory" {
+        let name = redact_url(url).into_owned();
+        let bad = |what: &str| Error::Argument(format!("{name}: {what}"));
+        let parsed = Url::parse(url).map_err(|e| bad(&e.to_string()))?;
+        // A scheme that means nothing is told before anything else about the URL.
+        let remote = remote(&parsed).map_err(bad)?;
+        check_parts(&parsed).map_err(bad)?;
+        let Some((scheme, path)) = remote else {
+            no_slips(options)?;
+            if parsed.scheme() == "file" {
+                let path = parsed.to_file_path().map_err(|()| bad("it names no local folder"))?;
+                return Ok(Self::folder(path));
+            }
             let path = format!("{}{}", parsed.host_str().unwrap_or_default(), parsed.path());
-            let path = Path::parse(path.trim_matches('/')).map_err(|e| bad(e.to_string()))?;
+            let path = Path::parse(path.trim_matches('/')).map_err(|e| bad(&e.to_string()))?;
             let store = Arc::clone(MEMORY.get_or_init(Arc::default));
-            return Ok(Self::named(store, path, url.to_owned(), "memory".into()));
-        }
-        // Its own message repeats the URL with whatever secret is in it.
-        let (scheme, path) = ObjectStoreScheme::parse(&parsed)
-            .map_err(|_| bad("a path, or a URL of s3:, gs:, az: or file: is needed".into()))?;
-        let (store, server) = match scheme {
-            ObjectStoreScheme::AmazonS3 => s3::open(&parsed, options, &environment())?,
-            ObjectStoreScheme::GoogleCloudStorage => gcs::open(&parsed, options)?,
-            ObjectStoreScheme::MicrosoftAzure => azure::open(&parsed, options)?,
-            _ => {
-                return Err(bad("a store cannot be kept there: s3:, gs: and az: are known".into()));
-            }
+            return Ok(Self::named(store, path, name, "memory".into()));
         };
-        Ok(Self::named(store, path, without_secrets(url), server))
+        let (store, server) = match scheme {
+            Remote::S3 => s3::open(&parsed, options, &environment("AWS_")?)?,
+            Remote::Gcs => gcs::open(&parsed, options, &environment("GOOGLE_")?)?,
+            Remote::Azure => azure::open(&parsed, options, &environment("AZURE_")?)?,
+        };
+        Ok(Self::named(store, path, name, server))
     }
 }
 
-fn environment() -> Environment {
-    let text = |(key, value): (std::ffi::OsString, std::ffi::OsString)| {
-        Some((key.into_string().ok()?, value.into_string().ok()?))
+/// An object store of a provider.
+enum Remote {
+    S3,
+    Gcs,
+    Azure,
+}
+
+/// Whose object store a URL names, and the path in it; nothing for `file:` and `memory:`.
+fn remote(url: &Url) -> std::result::Result<Option<(Remote, Path)>, &'static str> {
+    if matches!(url.scheme(), "file" | "memory") {
+        return Ok(None);
+    }
+    // Its own message repeats the URL with whatever secret is in it.
+    let (scheme, path) = ObjectStoreScheme::parse(url)
+        .map_err(|_| "a path, or a URL of s3:, gs:, az: or file: is needed")?;
+    let remote = match scheme {
+        ObjectStoreScheme::AmazonS3 => Remote::S3,
+        ObjectStoreScheme::GoogleCloudStorage => Remote::Gcs,
+        ObjectStoreScheme::MicrosoftAzure => Remote::Azure,
+        _ => return Err("nothing can be kept there: s3:, gs: and az: are known"),
     };
-    std::env::vars_os().filter_map(text).collect()
+    Ok(Some((remote, path)))
 }
 
-/// The URL without user, password, query and fragment.
-fn without_secrets(url: &str) -> String {
-    match Url::parse(url) {
-        Ok(mut parsed) => {
-            parsed.set_query(None);
-            parsed.set_fragment(None);
-            if parsed.password().is_some() {
-                // `abfs://container@account` has a user that is none; a password is one.
-                let _ = parsed.set_password(None);
-            }
-            parsed.to_string()
-        }
-        Err(_) => url.split(['?', '#']).next().unwrap_or_default().to_owned(),
+/// What would be passed over in silence: two names that differ there only would be one.
+fn check_parts(url: &Url) -> std::result::Result<(), &'static str> {
+    let container = url.scheme().starts_with("abfs");
+    if url.password().is_some() || !(url.username().is_empty() || container) {
+        return Err("credentials in a URL are not used: pass them as storage options");
+    }
+    if url.query().is_some() || url.fragment().is_some() {
+        return Err(
+            "`?` and `#` in a URL are not used: in names they are written %3F and %23, and \
+                    what signs requests is a storage option",
+        );
+    }
+    Ok(())
+}
+
+/// Where options do nothing they may be there all the same, for a place that is one in the cloud at other
+/// times. A name that means nothing anywhere is a slip.
+fn no_slips(options: &StorageOptions) -> Result<()> {
+    let known = |name: &str| s3::knows(name) || gcs::knows(name) || azure::knows(name);
+    match options.keys().find(|name| !known(name)) {
+        Some(name) => Err(option::unknown("any kind of storage", name, &client::NAMES)),
+        None => Ok(()),
     }
 }
 
-/// Few retries: the store repeats requests itself, and reads back what must not be repeated blindly.
-fn retry_config() -> RetryConfig {
-    RetryConfig { max_retries: 4, retry_timeout: Duration::from_secs(60), ..RetryConfig::default() }
+/// The environment. A variable of the provider's that is no text is an error: it would be passed over.
+fn environment(prefix: &str) -> Result<Environment> {
+    let mut found = Environment::new();
+    for (name, value) in std::env::vars_os() {
+        let Ok(name) = name.into_string() else { continue };
+        match value.into_string() {
+            Ok(value) => drop(found.insert(name, value)),
+            Err(_) if name.starts_with(prefix) => {
+                return Err(Error::Argument(format!("environment variable `{name}` is not UTF-8")));
+            }
+            Err(_) => {}
+        }
+    }
+    Ok(found)
 }
 
-fn unknown(kind: &str, key: &str) -> Error {
-    Error::Argument(format!("storage option `{key}` is not known for {kind}"))
-}
-
-/// What `object_store` says about a configuration names keys and files, not values.
 fn refused(kind: &'static str, error: &object_store::Error) -> Error {
-    Error::Argument(format!("{kind}: {error}"))
-}
-
-fn is_true(value: &str) -> bool {
-    matches!(value.to_ascii_lowercase().as_str(), "1" | "true" | "yes" | "on")
-}
-
-fn opposite(value: &str) -> String {
-    (!is_true(value)).to_string()
+    Error::Argument(format!("{kind}: {}", redact_text(&error.to_string())))
 }
 
 #[cfg(test)]
@@ -144,7 +167,21 @@ mod tests {
         ]
         .map(|(k, v)| (k.to_owned(), v.to_owned()))
         .into();
-        let place = Place::open_url("s3://bucket/a?sig=hush-hush", &options).unwrap();
+        let place = Place::open_url("s3://bucket/a", &options).unwrap();
+        for url in [
+            "s3://bucket/a?sig=hush-hush",
+            "s3://bucket/a#hush-hush",
+            "s3://AKIDHIDDEN:hush-hush@bucket/a",
+            "s3://AKIDHIDDEN:hush/hush-hush@bucket/a",
+            "gs://AKIDHIDDEN@bucket/a",
+            "memory://b/c?hush-hush",
+            "file:///a?hush-hush",
+            "ftp://AKIDHIDDEN:hush-hush@bucket/a",
+        ] {
+            let error = Place::open_url(url, &StorageOptions::new()).unwrap_err();
+            let text = format!("{error} {error:?}");
+            assert!(!text.contains("hush-hush") && !text.contains("AKIDHIDDEN"), "{text}");
+        }
         let azure: StorageOptions = [("account_name", "acc"), ("account_key", "aHVzaC1odXNo")]
             .map(|(k, v)| (k.to_owned(), v.to_owned()))
             .into();
@@ -154,6 +191,12 @@ mod tests {
                 assert!(!text.contains(secret), "{text}");
             }
         }
+        let slip: StorageOptions = [("secrte".to_owned(), "hush-hush".to_owned())].into();
+        for url in ["runs/a", "file:///x", "memory://x", "gs://b/x", "az://b/x"] {
+            let error = Place::open_url(url, &slip).unwrap_err().to_string();
+            assert!(error.contains("secrte") && !error.contains("hush-hush"), "{error}");
+        }
+        Place::open_url("runs/a", &options).unwrap();
         let mut wrong = options;
         wrong.insert("secrte".into(), "hush-hush".into());
         let error = Place::open_url("s3://bucket/a", &wrong).unwrap_err().to_string();

@@ -95,6 +95,11 @@ impl Profile {
         Ok(known.into_iter().filter_map(line).collect())
     }
 
+    /// The file of certificates that it trusts.
+    pub(super) fn ca_bundle(&self) -> Option<&str> {
+        self.lines.get("ca_bundle").map(String::as_str)
+    }
+
     /// A profile without keys of its own is no use to us, and says so if it was asked for.
     fn check_direct(&self) -> Result<()> {
         if !self.named || self.lines.contains_key("aws_access_key_id") {

@@ -3,22 +3,71 @@
 use std::str::FromStr;
 use std::sync::Arc;
 
-use http::{HeaderMap, HeaderValue};
+use http::HeaderValue;
+use object_store::ObjectStore;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
-use object_store::{ClientConfigKey, ClientOptions, ObjectStore};
 use url::Url;
 
-use super::{Environment, StorageOptions, profile};
-use crate::error::{Error, Result};
+use super::client::{self, Client};
+use super::{Environment, StorageOptions, option, profile};
+use crate::error::Result;
 
 const KIND: &str = "S3";
 const OWNER: &str = "x-amz-expected-bucket-owner";
+
+/// Names of the options, besides those of the client: for those who mistype one.
+const NAMES: [&str; 43] = [
+    "access_key_id",
+    "addressing_style",
+    "anon",
+    "aws_access_key_id",
+    "aws_endpoint_url",
+    "aws_region",
+    "aws_secret_access_key",
+    "aws_session_token",
+    "bucket_key_enabled",
+    "bucketkeyenabled",
+    "checksum",
+    "checksum_algorithm",
+    "conditional_put",
+    "disable_bulk_delete",
+    "disable_tagging",
+    "endpoint",
+    "endpoint_url",
+    "expected_bucket_owner",
+    "force_path_style",
+    "imdsv1_fallback",
+    "key",
+    "metadata_endpoint",
+    "password",
+    "path_style",
+    "profile",
+    "profile_name",
+    "region",
+    "region_name",
+    "request_payer",
+    "requester_pays",
+    "role_arn",
+    "secret",
+    "secret_access_key",
+    "server_side_encryption",
+    "serversideencryption",
+    "session_token",
+    "skip_signature",
+    "sse_kms_key_id",
+    "ssekmskeyid",
+    "token",
+    "unsigned_payload",
+    "username",
+    "virtual_hosted_style_request",
+];
 
 /// What a URL, options and environment come to.
 #[derive(Default)]
 struct Settings {
     keys: Vec<(AmazonS3ConfigKey, String)>,
-    bucket_owner: Option<String>,
+    client: Client,
+    owner: Option<HeaderValue>,
     profile: Option<String>,
 }
 
@@ -29,9 +78,15 @@ pub(super) fn open(
 ) -> Result<(Arc<dyn ObjectStore>, String)> {
     let settings = settings(url, options, environment)?;
     let server = settings.server(url);
-    let builder = settings.builder(url)?;
-    let store = builder.build().map_err(|e| super::refused(KIND, &e))?;
+    let store = settings.builder(url).build().map_err(|e| super::refused(KIND, &e))?;
     Ok((Arc::new(store), server))
+}
+
+/// Whether an option is known, whatever its value.
+pub(super) fn knows(name: &str) -> bool {
+    let lower = name.to_ascii_lowercase();
+    let client = client::NAMES.contains(&client_key(name).as_str());
+    client || NAMES.contains(&lower.as_str()) || AmazonS3ConfigKey::from_str(&lower).is_ok()
 }
 
 /// Options over environment over profile.
@@ -40,35 +95,43 @@ fn settings(url: &Url, options: &StorageOptions, environment: &Environment) -> R
     for (key, value) in options {
         given.add(key, value)?;
     }
-    let mut all = Settings { bucket_owner: given.bucket_owner, ..Settings::default() };
-    let inherited = environment_keys(environment);
-    let has_keys = |keys: &[(AmazonS3ConfigKey, String)]| {
-        keys.iter().any(|(k, _)| {
-            matches!(
-                k,
-                AmazonS3ConfigKey::AccessKeyId
-                    | AmazonS3ConfigKey::SkipSignature
-                    | AmazonS3ConfigKey::WebIdentityTokenFile
-                    | AmazonS3ConfigKey::ContainerCredentialsRelativeUri
-                    | AmazonS3ConfigKey::ContainerCredentialsFullUri
-            )
-        })
-    };
+    let mut inherited = Settings::default();
+    let ours = |(name, value): &(&String, &String)| name.starts_with("AWS_") && !value.is_empty();
+    for (name, value) in environment.iter().filter(ours) {
+        inherited.inherit(name, value)?;
+    }
     // A profile that the options name wins over credentials of the environment; one that the
     // environment names, or the default one, does not.
     let named = given.profile.is_some();
     let profile = profile::load(given.profile.as_deref(), environment)?;
-    let use_keys = !has_keys(&given.keys) && (named || !has_keys(&inherited));
+    let use_keys = !given.has_credentials() && (named || !inherited.has_credentials());
     let from_profile = profile.settings(use_keys)?;
-    let (first, second) = if named { (inherited, from_profile) } else { (from_profile, inherited) };
+    let (first, second) = match named {
+        true => (inherited.keys, from_profile),
+        false => (from_profile, inherited.keys),
+    };
+    let mut all = Settings::default();
     all.keys.extend(first);
     all.keys.extend(second);
     all.keys.extend(given.keys);
+    for (name, bundle) in [
+        ("ca_bundle", profile.ca_bundle()),
+        ("AWS_CA_BUNDLE", environment.get("AWS_CA_BUNDLE").map(String::as_str)),
+    ] {
+        if let Some(bundle) = bundle.filter(|bundle| !bundle.is_empty()) {
+            all.client.take(name, "ca_bundle", bundle)?;
+        }
+    }
+    for (name, value) in environment.iter().filter(ours).chain(options) {
+        all.take_by_client(name, value)?;
+    }
+    if let Some(owner) = given.owner {
+        all.client.header(OWNER, owner);
+    }
     if let Some(endpoint) = all.endpoint().map(str::to_owned) {
         // Who writes `http:` means it.
-        let allow = AmazonS3ConfigKey::Client(ClientConfigKey::AllowHttp);
-        if endpoint.starts_with("http://") && !all.has(&allow) {
-            all.keys.push((allow, "true".into()));
+        if option::address("endpoint", &endpoint)?.starts_with("http://") {
+            all.client.allow_http();
         }
     } else if is_amazon(url) {
         all.add_amazon_defaults();
@@ -83,13 +146,14 @@ fn is_amazon(url: &Url) -> bool {
         || [".amazonaws.com", ".amazonaws.com.cn"].iter().any(|domain| host.ends_with(domain))
 }
 
-fn environment_keys(environment: &Environment) -> Vec<(AmazonS3ConfigKey, String)> {
-    let ours = environment.iter().filter(|(name, _)| name.starts_with("AWS_"));
-    let key = |name: &str| AmazonS3ConfigKey::from_str(&name.to_ascii_lowercase()).ok();
-    ours.filter_map(|(name, value)| Some((key(name)?, value.clone()))).collect()
+/// The client's name of an option or variable.
+fn client_key(name: &str) -> String {
+    let lower = name.to_ascii_lowercase();
+    lower.strip_prefix("aws_").unwrap_or(&lower).to_owned()
 }
 
 impl Settings {
+    /// Takes an option of the caller's.
     fn add(&mut self, name: &str, value: &str) -> Result<()> {
         let lower = name.to_ascii_lowercase();
         let same = || value.to_owned();
@@ -99,20 +163,20 @@ impl Settings {
             "region_name" => ("region", same()),
             "anon" => ("skip_signature", same()),
             "requester_pays" => ("request_payer", same()),
-            "addressing_style" => {
-                ("virtual_hosted_style_request", value.eq_ignore_ascii_case("virtual").to_string())
-            }
+            "addressing_style" => match option::word(name, value, &["auto", "path", "virtual"])? {
+                "auto" => return Ok(()),
+                style => ("virtual_hosted_style_request", (style == "virtual").to_string()),
+            },
             "path_style" | "force_path_style" => {
-                ("virtual_hosted_style_request", super::opposite(value))
+                ("virtual_hosted_style_request", (!option::boolean(name, value)?).to_string())
             }
-            "use_ssl" => ("allow_http", super::opposite(value)),
-            "verify" => ("allow_invalid_certificates", super::opposite(value)),
             "checksum" => ("checksum_algorithm", same()),
             "serversideencryption" => ("server_side_encryption", same()),
             "ssekmskeyid" => ("sse_kms_key_id", same()),
-            "bucketkeyenabled" => ("sse_bucket_key_enabled", same()),
+            "bucketkeyenabled" | "bucket_key_enabled" => ("sse_bucket_key_enabled", same()),
             "expected_bucket_owner" | "expectedbucketowner" => {
-                self.bucket_owner = Some(same());
+                let bad = |_| option::bad(name, "an account number");
+                self.owner = Some(HeaderValue::from_str(value).map_err(bad)?);
                 return Ok(());
             }
             "profile" | "aws_profile" | "profile_name" => {
@@ -121,9 +185,77 @@ impl Settings {
             }
             other => (other, same()),
         };
-        let key = AmazonS3ConfigKey::from_str(canonical);
-        self.keys.push((key.map_err(|_| super::unknown(KIND, name))?, value));
+        if client::NAMES.contains(&client_key(canonical).as_str()) {
+            return Ok(());
+        }
+        match AmazonS3ConfigKey::from_str(canonical) {
+            Ok(key) => self.push(name, key, value),
+            Err(_) => Err(option::unknown(KIND, name, &[&NAMES[..], &client::NAMES].concat())),
+        }
+    }
+
+    /// Takes a variable of the environment, if it is one of ours.
+    fn inherit(&mut self, name: &str, value: &str) -> Result<()> {
+        match AmazonS3ConfigKey::from_str(&name.to_ascii_lowercase()) {
+            Ok(AmazonS3ConfigKey::Client(_)) | Err(_) => Ok(()),
+            Ok(key) => self.push(name, key, value.to_owned()),
+        }
+    }
+
+    /// Takes what is meant for the HTTP client. Of the environment only `object_store`'s names are.
+    fn take_by_client(&mut self, name: &str, value: &str) -> Result<()> {
+        let (lower, key) = (name.to_ascii_lowercase(), client_key(name));
+        let variable = name.starts_with("AWS_");
+        let ours = match variable {
+            true => matches!(lower.parse(), Ok(AmazonS3ConfigKey::Client(_))),
+            false => client::NAMES.contains(&key.as_str()),
+        };
+        if ours {
+            self.client.take(name, &key, value)?;
+        }
         Ok(())
+    }
+
+    fn push(&mut self, name: &str, key: AmazonS3ConfigKey, value: String) -> Result<()> {
+        use AmazonS3ConfigKey as K;
+        let value = match key {
+            K::VirtualHostedStyleRequest
+            | K::S3Express
+            | K::ImdsV1Fallback
+            | K::UnsignedPayload
+            | K::SkipSignature
+            | K::DisableTagging
+            | K::DisableBulkDelete => option::boolean(name, &value)?.to_string(),
+            // Its type is private.
+            _ if key.as_ref() == "aws_sse_bucket_key_enabled" => {
+                option::boolean(name, &value)?.to_string()
+            }
+            K::RequestPayer => match option::truth(&value) {
+                Some(pays) => pays.to_string(),
+                None => option::word(name, &value, &["requester", "true", "false"])?.to_owned(),
+            },
+            K::Checksum => option::word(name, &value, &["none", "sha256", "crc64nvme"])?.to_owned(),
+            K::Endpoint | K::S3Endpoint | K::StsEndpoint | K::MetadataEndpoint => {
+                option::address(name, &value)?
+            }
+            _ => value,
+        };
+        self.keys.push((key, value));
+        Ok(())
+    }
+
+    fn has_credentials(&self) -> bool {
+        use AmazonS3ConfigKey as K;
+        self.keys.iter().any(|(k, _)| {
+            matches!(
+                k,
+                K::AccessKeyId
+                    | K::SkipSignature
+                    | K::WebIdentityTokenFile
+                    | K::ContainerCredentialsRelativeUri
+                    | K::ContainerCredentialsFullUri
+            )
+        })
     }
 
     /// On Amazon's servers, what nobody asked for otherwise: a checksum of the body, which the signature
@@ -134,8 +266,7 @@ impl Settings {
         if !self.has(&AmazonS3ConfigKey::Checksum) {
             self.keys.push((AmazonS3ConfigKey::Checksum, CHECKSUM.into()));
         }
-        let plain = AmazonS3ConfigKey::Client(ClientConfigKey::AllowHttp);
-        let tls = self.last(&plain).is_none_or(|http| http.eq_ignore_ascii_case("false"));
+        let tls = self.client.plain() != Some(true);
         let checked = self.last(&AmazonS3ConfigKey::Checksum);
         let checked = checked.is_some_and(|sum| sum.eq_ignore_ascii_case(CHECKSUM));
         if tls && checked && !self.has(&AmazonS3ConfigKey::UnsignedPayload) {
@@ -164,18 +295,13 @@ impl Settings {
         format!("{KIND} {} {bucket}", self.endpoint().unwrap_or("amazonaws.com"))
     }
 
-    fn builder(self, url: &Url) -> Result<AmazonS3Builder> {
-        let mut client = ClientOptions::new().with_config(ClientConfigKey::Timeout, super::TIMEOUT);
-        if let Some(owner) = self.bucket_owner {
-            let bad = |_| Error::Argument("the expected bucket owner is no account number".into());
-            let mut headers = HeaderMap::new();
-            headers.insert(OWNER, HeaderValue::from_str(&owner).map_err(bad)?);
-            client = client.with_default_headers(headers);
-        }
+    fn builder(self, url: &Url) -> AmazonS3Builder {
+        let (client, connector) = self.client.finish();
         let start = AmazonS3Builder::new()
             .with_url(url.to_string())
-            .with_retry(super::retry_config())
-            .with_client_options(client);
+            .with_retry(client::retry_config())
+            .with_client_options(client)
+            .with_http_connector(connector);
         // The environment's endpoint for S3 alone would win over the caller's endpoint.
         let last = self.keys.iter().rposition(|(k, _)| *k == AmazonS3ConfigKey::Endpoint);
         let beaten = |i: usize, k: &AmazonS3ConfigKey| {
@@ -186,7 +312,7 @@ impl Settings {
         };
         let all = self.keys.iter().enumerate();
         let keys = all.filter(|(i, (k, value))| !beaten(*i, k) && !none(k, value));
-        Ok(keys.fold(start, |builder, (_, (key, value))| builder.with_config(*key, value)))
+        keys.fold(start, |builder, (_, (key, value))| builder.with_config(*key, value))
     }
 }
 
@@ -208,7 +334,7 @@ mod tests {
         environment: &[(&str, &str)],
     ) -> AmazonS3Builder {
         let url = Url::parse(url).unwrap();
-        settings(&url, &map(options), &map(environment)).unwrap().builder(&url).unwrap()
+        settings(&url, &map(options), &map(environment)).unwrap().builder(&url)
     }
 
     fn value(builder: &AmazonS3Builder, key: &str) -> Option<String> {
@@ -240,7 +366,8 @@ mod tests {
         assert_eq!(value(&b, "virtual_hosted_style_request").unwrap(), "true");
         assert_eq!(value(&b, "aws_sse_kms_key_id").unwrap(), "kms");
         assert_eq!(value(&b, "checksum_algorithm"), None);
-        assert_eq!(value(&b, "timeout").unwrap(), "300s");
+        assert_eq!(value(&b, "timeout"), None);
+        assert_eq!(value(&b, "connect_timeout").unwrap(), "10s");
     }
 
     #[test]
@@ -299,6 +426,73 @@ mod tests {
             let b = built_at(url, &[], &[("HOME", "/nowhere")]);
             assert_eq!(value(&b, "checksum_algorithm").is_some(), amazon, "{url}");
             assert_eq!(value(&b, "unsigned_payload").unwrap(), amazon.to_string(), "{url}");
+        }
+    }
+
+    fn refusal(options: &[(&str, &str)], environment: &[(&str, &str)]) -> String {
+        let url = Url::parse("s3://bucket/prefix").unwrap();
+        match settings(&url, &map(options), &map(environment)) {
+            Ok(_) => panic!("{options:?} {environment:?}"),
+            Err(e) => e.to_string(),
+        }
+    }
+
+    #[test]
+    fn what_is_not_understood_is_refused_by_name() {
+        for (name, value) in [
+            ("verify", "/no/such/hush.pem"),
+            ("verify", ""),
+            ("use_ssl", "hush"),
+            ("allow_http", "hush"),
+            ("allow_invalid_certificates", "hush"),
+            ("anon", "hush"),
+            ("path_style", "hush"),
+            ("addressing_style", "hush"),
+            ("requester_pays", "hush"),
+            ("checksum", "hush"),
+            ("unsigned_payload", "hush"),
+            ("BucketKeyEnabled", "hush"),
+            ("connect_timeout", "hush"),
+            ("connect_timeout", "-1"),
+            ("pool_max_idle_per_host", "1e9"),
+            ("endpoint_url", "https://u:hush@host"),
+            ("endpoint_url", "127.0.0.1:9000"),
+        ] {
+            let error = refusal(&[(name, value)], &[("HOME", "/nowhere")]);
+            assert!(error.contains(&format!("`{name}`")), "{error}");
+            assert!(name == "verify" || !error.contains("hush"), "{error}");
+        }
+        for (slip, meant) in [("endpont_url", "endpoint_url"), ("verfy", "verify")] {
+            let error = refusal(&[(slip, "hush")], &[("HOME", "/nowhere")]);
+            assert!(error.contains(slip) && error.contains(&format!("`{meant}`")), "{error}");
+        }
+        let error = refusal(&[], &[("AWS_ALLOW_HTTP", "hush"), ("HOME", "/nowhere")]);
+        assert!(error.contains("`AWS_ALLOW_HTTP`"), "{error}");
+        // What others may have set does not concern us.
+        let env = [("AWS_MAX_ATTEMPTS", "x"), ("timeout", "x"), ("AWS_ENDPOINT_URL", "")];
+        built(&[], &env);
+    }
+
+    #[test]
+    fn certificates_are_checked_unless_an_option_says_no() {
+        let checks = |options: &[(&str, &str)]| {
+            let b = built(options, &[("HOME", "/nowhere")]);
+            value(&b, "allow_invalid_certificates").unwrap() == "false"
+        };
+        assert!(checks(&[]) && checks(&[("verify", "True")]));
+        assert!(!checks(&[("verify", "False")]));
+        let bundle = format!("{}/tests/tls/ca.pem", env!("CARGO_MANIFEST_DIR"));
+        let b = built(&[("verify", &bundle)], &[("HOME", "/nowhere")]);
+        assert_eq!(value(&b, "allow_invalid_certificates").unwrap(), "false");
+        assert_eq!(value(&b, "disable_system_certificates").unwrap(), "true");
+        let b = built(&[], &[("HOME", "/nowhere"), ("AWS_CA_BUNDLE", &bundle)]);
+        assert_eq!(value(&b, "disable_system_certificates").unwrap(), "true");
+        let folder = tempfile::tempdir().unwrap();
+        let no_pem = folder.path().join("x");
+        std::fs::write(&no_pem, "no certificate").unwrap();
+        for wrong in [folder.path(), no_pem.as_path()] {
+            let error = refusal(&[("verify", wrong.to_str().unwrap())], &[("HOME", "/nowhere")]);
+            assert!(error.contains("PEM file"), "{error}");
         }
     }
 

@@ -234,7 +234,7 @@ async fn a_refusal_after_a_lost_answer_is_no_answer() {
             Error::CommitUnknown(_) => assert!(lost_first),
             Error::Storage { source, .. } => {
                 assert!(!lost_first, "{source}");
-                assert!(matches!(source, object_store::Error::PermissionDenied { .. }));
+                assert_eq!(source.cause(), s4_store::Cause::Permission);
             }
             other => panic!("{other}"),
         }

@@ -4,7 +4,9 @@
 use std::time::Duration;
 
 use s4_store::testing::{Fault, FaultStore, quick_options, toy};
-use s4_store::{CheckOptions, Checkpoint, Error, Place, Resolution, Store, SweepOptions};
+use s4_store::{
+    CheckOptions, Checkpoint, Error, Place, Resolution, Store, StoreOptions, SweepOptions, Writers,
+};
 
 use crate::faulty;
 
@@ -28,8 +30,13 @@ struct Start {
 }
 
 async fn start() -> Start {
+    start_for(Writers::Many).await
+}
+
+async fn start_for(writers: Writers) -> Start {
     let (faults, place) = faulty();
-    let store = Store::create(&place, quick_options()).await.unwrap();
+    let options = StoreOptions { writers, ..quick_options() };
+    let store = Store::create(&place, options).await.unwrap();
     let mut kept = vec![toy::save(&store, 0, None, &content(0)).await.unwrap()];
     for n in 1..3u8 {
         let (last, base) = (kept.last().unwrap().reference(), content(n - 1));
@@ -38,6 +45,7 @@ async fn start() -> Start {
     let gone = toy::save(&store, 90, None, &content(90)).await.unwrap();
     store.retire(&[gone.id()], "").await.unwrap();
     drop(toy::stage(&store, 91, None, &content(91)).await.unwrap());
+    store.release().await.unwrap();
     let contents = (0..3).map(content).collect();
     Start { faults, place, kept, contents }
 }
@@ -116,11 +124,11 @@ async fn sweep(start: &Start) -> Result<Option<Checkpoint>, Error> {
 }
 
 /// Fails each request of `operation` in each way, once for each on a fresh store.
-async fn every_request<F>(name: &str, may_replace: Option<usize>, operation: F)
+async fn every_request<F>(name: &str, writers: Writers, may_replace: Option<usize>, operation: F)
 where
     F: AsyncFn(&Start) -> Result<Option<Checkpoint>, Error>,
 {
-    let calm = start().await;
+    let calm = start_for(writers).await;
     calm.faults.heal();
     let done = operation(&calm).await.unwrap();
     let requests = calm.faults.ops();
@@ -130,7 +138,7 @@ where
     for fault in Fault::ALL {
         for nth in 0..requests {
             let what = format!("{name}, request {nth}, {fault:?}");
-            let start = start().await;
+            let start = start_for(writers).await;
             start.faults.fail_nth(nth, fault);
             let known = match operation(&start).await {
                 Ok(done) => Known::Done(done),
@@ -146,17 +154,22 @@ where
 
 #[tokio::test(start_paused = true)]
 async fn every_request_of_a_publish() {
-    every_request("publish", None, publish).await;
+    every_request("publish", Writers::Many, None, publish).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn every_request_of_a_publish_under_a_lease() {
+    every_request("publish under a lease", Writers::Single, None, publish).await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn every_request_of_a_rebase() {
-    every_request("rebase", Some(1), rebase).await;
+    every_request("rebase", Writers::Many, Some(1), rebase).await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn every_request_of_a_sweep() {
-    every_request("sweep", None, sweep).await;
+    every_request("sweep", Writers::Many, None, sweep).await;
 }
 
 /// One fault is survived without the caller noticing, but for a crash or a refusal.

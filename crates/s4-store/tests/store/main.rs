@@ -2,13 +2,22 @@
 
 #![expect(clippy::unwrap_used, reason = "a test ends where something fails")]
 
+mod absent;
+mod counting;
 mod crash;
+mod damage;
 mod faults;
 mod flips;
+mod gc;
 mod life;
 mod local;
+mod network;
+mod repair;
 mod servers;
 mod simulation;
+mod single;
+mod unretire;
+mod writers;
 
 use std::sync::Arc;
 

@@ -25,10 +25,14 @@ struct Model {
     listed: BTreeSet<CheckpointId>,
     /// Somebody asked to take them off the list, successfully or not.
     maybe_gone: BTreeSet<CheckpointId>,
+    /// Somebody asked to list them again, successfully or not.
+    maybe_back: BTreeSet<CheckpointId>,
     /// Acknowledged as taken off the list.
     gone: BTreeSet<CheckpointId>,
     /// Retentions that have not told what they took: they failed, or their process died.
     retaining: usize,
+    /// As `retaining`, of those who list again.
+    unretiring: usize,
     unknown: Vec<CommitUnknown>,
     acknowledged: usize,
     restored: usize,
@@ -68,10 +72,11 @@ fn expected(model: &Shared, error: Error) {
             | Conflict::Pinned(_)
             | Conflict::ParentGone { .. }
             | Conflict::Spent { .. }
+            | Conflict::NotRetired { .. }
             | Conflict::TooDeep { .. },
         ) => {}
         // Two damaged reads in a row look like damage where it lies.
-        Error::Corrupt { .. } => {}
+        Error::Corrupt { .. } | Error::LogDamaged { .. } => {}
         other => panic!("unexpected: {other:?}"),
     }
 }
@@ -175,6 +180,30 @@ async fn retire(store: &Store, model: &Shared, random: &mut Random) -> Result<()
     Ok(())
 }
 
+/// Lists again what was retired, perhaps while a sweep is about to delete it.
+async fn unretire(store: &Store, model: &Shared, random: &mut Random) -> Result<(), Error> {
+    let one = {
+        let mut model = model.lock().unwrap();
+        let gone: Vec<_> = model.gone.iter().copied().collect();
+        let Some(one) = gone.get(random.below(gone.len() as u64) as usize) else { return Ok(()) };
+        // What it needs comes back with it.
+        model.maybe_back.extend(gone.iter());
+        let one = *one;
+        model.unretiring += 1;
+        one
+    };
+    let back = store.unretire(&[one]).await;
+    let mut model = model.lock().unwrap();
+    let model = &mut *model;
+    model.unretiring -= 1;
+    match &back {
+        Ok(listed) => model.maybe_back.extend(listed.iter().map(Checkpoint::id)),
+        // Any of those that it needs.
+        Err(_) => model.maybe_back.extend(model.contents.keys()),
+    }
+    back.map(drop)
+}
+
 /// Reads a listed checkpoint. One that was listed when the reader began, and whose reading takes less
 /// than the grace, must be whole.
 async fn read(store: &Store, model: &Shared, random: &mut Random) -> Result<(), Error> {
@@ -206,7 +235,9 @@ async fn writer(world: Arc<World>, faults: FaultStore, who: u64) {
             for _ in 0..6 {
                 let outcome = match random.below(10) {
                     0..5 => publish(&store, &world.model, &mut random).await,
-                    5 | 6 => retire(&store, &world.model, &mut random).await,
+                    5 => retire(&store, &world.model, &mut random).await,
+                    6 if random.one_in(2) => unretire(&store, &world.model, &mut random).await,
+                    6 => retire(&store, &world.model, &mut random).await,
                     7 => rebase(&store, &world.model, &mut random).await,
                     _ => read(&store, &world.model, &mut random).await,
                 };
@@ -253,6 +284,19 @@ async fn taken_untold(world: &World, store: &Store) -> BTreeSet<CheckpointId> {
     store.log(1).await.unwrap().into_iter().flat_map(of).collect()
 }
 
+/// What was listed again, if one who did that died before it could tell: what a checkpoint needs comes
+/// back with it, also if it was retired by one who does not know that yet.
+async fn back_untold(world: &World, store: &Store) -> BTreeSet<CheckpointId> {
+    if world.model.lock().unwrap().unretiring == 0 {
+        return BTreeSet::new();
+    }
+    let of = |entry: Entry| match entry.op {
+        Op::Unretire { about, .. } => Some(about.id),
+        _ => None,
+    };
+    store.log(1).await.unwrap().into_iter().filter_map(of).collect()
+}
+
 /// At the end, with the faults gone: the log agrees with every acknowledgement.
 async fn judge(world: &World) {
     let store = Store::open(&world.place, world.options(60, 0)).await.unwrap();
@@ -267,9 +311,11 @@ async fn judge(world: &World) {
     }
     let state = store.state().await.unwrap();
     let taken = taken_untold(world, &store).await;
+    let back = back_untold(world, &store).await;
+    world.model.lock().unwrap().maybe_back.extend(back);
     let wanted = {
         let model = world.model.lock().unwrap();
-        for id in &model.gone {
+        for id in model.gone.difference(&model.maybe_back) {
             assert!(state.get(*id).is_none(), "{id} was retired and is listed");
         }
         model.listed.difference(&model.maybe_gone).copied().collect::<Vec<_>>()

@@ -2,68 +2,31 @@
 //! decoded from.
 
 use std::collections::HashSet;
-use std::sync::Arc;
 
-use s4_engine::TensorSpec;
 use s4_engine::cuda::DeviceMemory;
-use s4_format::index::TensorKind;
 use s4_format::{PredictorId, ResidualId};
 
 use crate::error::Result;
-use crate::reader::{LoadedBlock, Reader};
-
-/// A tensor with chunks of its own in one checkpoint of a chain.
-pub(super) struct Level<'a> {
-    pub(super) reader: &'a Reader,
-    pub(super) tensor: usize,
-    pub(super) block: Arc<LoadedBlock>,
-}
-
-impl Level<'_> {
-    pub(super) fn spec(&self) -> TensorSpec<'_> {
-        self.reader.spec(self.tensor, &self.block)
-    }
-
-    /// Whether a chunk is a difference from the next level's values.
-    pub(super) fn is_delta(&self, chunk: u64) -> bool {
-        let plain = self.block.records[chunk as usize].plain;
-        !plain && self.spec().plan.predictor == PredictorId::PARENT
-    }
-}
+use crate::levels::{Level, Levels};
+use crate::reader::Reader;
 
 /// What a tensor's chunks are decoded from: the tensor itself, the one that it is a difference from,
 /// and so on. `None`: not by a device. What was prepared for reading is at hand.
 pub(super) fn levels(reader: &Reader, tensor: usize) -> Result<Option<Vec<Level<'_>>>> {
-    let mut out: Vec<Level<'_>> = vec![];
-    let (mut reader, mut tensor) = (reader, tensor);
-    loop {
-        let chunks = matches!(reader.tensors[tensor].kind, TensorKind::Chunks { .. });
-        let Some(block) = reader.blocks(&[tensor])?.remove(&tensor).filter(|_| chunks) else {
-            return Ok(None);
-        };
-        let level = Level { reader, tensor, block };
+    let Levels { chunked, packed } = Levels::of(reader, tensor)?;
+    let known = |level: &Level<'_>| {
         let spec = level.spec();
-        let open = reader.manifest.closed_codecs.is_empty();
         let known = match spec.plan.predictor {
             PredictorId::NONE => true,
             // Chunks are differences from chunks.
             PredictorId::PARENT => [ResidualId::XOR, ResidualId::SUB].contains(&spec.plan.residual),
             _ => false,
         };
-        let cut_alike = out.first().is_none_or(|top| top.spec().chunk_log2 == spec.chunk_log2);
-        if !open || !known || !cut_alike {
-            return Ok(None);
-        }
-        let deltas = (0..level.block.records.len() as u64).any(|c| level.is_delta(c));
-        out.push(level);
-        if !deltas {
-            return Ok(Some(out));
-        }
-        match reader.input(tensor)? {
-            Some((parent, number)) => (reader, tensor) = (parent, number),
-            None => return Ok(None),
-        }
-    }
+        let cut_alike = chunked[0].spec().chunk_log2 == spec.chunk_log2;
+        known && cut_alike && level.reader.manifest.closed_codecs.is_empty()
+    };
+    let all = packed.is_none() && chunked.iter().all(known);
+    Ok(all.then_some(chunked))
 }
 
 /// Chunks of a tensor that are wanted, and where its values go.

@@ -8,8 +8,9 @@ use s4_engine::{ParentSample, Preset, Scratch, TensorPlan, parent_probes};
 use s4_format::limits::ALIGN;
 
 use super::Failure;
-use super::chain::{Level, levels};
+use super::chain::levels;
 use crate::error::Result;
+use crate::levels::Level;
 use crate::parent::{Parent, ParentRange};
 
 /// Requests under way at once where they are slow to answer, at least.

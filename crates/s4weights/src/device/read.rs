@@ -124,8 +124,8 @@ impl Reader {
             let part = to.part(done, len).map_err(gpu)?;
             decoder.put::<Failure>(part, |values| {
                 let want = Want { tensor: number, first: done, to: values };
-                let silent = Meter { callback: None, done: 0, total: len };
-                Ok(self.fetch_all(vec![want], silent)?)
+                let mut silent = Meter { callback: None, done: 0, total: len };
+                Ok(self.fetch_all(vec![want], &mut silent)?)
             })?;
             meter.add(len)?;
             done += len;

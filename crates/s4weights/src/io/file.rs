@@ -5,15 +5,15 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use rayon::ThreadPool;
-use tempfile::NamedTempFile;
 
 #[cfg(target_os = "linux")]
 use super::mapped::Mapped;
+use super::temporary::Temporary;
 use super::{ReadAt, Sink};
 use crate::error::{Error, Result};
 
-/// Writes a local file under a temporary name in the same folder; `commit` syncs it, renames it and
-/// syncs the folder.
+/// Writes a local file under a temporary name in the same folder, or none; `commit` syncs it, renames it
+/// and syncs the folder.
 pub(super) struct FileSink {
     name: String,
     out: Out,
@@ -21,9 +21,9 @@ pub(super) struct FileSink {
 
 enum Out {
     Temporary {
-        file: NamedTempFile,
+        file: Temporary,
         path: PathBuf,
-        /// `None`: one thread writes as fast as several.
+        /// `None`: one thread writes as fast as several, or others could cut the file.
         #[cfg(target_os = "linux")]
         mapped: Option<Mapped>,
     },
@@ -35,9 +35,14 @@ impl FileSink {
     pub(super) fn create(path: &Path) -> Result<Self> {
         let name = path.display().to_string();
         let fail = |action, e| Error::io(&name, action, e);
-        // A link stays a link: its target is replaced.
-        let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
-        let existing = fs::metadata(&path).ok();
+        // A link stays a link: its target is replaced, or made.
+        let path = behind_links(path);
+        let existing = match fs::metadata(&path) {
+            Ok(meta) => Some(meta),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => None,
+            // Better now than when everything is written: a name that is too long, for instance.
+            Err(e) => return Err(fail("create", e)),
+        };
         if existing.as_ref().is_some_and(fs::Metadata::is_dir) {
             return Err(fail("create", io::Error::from(io::ErrorKind::IsADirectory)));
         }
@@ -52,25 +57,31 @@ impl FileSink {
         let file_name = path.file_name().ok_or_else(|| {
             fail("create", io::Error::new(io::ErrorKind::InvalidInput, "no file name"))
         })?;
-        let mut builder = tempfile::Builder::new();
-        let prefix = format!(".{}.", file_name.to_string_lossy());
-        builder.prefix(&prefix).suffix(".tmp");
-        #[cfg(unix)]
-        {
-            use std::os::unix::fs::PermissionsExt;
-            // As for any new file, the process's umask applies.
-            let mode = existing.as_ref().map_or(0o666, |m| m.permissions().mode());
-            builder.permissions(fs::Permissions::from_mode(mode & 0o777));
-        }
-        let file = builder.tempfile_in(folder(&path)).map_err(|e| fail("create", e))?;
+        let file = Temporary::create(folder(&path), file_name, existing.as_ref());
+        let file = file.map_err(|e| fail("create", e))?;
         let out = Out::Temporary {
+            // Memory that is mapped goes when somebody else cuts the file: nobody may find it.
             #[cfg(target_os = "linux")]
-            mapped: Mapped::of(file.as_file()),
+            mapped: file.is_unnamed().then(|| Mapped::of(file.as_file())).flatten(),
             file,
             path,
         };
         Ok(Self { out, name })
     }
+}
+
+/// The path that a chain of links ends at, whether there is a file or not: what opening it would open.
+fn behind_links(path: &Path) -> PathBuf {
+    if let Ok(real) = fs::canonicalize(path) {
+        return real;
+    }
+    let mut path = path.to_owned();
+    // As many as Linux follows.
+    for _ in 0..40 {
+        let Ok(target) = fs::read_link(&path) else { break };
+        path = folder(&path).join(target);
+    }
+    path
 }
 
 fn folder(path: &Path) -> &Path {
@@ -110,7 +121,7 @@ impl Sink for FileSink {
             },
             Out::Temporary { file, path, .. } => {
                 file.as_file().sync_all().map_err(|e| fail("sync", e))?;
-                file.persist(&path).map_err(|e| fail("rename", e.error))?;
+                file.publish(&path).map_err(|e| fail("rename", e))?;
                 sync_folder(folder(&path)).map_err(|e| fail("sync the folder of", e))
             }
         }

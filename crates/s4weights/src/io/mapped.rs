@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rayon::ThreadPool;
 use rayon::prelude::*;
-use rustix::fs::{FallocateFlags, fallocate, fstatfs, ftruncate};
+use rustix::fs::{FallocateFlags, fallocate, fstatfs, ftruncate, statfs};
 use rustix::io::Errno;
 
 use super::region::{HUGE, Region, collapse};
@@ -33,8 +33,8 @@ pub(super) struct Mapped {
 }
 
 impl Mapped {
-    /// For a new file that nobody else writes or cuts. `None`: its file system is none where this is
-    /// known to be right and fast.
+    /// For a new file that nobody else can open, and so write or cut. `None`: its file system is none
+    /// where this is known to be right and fast.
     pub(super) fn of(file: &File) -> Option<Self> {
         let kind = fstatfs(file).ok()?.f_type;
         let huge = AtomicBool::new(has_huge_pages());
@@ -66,8 +66,8 @@ impl Mapped {
         let end = at + bytes.len() as u64;
         ftruncate(&*file, end)?;
         #[expect(unsafe_code, reason = "memory that is mapped changes with its file")]
-        // SAFETY: the file is a temporary one of this process, made for this writer: nobody else
-        // writes or cuts it. `fill` touches blocks that `secure` has seen to.
+        // SAFETY: the file was made for this writer and has no name: nobody else writes or cuts it.
+        // `fill` touches blocks that `secure` has seen to.
         let region = unsafe { Region::map(file, start, skip + bytes.len()) };
         let Ok(mut region) = region else { return Ok(false) };
         let fill = |(i, block): (usize, &mut [u8])| {
@@ -108,6 +108,11 @@ impl Mapped {
             }
         }
     }
+}
+
+/// Whether a folder is in a memory file system.
+pub(super) fn is_memory(folder: &std::path::Path) -> bool {
+    statfs(folder).is_ok_and(|stat| u64::try_from(stat.f_type) == Ok(TMPFS))
 }
 
 /// Whether the kernel's huge pages have the size of a block. With others `MADV_COLLAPSE` of a block

@@ -6,29 +6,33 @@ mod mapped;
 mod object;
 #[cfg(target_os = "linux")]
 mod region;
+mod temporary;
 
 use std::collections::HashMap;
 use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use object_store::ObjectStore;
 use object_store::path::Path as ObjectPath;
 use rayon::ThreadPool;
-use url::Url;
+use s4_store::{Place, Retry, redact_url};
 
 use crate::error::{Error, Result};
 
 pub(crate) use file::read_exact_at;
 
-/// Options of an object store, by `object_store`'s names (`aws_region`, `endpoint`, ...).
+/// Options of an object store by name, the same as those of a checkpoint store: `object_store`'s names
+/// (`aws_region`, `endpoint`, ...), and what other tools call them (`key`, `endpoint_url`, `profile`, ...).
+/// What is not understood is an error.
 pub type StorageOptions = HashMap<String, String>;
 
 /// Where a file is written to.
 pub enum Target {
     /// A local file: written under a temporary name, synced, renamed.
     Path(PathBuf),
-    /// `file:`, `s3:`, `gs:`, `az:`, `memory:` and what else `object_store` knows.
+    /// `file:`, `s3:`, `gs:`, `az:` (`abfs:`), `memory:`, or the `https:` address of a bucket.
     Url(String, StorageOptions),
     /// An object of a store that the caller made.
     Object(Arc<dyn ObjectStore>, ObjectPath),
@@ -73,14 +77,12 @@ pub(crate) trait ReadAt: Send + Sync {
     fn request_size(&self) -> usize;
 }
 
-/// A URL's scheme, if the text is a URL and not a path (`C:\x` is a path).
-fn as_url(text: &str) -> Option<Url> {
-    text.contains("://").then(|| Url::parse(text).ok()).flatten()
-}
-
-/// Whether a text names an object store or a `file:` URL rather than a path.
+/// Whether a text names an object store or a `file:` URL rather than a path (`C:\x` is a path).
 pub fn is_url(text: &str) -> bool {
-    as_url(text).is_some()
+    let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '+' | '-' | '.');
+    text.split_once("://").is_some_and(|(scheme, _)| {
+        scheme.starts_with(|c: char| c.is_ascii_alphabetic()) && scheme.chars().all(fits)
+    })
 }
 
 impl From<&str> for Target {
@@ -100,59 +102,70 @@ enum Resolved {
     Remote(Arc<dyn ObjectStore>, ObjectPath),
 }
 
-fn resolve(text: &str, options: &StorageOptions) -> Result<Resolved> {
-    let url = as_url(text).ok_or_else(|| Error::Argument(format!("`{text}` is not a URL")))?;
-    if url.scheme() == "file" {
-        let path = url.to_file_path();
-        let path = path.map_err(|()| Error::Argument(format!("`{text}` names no local file")))?;
-        return Ok(Resolved::Local(path));
+/// A URL means the same as for a checkpoint store.
+fn resolve(url: &str, options: StorageOptions) -> Result<Resolved> {
+    let argument = |what: String| Error::Argument(what);
+    if !is_url(url) {
+        return Err(argument(format!("`{}` is not a URL", redact_url(url))));
     }
-    let (store, path) = object::open_store(&url, options)?;
-    Ok(Resolved::Remote(store, path))
+    let place = Place::open_url(url, &options.into_iter().collect());
+    let place = place.map_err(|e| argument(e.to_string()))?;
+    match (place.as_folder(), place.as_objects()) {
+        (Some(path), _) => Ok(Resolved::Local(path.to_owned())),
+        (None, Some((store, path))) => Ok(Resolved::Remote(Arc::clone(store), path.clone())),
+        (None, None) => Err(argument(format!("{} holds no files", place.name()))),
+    }
 }
 
-/// Opens a target: its name for messages, and the sink.
-pub(crate) fn open_sink(target: Target) -> Result<(String, Box<dyn Sink>)> {
-    Ok(match target {
-        Target::Path(path) => {
-            (path.display().to_string(), Box::new(file::FileSink::create(&path)?))
-        }
-        Target::Url(url, options) => match resolve(&url, &options)? {
-            Resolved::Local(path) => (url, Box::new(file::FileSink::create(&path)?)),
-            Resolved::Remote(store, path) => {
-                let sink = object::UploadSink::create(&url, store, path)?;
-                (url, Box::new(sink))
-            }
-        },
-        Target::Object(store, path) => {
-            let name = path.to_string();
-            let sink = object::UploadSink::create(&name, store, path)?;
-            (name, Box::new(sink))
-        }
-        Target::Stream(stream) => ("stream".into(), Box::new(file::StreamSink(stream))),
-    })
+fn retry(deadline: Option<Duration>) -> Retry {
+    deadline.map_or_else(Retry::default, Retry::within)
 }
 
-/// Opens a source: its name for messages, and the reader.
-pub(crate) fn open_source(source: Source) -> Result<(String, Box<dyn ReadAt>)> {
-    Ok(match source {
-        Source::Path(path) => {
-            (path.display().to_string(), Box::new(file::FileSource::open(&path)?))
-        }
-        Source::Url(url, options) => match resolve(&url, &options)? {
-            Resolved::Local(path) => (url, Box::new(file::FileSource::open(&path)?)),
-            Resolved::Remote(store, path) => {
-                let source = object::StoreSource::open(&url, store, path)?;
-                (url, Box::new(source))
-            }
+/// Opens a target: its name for messages, and the sink. `deadline` is for each request to a server, with
+/// its repetitions.
+pub(crate) fn open_sink(
+    target: Target,
+    deadline: Option<Duration>,
+) -> Result<(String, Box<dyn Sink>)> {
+    let upload = |name: String, store, path| -> Result<(String, Box<dyn Sink>)> {
+        let sink = object::UploadSink::create(&name, store, path, retry(deadline))?;
+        Ok((name, Box::new(sink)))
+    };
+    let file = |name: String, path: PathBuf| -> Result<(String, Box<dyn Sink>)> {
+        Ok((name, Box::new(file::FileSink::create(&path)?)))
+    };
+    match target {
+        Target::Path(path) => file(path.display().to_string(), path),
+        Target::Url(url, options) => match resolve(&url, options)? {
+            Resolved::Local(path) => file(redact_url(&url).into_owned(), path),
+            Resolved::Remote(store, path) => upload(redact_url(&url).into_owned(), store, path),
         },
-        Source::Object(store, path) => {
-            let name = path.to_string();
-            let source = object::StoreSource::open(&name, store, path)?;
-            (name, Box::new(source))
-        }
-        Source::Bytes(bytes) => ("bytes".into(), Box::new(file::BytesSource(bytes))),
-    })
+        Target::Object(store, path) => upload(path.to_string(), store, path),
+        Target::Stream(stream) => Ok(("stream".into(), Box::new(file::StreamSink(stream)))),
+    }
+}
+
+/// Opens a source: its name for messages, and the reader. `deadline` as of [`open_sink`].
+pub(crate) fn open_source(
+    source: Source,
+    deadline: Option<Duration>,
+) -> Result<(String, Box<dyn ReadAt>)> {
+    let object = |name: String, store, path| -> Result<(String, Box<dyn ReadAt>)> {
+        let source = object::StoreSource::open(&name, store, path, retry(deadline))?;
+        Ok((name, Box::new(source)))
+    };
+    let file = |name: String, path: PathBuf| -> Result<(String, Box<dyn ReadAt>)> {
+        Ok((name, Box::new(file::FileSource::open(&path)?)))
+    };
+    match source {
+        Source::Path(path) => file(path.display().to_string(), path),
+        Source::Url(url, options) => match resolve(&url, options)? {
+            Resolved::Local(path) => file(redact_url(&url).into_owned(), path),
+            Resolved::Remote(store, path) => object(redact_url(&url).into_owned(), store, path),
+        },
+        Source::Object(store, path) => object(path.to_string(), store, path),
+        Source::Bytes(bytes) => Ok(("bytes".into(), Box::new(file::BytesSource(bytes)))),
+    }
 }
 
 impl From<&std::path::Path> for Target {

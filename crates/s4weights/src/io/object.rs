@@ -1,56 +1,66 @@
 //! Object stores: plain and multipart uploads, ranged reads.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
+use std::time::Duration;
 
 use bytes::Bytes;
-use object_store::memory::InMemory;
 use object_store::path::Path;
-use object_store::{MultipartUpload, ObjectStore, ObjectStoreExt, PutPayload};
+use object_store::{
+    MultipartUpload, ObjectMeta, ObjectStore, ObjectStoreExt, PutMultipartOptions, PutPayload,
+};
+use s4_store::{Failure, Retrier, Retry};
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
-use url::Url;
 
-use super::{ReadAt, Sink, StorageOptions};
+use super::{ReadAt, Sink};
 use crate::error::{Error, Result};
+use crate::interrupt;
 
 /// Bytes of a part: larger files are uploaded in parts. 10,000 parts are what S3 allows.
 const PART: usize = 32 << 20;
 const MAX_PARTS: usize = 10_000;
 /// Parts under way at once: with the one being filled, what an upload holds in memory.
 const IN_FLIGHT: usize = 3;
+/// How long giving up an upload may take, and how long if the caller wants to stop.
+const ABORT: Duration = Duration::from_secs(10);
+const STOPPED_ABORT: Duration = Duration::from_millis(300);
 
-/// The store behind `memory:`, shared by the whole process: a URL can name nothing narrower.
-static MEMORY: OnceLock<Arc<InMemory>> = OnceLock::new();
+/// The threads of one file's requests. They end with it, unless one looks up a name still.
+struct Threads(Option<Runtime>);
 
-pub(super) fn open_store(
-    url: &Url,
-    options: &StorageOptions,
-) -> Result<(Arc<dyn ObjectStore>, Path)> {
-    let target = url.as_str();
-    if url.scheme() == "memory" {
-        let text = format!("{}{}", url.host_str().unwrap_or_default(), url.path());
-        let path = Path::parse(text.trim_matches('/'));
-        let path = path.map_err(|e| Error::Argument(format!("{target}: {e}")))?;
-        return Ok((Arc::clone(MEMORY.get_or_init(Arc::default)) as _, path));
+impl Threads {
+    fn start(target: &str) -> Result<Self> {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .thread_name("s4weights-io")
+            .enable_all()
+            .build();
+        Ok(Self(Some(runtime.map_err(|e| Error::io(target, "start threads for", e))?)))
     }
-    // As cloud tools do, the environment is read first and the caller's options win.
-    let environment = std::env::vars()
-        .filter(|(k, _)| ["AWS_", "GOOGLE_", "AZURE_"].iter().any(|p| k.starts_with(p)))
-        .map(|(k, v)| (k.to_ascii_lowercase(), v));
-    let all = environment.chain(options.iter().map(|(k, v)| (k.to_ascii_lowercase(), v.clone())));
-    let (store, path) =
-        object_store::parse_url_opts(url, all).map_err(|e| Error::store(target, "open", e))?;
-    Ok((Arc::from(store), path))
+
+    /// Waits for a request, unless the caller's work is stopped.
+    fn block_on<T>(&self, work: impl Future<Output = T>) -> Result<T> {
+        match &self.0 {
+            Some(runtime) => interrupt::block_on(runtime, work),
+            None => Err(Error::Cancelled),
+        }
+    }
+
+    fn spawn<T: Send + 'static>(
+        &self,
+        work: impl Future<Output = T> + Send + 'static,
+    ) -> Result<JoinHandle<T>> {
+        self.0.as_ref().map(|runtime| runtime.spawn(work)).ok_or(Error::Cancelled)
+    }
 }
 
-fn runtime(target: &str) -> Result<Runtime> {
-    tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .thread_name("s4weights-io")
-        .enable_all()
-        .build()
-        .map_err(|e| Error::io(target, "start input and output for", e))
+impl Drop for Threads {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.0.take() {
+            runtime.shutdown_timeout(Duration::from_millis(100));
+        }
+    }
 }
 
 type Part = JoinHandle<object_store::Result<()>>;
@@ -63,39 +73,72 @@ pub(super) struct UploadSink {
     path: Path,
     buffer: Vec<u8>,
     upload: Option<Box<dyn MultipartUpload>>,
+    /// What was there before a multipart upload.
+    before: Option<ObjectMeta>,
     parts: usize,
+    len: u64,
     in_flight: VecDeque<Part>,
+    retrier: Retrier,
+    deadline: Duration,
     // Last, so that everything above is dropped while it still runs.
-    runtime: Runtime,
+    threads: Threads,
 }
 
 impl UploadSink {
-    pub(super) fn create(name: &str, store: Arc<dyn ObjectStore>, path: Path) -> Result<Self> {
+    pub(super) fn create(
+        name: &str,
+        store: Arc<dyn ObjectStore>,
+        path: Path,
+        retry: Retry,
+    ) -> Result<Self> {
         Ok(Self {
             name: name.to_owned(),
             store,
             path,
             buffer: Vec::new(),
             upload: None,
+            before: None,
             parts: 0,
+            len: 0,
             in_flight: VecDeque::new(),
-            runtime: runtime(name)?,
+            deadline: retry.deadline,
+            retrier: Retrier::new(retry),
+            threads: Threads::start(name)?,
         })
     }
 
-    fn fail(&self, e: object_store::Error) -> Error {
-        Error::store(&self.name, "upload", e)
+    fn fail(&self, e: s4_store::Error) -> Error {
+        Error::remote(&self.name, "upload", e)
     }
 
     fn wait_for(&mut self, left: usize) -> Result<()> {
         while self.in_flight.len() > left {
             let Some(part) = self.in_flight.pop_front() else { break };
-            let done = self.runtime.block_on(part);
+            let done = self.threads.block_on(part)?;
             let done =
                 done.map_err(|e| Error::io(&self.name, "upload", std::io::Error::other(e)))?;
-            done.map_err(|e| self.fail(e))?;
+            done.map_err(|e| Error::store(&self.name, "upload", e))?;
         }
         Ok(())
+    }
+
+    fn begin(&mut self) -> Result<()> {
+        self.before = self.look()?;
+        let options = || PutMultipartOptions::default().with_retry_policy(self.retrier.for_parts());
+        let start = || self.store.put_multipart_opts(&self.path, options());
+        let started = self.retrier.run("begin to upload", self.path.as_ref(), 0, start);
+        self.upload = Some(self.threads.block_on(started)?.map_err(|e| self.fail(e))?);
+        Ok(())
+    }
+
+    /// What is there now.
+    fn look(&self) -> Result<Option<ObjectMeta>> {
+        let head = || self.store.head(&self.path);
+        match self.threads.block_on(self.retrier.run("look up", self.path.as_ref(), 0, head))? {
+            Ok(meta) => Ok(Some(meta)),
+            Err(e) if e.is_missing() => Ok(None),
+            Err(e) => Err(self.fail(e)),
+        }
     }
 
     fn send_part(&mut self) -> Result<()> {
@@ -107,21 +150,62 @@ impl UploadSink {
         }
         self.wait_for(IN_FLIGHT - 1)?;
         if self.upload.is_none() {
-            let started = self.runtime.block_on(self.store.put_multipart(&self.path));
-            self.upload = Some(started.map_err(|e| self.fail(e))?);
+            self.begin()?;
         }
         let payload = PutPayload::from(Bytes::from(std::mem::take(&mut self.buffer)));
         if let Some(upload) = &mut self.upload {
             let part = upload.put_part(payload);
-            self.in_flight.push_back(self.runtime.spawn(part));
+            self.in_flight.push_back(self.threads.spawn(part)?);
             self.parts += 1;
         }
         Ok(())
+    }
+
+    /// Makes an object of the parts. The request cannot be repeated; where its answer is lost, what is
+    /// there afterwards tells.
+    fn complete(&mut self, mut upload: Box<dyn MultipartUpload>) -> Result<()> {
+        let deadline = self.deadline;
+        let done = self
+            .threads
+            .block_on(async { tokio::time::timeout(deadline, upload.complete()).await });
+        let done = match done {
+            Ok(done) => done,
+            Err(e) => {
+                self.upload = Some(upload);
+                return Err(e);
+            }
+        };
+        let error = match done {
+            Ok(Ok(_)) => return Ok(()),
+            Ok(Err(e)) if Failure::new(&e).cause().is_permanent() => Some(e),
+            Ok(Err(e)) => (!self.arrived()?).then_some(e),
+            Err(_) if self.arrived()? => None,
+            Err(e) => {
+                let late = std::io::Error::new(std::io::ErrorKind::TimedOut, e);
+                self.upload = Some(upload);
+                return Err(Error::io(&self.name, "complete the upload of", late));
+            }
+        };
+        let Some(error) = error else { return Ok(()) };
+        self.upload = Some(upload);
+        Err(Error::store(&self.name, "complete the upload of", error))
+    }
+
+    /// Whether the object is there, in place of what was there before.
+    fn arrived(&self) -> Result<bool> {
+        let same = |a: &ObjectMeta, b: &ObjectMeta| {
+            a.e_tag == b.e_tag && a.last_modified == b.last_modified && a.version == b.version
+        };
+        let now = self.look()?;
+        Ok(now.is_some_and(|now| {
+            now.size == self.len && !self.before.as_ref().is_some_and(|old| same(old, &now))
+        }))
     }
 }
 
 impl Sink for UploadSink {
     fn write(&mut self, mut bytes: &[u8]) -> Result<()> {
+        self.len += bytes.len() as u64;
         while !bytes.is_empty() {
             if self.buffer.capacity() == 0 {
                 self.buffer.reserve_exact(PART);
@@ -140,20 +224,18 @@ impl Sink for UploadSink {
     fn commit(mut self: Box<Self>) -> Result<()> {
         if self.upload.is_none() {
             let payload = PutPayload::from(Bytes::from(std::mem::take(&mut self.buffer)));
-            let put = self.runtime.block_on(self.store.put(&self.path, payload));
-            return put.map(drop).map_err(|e| self.fail(e));
+            let put = || async { self.store.put(&self.path, payload.clone()).await.map(drop) };
+            let put = self.retrier.run("upload", self.path.as_ref(), self.len, put);
+            return self.threads.block_on(put)?.map_err(|e| self.fail(e));
         }
         if !self.buffer.is_empty() {
             self.send_part()?;
         }
         self.wait_for(0)?;
-        if let Some(mut upload) = self.upload.take()
-            && let Err(e) = self.runtime.block_on(upload.complete())
-        {
-            self.upload = Some(upload);
-            return Err(self.fail(e));
+        match self.upload.take() {
+            Some(upload) => self.complete(upload),
+            None => Ok(()),
         }
-        Ok(())
     }
 }
 
@@ -162,11 +244,22 @@ impl Drop for UploadSink {
         for part in self.in_flight.drain(..) {
             part.abort();
         }
-        if let Some(mut upload) = self.upload.take()
-            && let Err(e) = self.runtime.block_on(upload.abort())
-        {
-            tracing::warn!(target = %self.name, error = %e, "multipart upload not aborted");
-        }
+        let Some(mut upload) = self.upload.take() else { return };
+        // Whoever stopped the save does not wait for a server that may never answer.
+        let stopped = interrupt::is_stopped();
+        let most = if stopped { STOPPED_ABORT } else { ABORT };
+        let abort = async { tokio::time::timeout(most, upload.abort()).await };
+        let done = match &self.threads.0 {
+            Some(runtime) if stopped => Ok(runtime.block_on(abort)),
+            _ => self.threads.block_on(abort),
+        };
+        let why = match done {
+            Ok(Ok(Ok(()))) => return,
+            Ok(Ok(Err(e))) => Failure::new(&e).to_string(),
+            Ok(Err(_)) => format!("no answer within {most:?}"),
+            Err(e) => e.to_string(),
+        };
+        tracing::warn!("{}: the multipart upload was not aborted: {why}", self.name);
     }
 }
 
@@ -176,15 +269,21 @@ pub(super) struct StoreSource {
     store: Arc<dyn ObjectStore>,
     path: Path,
     len: u64,
-    runtime: Runtime,
+    retrier: Retrier,
+    threads: Threads,
 }
 
 impl StoreSource {
-    pub(super) fn open(name: &str, store: Arc<dyn ObjectStore>, path: Path) -> Result<Self> {
-        let runtime = runtime(name)?;
-        let head =
-            runtime.block_on(store.head(&path)).map_err(|e| Error::store(name, "open", e))?;
-        Ok(Self { name: name.to_owned(), store, path, len: head.size, runtime })
+    pub(super) fn open(
+        name: &str,
+        store: Arc<dyn ObjectStore>,
+        path: Path,
+        retry: Retry,
+    ) -> Result<Self> {
+        let (threads, retrier) = (Threads::start(name)?, Retrier::new(retry));
+        let head = retrier.run("look up", path.as_ref(), 0, || store.head(&path));
+        let head = threads.block_on(head)?.map_err(|e| Error::remote(name, "open", e))?;
+        Ok(Self { name: name.to_owned(), store, path, len: head.size, retrier, threads })
     }
 }
 
@@ -198,8 +297,10 @@ impl ReadAt for StoreSource {
             return Ok(());
         }
         let range = offset..offset.saturating_add(buf.len() as u64);
-        let got = self.runtime.block_on(self.store.get_range(&self.path, range));
-        let got = got.map_err(|e| Error::store(&self.name, "read", e))?;
+        let get = || self.store.get_range(&self.path, range.clone());
+        let get = self.retrier.run("read", self.path.as_ref(), buf.len() as u64, get);
+        let got = self.threads.block_on(get)?;
+        let got = got.map_err(|e| Error::remote(&self.name, "read", e))?;
         if got.len() != buf.len() {
             let eof = std::io::Error::from(std::io::ErrorKind::UnexpectedEof);
             return Err(Error::io(&self.name, "read", eof));

@@ -2,21 +2,24 @@
 //! their own, and any other thread may wait for them.
 
 use std::future::Future;
-use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::panic::{AssertUnwindSafe, resume_unwind};
+use std::sync::mpsc::{Receiver as Outcome, RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use futures::FutureExt;
 use s4_store::Attempt;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::mpsc::{Receiver, Sender};
 use tokio::task::JoinHandle;
 
 use crate::error::{Error, Result};
+use crate::interrupt::{self, POLL};
 use crate::objects::{DataObject, ObjectSink};
 use crate::options::{Progress, ProgressFn};
 
-/// How often a caller who waits is asked whether to go on.
-const ASK: Duration = Duration::from_millis(50);
+/// How long work that is better finished may go on after the caller wanted to stop.
+const GRACE: Duration = Duration::from_millis(400);
 
 /// Threads that requests run on. They wait for most of their time.
 const WORKERS: usize = 2;
@@ -82,17 +85,13 @@ impl Bridge {
         Ok(self.owned.0.as_ref().ok_or_else(|| self.stopped())?.spawn(work))
     }
 
-    /// Waits for a future, on any thread: also on one that must not block a runtime of its own.
+    /// Waits for a future, on any thread: also on one that must not block a runtime of its own. When
+    /// the caller's work is stopped the future is dropped.
     pub(crate) fn wait<T: Send + 'static>(
         &self,
         work: impl Future<Output = T> + Send + 'static,
     ) -> Result<T> {
-        let (tell, told) = sync_channel(1);
-        self.spawn(async move {
-            // Nobody who waits goes away.
-            let _ = tell.send(work.await);
-        })?;
-        told.recv().map_err(|_| self.stopped())
+        self.wait_asking(&Asker::default(), work)
     }
 
     /// Waits for a request to the store.
@@ -109,20 +108,60 @@ impl Bridge {
         asker: &Asker,
         work: impl Future<Output = T> + Send + 'static,
     ) -> Result<T> {
+        interrupt::check()?;
+        let (task, told) = self.start(work)?;
+        loop {
+            if let Some(done) = self.look(&told)? {
+                return Ok(done);
+            }
+            if interrupt::is_stopped_now() || !asker.goes_on() {
+                task.abort();
+                return Err(Error::Cancelled);
+            }
+        }
+    }
+
+    /// Waits for work that is better not stopped halfway: a commit, or cleaning up. When the caller's
+    /// work is stopped it has a little longer; then it goes on with nobody waiting for it.
+    pub(crate) fn wait_to_finish<T: Send + 'static>(
+        &self,
+        work: impl Future<Output = T> + Send + 'static,
+    ) -> Result<T> {
+        let (_task, told) = self.start(work)?;
+        let mut end = None;
+        loop {
+            if let Some(done) = self.look(&told)? {
+                return Ok(done);
+            }
+            if interrupt::is_stopped_now()
+                && *end.get_or_insert(Instant::now() + GRACE) < Instant::now()
+            {
+                return Err(Error::Cancelled);
+            }
+        }
+    }
+
+    /// Starts work, whose outcome comes by the channel: a panic too.
+    fn start<T: Send + 'static>(
+        &self,
+        work: impl Future<Output = T> + Send + 'static,
+    ) -> Result<(JoinHandle<()>, Outcome<std::thread::Result<T>>)> {
         let (tell, told) = sync_channel(1);
         let task = self.spawn(async move {
-            let _ = tell.send(work.await);
+            // The caller may have gone away.
+            let _ = tell.send(AssertUnwindSafe(work).catch_unwind().await);
         })?;
-        loop {
-            match told.recv_timeout(ASK) {
-                Ok(done) => return Ok(done),
-                Err(RecvTimeoutError::Timeout) if asker.goes_on() => {}
-                Err(RecvTimeoutError::Timeout) => {
-                    task.abort();
-                    return Err(Error::Cancelled);
-                }
-                Err(RecvTimeoutError::Disconnected) => return Err(self.stopped()),
-            }
+        Ok((task, told))
+    }
+
+    /// Waits a moment for an outcome.
+    fn look<T>(&self, told: &Outcome<std::thread::Result<T>>) -> Result<Option<T>> {
+        match told.recv_timeout(POLL) {
+            Ok(Ok(done)) => Ok(Some(done)),
+            // Whoever called for the work is told of its panic.
+            Ok(Err(panic)) => resume_unwind(panic),
+            Err(RecvTimeoutError::Timeout) => Ok(None),
+            Err(RecvTimeoutError::Disconnected) => Err(self.stopped()),
         }
     }
 }

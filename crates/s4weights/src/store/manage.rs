@@ -1,20 +1,15 @@
 //! Listing, keeping, deleting and checking.
 
-use std::sync::Arc;
-
-use object_store::ObjectStore;
-use object_store::local::LocalFileSystem;
-use object_store::path::Path;
 use s4_store::{
-    Checkpoint, CheckpointId, Entry, Finding, Ids, Inspector, Place, ProbeReport, Reading,
-    Retention, StorageOptions, Store, SweepOptions, SweepReport, TimeIds,
+    Checkpoint, CheckpointId, Entry, Finding, Holder, Inspector, ProbeReport, Reading,
+    RepairReport, Retention, StorageOptions, Store, SweepOptions, SweepReport, Verdict,
 };
 
 use crate::error::{Error, Result};
-use crate::options::{ProgressFn, ReadOptions};
+use crate::options::{Progress, ProgressFn, ReadOptions};
 use crate::store::bridge::{Asker, Bridge};
 use crate::store::open::Opener;
-use crate::store::{CheckpointStore, place};
+use crate::store::{CheckpointStore, StoreOptions, place};
 
 /// How thorough a check is.
 #[derive(Clone, Default)]
@@ -22,9 +17,10 @@ pub struct CheckOptions {
     /// Read every object, compare its hash, and decode every value. Without this only manifests are
     /// read, and the sizes of objects compared.
     pub read_data: bool,
-    /// Only these checkpoints; all if empty.
+    /// Only these checkpoints and what they need; all if empty.
     pub only: Vec<CheckpointId>,
-    /// Asked now and then whether to go on.
+    /// Told of the bytes of checkpoints that were checked, where data is read, and asked now and then
+    /// whether to go on.
     pub progress: Option<ProgressFn>,
 }
 
@@ -35,6 +31,9 @@ pub struct CheckReport {
     pub findings: Vec<Finding>,
     /// Checkpoints that need a damaged one, and so cannot be restored though they are whole.
     pub unusable: Vec<(CheckpointId, CheckpointId)>,
+    /// Each checkpoint that was asked for, once, from the oldest to the newest: whether it restores,
+    /// as far as was looked.
+    pub verdicts: Vec<(CheckpointId, Verdict)>,
     /// Checkpoints that were checked.
     pub checkpoints: usize,
     /// Objects that were looked up.
@@ -105,10 +104,38 @@ impl CheckpointStore {
         self.opener.bridge.ask(async move { store.retire(&ids, &reason).await })
     }
 
+    /// Lists retired checkpoints again, and what they need, as long as no sweep has given them up.
+    /// Returns those, a base before its deltas.
+    ///
+    /// # Errors
+    /// [`Error::Store`] with a conflict if one is not retired or a sweep has given it up, with damage if
+    /// its data is not all there.
+    pub fn unretire(&self, ids: &[CheckpointId]) -> Result<Vec<Checkpoint>> {
+        let (store, ids) = (self.opener.store.clone(), ids.to_vec());
+        self.opener.bridge.ask(async move { store.unretire(&ids).await })
+    }
+
+    /// Mends the log of a store, or with `apply` false says what that would do. Nothing else may use
+    /// the store meanwhile. Of the options those of requests count.
+    ///
+    /// # Errors
+    /// [`Error::Store`] if the place fails.
+    pub fn repair(
+        url: &str,
+        storage: &StorageOptions,
+        options: StoreOptions,
+        apply: bool,
+    ) -> Result<RepairReport> {
+        let place = place(url, storage)?;
+        let bridge = Bridge::new(place.name())?;
+        bridge.ask(async move { Store::repair(&place, options.requests, apply).await })
+    }
+
     /// Retires what a policy does not keep. Returns those.
     ///
     /// # Errors
-    /// [`Error::Store`] if the log cannot be read or written.
+    /// [`Error::Store`] if checkpoints would go although none has a metric by which the best are to be
+    /// kept, or if the log cannot be read or written.
     pub fn apply_retention(&self, policy: &Retention) -> Result<Vec<CheckpointId>> {
         let (store, policy) = (self.opener.store.clone(), policy.clone());
         self.opener.bridge.ask(async move { store.apply_retention(&policy).await })
@@ -150,7 +177,13 @@ impl CheckpointStore {
             simd: self.options.simd,
             ..ReadOptions::default()
         };
-        let mut values = Values { opener: self.opener.clone(), options: read };
+        let all = self.state()?.list().iter().map(|c| c.about.data_len).sum();
+        let mut values = Values {
+            opener: self.opener.clone(),
+            options: read,
+            tell: asker.callback(),
+            progress: Progress { done: 0, total: all },
+        };
         let read_data = options.read_data;
         let check = async move {
             let inspector: Option<&mut dyn Inspector> =
@@ -162,41 +195,55 @@ impl CheckpointStore {
         Ok(CheckReport {
             findings: report.findings,
             unusable: report.unusable,
+            verdicts: report.verdicts,
             checkpoints: report.checkpoints,
             objects: report.objects,
             bytes_read: report.bytes_read,
         })
     }
 
-    /// Finds out whether several writers are safe at a place, which need not hold a store.
+    /// Finds out whether several writers are safe at a place, which need not hold a store. Of the
+    /// options those of requests count.
     ///
     /// # Errors
     /// [`Error::Store`] if it cannot be written to.
-    pub fn probe(url: &str, storage: &StorageOptions) -> Result<ProbeReport> {
+    pub fn probe(
+        url: &str,
+        storage: &StorageOptions,
+        options: StoreOptions,
+    ) -> Result<ProbeReport> {
         let place = place(url, storage)?;
         let bridge = Bridge::new(place.name())?;
-        let (store, prefix) = probed(&place)?;
-        let folder = prefix.join("tmp");
-        bridge.ask(async move { s4_store::probe(&store, &folder, TimeIds.next()).await })
+        bridge.ask(async move { place.probe(&options.requests).await })
     }
-}
 
-/// The object store behind a place; a folder is made if it is not there.
-fn probed(place: &Place) -> Result<(Arc<dyn ObjectStore>, Path)> {
-    if let Some((store, prefix)) = place.as_objects() {
-        return Ok((Arc::clone(store), prefix.clone()));
+    /// Tries the place again and, where several writers are proved to be safe, opens a store that allows
+    /// one writer at a time to any number. Open it again to write to it.
+    ///
+    /// # Errors
+    /// [`Error::Store`] if they are not, if that could not be found out, or if another process writes.
+    pub fn allow_many_writers(&self) -> Result<ProbeReport> {
+        let store = self.opener.store.clone();
+        self.opener.bridge.ask(async move { store.allow_many_writers().await })
     }
-    let path = place.as_folder().unwrap_or_else(|| std::path::Path::new("."));
-    std::fs::create_dir_all(path).map_err(|e| Error::io(place.name(), "create", e))?;
-    let store = LocalFileSystem::new_with_prefix(path);
-    let store = store.map_err(|e| Error::store(place.name(), "use", e))?;
-    Ok((Arc::new(store), Path::default()))
+
+    /// Removes the lease of a dead process from a store that allows one writer at a time, and names
+    /// those who held it.
+    ///
+    /// # Errors
+    /// [`Error::Store`] if the store allows many writers, or the lease cannot be removed.
+    pub fn break_lease(&self) -> Result<Vec<Holder>> {
+        let store = self.opener.store.clone();
+        self.opener.bridge.ask(async move { store.break_lease().await })
+    }
 }
 
 /// Decodes every value of a checkpoint.
 struct Values {
     opener: Opener,
     options: ReadOptions,
+    tell: Option<ProgressFn>,
+    progress: Progress,
 }
 
 #[async_trait::async_trait]
@@ -210,9 +257,22 @@ impl Inspector for Values {
         let (opener, options, chain) = (self.opener.clone(), self.options.clone(), chain.to_vec());
         let decode = move || {
             let name = |e| chain.first().map_or(Error::Cancelled, |c| opener.about(c, e));
-            opener.open(&chain, &options)?.verify().map_err(name)
+            let verify = || opener.open(&chain, &options)?.verify().map_err(name);
+            match verify() {
+                // Bytes may be damaged on their way.
+                Err(e) if e.is_mismatch() => verify(),
+                other => other,
+            }
         };
         tokio::task::spawn_blocking(decode).await??;
         Ok(())
+    }
+
+    fn checked(&mut self, checkpoint: &Checkpoint) {
+        self.progress.done += checkpoint.about.data_len;
+        if let Some(tell) = &self.tell {
+            // Whoever waits for the check asks whether to go on.
+            tell(self.progress);
+        }
     }
 }

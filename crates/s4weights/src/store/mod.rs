@@ -41,9 +41,10 @@ use std::sync::{Arc, Mutex};
 
 pub use s4_delta::policy::Reason;
 pub use s4_store::{
-    Best, Checkpoint, CheckpointId, CommitUnknown, Conflict, Entry, Error as StoreError, Finding,
-    Hash, Keep, Mode, Op, Place, ProbeReport, Publish, Reference, Repo, Retention, Retry, State,
-    StorageOptions, SweepOptions, SweepReport, Swept, Why, Writers,
+    Best, Cause, Checkpoint, CheckpointId, CommitUnknown, Conflict, Entry, Error as StoreError,
+    Failure, Finding, Hash, Holder, Keep, LogDamage, Loss, Mode, Op, Place, ProbeLimits,
+    ProbeReport, Publish, Reference, RepairReport, Repo, Retention, Retry, State, StorageOptions,
+    SweepOptions, SweepReport, Swept, Verdict, Why, Writers,
 };
 
 pub use load::{Loaded, Skipped, is_damage};
@@ -66,7 +67,7 @@ use parents::Line;
 pub const DEFAULT_STORE_CHAIN: u32 = 16;
 
 /// Differences that a restore reads, unless told. Each takes about as long as the base (float32), or up
-/// to twice as long (bfloat16, saved at every step): `docs/store.md` has figures.
+/// to twice as long (bfloat16, saved at every step): `docs/measurements.md` has figures.
 pub const DEFAULT_STORE_HOPS: u32 = 2;
 
 /// Checkpoints that may share a base.
@@ -148,6 +149,8 @@ pub struct CheckpointStore {
     opened: Mutex<Option<Reference>>,
     /// For objects and for values that are kept.
     buffers: LargeBuffers,
+    /// The process that opened it.
+    process: u32,
 }
 
 /// The values of a checkpoint, for differences from it.
@@ -176,6 +179,32 @@ impl ParentValues {
     }
 }
 
+/// How long the end of a store waits until its lease is given back; else that expires.
+const RELEASE: std::time::Duration = std::time::Duration::from_secs(5);
+
+impl Drop for CheckpointStore {
+    /// Gives back the lease of a store that allows one writer at a time.
+    fn drop(&mut self) {
+        // The threads of a parent process are not in its child.
+        if std::process::id() != self.process {
+            return;
+        }
+        let store = self.opener.store.clone();
+        let (tell, told) = std::sync::mpsc::sync_channel(1);
+        let release = async move { drop(tell.send(store.release().await)) };
+        if self.opener.bridge.spawn(release).is_err() {
+            return;
+        }
+        match told.recv_timeout(RELEASE) {
+            Ok(Ok(())) => {}
+            Ok(Err(e)) => {
+                tracing::error!(store = self.name(), error = %e, "at the end of the store")
+            }
+            Err(_) => tracing::warn!(store = self.name(), "its end was not waited for"),
+        }
+    }
+}
+
 impl CheckpointStore {
     /// Creates a store in a folder or below a URL, after probing what the place can do.
     ///
@@ -191,6 +220,19 @@ impl CheckpointStore {
     /// [`Error::Store`] if there is none or if it cannot be read; [`Error::Argument`].
     pub fn open(url: &str, storage: &StorageOptions, options: StoreOptions) -> Result<Self> {
         Self::open_at(&place(url, storage)?, options)
+    }
+
+    /// Opens a store to read it, also if its log is damaged: then it lists what can be proved, and
+    /// [`CheckpointStore::log_damage`] tells what is wrong. Whatever would write fails.
+    ///
+    /// # Errors
+    /// As [`CheckpointStore::open`], but for a damaged log.
+    pub fn open_read_only(
+        url: &str,
+        storage: &StorageOptions,
+        options: StoreOptions,
+    ) -> Result<Self> {
+        Self::open_read_only_at(&place(url, storage)?, options)
     }
 
     /// Opens a store, or creates it if there is none.
@@ -227,6 +269,16 @@ impl CheckpointStore {
         )
     }
 
+    /// As [`CheckpointStore::open_read_only`], at a place of the caller's.
+    ///
+    /// # Errors
+    /// As [`CheckpointStore::open_read_only`].
+    pub fn open_read_only_at(place: &Place, options: StoreOptions) -> Result<Self> {
+        Self::start(place, options, |place, requests| async move {
+            Store::open_read_only(&place, requests).await
+        })
+    }
+
     /// As [`CheckpointStore::open_or_create`], at a place of the caller's.
     ///
     /// # Errors
@@ -252,7 +304,8 @@ impl CheckpointStore {
         let opener = Opener { bridge, store, local };
         let buffers = LargeBuffers::new(options.buffers());
         let (line, opened) = (Mutex::default(), Mutex::default());
-        Ok(Self { opener, options, line, opened, buffers })
+        let process = std::process::id();
+        Ok(Self { opener, options, line, opened, buffers, process })
     }
 
     /// Folder or URL, for messages; holds no secret.
@@ -265,6 +318,15 @@ impl CheckpointStore {
     #[must_use]
     pub fn repo(&self) -> &Repo {
         self.opener.store.repo()
+    }
+
+    /// What is wrong with the log: nothing, unless the store was opened read-only.
+    ///
+    /// # Errors
+    /// [`Error::Store`] if the log cannot be read.
+    pub fn log_damage(&self) -> Result<Vec<LogDamage>> {
+        let store = self.opener.store.clone();
+        self.opener.bridge.ask(async move { store.log_damage().await })
     }
 
     /// The newest state of the log: what is listed, and what it depends on.
@@ -283,14 +345,12 @@ impl CheckpointStore {
 
 /// A place by URL or path.
 fn place(url: &str, storage: &StorageOptions) -> Result<Place> {
-    let named = |source| Error::Store { target: url_name(url), source: Box::new(source) };
+    let named = |source| Error::Store {
+        target: s4_store::redact_url(url).into_owned(),
+        source: Box::new(source),
+    };
     Place::open_url(url, storage).map_err(|e| match e {
         s4_store::Error::Argument(what) => Error::Argument(what),
         other => named(other),
     })
-}
-
-/// A URL without what may be secret in it.
-fn url_name(url: &str) -> String {
-    url.split(['?', '#']).next().unwrap_or_default().to_owned()
 }

@@ -7,7 +7,6 @@ use s4_delta::policy::{Choice, Entry, Next, Policy};
 use s4_engine::Preset;
 use s4_store::{Checkpoint, Reference, State};
 
-use crate::buffers::LargeBuffers;
 use crate::error::{Error, Result};
 use crate::memory::{MemoryOptions, TensorCodec};
 use crate::options::ReadOptions;
@@ -163,7 +162,8 @@ impl CheckpointStore {
         tree.last_child(number).is_some()
     }
 
-    /// Values of the host, if they fit.
+    /// Values of the host, if they fit, and if they still are what was stored: else later saves read that
+    /// back.
     pub(crate) fn keep_values(
         &self,
         snapshot: Snapshot,
@@ -203,7 +203,10 @@ impl CheckpointStore {
         if raw <= share {
             for tensor in values {
                 let (name, values) = tensor?;
-                parent.own(name, values.into_bytes(&self.buffers))?;
+                match values {
+                    Values::Theirs(values) => parent.own_copy(name, values, &self.buffers)?,
+                    Values::Own(values) => parent.own(name, values.into())?,
+                }
             }
             return Ok(Some(parent));
         }
@@ -235,13 +238,6 @@ impl Values<'_> {
         match self {
             Self::Theirs(values) => values,
             Self::Own(values) => values,
-        }
-    }
-
-    fn into_bytes(self, buffers: &LargeBuffers) -> bytes::Bytes {
-        match self {
-            Self::Theirs(values) => buffers.copy(values).into(),
-            Self::Own(values) => values.into(),
         }
     }
 }

@@ -13,6 +13,7 @@ use s4_store::{
 use tokio::sync::mpsc::channel;
 
 use crate::error::{Error, Result};
+use crate::interrupt;
 use crate::objects::ObjectOptions;
 use crate::options::{ProgressFn, WriteOptions};
 use crate::parent::Parent;
@@ -148,7 +149,7 @@ impl CheckpointStore {
         options: &SaveOptions<'_>,
     ) -> Result<Saved> {
         // One save at a time from one handle: each may be the next one's parent.
-        let mut line = self.line.lock().unwrap_or_else(|e| e.into_inner());
+        let mut line = interrupt::lock(&self.line)?;
         let asker = Asker::new(options.progress.clone());
         let job = Job { step, tensors, options, asker, staged: Cell::new(false) };
         let saved = self.save_next(&job, &mut line);
@@ -167,7 +168,12 @@ impl CheckpointStore {
         };
         let (mut before, mut why_base) = match chosen {
             Ok(before) => (Some(before), None),
-            Err(why) => (None, Some(why)),
+            Err(why) => {
+                if matches!(why, WhyBase::Parent(_)) {
+                    tracing::warn!(step = job.step, "saving as a base: {why}");
+                }
+                (None, Some(why))
+            }
         };
         loop {
             let parent = before.take();
@@ -183,7 +189,11 @@ impl CheckpointStore {
                 // The caller's values are not those that were saved any more.
                 Err(e) if job.staged.get() && job.tensors.on_devices() => return Err(e),
                 Err(e) if had_parent && is_parents(&e) => {
-                    tracing::warn!(step = job.step, error = %e, "saving as a base");
+                    tracing::warn!(
+                        store = self.name(), step = job.step, error = %e,
+                        "the checkpoint before cannot be used: saving as a base. `s4w store verify` tells \
+                         what is damaged"
+                    );
                     why_base = Some(WhyBase::Parent(e.to_string()));
                 }
                 Err(e) => return Err(e),
@@ -202,7 +212,15 @@ impl CheckpointStore {
         let Job { step, tensors, options, asker, .. } = job;
         let (tensors, bridge) = (*tensors, &self.opener.bridge);
         let store = self.opener.store.clone();
-        let mut attempt = bridge.ask(async move { store.begin().await })?;
+        let reference = before.as_ref().map(|b| b.reference);
+        let mut attempt = bridge.ask(async move {
+            let mut attempt = store.begin().await?;
+            // A difference from what is not there any more would be lost with it.
+            if let Some(parent) = reference {
+                attempt.expect_parent(parent);
+            }
+            Ok(attempt)
+        })?;
         let id = attempt.id();
         // Whoever waits until the values are encoded does not wait for the network.
         let waiting = if options.staged.is_some() { MAX_OBJECTS } else { 1 };
@@ -222,9 +240,9 @@ impl CheckpointStore {
             Err(e) => {
                 // If an upload failed, that is why the writer could not go on.
                 let end = async move { end_of(uploading.await).await };
-                return Err(match bridge.wait(end)? {
-                    Some(failed) => bridge.error(failed),
-                    None => e,
+                return Err(match bridge.wait_to_finish(end) {
+                    Ok(Some(failed)) => bridge.error(failed),
+                    _ => e,
                 });
             }
         };
@@ -281,9 +299,13 @@ impl CheckpointStore {
     /// Deletes what a cancelled attempt left; if that fails, a sweep does it.
     fn give_up(&self, id: CheckpointId) {
         let store = self.opener.store.clone();
-        if let Err(e) = self.opener.bridge.ask(async move { store.abort(id).await }) {
-            tracing::warn!(checkpoint = %id, error = %e, "what was uploaded stays until a sweep");
-        }
+        let abort = self.opener.bridge.wait_to_finish(async move { store.abort(id).await });
+        let problem = match abort {
+            Ok(Ok(())) => return,
+            Ok(Err(e)) => e.to_string(),
+            Err(e) => e.to_string(),
+        };
+        tracing::warn!(checkpoint = %id, error = problem, "what was uploaded stays until a sweep");
     }
 
     fn encode(
@@ -301,6 +323,7 @@ impl CheckpointStore {
             parent,
             // The policy decides; this is what readers allow.
             max_chain: Some(64),
+            deadline: None,
             progress: asker.callback(),
         };
         let objects = ObjectOptions { bytes: self.options.object_bytes };
@@ -316,12 +339,12 @@ impl CheckpointStore {
         writer.complete(options.contents.clone())
     }
 
-    /// Lists the checkpoint. That is short, and nobody can stop it.
+    /// Lists the checkpoint. When the save is stopped meanwhile, it is listed whole or not at all.
     fn publish(&self, ready: Ready) -> Result<(Saved, Option<ParentValues>)> {
         let Ready { staged, report, why_base, kept } = ready;
         let id = staged.id();
         let store = self.opener.store.clone();
-        let listed = self.opener.bridge.ask(async move {
+        let listed = self.opener.bridge.wait_to_finish(async move {
             match staged.publish().await {
                 Err(StoreError::CommitUnknown(unknown)) => match store.resolve(&unknown).await? {
                     Resolution::Committed(_) => committed(&store, id).await,
@@ -330,7 +353,7 @@ impl CheckpointStore {
                 other => other,
             }
         });
-        let checkpoint = match listed {
+        let checkpoint = match listed?.map_err(|e| self.error(e)) {
             Ok(checkpoint) => checkpoint,
             Err(e) => {
                 if matches!(&e, Error::Store { source, .. } if matches!(**source, StoreError::Conflict(_)))

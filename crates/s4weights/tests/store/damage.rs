@@ -6,7 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use s4weights::Error;
 use s4weights::store::{
-    CheckOptions, CheckpointId, CheckpointStore, Place, StoreOptions, WhyBase, is_damage,
+    CheckOptions, CheckpointId, CheckpointStore, Mode, Place, StoreError, StoreOptions, WhyBase,
+    Writers, is_damage,
 };
 
 use crate::run::{State, open, options};
@@ -63,6 +64,69 @@ fn falling_back_is_asked_for_and_told_of() {
 }
 
 #[test]
+fn every_kind_of_damage_is_passed_over() {
+    let ways: [(&str, fn(&mut Vec<u8>)); 4] = [
+        ("flipped", |bytes| {
+            let middle = bytes.len() / 2;
+            bytes[middle] ^= 4;
+        }),
+        ("cut", |bytes| bytes.truncate(bytes.len() / 2)),
+        ("cut by a byte", |bytes| bytes.truncate(bytes.len() - 1)),
+        ("empty", Vec::clear),
+    ];
+    for (what, harm) in ways {
+        for part in ["data", "manifest"] {
+            let folder = tempfile::tempdir().unwrap();
+            let (store, states) = three_steps(folder.path(), 1);
+            let id = store.latest().unwrap().unwrap().id();
+            let files = match part {
+                "data" => objects(folder.path(), id),
+                _ => vec![folder.path().join(format!("ck/{id}/manifest"))],
+            };
+            for file in &files {
+                let mut bytes = std::fs::read(file).unwrap();
+                harm(&mut bytes);
+                std::fs::write(file, bytes).unwrap();
+            }
+            let error = State::load(&store, None).unwrap_err();
+            assert!(is_damage(&error), "{part} {what}: {error:?}");
+            let read = |loaded: &s4weights::store::Loaded| {
+                let reader = loaded.reader();
+                reader.tensors().map(|t| reader.read(t.name)).collect::<Result<Vec<_>, _>>()
+            };
+            let (values, skipped) = store.load_usable(read).unwrap();
+            assert_eq!((values[0].clone(), skipped.len()), (states[1].0[0].3.clone(), 1));
+        }
+    }
+}
+
+#[test]
+fn what_was_damaged_on_its_way_is_read_once_more() {
+    use s4_store::testing::{Fault, FaultStore, OpKind};
+    let faults = FaultStore::new(Arc::new(object_store::memory::InMemory::new()));
+    let place = Place::objects(Arc::new(faults.clone()), object_store::path::Path::from("s"));
+    let store = open(&place, options());
+    let mut state = State::new(40_000);
+    for step in 0..3 {
+        state.step(step);
+        state.save(&store, step).unwrap();
+    }
+    let is_data = |op: &s4_store::testing::OpInfo| op.kind == OpKind::Get && op.key.contains("/d-");
+    let mut flips = 0;
+    for nth in 0..40 {
+        let store = open(&place, options());
+        let mut seen = 0;
+        faults.set_plan(move |op| {
+            seen += u64::from(is_data(op));
+            (is_data(op) && seen == nth + 1).then_some(Fault::Flipped)
+        });
+        assert_eq!(State::load(&store, None).unwrap(), state, "{nth}");
+        flips += faults.fired();
+    }
+    assert!(flips >= 3, "{flips}");
+}
+
+#[test]
 fn a_check_finds_the_damaged_one_and_those_that_need_it() {
     let folder = tempfile::tempdir().unwrap();
     let (store, _) = three_steps(folder.path(), 8);
@@ -93,6 +157,67 @@ fn a_damaged_parent_makes_the_next_save_a_base() {
     let saved = state.save(&store, 7).unwrap();
     assert!(matches!(saved.why_base, Some(WhyBase::Parent(_))), "{:?}", saved.why_base);
     assert_eq!(State::load(&store, None).unwrap(), state);
+}
+
+/// Its values are in memory, so nothing reads it; but a difference from it could never be restored.
+#[test]
+fn a_parent_whose_objects_are_gone_makes_the_next_save_a_base() {
+    let folder = tempfile::tempdir().unwrap();
+    let (store, states) = three_steps(folder.path(), 8);
+    let base = store.list().unwrap()[0].id();
+    std::fs::remove_file(&objects(folder.path(), base)[0]).unwrap();
+    let mut state = states[2].clone();
+    state.step(7);
+    let saved = state.save(&store, 7).unwrap();
+    match &saved.why_base {
+        Some(WhyBase::Parent(why)) => assert!(why.contains("step 0"), "{why}"),
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(State::load(&store, None).unwrap(), state);
+    state.step(8);
+    let next = state.save(&store, 8).unwrap();
+    assert_eq!(next.checkpoint.base, Some(saved.checkpoint.id()));
+    assert_eq!(State::load(&store, None).unwrap(), state);
+}
+
+#[test]
+fn a_save_into_a_folder_that_is_gone_fails() {
+    for empty in [false, true] {
+        let folder = tempfile::tempdir().unwrap();
+        let place = folder.path().join("store");
+        let (store, states) = three_steps(&place, 8);
+        std::fs::remove_dir_all(&place).unwrap();
+        if empty {
+            // As a mount point looks without its file system.
+            std::fs::create_dir(&place).unwrap();
+        }
+        for step in 3..5 {
+            let error = states[2].save(&store, step).unwrap_err();
+            let gone = matches!(&error, Error::Store { source, .. }
+                if matches!(**source, StoreError::Gone { .. }));
+            assert!(gone && error.to_string().contains("nothing was saved"), "{error}");
+        }
+        assert_eq!(place.exists(), empty);
+        assert!(!empty || walk(&place).is_empty());
+    }
+}
+
+/// One writer at a time: the next one need not wait for one that has ended.
+#[test]
+fn the_end_of_a_store_gives_back_its_lease() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut single = options();
+    single.requests.writers = Writers::Single;
+    let start = std::time::Instant::now();
+    let mut state = State::new(100);
+    for step in 0..3 {
+        let store = open(&Place::folder(folder.path()), single.clone());
+        assert_eq!(store.repo().mode, Mode::Single);
+        state.step(step);
+        state.save(&store, step).unwrap();
+    }
+    assert!(start.elapsed().as_secs() < 20);
+    assert_eq!(walk(&folder.path().join("lease")), Vec::<PathBuf>::new());
 }
 
 #[test]

@@ -7,5 +7,6 @@ mod damage;
 #[path = "../../../s4-engine/tests/cuda/emulated/mod.rs"]
 mod emulated;
 mod life;
+mod racing;
 mod run;
 mod tree;

@@ -9,13 +9,16 @@ use s4_format::limits::ALIGN;
 pub(super) struct Job {
     pub(super) tensor: usize,
     pub(super) chunk: u64,
-    /// Address and bytes of its values.
+    /// Address and bytes of its values, and where they are copied to, in scratch memory: whoever changes
+    /// them meanwhile does not change the copy, which is all that the kernels look at.
     pub(super) values: u64,
+    pub(super) copy: u64,
     pub(super) bytes: u64,
     pub(super) route: Option<Route>,
     /// With a route its place in the batch, else where its values lie in the slot.
     pub(super) at: usize,
-    /// Where its scratch memory starts. That of a difference has room for the parent's values first.
+    /// Where its scratch memory starts, behind the copy. That of a difference has room for the parent's
+    /// values first.
     pub(super) scratch: u64,
     pub(super) delta: bool,
     /// Of a difference the address of the parent's values, and which statuses say how they came there.
@@ -31,6 +34,8 @@ pub(super) struct Group {
     pub(super) routes: [u32; 4],
     /// Bytes of frames at most; the values of the CPU's chunks follow.
     pub(super) capacity: u64,
+    /// Pieces that the values are copied in.
+    pub(super) copies: u32,
     /// Sets of tables, in the order in which they lie behind the descriptors, by tensor.
     pub(super) tables: Vec<usize>,
     /// Where the statuses of the parents' frames lie in the meta memory, by job.
@@ -55,21 +60,30 @@ pub(super) const PER_CHUNK: u64 = (size_of::<EncodeChunk>() + size_of::<EncodeRe
 pub(super) const TOTAL: u64 = 16;
 pub(super) const SPAN: u64 = size_of::<CopySpan>() as u64;
 
+impl Job {
+    /// Pieces that the values are copied in.
+    pub(super) fn copies(&self) -> u64 {
+        self.bytes.div_ceil(abi::COPY_SPAN_BYTES)
+    }
+}
+
 impl Group {
     pub(super) fn count(&self) -> u32 {
         self.routes.iter().sum()
     }
 
-    /// Where tables and results start in the slot's meta memory: behind the descriptors, and the
-    /// spans of the answers in front of the results. What decodes parents follows.
-    pub(super) fn places(&self) -> (u64, u64) {
+    /// Where tables, the pieces of the copies and results start in the slot's meta memory: behind the
+    /// descriptors, and the spans of the answers in front of the results. What decodes parents follows.
+    pub(super) fn places(&self) -> (u64, u64, u64) {
         let tables = u64::from(self.count()) * size_of::<EncodeChunk>() as u64;
-        (tables, (tables + self.tables.len() as u64 * TABLES + 2 * SPAN).next_multiple_of(16))
+        let copies = tables + self.tables.len() as u64 * TABLES;
+        let results = copies + (u64::from(self.copies) + 2) * SPAN;
+        (tables, copies, results.next_multiple_of(16))
     }
 
     /// The end of the results.
     pub(super) fn end(&self) -> u64 {
-        self.places().1 + TOTAL + u64::from(self.count()) * size_of::<EncodeResult>() as u64
+        self.places().2 + TOTAL + u64::from(self.count()) * size_of::<EncodeResult>() as u64
     }
 
     /// Gives each chunk its place: in the batch, which is sorted by route, or behind the frames.

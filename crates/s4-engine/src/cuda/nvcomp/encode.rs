@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use s4_codec_gpu::abi::{EncodeChunk, EncodeResult, MAX_PLANES, status};
+use s4_codec_gpu::abi::{COPY_SPAN_BYTES, CopySpan, EncodeChunk, EncodeResult, MAX_PLANES, status};
 use s4_codec_gpu::nvcomp::Compress;
 use s4_codec_gpu::{CodedBatch, CodedPlane, Event, Stream, split_scratch};
 use s4_format::Error;
@@ -225,9 +225,12 @@ impl<'a> Lanes<'a> {
             count: group.jobs.len() as u32,
         };
         // SAFETY: all parts are the lane's, as large as `Load` added up, and used in the order of its
-        // stream, but for the caller's values, which stay as they are. Pinned memory as above.
+        // stream, but for the caller's values, whose memory stays. Pinned memory as above. Descriptors of
+        // copies are bounded by the memory for them.
         unsafe {
             stream.copy_to_device(pinned, at, up, base)?;
+            // Whoever changes the values from here on does not change what all else is made of.
+            stream.copy_spans(base + places.copies, group.load.copies as u32)?;
             stream.split_planes(&batch)?;
             for number in 0..WRITERS {
                 self.code(group, &places, number)?;
@@ -271,11 +274,20 @@ impl<'a> Lanes<'a> {
     /// Writes what is uploaded.
     fn describe(&self, group: &Group, places: &Places, to: &mut [u8]) -> Result<()> {
         let mut next = [0u64; WRITERS];
-        let mut scratch = self.address(group.lane) + places.split;
+        let base = self.address(group.lane);
+        let (mut scratch, mut values, mut span) =
+            (base + places.split, base + places.values, places.copies);
         for (i, job) in group.jobs.iter().enumerate() {
             let plan = &self.plans[job.tensor].plan;
+            let bytes = job.n * job.width as u64;
+            for first in (0..bytes).step_by(COPY_SPAN_BYTES as usize) {
+                let len = COPY_SPAN_BYTES.min(bytes - first);
+                let copy = CopySpan { from: job.values + first, to: values + first, len };
+                put(to, span, bytemuck::bytes_of(&copy));
+                span += size_of::<CopySpan>() as u64;
+            }
             let chunk = EncodeChunk {
-                values: job.values,
+                values,
                 scratch,
                 // The kernels refuse what is out of range.
                 n: job.n as u32,
@@ -288,6 +300,7 @@ impl<'a> Lanes<'a> {
             let coded = self.describe_planes(group, places, (job, scratch), &mut next, to)?;
             put(to, places.planes + i as u64 * CodedBatch::PLANES, bytemuck::cast_slice(&coded));
             scratch += split_scratch(job.n, job.width as u64);
+            values += bytes.next_multiple_of(ALIGN as u64);
         }
         Ok(())
     }

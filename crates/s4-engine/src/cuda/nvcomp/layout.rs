@@ -1,7 +1,7 @@
 //! What a group of chunks needs of a lane's memory, and where each part of it lies.
 
 use s4_codec_gpu::CodedBatch;
-use s4_codec_gpu::abi::{EncodeChunk, EncodeResult};
+use s4_codec_gpu::abi::{COPY_SPAN_BYTES, CopySpan, EncodeChunk, EncodeResult};
 use s4_codec_gpu::nvcomp::Shape;
 use s4_codec_gpu::{Device, split_scratch};
 use s4_format::layout::Planes;
@@ -45,8 +45,10 @@ pub(super) struct Load {
     pub(super) chunks: u64,
     /// Bytes of their planes.
     planes: u64,
-    /// Bytes of their frames, at most.
+    /// Bytes of their frames, at most, which is those of their values.
     pub(super) frames: u64,
+    /// Pieces that the values are copied in.
+    pub(super) copies: u64,
     pub(super) calls: [Call; WRITERS],
 }
 
@@ -70,6 +72,7 @@ impl Load {
         self.chunks += 1;
         self.planes += split_scratch(n, width as u64);
         self.frames += (n * width as u64).next_multiple_of(ALIGN as u64);
+        self.copies += (n * width as u64).div_ceil(COPY_SPAN_BYTES);
         let planes = plane_sizes(plan.plan.layout, width, n)?;
         for (&size, &coding) in planes.sizes().iter().zip(&plan.planes) {
             let Some(number) = Library::number(coding) else { continue };
@@ -106,8 +109,9 @@ impl Load {
 }
 
 /// Where the parts lie, counted from the start of a lane's memory. First what is uploaded (chunks,
-/// their planes' descriptors, arrays of inputs, sizes and outputs of each call), then what is sent back
-/// (total and results), then what stays: sizes and statuses of each call, planes, outputs.
+/// their planes' descriptors, arrays of inputs, sizes and outputs of each call, what is copied), then what
+/// is sent back (total and results), then what stays: sizes and statuses of each call, values, planes,
+/// outputs.
 ///
 /// The first codec's scratch memory, which is the largest part by far, is used again, once it is done,
 /// for the outputs of the second one and for the frames.
@@ -115,9 +119,11 @@ impl Load {
 pub(super) struct Places {
     pub(super) planes: u64,
     arrays: [u64; WRITERS],
+    pub(super) copies: u64,
     pub(super) total: u64,
     pub(super) results: u64,
     sizes: [u64; WRITERS],
+    pub(super) values: u64,
     pub(super) split: u64,
     pub(super) slots: [u64; WRITERS],
     pub(super) scratch: [u64; WRITERS],
@@ -138,8 +144,10 @@ impl Places {
         part(load.chunks * size_of::<EncodeChunk>() as u64);
         let planes = part(load.chunks * CodedBatch::PLANES);
         let arrays = [first, second].map(|c| part(3 * 8 * c.blocks()));
+        let copies = part(load.copies * size_of::<CopySpan>() as u64);
         let total = part(PART + load.chunks * size_of::<EncodeResult>() as u64);
         let sizes = [first, second].map(|c| part((8 + 4) * c.blocks()));
+        let values = part(load.frames);
         let split = part(load.planes);
         let slots = part(first.slot * first.blocks());
         let scratch = part(first.scratch);
@@ -156,9 +164,11 @@ impl Places {
         Self {
             planes,
             arrays,
+            copies,
             total,
             results: total + PART,
             sizes,
+            values,
             split,
             slots: [slots, second_slots],
             scratch: [scratch, second_scratch],
@@ -205,7 +215,13 @@ mod tests {
             scratch: 1000 * n as u64,
             asked: 100,
         };
-        Load { chunks, planes: 300 * chunks, frames: 272 * chunks, calls: blocks.map(call) }
+        Load {
+            chunks,
+            planes: 300 * chunks,
+            frames: 272 * chunks,
+            copies: chunks,
+            calls: blocks.map(call),
+        }
     }
 
     #[test]
@@ -216,6 +232,7 @@ mod tests {
                 let call = |i: usize, at: u64| (at, load.calls[i].blocks());
                 let mut parts = vec![(0, 56 * chunks), (p.planes, 320 * chunks)];
                 parts.extend([(p.total, 8), (p.results, 96 * chunks), (p.split, load.planes)]);
+                parts.extend([(p.copies, 24 * chunks), (p.values, load.frames)]);
                 for i in 0..2 {
                     parts.extend(p.inputs(i).map(|at| (at, 8 * load.calls[i].blocks())));
                     let [sizes, statuses] = p.answers(i);

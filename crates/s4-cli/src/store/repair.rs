@@ -1,0 +1,99 @@
+//! `repair`: mending a damaged log.
+
+use s4weights::store::{CheckpointStore, Loss, RepairReport, StoreOptions};
+use serde::Serialize;
+
+use super::{Place, text};
+use crate::error::Result;
+use crate::{say, to_json};
+
+#[derive(Serialize)]
+struct Repair<'a> {
+    applied: bool,
+    damage: Vec<String>,
+    /// Steps that are listed afterwards.
+    listed: Vec<u64>,
+    losses: &'a [Loss],
+    rewritten: usize,
+    reconstructed: &'a [u64],
+    fenced: &'a [u64],
+    removed: &'a [u64],
+    unnamed: Vec<Unnamed>,
+    aside: Option<&'a str>,
+}
+
+#[derive(Serialize)]
+struct Unnamed {
+    id: String,
+    bytes: u64,
+}
+
+/// `repair`
+pub(crate) fn repair(place: &Place, apply: bool, json: bool) -> Result<()> {
+    let options = place.options(StoreOptions::default());
+    let report = CheckpointStore::repair(&place.store, &place.storage()?, options, apply)?;
+    let unnamed = |(id, bytes): (&s4weights::store::CheckpointId, &u64)| Unnamed {
+        id: id.to_string(),
+        bytes: *bytes,
+    };
+    if json {
+        return say(&to_json(&Repair {
+            applied: report.aside.is_some(),
+            damage: report.damage.iter().map(ToString::to_string).collect(),
+            listed: report.listed.iter().map(s4weights::store::Checkpoint::step).collect(),
+            losses: &report.losses,
+            rewritten: report.rewritten.len(),
+            reconstructed: &report.reconstructed,
+            fenced: &report.fenced,
+            removed: &report.removed,
+            unnamed: report.unnamed.iter().map(unnamed).collect(),
+            aside: report.aside.as_deref(),
+        })?);
+    }
+    let name = place.store.split(['?', '#']).next().unwrap_or_default();
+    say(&as_text(name, &report))
+}
+
+fn as_text(name: &str, report: &RepairReport) -> String {
+    if report.damage.is_empty() {
+        return format!("{name}: the log is whole; nothing to repair");
+    }
+    let mut lines: Vec<String> = report.damage.iter().map(|d| format!("DAMAGED  {d}")).collect();
+    for loss in &report.losses {
+        let what = match (loss.step, loss.checkpoint) {
+            (Some(step), Some(id)) => format!("step {step} ({id})"),
+            _ => format!("what entry {} said", loss.entry),
+        };
+        lines.push(format!("LOST     {what}: {}", loss.why));
+    }
+    for (id, bytes) in &report.unnamed {
+        let bytes = text::bytes(*bytes);
+        lines.push(format!("UNNAMED  checkpoint {id}: {bytes} of data that no entry names"));
+    }
+    let steps: Vec<_> = report.listed.iter().map(|c| c.step().to_string()).collect();
+    let steps = if steps.is_empty() { "none".to_owned() } else { steps.join(", ") };
+    let tied = report.rewritten.len() + report.reconstructed.len();
+    let entries = format!(
+        "entries written anew: {tied} ({} of them from what the stored view says); left without effect: \
+         {}; removed: {}",
+        report.reconstructed.len(),
+        report.fenced.len(),
+        report.removed.len()
+    );
+    match &report.aside {
+        Some(aside) => {
+            lines.push(format!("{name}: repaired: {entries}"));
+            lines.push(format!("what was changed is kept below {aside}"));
+            lines.push(format!("listed: steps {steps}"));
+            lines.push("`s4w store verify --read-data` says which of them restore".into());
+        }
+        None => {
+            lines.push(format!("{name}: a repair would leave: {entries}"));
+            lines.push(format!("listed: steps {steps}"));
+            lines.push(
+                "nothing was changed; --apply does it, while nothing else uses the store".into(),
+            );
+        }
+    }
+    lines.join("\n")
+}

@@ -1,0 +1,83 @@
+//! `probe`, `break-lease`: who may write to a store.
+
+use s4weights::redact_url;
+use s4weights::store::{CheckpointStore, Mode, ProbeReport, StoreError, StoreOptions};
+
+use super::Place;
+use crate::error::{Failure, Result};
+use crate::{say, to_json};
+
+/// What a store's mode means.
+pub(crate) fn writers(mode: Mode) -> &'static str {
+    match mode {
+        Mode::Many => "any number at once",
+        Mode::Single => "one at a time, guarded by a lease",
+    }
+}
+
+/// `probe`
+pub(crate) fn probe(place: &Place, allow_many: bool, json: bool) -> Result<()> {
+    let store = match place.open() {
+        Ok(store) => Some(store),
+        Err(e) if is_no_store(&e) && !allow_many => None,
+        Err(e) => return Err(e),
+    };
+    let single = store.as_ref().is_some_and(|s| s.repo().mode == Mode::Single);
+    if let Some(store) = store.filter(|_| allow_many) {
+        let report = store.allow_many_writers()?;
+        if json {
+            return say(&to_json(&report)?);
+        }
+        return say(&match single {
+            true => format!("{}: any number of writers are allowed from now on", store.name()),
+            false => format!("{}: any number of writers are allowed already", store.name()),
+        });
+    }
+    let options = place.options(StoreOptions::default());
+    let report = CheckpointStore::probe(&place.store, &place.storage()?, options)?;
+    if json {
+        say(&to_json(&report)?)?;
+    }
+    let name = redact_url(&place.store);
+    if !report.many_writers() {
+        return Err(Failure::Test(format!(
+            "{name}: several writers are not safe there: {}; `s4w store init --writers single` makes a \
+             store for one at a time",
+            report.detail
+        )));
+    }
+    if json { Ok(()) } else { say(&as_text(&name, &report, single)) }
+}
+
+fn as_text(name: &str, report: &ProbeReport, single: bool) -> String {
+    let mut text = format!(
+        "{name}: several writers are safe: a second create was refused, and each of {} races had one winner",
+        report.rounds
+    );
+    if single {
+        text.push_str(
+            "\nthe store there allows one writer at a time; `--allow-many` opens it to any number",
+        );
+    }
+    text
+}
+
+fn is_no_store(failure: &Failure) -> bool {
+    let Failure::Library(s4weights::Error::Store { source, .. }) = failure else { return false };
+    matches!(**source, StoreError::NoStore { .. })
+}
+
+/// `break-lease`
+pub(crate) fn break_lease(place: &Place, json: bool) -> Result<()> {
+    let store = place.open()?;
+    let removed = store.break_lease()?;
+    if json {
+        return say(&to_json(&removed)?);
+    }
+    if removed.is_empty() {
+        return say(&format!("{}: nobody has a lease", store.name()));
+    }
+    removed
+        .iter()
+        .try_for_each(|holder| say(&format!("{}: removed the lease of {holder}", store.name())))
+}

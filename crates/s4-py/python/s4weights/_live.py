@@ -1,0 +1,140 @@
+"""Saves in the background whose outcome nobody has seen, when the process forks or ends."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from . import _core
+
+if TYPE_CHECKING:
+    from ._pending import PendingSave
+
+logger = logging.getLogger("s4weights")
+
+#: Saves that run, or that failed and nobody was told.
+_live: set[PendingSave] = set()
+#: What else is to be done in the child after a fork.
+_resets: list[Callable[[], None]] = []
+_child_hook_of = 0
+
+
+def add(pending: PendingSave) -> None:
+    """Notes a save that begins."""
+    global _child_hook_of
+    _live.add(pending)
+    multiprocessing = sys.modules.get("multiprocessing.process")
+    if multiprocessing is None or multiprocessing.parent_process() is None:
+        return
+    # Such a process ends without the interpreter's own hooks.
+    if _child_hook_of != os.getpid():
+        _child_hook_of = os.getpid()
+        from multiprocessing.util import Finalize
+
+        Finalize(None, _at_end_of_child, exitpriority=-100)
+
+
+def discard(pending: PendingSave) -> None:
+    """The save succeeded, or somebody has seen that it failed."""
+    _live.discard(pending)
+
+
+def at_fork(reset: Callable[[], None]) -> None:
+    """Has something done in the child after a fork, where no other thread runs: locks that other
+    threads held stay locked there, and what they would have finished is never finished.
+    """
+    _resets.append(reset)
+
+
+def _in_child() -> None:
+    for pending in _live:
+        pending._abandon()
+    _live.clear()
+    _core.reset_log()
+    for reset in _resets:
+        reset()
+
+
+def _failures() -> list[str]:
+    """Waits for all saves, and tells which failed that nobody has asked about."""
+    failed = []
+    for pending in sorted(_live, key=lambda p: p.step):
+        error = pending.committed.exception()
+        if error is not None:
+            failed.append(
+                f"s4weights: {pending.url}: the save of step {pending.step} FAILED, and the "
+                f"program ended without asking for its outcome (`close()` does): "
+                f"{type(error).__name__}: {error}"
+            )
+    _live.clear()
+    return failed
+
+
+def _tell(failed: list[str]) -> None:
+    for line in failed:
+        if sys.stderr is not None:
+            print(line, file=sys.stderr)
+
+
+def _at_exit() -> None:
+    try:
+        failed = _failures()
+        _tell(failed)
+        # After an exception the status says that something went wrong anyway.
+        if failed and not hasattr(sys, "last_value"):
+            _fail_at_exit()
+    finally:
+        _core.close_log()
+
+
+def _at_end_of_child() -> None:
+    failed = _failures()
+    _tell(failed)
+    if failed and sys.exc_info()[0] is None:
+        raise SystemExit(1)
+
+
+class _Unsaved(Exception):
+    """What makes Python's exit status 120."""
+
+
+class _FailingStream:
+    """Standard output whose last flush fails, after it has flushed.
+
+    By then nothing can set the exit status but `os._exit`, which would skip the hooks and buffers
+    of others. That a last flush failed is the one thing that the interpreter itself reports.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        self._stream.flush()
+        if sys.is_finalizing():
+            raise _Unsaved
+
+
+def _fail_at_exit() -> None:
+    usual = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if not isinstance(unraisable.exc_value, _Unsaved):
+            usual(unraisable)
+
+    sys.unraisablehook = hook
+    if sys.stdout is not None and not sys.stdout.closed:
+        sys.stdout = _FailingStream(sys.stdout)
+    elif sys.stderr is not None and not sys.stderr.closed:
+        sys.stderr = _FailingStream(sys.stderr)
+
+
+atexit.register(_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

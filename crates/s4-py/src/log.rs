@@ -1,0 +1,266 @@
+//! Passes what the native crates log on to Python's `logging`.
+//!
+//! Events may come from any thread, with locks held that Python code could want, so they are queued:
+//! a call passes them on when it asks Python something and when it ends. Those that come between calls
+//! are passed on by a thread that is started for that. No event waits for the interpreter.
+//!
+//! This is a subscriber of its own and not a layer over a registry of spans: the crates have no spans,
+//! and other libraries' events are not wanted.
+
+use std::collections::VecDeque;
+use std::fmt::{self, Write};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, TryLockError};
+use std::thread;
+use std::time::Duration;
+
+use pyo3::prelude::*;
+use tracing::field::{Field, Visit};
+use tracing::level_filters::LevelFilter;
+use tracing::span;
+use tracing::subscriber::Interest;
+use tracing::{Event, Level, Metadata, Subscriber};
+
+/// Events that wait, at most; what comes then is counted only.
+const WAITING: usize = 1000;
+/// Bytes of a message, at most: names in it may be anybody's.
+const LONGEST: usize = 4096;
+
+static QUEUE: Mutex<VecDeque<Record>> = Mutex::new(VecDeque::new());
+static LOST: AtomicUsize = AtomicUsize::new(0);
+/// Python's number of the lowest level that is wanted.
+static LEVEL: AtomicUsize = AtomicUsize::new(WARNING);
+/// Calls that will pass on what is queued.
+static CALLS: AtomicUsize = AtomicUsize::new(0);
+/// Whether a thread is passing on what came between calls.
+static FLUSHING: AtomicBool = AtomicBool::new(false);
+/// Whether the process ends: no thread may attach to the interpreter any more.
+static CLOSED: AtomicBool = AtomicBool::new(false);
+
+const WARNING: usize = 30;
+
+struct Record {
+    level: usize,
+    target: &'static str,
+    message: String,
+}
+
+/// Takes the events of this project's crates.
+struct Bridge;
+
+/// Starts to take events. A program that has a subscriber of its own keeps it.
+pub(crate) fn install() {
+    let _ = tracing::subscriber::set_global_default(Bridge);
+}
+
+/// A call into native code: what was logged during it is passed on when this is dropped, with the
+/// interpreter attached.
+pub(crate) struct Call<'py> {
+    py: Python<'py>,
+    /// Whether it flushes now and then, so that nobody else has to.
+    flushes: bool,
+}
+
+impl<'py> Call<'py> {
+    pub(crate) fn begin(py: Python<'py>, flushes: bool) -> Self {
+        CALLS.fetch_add(usize::from(flushes), Ordering::Relaxed);
+        let logger = py.import("logging").and_then(|m| m.call_method1("getLogger", ("s4weights",)));
+        let level = logger.and_then(|l| l.call_method0("getEffectiveLevel")?.extract::<usize>());
+        LEVEL.store(level.unwrap_or(WARNING), Ordering::Relaxed);
+        Self { py, flushes }
+    }
+}
+
+impl Drop for Call<'_> {
+    fn drop(&mut self) {
+        CALLS.fetch_sub(usize::from(self.flushes), Ordering::Relaxed);
+        flush(self.py);
+    }
+}
+
+/// Passes on what is queued. What a handler raises is printed, as `logging` itself does.
+pub(crate) fn flush(py: Python<'_>) {
+    let Some(mut queue) = queue() else { return };
+    if queue.is_empty() {
+        return;
+    }
+    let records = std::mem::take(&mut *queue);
+    // Handlers may call native code, which logs.
+    drop(queue);
+    let lost = LOST.swap(0, Ordering::Relaxed);
+    let send = |record: Record| -> PyResult<()> {
+        let logger =
+            py.import("logging")?.call_method1("getLogger", (logger_of(record.target),))?;
+        logger.call_method1("log", (record.level, "%s", record.message)).map(drop)
+    };
+    let more = (lost > 0).then(|| Record {
+        level: WARNING,
+        target: "s4weights",
+        message: format!("{lost} more messages were dropped"),
+    });
+    for record in records.into_iter().chain(more) {
+        if let Err(e) = send(record) {
+            e.write_unraisable(py, None);
+        }
+    }
+}
+
+/// Before the interpreter ends: passes on what is queued, and starts no thread any more.
+#[pyfunction]
+pub(crate) fn close_log(py: Python<'_>) {
+    CLOSED.store(true, Ordering::SeqCst);
+    py.detach(|| {
+        while FLUSHING.load(Ordering::SeqCst) {
+            thread::sleep(Duration::from_millis(1));
+        }
+    });
+    flush(py);
+}
+
+/// In the child after a fork: threads and calls of the parent are not there.
+#[pyfunction]
+pub(crate) fn reset_log() {
+    CALLS.store(0, Ordering::Relaxed);
+    FLUSHING.store(false, Ordering::Relaxed);
+    if let Some(mut queue) = queue() {
+        queue.clear();
+    }
+}
+
+/// The queue. A thread that was forking may have left it locked for ever: then there is none.
+fn queue() -> Option<MutexGuard<'static, VecDeque<Record>>> {
+    for _ in 0..1000 {
+        match QUEUE.try_lock() {
+            Ok(queue) => return Some(queue),
+            Err(TryLockError::Poisoned(e)) => return Some(e.into_inner()),
+            Err(TryLockError::WouldBlock) => thread::yield_now(),
+        }
+    }
+    None
+}
+
+/// `s4weights.store.save` for `s4weights::store::save`, and `s4weights.store` for `s4_store`.
+fn logger_of(target: &str) -> String {
+    let (name, path) = target.split_once("::").unwrap_or((target, ""));
+    let mut logger = match name.strip_prefix("s4_") {
+        Some(part) => format!("s4weights.{}", part.replace('_', "-")),
+        None => "s4weights".to_owned(),
+    };
+    for part in path.split("::").filter(|p| !p.is_empty()) {
+        logger.push('.');
+        logger.push_str(part);
+    }
+    logger
+}
+
+fn number_of(level: &Level) -> usize {
+    match *level {
+        Level::ERROR => 40,
+        Level::WARN => WARNING,
+        Level::INFO => 20,
+        _ => 10,
+    }
+}
+
+fn is_ours(metadata: &Metadata<'_>) -> bool {
+    metadata.is_event()
+        && (metadata.target().starts_with("s4_") || metadata.target().starts_with("s4weights"))
+        && *metadata.level() != Level::TRACE
+}
+
+/// Starts a thread that passes on what came while no call was there to do so.
+fn flush_soon() {
+    if CALLS.load(Ordering::Relaxed) > 0 || FLUSHING.swap(true, Ordering::SeqCst) {
+        return;
+    }
+    let work = || {
+        if !CLOSED.load(Ordering::SeqCst) {
+            Python::try_attach(flush);
+        }
+        FLUSHING.store(false, Ordering::SeqCst);
+    };
+    let thread = thread::Builder::new().name("s4weights-log".into());
+    if thread.spawn(work).is_err() {
+        FLUSHING.store(false, Ordering::SeqCst);
+    }
+}
+
+impl Subscriber for Bridge {
+    fn register_callsite(&self, metadata: &'static Metadata<'static>) -> Interest {
+        if is_ours(metadata) { Interest::sometimes() } else { Interest::never() }
+    }
+
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        is_ours(metadata) && number_of(metadata.level()) >= LEVEL.load(Ordering::Relaxed)
+    }
+
+    fn max_level_hint(&self) -> Option<LevelFilter> {
+        Some(LevelFilter::DEBUG)
+    }
+
+    fn event(&self, event: &Event<'_>) {
+        let mut text = Text::default();
+        event.record(&mut text);
+        let record = Record {
+            level: number_of(event.metadata().level()),
+            target: event.metadata().target(),
+            message: text.finish(),
+        };
+        match queue() {
+            Some(mut queue) if queue.len() < WAITING => queue.push_back(record),
+            _ => {
+                LOST.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        flush_soon();
+    }
+
+    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+        span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+
+    fn enter(&self, _: &span::Id) {}
+
+    fn exit(&self, _: &span::Id) {}
+}
+
+/// An event as text: its message, then its fields.
+#[derive(Default)]
+struct Text {
+    message: String,
+    fields: String,
+}
+
+impl Text {
+    fn finish(mut self) -> String {
+        if !self.fields.is_empty() {
+            let _ = write!(self.message, " ({})", self.fields);
+        }
+        if self.message.len() > LONGEST {
+            let end = (0..=LONGEST).rev().find(|&i| self.message.is_char_boundary(i));
+            self.message.truncate(end.unwrap_or(0));
+            self.message.push_str(" [cut]");
+        }
+        self.message
+    }
+}
+
+impl Visit for Text {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        let _ = match field.name() {
+            "message" => write!(self.message, "{value:?}"),
+            name => {
+                let comma = if self.fields.is_empty() { "" } else { ", " };
+                write!(self.fields, "{comma}{name}: {value:?}")
+            }
+        };
+    }
+
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.record_debug(field, &format_args!("{value}"));
+    }
+}

@@ -1,0 +1,41 @@
+//! Telling a place that is known to hold no store from one that cannot be seen, or that has lost a part
+//! of its store: a run must not begin anew because of a typo or of a folder that is not mounted.
+
+use crate::error::{Error, Result};
+use crate::io::Io;
+use crate::layout::Layout;
+
+/// Why there is no `repo.json`: [`Error::NoStore`] only if listings show that there is nothing;
+/// [`Error::StoreExists`] if somebody has created a store in the meantime.
+pub(crate) async fn why_absent(io: &Io, layout: &Layout, place: &str, is_folder: bool) -> Error {
+    match look(io, layout, is_folder).await {
+        Ok(None) => Error::NoStore { place: place.to_owned() },
+        Ok(Some(_)) if io.head(&layout.repo()).await.is_ok() => {
+            Error::StoreExists { place: place.to_owned() }
+        }
+        Ok(Some(there)) => Error::corrupt(
+            layout.repo(),
+            format!(
+                "it is missing, but `{there}` is there: this was a store; put `repo.json` back from a \
+                 copy, or move the rest away"
+            ),
+        ),
+        // The key itself can be missing in a place that exists; a listing needs only the place.
+        Err(Error::Missing { .. }) => Error::NoBucket { place: place.to_owned() },
+        Err(e) => e,
+    }
+}
+
+/// What there is of a store.
+async fn look(io: &Io, layout: &Layout, is_folder: bool) -> Result<Option<String>> {
+    for part in [layout.log(), layout.checkpoints()] {
+        match io.first_below(&part).await {
+            Ok(Some(found)) => return Ok(Some(found.location.to_string())),
+            Ok(None) => {}
+            // The folder itself is there: it was opened.
+            Err(Error::Missing { .. }) if is_folder => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(None)
+}

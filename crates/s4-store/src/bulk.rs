@@ -1,0 +1,53 @@
+//! Requests about many objects at once.
+
+use std::collections::BTreeSet;
+
+use futures::{StreamExt, TryStreamExt};
+use object_store::path::Path;
+use object_store::{ListResult, ObjectMeta};
+use tokio::time::{Instant, timeout_at};
+
+use crate::error::{Error, Result};
+use crate::io::Io;
+
+impl Io {
+    /// One object below `prefix`, if there is any.
+    pub(crate) async fn first_below(&self, prefix: &Path) -> Result<Option<ObjectMeta>> {
+        let first = || async { self.store().list(Some(prefix)).try_next().await };
+        self.retrying("list", prefix, first).await
+    }
+
+    /// What is directly below `prefix`: objects, and folders of objects. Missing places are as for
+    /// [`Self::list`].
+    pub(crate) async fn list_level(&self, prefix: &Path) -> Result<ListResult> {
+        let list = || self.store().list_with_delimiter(Some(prefix));
+        self.retrying("list", prefix, list).await
+    }
+
+    /// Deletes objects, or finds them gone, many with one request where the store can. Returns those
+    /// that may still be there, and why.
+    pub(crate) async fn delete_all(
+        &self,
+        keys: Vec<Path>,
+        concurrency: usize,
+    ) -> Vec<(Path, Error)> {
+        let mut left: BTreeSet<Path> = keys.iter().cloned().collect();
+        if left.len() > 1 {
+            let end = Instant::now() + self.retry().deadline;
+            let asked = futures::stream::iter(keys.into_iter().map(Ok)).boxed();
+            let mut answers = self.store().delete_stream(asked);
+            // A failure names no key: whatever was not confirmed is deleted one by one.
+            while let Ok(Some(answer)) = timeout_at(end, answers.next()).await {
+                match answer {
+                    Ok(gone) => {
+                        left.remove(&gone);
+                    }
+                    Err(error) => tracing::debug!(%error, "a deletion among many failed"),
+                }
+            }
+        }
+        let one = |key: Path| async move { self.delete(&key).await.err().map(|e| (key, e)) };
+        let singly = futures::stream::iter(left).map(one).buffer_unordered(concurrency);
+        singly.filter_map(|failed| async move { failed }).collect().await
+    }
+}

@@ -1,0 +1,438 @@
+//! What makes a commit safe where the object store is not: looking before and after.
+//!
+//! A server that looks whether an object is there and then writes it can tell two writers that each
+//! created the same entry; the last write stays. And a folder can be removed, a bucket emptied, while a
+//! writer has the store open. So a writer looks for the newest entries that it knows before it creates the
+//! next one, and reads both back before it acknowledges anything.
+//!
+//! Of two versions of an entry the one counts that the next entry names by its hash. Whoever knows its
+//! bytes puts it back, and the other writer commits again behind what is there. What a writer
+//! acknowledged and does not find any more it lists again.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use bytes::Bytes;
+use tokio::time::Instant;
+
+use crate::entry::{Entry, Op};
+use crate::error::{CommitUnknown, Error, LogDamage, Result};
+use crate::id::Hash;
+use crate::log::{Seen, Slot, whose};
+use crate::replay::Known;
+use crate::state::State;
+use crate::store::Inner;
+
+/// How many own entries are looked after.
+const REMEMBERED: usize = 16;
+/// How long after an entry of another writer there may be more.
+const NEAR: Duration = Duration::from_secs(60);
+/// How long it may take others to put the log in order, before and after a commit.
+const PATIENCE: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(60));
+/// How many entries before the newest are looked for, alone and while others are at work.
+const BEFORE: (u64, u64) = (1, 4);
+/// How many entries after one that does not fit tell what should be there.
+const AFTER: u64 = 8;
+/// Entries whose bytes are kept.
+const KEPT: usize = 64;
+/// The least and the most time that a late write of another writer is given.
+const SETTLE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
+
+/// What this process committed of late, and what it saw of others.
+#[derive(Debug, Default)]
+pub(crate) struct Own {
+    done: VecDeque<Entry>,
+    /// What was acknowledged, is not in the log any more, and must be again.
+    owed: VecDeque<Entry>,
+    /// When an entry of another writer was seen to come.
+    others: Option<Instant>,
+    /// The state was read anew since, from a log that had changed.
+    pub(crate) reread: bool,
+}
+
+/// The bytes of entries that were read of late, of all versions.
+#[derive(Debug, Default)]
+pub(crate) struct Recent(Mutex<VecDeque<(u64, Hash, Bytes)>>);
+
+impl Recent {
+    pub(crate) fn keep(&self, n: u64, hash: Hash, bytes: &Bytes) {
+        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if kept.iter().any(|(.., found, _)| *found == hash) {
+            return;
+        }
+        if kept.len() == KEPT {
+            kept.pop_front();
+        }
+        kept.push_back((n, hash, bytes.clone()));
+    }
+
+    fn get(&self, n: u64, hash: Hash) -> Option<Bytes> {
+        let kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.iter().find(|kept| (kept.0, kept.1) == (n, hash)).map(|kept| kept.2.clone())
+    }
+}
+
+impl Own {
+    /// Whether other writers are at work.
+    pub(crate) fn others_are_near(&self) -> bool {
+        self.others.is_some_and(|at| at.elapsed() < NEAR)
+    }
+
+    pub(crate) fn committed(&mut self, entry: &Entry, owed: bool) {
+        if owed {
+            tracing::error!(
+                entry = entry.n, what = ?entry.op.published(),
+                "another writer had overwritten a log entry that was acknowledged, which this server \
+                 must not allow: it was written again. Use one writer at a time there"
+            );
+            self.owed.pop_front();
+        }
+        self.done.push_back(entry.clone());
+        if self.done.len() > REMEMBERED {
+            self.done.pop_front();
+        }
+    }
+}
+
+/// Whether an operation that was committed has left no trace.
+fn is_lost(state: &State, op: &Op) -> bool {
+    match op {
+        Op::Publish(publish) => state.get(publish.id).is_none() && state.dead(publish.id).is_none(),
+        Op::Retire { .. } | Op::Abort { .. } | Op::Unretire { .. } => state.check(op).is_ok(),
+        Op::Pin { .. } | Op::Unpin { .. } | Op::Fence { .. } => false,
+    }
+}
+
+/// Entries by their numbers.
+type Entries = BTreeMap<u64, (Box<Entry>, Hash)>;
+
+impl Inner {
+    /// Brings `known` up to date, and makes sure that what was known before is still there.
+    pub(crate) async fn be_sure(&self, known: &mut Known) -> Result<()> {
+        let (head, hash) = (known.state.head(), known.state.head_hash);
+        let before = if known.own.others_are_near() { BEFORE.1 } else { BEFORE.0 };
+        let before = head.saturating_sub(before).max(1);
+        let (store, before, newest) = futures::join!(
+            self.check_repo(),
+            self.read_good(before..head),
+            self.read_some(head.max(1)..head + 2),
+        );
+        store?;
+        let (mut entries, mut newest) = (before?, newest?);
+        entries.append(&mut newest);
+        if self.mend(&mut entries).await? {
+            known.own.others = Some(Instant::now());
+        }
+        let same = match entries.get(&head) {
+            _ if head == 0 => true,
+            Some((_, found)) => *found == hash,
+            None => return Err(self.gone(head)),
+        };
+        if !same || known.own.reread {
+            return self.recover(known).await;
+        }
+        if entries.contains_key(&(head + 1)) {
+            known.own.others = Some(Instant::now());
+            match self.advance(known).await {
+                Err(e) if e.is_log_damage() => return self.recover(known).await,
+                other => other?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that the store is still there: by its newest entry, which is dealt with before the next
+    /// commit if it is another one.
+    pub(crate) async fn check_there(&self) -> Result<()> {
+        let head = self.known.lock().await.state.head();
+        if head == 0 {
+            return self.check_repo().await;
+        }
+        match self.read_slot(head).await? {
+            Seen::Entry(..) => Ok(()),
+            Seen::Empty => Err(self.gone(head)),
+        }
+    }
+
+    fn gone(&self, head: u64) -> Error {
+        let what = format!("log entry {head}, which was there, is gone");
+        Error::Gone { place: self.name.clone(), what }
+    }
+
+    /// Reads entries side by side; some may be absent.
+    async fn read_some(&self, numbers: Range<u64>) -> Result<Entries> {
+        let read = |n| async move {
+            let seen = self.read_slot(n).await.map_err(|e| self.unreadable(n, e))?;
+            Ok::<_, Error>((n, seen))
+        };
+        let all = futures::future::try_join_all(numbers.map(read)).await?;
+        let there = all.into_iter().filter_map(|(n, seen)| match seen {
+            Seen::Entry(entry, hash) => Some((n, (entry, hash))),
+            Seen::Empty => None,
+        });
+        Ok(there.collect())
+    }
+
+    /// As `read_some`, but for those that are damaged.
+    async fn read_good(&self, numbers: Range<u64>) -> Result<Entries> {
+        let mut good = Entries::new();
+        let reads = numbers.map(|n| self.read_some(n..n + 1));
+        for read in futures::future::join_all(reads).await {
+            match read {
+                Ok(mut entries) => good.append(&mut entries),
+                Err(e) if e.is_log_damage() => {}
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(good)
+    }
+
+    /// Puts back every entry that is not the one which the entry after it names, from the newest on.
+    /// Says whether anything was put back.
+    async fn mend(&self, entries: &mut Entries) -> Result<bool> {
+        let (mut mended, mut after) = (false, None);
+        for (n, (entry, hash)) in entries.iter_mut().rev() {
+            if let Some((next, wanted)) = after
+                && next == *n + 1
+                && wanted != *hash
+            {
+                let Some(right) = self.put_back(*n, wanted).await? else { break };
+                (*entry, *hash) = (right, wanted);
+                mended = true;
+            }
+            after = Some((*n, entry.prev));
+        }
+        Ok(mended)
+    }
+
+    /// Puts entry `n` back where another writer overwrote it after the next one had been written, which
+    /// names it by its hash: that writer finds out, and commits again behind what is there. Gives the
+    /// entry, if its bytes are known and the next one is still there.
+    async fn put_back(&self, n: u64, wanted: Hash) -> Result<Option<Box<Entry>>> {
+        let Some(bytes) = self.recent.get(n, wanted) else { return Ok(None) };
+        self.check_repo().await?;
+        let key = self.layout.entry(n);
+        let entry = Box::new(Entry::parse(key.as_ref(), n, &bytes)?);
+        match self.read_slot(n).await? {
+            Seen::Empty => return Ok(None),
+            Seen::Entry(_, found) if found == wanted => return Ok(Some(entry)),
+            Seen::Entry(..) => {}
+        }
+        match self.read_slot(n + 1).await? {
+            Seen::Entry(next, _) if next.prev == wanted => {}
+            _ => return Ok(None),
+        }
+        tracing::error!(
+            store = %self.name, entry = n,
+            "another writer overwrote a log entry, which this server must not allow: putting it back. Use \
+             one writer at a time there"
+        );
+        self.io.put(&key, bytes).await?;
+        Ok(Some(entry))
+    }
+
+    /// Reads the log anew after an entry turned out to be another one than was known, and notes what
+    /// this process committed and must commit again.
+    async fn recover(&self, known: &mut Known) -> Result<()> {
+        self.check_repo().await?;
+        tracing::error!(
+            store = %self.name, entry = known.state.head(),
+            "the log is not the one that was there: its server let a writer overwrite an entry"
+        );
+        // From nothing: the stored view may be of the entry that is gone.
+        known.state = Arc::new(self.replay_in_order().await?);
+        known.viewed = 0;
+        known.own.others = Some(Instant::now());
+        known.own.reread = false;
+        for entry in std::mem::take(&mut known.own.done) {
+            let there = self.is_there(&entry).await?;
+            let lost = !there && is_lost(&known.state, &entry.op);
+            let list = if lost { &mut known.own.owed } else { &mut known.own.done };
+            list.push_back(entry);
+        }
+        Ok(())
+    }
+
+    /// Whether the log has this entry, by its write id.
+    async fn is_there(&self, entry: &Entry) -> Result<bool> {
+        let seen = self.read_slot(entry.n).await?;
+        Ok(matches!(seen, Seen::Entry(found, _) if found.write_id == entry.write_id))
+    }
+
+    /// One of the tries to commit an operation, if it is in the log after all: what had overwritten it
+    /// was overwritten itself.
+    pub(crate) async fn landed(&self, known: &Known, tried: &[Entry]) -> Result<Option<Entry>> {
+        for entry in tried {
+            if entry.n <= known.state.head() && self.is_there(entry).await? {
+                return Ok(Some(entry.clone()));
+            }
+        }
+        Ok(None)
+    }
+
+    /// Replays the log; where an entry does not fit the one before it, puts that in order or waits for
+    /// another writer who does.
+    async fn replay_in_order(&self) -> Result<State> {
+        let end = Instant::now() + self.io.retry().deadline.min(PATIENCE.0);
+        let mut pause = SETTLE.0;
+        loop {
+            let (n, error) = match self.replay().await {
+                Err(e @ Error::LogDamaged { damage: LogDamage::Unlinked { entry }, .. }) => {
+                    (entry, e)
+                }
+                other => return other,
+            };
+            let around = n.saturating_sub(BEFORE.1).max(1)..n + AFTER;
+            let mended = self.mend(&mut self.read_good(around).await?).await?;
+            if Instant::now() + pause >= end {
+                return Err(error);
+            }
+            if !mended {
+                tokio::time::sleep(pause).await;
+                pause += SETTLE.0;
+            }
+        }
+    }
+
+    /// The next operation that must be committed again.
+    pub(crate) async fn owed(&self, known: &mut Known) -> Result<Option<Op>> {
+        while let Some(entry) = known.own.owed.front().cloned() {
+            let op = entry.op.clone();
+            if is_lost(&known.state, &op) {
+                let possible = known.state.check(&op).map_err(|e| e.to_string());
+                let Op::Publish(publish) = &op else { return Ok(Some(op)) };
+                let whole = match possible {
+                    Ok(()) => self.check_whole(publish).await.map_err(|e| e.to_string()),
+                    Err(e) => Err(e),
+                };
+                let Err(why) = whole else { return Ok(Some(op)) };
+                known.own.owed.pop_front();
+                return Err(Error::SaveLost { place: self.name.clone(), id: publish.id, why });
+            }
+            // It is back.
+            known.own.owed.pop_front();
+            known.own.done.push_back(entry);
+        }
+        Ok(None)
+    }
+
+    /// Applies the entry of a writer who was faster.
+    pub(crate) async fn follow_other(
+        &self,
+        known: &mut Known,
+        other: &Entry,
+        hash: Hash,
+    ) -> Result<()> {
+        known.own.others = Some(Instant::now());
+        match self.apply(known, other, hash) {
+            // It follows another entry than the one that was there a moment ago.
+            Err(e) if e.is_log_damage() => self.recover(known).await,
+            other => other,
+        }
+    }
+
+    /// Whether and until when an entry may be written, where one writer at a time is allowed; or what
+    /// is in its place.
+    pub(crate) async fn may_write(
+        &self,
+        entry: &Entry,
+        end: Instant,
+    ) -> Result<std::result::Result<Instant, Slot>> {
+        let Some(lease) = &self.lease else { return Ok(Ok(end)) };
+        if let Seen::Entry(other, hash) = self.read_slot(entry.n).await? {
+            return Ok(Err(whose(entry, other, hash)));
+        }
+        // Last, so that nothing is between it and the write.
+        Ok(Ok(end.min(lease.confirm().await?)))
+    }
+
+    /// Reads an entry that was created, and those around it, once more, and puts the one before it back if
+    /// another writer overwrote it. `settle` is given while other writers are at work: the time that
+    /// creating took, after which a late write of theirs is there.
+    pub(crate) async fn read_back(&self, entry: &Entry, settle: Option<Duration>) -> Result<Slot> {
+        let settle = settle.filter(|_| self.folder.is_none());
+        if let Some(took) = settle {
+            tokio::time::sleep((took * 3).clamp(SETTLE.0, SETTLE.1)).await;
+        }
+        let retry = self.io.retry();
+        let end = Instant::now() + retry.deadline.min(PATIENCE.1);
+        let mut failed = 0;
+        loop {
+            let cause = match self.look_back(entry).await {
+                Ok(Look::Slot(slot)) => return Ok(self.told(entry, slot)),
+                Ok(Look::Overtook) => "the next entry follows another one".to_owned(),
+                Ok(Look::Unlinked) => match self.put_back(entry.n - 1, entry.prev).await {
+                    Ok(put) => {
+                        failed += u32::from(put.is_none());
+                        "the entry before it is another writer's".to_owned()
+                    }
+                    Err(e) => {
+                        failed += 1;
+                        format!("putting back the entry before it: {e}")
+                    }
+                },
+                Ok(Look::Nothing) => {
+                    failed += 1;
+                    "it was acknowledged, and is not there".to_owned()
+                }
+                Err(e) => {
+                    failed += 1;
+                    format!("reading it back: {e}")
+                }
+            };
+            let pause = retry.pause(failed, entry.write_id.spread()).max(SETTLE.0 / 4);
+            if failed >= retry.attempts.max(2) || Instant::now() + pause >= end {
+                return Err(CommitUnknown::of(entry, cause).into());
+            }
+            tokio::time::sleep(pause).await;
+        }
+    }
+
+    fn told(&self, entry: &Entry, slot: Slot) -> Slot {
+        if !matches!(slot, Slot::Ours) {
+            tracing::error!(
+                store = %self.name, entry = entry.n,
+                "the server said that it created a log entry, and another writer's is there: it is not \
+                 safe for several writers. Nothing is lost by this, but use one at a time"
+            );
+        }
+        slot
+    }
+
+    async fn look_back(&self, entry: &Entry) -> Result<Look> {
+        let linked = async {
+            match entry.n {
+                0 | 1 => Ok(true),
+                // Its seal is right: nothing was damaged on the way.
+                n => self.read_entry(n - 1).await.map(|(_, hash)| hash == entry.prev),
+            }
+        };
+        let (own, next) = (self.read_slot(entry.n), self.read_slot(entry.n + 1));
+        let (linked, own, next) = futures::join!(linked, own, next);
+        let Seen::Entry(found, hash) = own? else { return Ok(Look::Nothing) };
+        let slot = whose(entry, found, hash);
+        if !matches!(slot, Slot::Ours) {
+            return Ok(Look::Slot(slot));
+        }
+        // Ours may have overwritten one that others went on behind: theirs counts, and so does what it
+        // follows. They put it back.
+        if let Seen::Entry(next, _) = next?
+            && next.prev != hash
+        {
+            return Ok(Look::Overtook);
+        }
+        Ok(if linked? { Look::Slot(Slot::Ours) } else { Look::Unlinked })
+    }
+}
+
+/// What is found where an entry was created.
+enum Look {
+    Nothing,
+    Slot(Slot),
+    /// Ours; but what follows it follows another one.
+    Overtook,
+    /// Ours, behind an entry that is not the one that it names any more.
+    Unlinked,
+}

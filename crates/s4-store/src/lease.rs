@@ -1,0 +1,386 @@
+//! The lease of a store that allows one writer at a time.
+//!
+//! It needs no more of an object store than PUT, LIST and DELETE whose effects are seen at once. Whoever
+//! wants to write puts a claim of its own, and then lists: if nothing else is there it is the holder,
+//! else it withdraws. Of two that do so at the same time at least one sees the other, so both may
+//! withdraw, and never both hold. A lease that was not renewed for [`EXPIRES`], by the object store's own
+//! clock, is dead and is removed by the next holder. A holder looks for its lease before each commit;
+//! if it was too late with renewing, it asks for it anew.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, SystemTime};
+
+use bytes::Bytes;
+use chrono::{DateTime, TimeDelta, Utc};
+use object_store::path::Path;
+use serde::{Deserialize, Serialize};
+use tokio::sync::Mutex;
+use tokio::time::Instant;
+use uuid::Uuid;
+
+use crate::error::{Error, Result};
+use crate::io::Io;
+use crate::layout::Layout;
+
+/// A lease that was not renewed for so long is dead.
+const EXPIRES: Duration = Duration::from_secs(60);
+/// A holder relies on its lease for so long after it began to renew it.
+const RELIES: Duration = Duration::from_secs(45);
+/// How often it is renewed.
+const RENEWS: Duration = Duration::from_secs(15);
+/// How often a process that waits for the lease looks.
+const LOOKS: Duration = Duration::from_secs(2);
+/// How long two that claim at once wait for each other, about.
+const YIELDS: Duration = Duration::from_millis(100);
+/// Listings that may be stale before a store is given up.
+const STALE: u32 = 6;
+/// The most bytes of a lease.
+const MAX_LEASE: u64 = 4 << 10;
+
+/// Who holds the lease of a store that allows one writer at a time.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Holder {
+    /// The machine's name, as it calls itself.
+    pub host: String,
+    /// The process there.
+    pub pid: u32,
+    /// Its clock when it took the lease, in milliseconds since 1970.
+    pub since_ms: i64,
+}
+
+impl Holder {
+    fn this_process() -> Self {
+        let since_ms = Utc::now().timestamp_millis();
+        Self { host: host().to_owned(), pid: std::process::id(), since_ms }
+    }
+}
+
+impl fmt::Display for Holder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // It was read from an object that anybody may have written.
+        let host: String = self.host.chars().filter(|c| !c.is_control()).take(64).collect();
+        write!(f, "process {} on {host}", self.pid)?;
+        match DateTime::from_timestamp_millis(self.since_ms) {
+            Some(since) => write!(f, " (since {})", since.format("%Y-%m-%d %H:%M:%S UTC")),
+            None => Ok(()),
+        }
+    }
+}
+
+fn host() -> &'static str {
+    static HOST: OnceLock<String> = OnceLock::new();
+    HOST.get_or_init(|| {
+        let of_kernel = std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
+        let name = of_kernel
+            .or_else(|| std::env::var("HOSTNAME").ok())
+            .or_else(|| std::env::var("COMPUTERNAME").ok());
+        name.map_or("an unnamed host".to_owned(), |name| name.trim().to_owned())
+    })
+}
+
+/// A point in time by two clocks: one does not run while the machine sleeps, one may be set.
+#[derive(Debug, Clone, Copy)]
+struct Stamp(Instant, SystemTime);
+
+impl Stamp {
+    fn now() -> Self {
+        Self(Instant::now(), SystemTime::now())
+    }
+
+    fn age(self) -> Duration {
+        self.0.elapsed().max(self.1.elapsed().unwrap_or_default())
+    }
+}
+
+/// This process's part in the lease of one store.
+#[derive(Debug)]
+pub(crate) struct Lease {
+    io: Io,
+    layout: Layout,
+    place: String,
+    me: Uuid,
+    /// When the lease was last renewed, if it is held.
+    held: Mutex<Option<Stamp>>,
+    renewing: AtomicBool,
+}
+
+/// What a listing shows of others.
+#[derive(Default)]
+struct Seen {
+    /// Alive, and when each was last renewed.
+    held: Vec<(Path, DateTime<Utc>)>,
+    claims: Vec<Path>,
+    dead: Vec<Path>,
+}
+
+impl Seen {
+    fn is_free(&self) -> bool {
+        self.held.is_empty() && self.claims.is_empty()
+    }
+}
+
+impl Lease {
+    pub(crate) fn new(io: Io, layout: Layout, place: &str, me: Uuid) -> Arc<Self> {
+        let (held, renewing) = (Mutex::default(), AtomicBool::new(false));
+        Arc::new(Self { io, layout, place: place.to_owned(), me, held, renewing })
+    }
+
+    /// Takes the lease, unless it is held. Returns whether it was taken just now. Waits for a holder
+    /// that may be dead.
+    pub(crate) async fn take(self: &Arc<Self>) -> Result<bool> {
+        let mut held = self.held.lock().await;
+        if held.is_some() {
+            return Ok(false);
+        }
+        *held = Some(self.acquire().await?);
+        if !self.renewing.swap(true, Ordering::SeqCst) {
+            tokio::spawn(renew(Arc::downgrade(self)));
+        }
+        Ok(true)
+    }
+
+    /// Makes sure that this process holds the lease, and for how long it may rely on that.
+    pub(crate) async fn confirm(&self) -> Result<Instant> {
+        let mut held = self.held.lock().await;
+        let renewed = match *held {
+            Some(renewed) => self.keep(renewed).await,
+            None => Err(self.lost().await),
+        };
+        match renewed {
+            Ok(renewed) => {
+                *held = Some(renewed);
+                Ok(renewed.0
+                    + RELIES.saturating_sub(renewed.age().saturating_sub(renewed.0.elapsed())))
+            }
+            Err(e) => {
+                if matches!(e, Error::LeaseLost { .. }) {
+                    *held = None;
+                }
+                Err(e)
+            }
+        }
+    }
+
+    /// Gives the lease back.
+    pub(crate) async fn release(&self) -> Result<()> {
+        match self.held.lock().await.take() {
+            Some(_) => self.io.delete(&self.key(HELD)).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Removes the leases of others, dead or not, and names them.
+    pub(crate) async fn remove_others(&self) -> Result<Vec<Holder>> {
+        let own = [self.key(HELD), self.key(CLAIM)];
+        let mut removed = Vec::new();
+        for meta in self.io.list(&self.layout.leases(), None).await? {
+            if own.contains(&meta.location) {
+                continue;
+            }
+            let holder = self.holder(&meta.location).await;
+            self.io.delete(&meta.location).await?;
+            removed.push(holder);
+        }
+        Ok(removed)
+    }
+
+    async fn acquire(&self) -> Result<Stamp> {
+        let claim = self.key(CLAIM);
+        let taken = self.contend(&claim).await;
+        if taken.is_err() {
+            // It expires, but nobody need wait for that.
+            let _ = self.io.delete(&claim).await;
+        }
+        taken
+    }
+
+    async fn contend(&self, claim: &Path) -> Result<Stamp> {
+        let start = Instant::now();
+        let mut first: Option<(Path, DateTime<Utc>)> = None;
+        loop {
+            let stamp = Stamp::now();
+            self.io.put(claim, self.body()?).await?;
+            let mut seen = self.look(claim).await?;
+            if seen.is_free() && !seen.dead.is_empty() {
+                for key in &seen.dead {
+                    self.io.delete(key).await?;
+                }
+                // It may have been renewed at the last moment.
+                seen = self.look(claim).await?;
+            }
+            if seen.is_free() {
+                self.io.put(&self.key(HELD), self.body()?).await?;
+                self.io.delete(claim).await?;
+                // Asleep in between, the claim may have been dead by then.
+                if stamp.age() < RELIES {
+                    return Ok(stamp);
+                }
+                self.io.delete(&self.key(HELD)).await?;
+                continue;
+            }
+            let pause = match seen.held.pop() {
+                Some((key, renewed)) => {
+                    self.io.delete(claim).await?;
+                    let alive = first.as_ref().is_some_and(|(k, at)| *k == key && *at != renewed);
+                    if alive || start.elapsed() > EXPIRES + RENEWS {
+                        return Err(self.locked(&key).await);
+                    }
+                    if first.is_none() {
+                        self.tell_waiting(&key).await;
+                    }
+                    if first.as_ref().is_none_or(|(k, _)| *k != key) {
+                        first = Some((key, renewed));
+                    }
+                    LOOKS
+                }
+                None => {
+                    // The one with the lower name stays and waits until the others have withdrawn.
+                    if seen.claims.iter().any(|other| other < claim) {
+                        self.io.delete(claim).await?;
+                    }
+                    if start.elapsed() > EXPIRES + RENEWS {
+                        let other = seen.claims.pop().unwrap_or_else(|| claim.clone());
+                        return Err(self.locked(&other).await);
+                    }
+                    YIELDS + YIELDS.mul_f64(f64::from(self.me.as_bytes()[15]) / 128.0)
+                }
+            };
+            tokio::time::sleep(pause).await;
+        }
+    }
+
+    /// Looks whether the lease is still there, and renews it if that is due.
+    async fn keep(&self, renewed: Stamp) -> Result<Stamp> {
+        let key = self.key(HELD);
+        let listed = self.io.list(&self.layout.leases(), None).await?;
+        // A listing may be stale.
+        if !listed.iter().any(|m| m.location == key) {
+            match self.io.head(&key).await {
+                Ok(_) => {}
+                Err(e) if e.is_missing() => return Err(self.lost().await),
+                Err(e) => return Err(e),
+            }
+        }
+        if renewed.age() < RENEWS / 2 {
+            return Ok(renewed);
+        }
+        let stamp = Stamp::now();
+        self.io.put(&key, self.body()?).await?;
+        // Nobody takes a lease that is not dead. If it may have been, others count.
+        if renewed.age() < RELIES {
+            return Ok(stamp);
+        }
+        if self.look(&key).await?.is_free() {
+            return Ok(stamp);
+        }
+        self.io.delete(&key).await?;
+        Err(self.lost().await)
+    }
+
+    /// Lists the leases. `own` was just written: its date is what the others' are compared with.
+    async fn look(&self, own: &Path) -> Result<Seen> {
+        for attempt in 0..STALE {
+            let listed = self.io.list(&self.layout.leases(), None).await?;
+            let Some(now) = listed.iter().find(|m| m.location == *own).map(|m| m.last_modified)
+            else {
+                tokio::time::sleep(YIELDS * attempt).await;
+                continue;
+            };
+            let mut seen = Seen::default();
+            let expires = TimeDelta::from_std(EXPIRES).unwrap_or_default();
+            for meta in listed {
+                let name = meta.location.filename().unwrap_or_default();
+                if name.ends_with(&self.me.as_hyphenated().to_string()) {
+                    continue;
+                }
+                if now.signed_duration_since(meta.last_modified) >= expires {
+                    seen.dead.push(meta.location);
+                } else if name.starts_with(CLAIM) {
+                    seen.claims.push(meta.location);
+                } else {
+                    seen.held.push((meta.location, meta.last_modified));
+                }
+            }
+            return Ok(seen);
+        }
+        Err(Error::Refused(format!(
+            "{}: listings do not show what was just written: two writers could not see each other there",
+            self.place
+        )))
+    }
+
+    fn key(&self, kind: &str) -> Path {
+        self.layout.leases().join(format!("{kind}{}", self.me.as_hyphenated()))
+    }
+
+    fn body(&self) -> Result<Bytes> {
+        let json = serde_json::to_vec(&Holder::this_process());
+        json.map(Bytes::from).map_err(|e| Error::Argument(e.to_string()))
+    }
+
+    /// Who wrote a lease, as far as that can be read.
+    async fn holder(&self, key: &Path) -> Holder {
+        let read = self.io.get(key, MAX_LEASE).await.ok();
+        let holder = read.and_then(|bytes| serde_json::from_slice(&bytes).ok());
+        holder.unwrap_or(Holder { host: "an unknown host".into(), pid: 0, since_ms: i64::MAX })
+    }
+
+    async fn locked(&self, key: &Path) -> Error {
+        Error::Locked { place: self.place.clone(), holder: Box::new(self.holder(key).await) }
+    }
+
+    async fn lost(&self) -> Error {
+        let own = self.key(HELD);
+        let listed = self.io.list(&self.layout.leases(), None).await.unwrap_or_default();
+        let other = listed.into_iter().map(|m| m.location);
+        let other = other.filter(|key| *key != own && is_held(key)).max();
+        let holder = match other {
+            Some(key) => Some(Box::new(self.holder(&key).await)),
+            None => None,
+        };
+        Error::LeaseLost { place: self.place.clone(), holder }
+    }
+
+    async fn tell_waiting(&self, key: &Path) {
+        let holder = self.holder(key).await;
+        tracing::warn!(
+            place = %self.place,
+            "this store allows one writer at a time, and that is {holder}: waiting up to {EXPIRES:?} for \
+             it to end, or to show that it is alive"
+        );
+    }
+}
+
+/// Names of objects of a process that wants the lease, and of one that has it.
+const CLAIM: &str = "claim-";
+const HELD: &str = "held-";
+
+fn is_held(key: &Path) -> bool {
+    key.filename().is_some_and(|name| name.starts_with(HELD))
+}
+
+/// Renews a lease until it is given back, lost, or its store is closed.
+async fn renew(lease: std::sync::Weak<Lease>) {
+    loop {
+        tokio::time::sleep(RENEWS).await;
+        let Some(lease) = lease.upgrade() else { return };
+        let mut held = lease.held.lock().await;
+        let Some(renewed) = *held else {
+            lease.renewing.store(false, Ordering::SeqCst);
+            return;
+        };
+        match tokio::time::timeout(RENEWS, lease.keep(renewed)).await {
+            Ok(Ok(renewed)) => *held = Some(renewed),
+            Ok(Err(e @ Error::LeaseLost { .. })) => {
+                tracing::error!(error = %e, "the lease of the store is lost");
+                *held = None;
+                lease.renewing.store(false, Ordering::SeqCst);
+                return;
+            }
+            Ok(Err(e)) => tracing::warn!(error = %e, "the lease of the store could not be renewed"),
+            Err(_) => tracing::warn!("the lease of the store could not be renewed in time"),
+        }
+    }
+}

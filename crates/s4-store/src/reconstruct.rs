@@ -1,0 +1,113 @@
+//! What log entries must have said, as far as a view tells.
+//!
+//! A view names the entry that listed each checkpoint, with all that this entry said of it, and the
+//! entry that ended each other one.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::entry::{Entry, Op, Publish, Reference};
+use crate::id::{CheckpointId, Hash};
+use crate::state::{Checkpoint, End, State};
+
+/// Operations by the number of the entry, that lead to `state` where those entries are lost.
+pub(crate) fn reconstruct(state: &State) -> BTreeMap<u64, Op> {
+    let mut ops = BTreeMap::new();
+    let (mut retired, mut aborted) = (BTreeMap::new(), BTreeMap::new());
+    let mut replacements = BTreeSet::new();
+    for (id, dead) in &state.dead {
+        match dead.how {
+            End::Retired => push(&mut retired, dead.entry, *id),
+            End::Aborted => push(&mut aborted, dead.entry, *id),
+            End::Replaced { by, .. } => {
+                replacements.insert(by.id);
+            }
+        }
+    }
+    let reason = String::from("reconstructed");
+    let retire = |(n, ids)| (n, Op::Retire { ids, reason: reason.clone() });
+    ops.extend(retired.into_iter().map(retire));
+    ops.extend(aborted.into_iter().map(|(n, ids)| (n, Op::Abort { ids })));
+    for (id, dead) in &state.dead {
+        let End::Replaced { by, had } = dead.how else { continue };
+        // All members of a family hold the same values: the newest one says what they were.
+        let Some(newest) = state.get(state.stands_for(*id)) else { continue };
+        if !replacements.contains(id) {
+            ops.insert(newest.order, stand_in(newest, *id, had, None));
+        }
+        if let Some(End::Replaced { had: next, .. }) = state.dead(by.id).map(|d| d.how) {
+            let old = Reference { id: *id, manifest_blake3: had };
+            ops.insert(dead.entry, stand_in(newest, by.id, next, Some(old)));
+        }
+    }
+    for checkpoint in state.live.values() {
+        let op = listing(state, checkpoint);
+        if matches!(op, Op::Unretire { .. }) {
+            ops.insert(checkpoint.order, Op::Publish(checkpoint.about.clone()));
+        }
+        ops.insert(checkpoint.entry, op);
+    }
+    ops
+}
+
+/// Adds checkpoints that ended and that entries name as what they need or replace, at one of the `lost`
+/// numbers before: no more is known of them, and no more matters.
+pub(crate) fn adopt(
+    ops: &mut BTreeMap<u64, Op>,
+    state: &State,
+    lost: &BTreeSet<u64>,
+    good: &[&Entry],
+) {
+    let op_of = |entry: &&Entry| entry.op.published();
+    let mut there: BTreeSet<_> = good.iter().filter_map(op_of).collect();
+    there.extend(lost.iter().filter_map(|n| ops.get(n)?.published()));
+    for entry in good {
+        let Op::Publish(about) = &entry.op else { continue };
+        for named in about.parent.iter().chain(&about.replaces) {
+            if state.dead(named.id).is_none() || !there.insert(named.id) {
+                continue;
+            }
+            let free = lost.range(..entry.n).rev().find(|n| !ops.contains_key(*n));
+            if let Some(free) = free {
+                let stand_in = Publish {
+                    id: named.id,
+                    manifest_blake3: named.manifest_blake3,
+                    parent: None,
+                    since_base: 0,
+                    replaces: None,
+                    ..about.clone()
+                };
+                ops.insert(*free, Op::Publish(stand_in));
+            }
+        }
+    }
+}
+
+fn push(all: &mut BTreeMap<u64, Vec<CheckpointId>>, entry: u64, id: CheckpointId) {
+    all.entry(entry).or_default().push(id);
+}
+
+/// The entry that listed a checkpoint: for the first time, unless its place in time is an older one and
+/// it took nobody's place.
+fn listing(state: &State, checkpoint: &Checkpoint) -> Op {
+    let about = checkpoint.about.clone();
+    let replaced = about
+        .replaces
+        .is_some_and(|old| state.dead(old.id).is_some_and(|dead| dead.entry == checkpoint.entry));
+    if checkpoint.order == checkpoint.entry || replaced {
+        return Op::Publish(about);
+    }
+    let (order, published_ms) = (checkpoint.order, checkpoint.at_ms);
+    Op::Unretire { about: Box::new(about), order, published_ms }
+}
+
+/// A checkpoint that was replaced later: nothing but its name and manifest matters any more.
+fn stand_in(newest: &Checkpoint, id: CheckpointId, had: Hash, old: Option<Reference>) -> Op {
+    Op::Publish(Publish {
+        id,
+        manifest_blake3: had,
+        parent: None,
+        since_base: 0,
+        replaces: old,
+        ..newest.about.clone()
+    })
+}

@@ -1,0 +1,327 @@
+//! Mending a damaged log.
+//!
+//! What is left of the log is tied together anew: an entry that cannot be read becomes what a view says
+//! of it, or a `fence`; entries after it keep their numbers and what they do, and name the new hash of
+//! the entry before. Whatever is overwritten or removed is copied aside first. Entries are written from
+//! the lowest to the highest, so that a log that is half mended is seen to be damaged, by the same
+//! entries, and mending it again comes to the same end.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use bytes::Bytes;
+use chrono::Utc;
+use object_store::path::Path;
+use serde::Serialize;
+
+use crate::entry::{Entry, Op};
+use crate::error::{LogDamage, Result};
+use crate::id::{CheckpointId, Hash, WriteId};
+use crate::manifest::MAX_OBJECT;
+use crate::options::StoreOptions;
+use crate::place::Place;
+use crate::reconstruct::{adopt, reconstruct};
+use crate::salvage::{Salvage, Slot};
+use crate::seal;
+use crate::state::{Checkpoint, State};
+use crate::store::{Inner, Store};
+use crate::view;
+
+/// Entries after a gap of more than this are no part of the log: they are put aside.
+const LONGEST_GAP: u64 = 10_000;
+
+/// Something that a repair cannot bring back.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Loss {
+    /// The log entry that said it.
+    pub entry: u64,
+    /// The checkpoint that is lost, if that is known.
+    pub checkpoint: Option<CheckpointId>,
+    /// Its training step.
+    pub step: Option<u64>,
+    /// Why.
+    pub why: String,
+}
+
+/// What a repair did, or would do.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct RepairReport {
+    /// What is wrong with the log; nothing if there is nothing to do.
+    pub damage: Vec<LogDamage>,
+    /// The checkpoints that are listed afterwards, from the oldest to the newest.
+    pub listed: Vec<Checkpoint>,
+    /// What is lost.
+    pub losses: Vec<Loss>,
+    /// Entries that are written anew, and do what they did.
+    pub rewritten: Vec<u64>,
+    /// Entries that are written from what a view knows of them.
+    pub reconstructed: Vec<u64>,
+    /// Numbers that are taken by an entry that does nothing.
+    pub fenced: Vec<u64>,
+    /// Entries far behind the end of the log, which are removed.
+    pub removed: Vec<u64>,
+    /// Data that no entry of the log names, with its bytes: perhaps of checkpoints that were lost. A
+    /// sweep gives it up when it is older than the grace.
+    pub unnamed: BTreeMap<CheckpointId, u64>,
+    /// Where copies of all that is overwritten or removed are.
+    pub aside: Option<String>,
+}
+
+/// The new entries, and what is removed.
+#[derive(Default)]
+struct Plan {
+    entries: BTreeMap<u64, Bytes>,
+    state: State,
+    report: RepairReport,
+}
+
+impl Store {
+    /// Mends the log of a store, or with `apply` false says what that would do and writes nothing.
+    /// **Nothing else may use the store meanwhile**: writers would be lost, readers confused.
+    ///
+    /// Stopped at any point, it can be run again.
+    ///
+    /// # Errors
+    /// As [`Store::open_read_only`]; failures of the place.
+    pub async fn repair(place: &Place, options: StoreOptions, apply: bool) -> Result<RepairReport> {
+        let store = Self::open_read_only(place, options).await?;
+        let inner = &store.inner;
+        let survey = inner.survey(view::read(inner).await).await?;
+        let mut plan = if survey.damage.is_empty() {
+            Plan { state: survey.state, ..Plan::default() }
+        } else {
+            inner.plan_repair(&survey)?
+        };
+        let listed = plan.state.list().into_iter().cloned();
+        plan.report.listed = listed.collect();
+        if !plan.report.damage.is_empty() {
+            plan.report.unnamed = inner.unnamed(&plan.state).await?;
+        }
+        if apply && !plan.report.damage.is_empty() {
+            inner.carry_out(&mut plan).await?;
+        }
+        Ok(plan.report)
+    }
+}
+
+impl Inner {
+    fn plan_repair(&self, survey: &Salvage) -> Result<Plan> {
+        let mut plan = Plan::default();
+        plan.report.damage.clone_from(&survey.damage);
+        let (last, removed) = split(&survey.slots.taken, survey.anchor.head());
+        let mut known = reconstruct(&survey.anchor);
+        let is_lost = |n: &u64| !matches!(survey.slots.read.get(n), Some(Slot::Good(..)));
+        let lost: BTreeSet<u64> = (1..=last).filter(is_lost).collect();
+        let good: Vec<_> = survey.slots.good().collect();
+        adopt(&mut known, &survey.anchor, &lost, &good);
+        let ours = WriteId::new(self.options.ids.next());
+        let now = Utc::now().timestamp_millis();
+        for n in 1..=last {
+            let slot = survey.slots.read.get(&n);
+            let entry = match slot {
+                Some(Slot::Good(entry, hash)) if !survey.void.contains(&n) => {
+                    if plan.keep(entry, *hash) {
+                        continue;
+                    }
+                    (**entry).clone()
+                }
+                _ => {
+                    let op =
+                        known.get(&n).filter(|_| !matches!(slot, Some(Slot::Good(..)))).cloned();
+                    let fence = Op::Fence { against: ours };
+                    let op = op.unwrap_or(fence);
+                    Entry { v: 1, n, prev: plan.state.head_hash, write_id: ours, at_ms: now, op }
+                }
+            };
+            let was = match slot {
+                Some(Slot::Good(entry, _)) => Some(&**entry),
+                _ => None,
+            };
+            plan.write(self, entry, was)?;
+        }
+        plan.pins(self, survey, ours, now)?;
+        for n in &removed {
+            let good = survey.slots.read.get(n);
+            let why = "it is far behind the end of the log".to_owned();
+            plan.lose(*n, good.and_then(published), why);
+        }
+        plan.missed(survey);
+        plan.report.removed = removed;
+        plan.state.settle();
+        Ok(plan)
+    }
+
+    /// Data of ids that the log does not know.
+    async fn unnamed(&self, state: &State) -> Result<BTreeMap<CheckpointId, u64>> {
+        let mut unnamed: BTreeMap<CheckpointId, u64> = BTreeMap::new();
+        for meta in self.io.list(&self.layout.checkpoints(), None).await? {
+            let Some((id, _)) = self.layout.parse_part(&meta.location) else { continue };
+            if state.get(id).is_none() && state.dead(id).is_none() {
+                *unnamed.entry(id).or_default() += meta.size;
+            }
+        }
+        Ok(unnamed)
+    }
+
+    async fn carry_out(&self, plan: &mut Plan) -> Result<()> {
+        let name = format!(
+            "{}-{}",
+            Utc::now().format("%Y%m%dT%H%M%SZ"),
+            self.options.ids.next().as_hyphenated()
+        );
+        let aside = self.layout.repair().join(name);
+        let report = &mut plan.report;
+        report.aside = Some(aside.to_string());
+        let changed: BTreeSet<u64> = plan.entries.keys().chain(&report.removed).copied().collect();
+        for n in &changed {
+            let name = format!("{n:020}");
+            self.set_aside(&self.layout.entry(*n), aside.clone().join("log").join(name)).await?;
+        }
+        self.set_aside(&self.layout.view(), aside.clone().join("logck")).await?;
+        let damage: Vec<_> = report.damage.iter().map(ToString::to_string).collect();
+        let told = serde_json::json!({
+            "damage": damage, "losses": report.losses, "rewritten": report.rewritten,
+            "reconstructed": report.reconstructed, "fenced": report.fenced,
+            "removed": report.removed,
+        });
+        let key = aside.join("repair.json");
+        self.io.put(&key, seal::seal(key.as_ref(), &told)?.into()).await?;
+        self.reached("repair.aside").await;
+        for (n, bytes) in &plan.entries {
+            self.io.put(&self.layout.entry(*n), bytes.clone()).await?;
+            self.reached("repair.entry").await;
+        }
+        for n in report.removed.iter().rev() {
+            self.io.delete(&self.layout.entry(*n)).await?;
+        }
+        self.sync_log()?;
+        self.reached("repair.mended").await;
+        // Read back from its first entry, which also says whether it is whole now.
+        let state = self.replay().await?;
+        view::write(self, &state.into()).await;
+        Ok(())
+    }
+
+    /// Copies an object, if it is there.
+    async fn set_aside(&self, from: &Path, to: Path) -> Result<()> {
+        match self.io.get(from, MAX_OBJECT as u64).await {
+            Ok(bytes) => self.io.put(&to, bytes).await,
+            Err(e) if e.is_missing() => Ok(()),
+            Err(e) => Err(e),
+        }
+    }
+}
+
+impl Plan {
+    /// Keeps an entry as it is stored, if it follows the one before.
+    fn keep(&mut self, entry: &Entry, hash: Hash) -> bool {
+        if entry.prev != self.state.head_hash {
+            return false;
+        }
+        if self.state.check(&entry.op).is_ok() {
+            self.state.follow(entry);
+        }
+        (self.state.head, self.state.head_hash) = (entry.n, hash);
+        true
+    }
+
+    /// Adds an entry in the place of one that was `was`, if that could be read.
+    fn write(&mut self, inner: &Inner, mut entry: Entry, was: Option<&Entry>) -> Result<()> {
+        let n = entry.n;
+        entry.prev = self.state.head_hash;
+        match self.state.salvage(&entry) {
+            Ok(op) => entry.op = op,
+            Err(conflict) => {
+                self.lose(n, entry_published(&entry), conflict.to_string());
+                entry.op = Op::Fence { against: entry.write_id };
+            }
+        }
+        entry.v = entry.op.version();
+        let is_fence = matches!(entry.op, Op::Fence { .. });
+        let report = &mut self.report;
+        match was {
+            None if is_fence => {
+                report.fenced.push(n);
+                self.lose(n, None, "nobody knows what it said".into());
+            }
+            None => report.reconstructed.push(n),
+            Some(was) if is_fence && !matches!(was.op, Op::Fence { .. }) => report.fenced.push(n),
+            Some(_) => report.rewritten.push(n),
+        }
+        self.push(inner, &entry)
+    }
+
+    fn push(&mut self, inner: &Inner, entry: &Entry) -> Result<()> {
+        let bytes = Bytes::from(entry.to_bytes(inner.layout.entry(entry.n).as_ref())?);
+        (self.state.head, self.state.head_hash) = (entry.n, Hash::of(&bytes));
+        self.entries.insert(entry.n, bytes);
+        Ok(())
+    }
+
+    /// What was pinned, and what was not, before.
+    fn pins(&mut self, inner: &Inner, survey: &Salvage, ours: WriteId, now: i64) -> Result<()> {
+        let differs =
+            |c: &&Checkpoint| self.state.get(c.id()).is_some_and(|after| after.pinned != c.pinned);
+        let ops: Vec<_> =
+            survey.state.live.values().filter(differs).map(|c| (c.id(), c.pinned)).collect();
+        for (id, pinned) in ops {
+            let op = if pinned { Op::Pin { id } } else { Op::Unpin { id } };
+            let (n, prev) = (self.state.head + 1, self.state.head_hash);
+            let entry = Entry { v: 1, n, prev, write_id: ours, at_ms: now, op };
+            self.state.follow(&entry);
+            self.push(inner, &entry)?;
+        }
+        Ok(())
+    }
+
+    /// Checkpoints that were listed, and are not any more.
+    fn missed(&mut self, survey: &Salvage) {
+        for (n, id) in
+            survey.void.iter().filter_map(|n| Some((*n, published(survey.slots.read.get(n)?)?)))
+        {
+            self.report.losses.retain(|loss| loss.entry != n);
+            self.lose(n, Some(id), "its manifest is not there".into());
+        }
+        // An entry without effect is no loss where its checkpoint is listed by another one.
+        let listed = &self.state;
+        self.report.losses.retain(|l| l.checkpoint.is_none_or(|id| listed.get(id).is_none()));
+        let told: BTreeSet<_> = self.report.losses.iter().filter_map(|l| l.checkpoint).collect();
+        for c in survey.state.list() {
+            if self.state.get(c.id()).is_none() && !told.contains(&c.id()) {
+                let why = "the entries that listed it cannot be made up".into();
+                self.lose(c.entry, Some((c.id(), c.step())), why);
+            }
+        }
+    }
+
+    fn lose(&mut self, entry: u64, what: Option<(CheckpointId, u64)>, why: String) {
+        let (checkpoint, step) = what.unzip();
+        self.report.losses.push(Loss { entry, checkpoint, step, why });
+    }
+}
+
+fn published(slot: &Slot) -> Option<(CheckpointId, u64)> {
+    match slot {
+        Slot::Good(entry, _) => entry_published(entry),
+        Slot::Bad(_) => None,
+    }
+}
+
+fn entry_published(entry: &Entry) -> Option<(CheckpointId, u64)> {
+    match &entry.op {
+        Op::Publish(about) => Some((about.id, about.step)),
+        Op::Unretire { about, .. } => Some((about.id, about.step)),
+        _ => None,
+    }
+}
+
+/// The last number of the log, and the numbers that are too far behind it.
+fn split(taken: &BTreeSet<u64>, known: u64) -> (u64, Vec<u64>) {
+    let mut last = known;
+    for n in taken {
+        if *n > last.saturating_add(LONGEST_GAP) {
+            return (last, taken.range(n..).copied().collect());
+        }
+        last = last.max(*n);
+    }
+    (last, Vec::new())
+}

@@ -1,0 +1,252 @@
+//! Repeating requests until they work, fail for good, or time is up.
+
+use std::future::Future;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use object_store::client::HttpErrorKind;
+use object_store::retry::{RetryContext, RetryFailure, RetryPolicy};
+use tokio::time::Instant;
+
+use crate::cause::Cause;
+use crate::error::{Error, Result};
+use crate::failure::{Answer, Failure};
+use crate::options::Retry;
+
+/// The slowest connection that a transfer may have without being given up, in bytes per second.
+const SLOWEST: u64 = 64 << 10;
+/// Troubles are worth a warning after this long, and again after as long.
+const WARN_AFTER: Duration = Duration::from_secs(5);
+
+/// Repeats requests to one object store.
+#[derive(Debug)]
+pub struct Retrier {
+    retry: Retry,
+    /// Whether the server has ever answered.
+    met: AtomicBool,
+    /// When a warning was given.
+    warned: Mutex<Option<Instant>>,
+}
+
+impl Retrier {
+    /// By these rules, for a server that has not been reached yet.
+    #[must_use]
+    pub fn new(retry: Retry) -> Self {
+        Self { retry, met: AtomicBool::new(false), warned: Mutex::new(None) }
+    }
+
+    pub(crate) fn retry(&self) -> &Retry {
+        &self.retry
+    }
+
+    /// Repeats a request that may be repeated. `bytes` is how much it transfers.
+    ///
+    /// # Errors
+    /// [`Error::Missing`] if there is no such object; [`Error::Storage`] after a failure that will not
+    /// pass; [`Error::Deadline`] when time is up.
+    pub async fn run<T, F>(
+        &self,
+        action: &'static str,
+        key: &str,
+        bytes: u64,
+        mut request: impl FnMut() -> F,
+    ) -> Result<T>
+    where
+        F: Future<Output = object_store::Result<T>>,
+    {
+        let start = Instant::now();
+        let moving = Duration::from_secs(bytes / SLOWEST);
+        let late = |last| {
+            let limit = round(start.elapsed());
+            Error::Deadline { action, key: key.to_owned(), limit, last }
+        };
+        let mut last = None;
+        for attempt in 0.. {
+            let end = start + self.patience(last.as_ref());
+            let error = match tokio::time::timeout_at(end + moving, request()).await {
+                Ok(Ok(value)) => {
+                    self.met.store(true, Ordering::Relaxed);
+                    return Ok(value);
+                }
+                Ok(Err(error)) => error,
+                Err(_) => return Err(late(last.unwrap_or_else(Failure::silent))),
+            };
+            let failure = Failure::new(&error);
+            let cause = failure.cause();
+            if !cause.is_before_contact() {
+                self.met.store(true, Ordering::Relaxed);
+            }
+            if matches!(error, object_store::Error::NotFound { .. }) && cause != Cause::NoSuchBucket
+            {
+                return Err(Error::missing(key));
+            }
+            if is_permanent(&error) || attempt + 1 >= self.retry.attempts {
+                return Err(Error::Storage { action, key: key.to_owned(), source: failure });
+            }
+            let end = start + self.patience(Some(&failure));
+            let left = end.saturating_duration_since(Instant::now());
+            if left < self.retry.first_pause {
+                return Err(late(failure));
+            }
+            // The last tries come close to the end: they may be the ones that succeed.
+            let pause = self.retry.pause(attempt, jitter(key, attempt)).min(left / 2);
+            self.tell(action, key, &failure, start.elapsed() + pause, end);
+            last = Some(failure);
+            tokio::time::sleep(pause).await;
+        }
+        Err(late(last.unwrap_or_else(Failure::silent)))
+    }
+
+    /// The same rules for the parts of a multipart upload.
+    #[must_use]
+    pub fn for_parts(&self) -> Arc<dyn RetryPolicy> {
+        Arc::new(Parts(self.retry.clone()))
+    }
+
+    /// How long a request may be repeated after its last failure.
+    fn patience(&self, last: Option<&Failure>) -> Duration {
+        let stranger = !self.met.load(Ordering::Relaxed);
+        match last {
+            Some(failure) if stranger && failure.cause().is_before_contact() => {
+                self.retry.first_contact.min(self.retry.deadline)
+            }
+            _ => self.retry.deadline,
+        }
+    }
+
+    /// Tells of troubles that last, once in a while: `since` as of the next try.
+    fn tell(&self, action: &str, key: &str, failure: &Failure, since: Duration, end: Instant) {
+        tracing::debug!(key, %failure, "could not {action}, trying again");
+        if since < WARN_AFTER {
+            return;
+        }
+        let now = Instant::now();
+        let mut warned = self.warned.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        if warned.is_none_or(|at| now - at >= WARN_AFTER) {
+            *warned = Some(now);
+            let left = round(end - now);
+            tracing::warn!("could not {action} {key}: {failure}; trying again for up to {left:?}");
+        }
+    }
+}
+
+/// Repeats parts of a multipart upload, which belong to it alone.
+#[derive(Debug)]
+struct Parts(Retry);
+
+#[async_trait::async_trait]
+impl RetryPolicy for Parts {
+    async fn retry(&self, context: RetryContext) -> bool {
+        let passes = match context.failure {
+            RetryFailure::Status(status) => !Cause::of_status(status.as_u16(), "").is_permanent(),
+            RetryFailure::Transport(kind) => kind != HttpErrorKind::Decode,
+            _ => false,
+        };
+        let tries = u32::try_from(context.attempt).unwrap_or(u32::MAX);
+        let pause = self
+            .0
+            .pause(tries.saturating_sub(1), u64::from(tries).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        if !passes || tries >= self.0.attempts || context.elapsed + pause >= self.0.deadline {
+            return false;
+        }
+        tokio::time::sleep(pause).await;
+        true
+    }
+}
+
+fn round(time: Duration) -> Duration {
+    match time.as_secs() {
+        0 => Duration::from_millis(u64::try_from(time.as_millis()).unwrap_or(0)),
+        _ => Duration::from_secs(time.as_secs_f64().round() as u64),
+    }
+}
+
+fn jitter(key: &str, attempt: u32) -> u64 {
+    let mixed = key.bytes().fold(u64::from(attempt) + 1, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    });
+    mixed.wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
+
+/// Whether trying again is pointless.
+pub(crate) fn is_permanent(error: &object_store::Error) -> bool {
+    matches!(error, object_store::Error::NotFound { .. }) || Answer::of(error).is_permanent()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::sync::atomic::AtomicU32;
+
+    use super::*;
+
+    fn failing(kind: io::ErrorKind) -> object_store::Error {
+        object_store::Error::Generic { store: "x", source: Box::new(io::Error::from(kind)) }
+    }
+
+    /// A server that refuses connections for so long.
+    async fn outage(retrier: &Retrier, length: Duration) -> Result<u32> {
+        let start = Instant::now();
+        let tries = AtomicU32::new(0);
+        let request = || async {
+            tries.fetch_add(1, Ordering::Relaxed);
+            match start.elapsed() < length {
+                true => Err(failing(io::ErrorKind::ConnectionRefused)),
+                false => Ok(()),
+            }
+        };
+        retrier.run("write", "k", 0, request).await?;
+        Ok(tries.into_inner())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_outage_ends_a_request_at_its_deadline_only() {
+        let retrier = Retrier::new(Retry::default());
+        outage(&retrier, Duration::from_secs(20)).await.unwrap();
+        let tries = outage(&retrier, Duration::from_secs(240)).await.unwrap();
+        assert!((20..80).contains(&tries), "{tries}");
+        let error = outage(&retrier, Duration::from_secs(400)).await.unwrap_err();
+        assert!(matches!(error, Error::Deadline { .. }), "{error}");
+        assert_eq!(error.cause(), Some(Cause::Refused));
+        assert!(error.to_string().contains("start the server"), "{error}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_address_that_never_answered_is_given_up_sooner() {
+        let retrier = Retrier::new(Retry::default());
+        let start = Instant::now();
+        let error = outage(&retrier, Duration::from_secs(3600)).await.unwrap_err();
+        assert_eq!(error.cause(), Some(Cause::Refused));
+        assert!((20..=30).contains(&start.elapsed().as_secs()), "{:?}", start.elapsed());
+        let retrier = Retrier::new(Retry::within(Duration::from_secs(100)));
+        outage(&retrier, Duration::from_secs(80)).await.unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn silence_ends_at_the_deadline_and_later_for_what_is_large() {
+        for (bytes, most) in [(0, 5), (64 << 20, 5 + 1024)] {
+            let retrier = Retrier::new(Retry::within(Duration::from_secs(5)));
+            let start = Instant::now();
+            let silent = || std::future::pending::<object_store::Result<()>>();
+            let error = retrier.run("read", "k", bytes, silent).await.unwrap_err();
+            assert_eq!(error.cause(), Some(Cause::Timeout));
+            assert_eq!(start.elapsed().as_secs(), most);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_will_not_pass_is_tried_once() {
+        for kind in [io::ErrorKind::StorageFull, io::ErrorKind::PermissionDenied] {
+            let retrier = Retrier::new(Retry::default());
+            let tries = AtomicU32::new(0);
+            let request = || async {
+                tries.fetch_add(1, Ordering::Relaxed);
+                object_store::Result::<()>::Err(failing(kind))
+            };
+            let error = retrier.run("write", "k", 0, request).await.unwrap_err();
+            assert!(matches!(error, Error::Storage { .. }), "{error}");
+            assert_eq!(tries.into_inner(), 1);
+        }
+    }
+}

@@ -1,0 +1,188 @@
+//! What can be proved of a damaged log.
+//!
+//! Each entry that can be read carries its own hash, and the entry after it names that, too; a view
+//! carries the hash of the entry that it ends with. So a bad entry costs what that entry said and no
+//! more: those before it mean what they meant, and those after it are applied by the rules of the
+//! log, as far as these let them. A checkpoint that one of them publishes counts if its manifest is
+//! there; what a lost entry retired is listed again.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use futures::{StreamExt, TryStreamExt};
+
+use crate::entry::Entry;
+use crate::error::{Error, LogDamage, Result};
+use crate::id::{CheckpointId, Hash};
+use crate::layout::Part;
+use crate::state::State;
+use crate::store::Inner;
+
+/// What there is at one number of the log.
+#[derive(Debug, Clone)]
+pub(crate) enum Slot {
+    Good(Box<Entry>, Hash),
+    Bad(String),
+}
+
+/// The log as it is stored.
+#[derive(Debug, Default)]
+pub(crate) struct Slots {
+    /// All numbers that are taken.
+    pub(crate) taken: BTreeSet<u64>,
+    /// What is at those that were read.
+    pub(crate) read: BTreeMap<u64, Slot>,
+}
+
+impl Slots {
+    pub(crate) fn good(&self) -> impl Iterator<Item = &Entry> {
+        self.read.values().filter_map(|slot| match slot {
+            Slot::Good(entry, _) => Some(&**entry),
+            Slot::Bad(_) => None,
+        })
+    }
+
+    /// Whether a view belongs to this log: it has the entry that the view ends with, or an entry that
+    /// was written after that one, or at least nothing else.
+    fn fits(&self, view: &State) -> bool {
+        match (self.read.get(&view.head()), self.read.get(&(view.head() + 1))) {
+            (Some(Slot::Good(_, hash)), _) => *hash == view.head_hash,
+            (_, Some(Slot::Good(next, _))) => next.prev == view.head_hash,
+            _ => true,
+        }
+    }
+
+    /// Numbers up to `last` that are not taken.
+    fn gaps(&self, last: u64) -> Vec<LogDamage> {
+        let mut gaps = Vec::new();
+        let mut next = 1;
+        for n in self.taken.range(..=last).copied().chain([last.saturating_add(1)]) {
+            if n > next {
+                gaps.push(LogDamage::Missing { first: next, last: n - 1 });
+            }
+            next = n.saturating_add(1);
+        }
+        gaps
+    }
+}
+
+/// A state to begin with and the log after it.
+pub(crate) struct Salvage {
+    pub(crate) slots: Slots,
+    /// What the entries are applied to: a view, or nothing.
+    pub(crate) anchor: State,
+    /// Entries whose checkpoints are not there.
+    pub(crate) void: BTreeSet<u64>,
+    pub(crate) state: State,
+    pub(crate) damage: Vec<LogDamage>,
+}
+
+impl Inner {
+    /// The state that can be proved, and what is wrong with the log.
+    pub(crate) async fn salvage(&self, view: Option<State>) -> Result<(State, Vec<LogDamage>)> {
+        let from = view.as_ref().map_or(0, State::head);
+        let slots = self.read_slots(from).await?;
+        let salvage = match view {
+            Some(view) if slots.fits(&view) => self.weave(slots, view).await?,
+            None => self.weave(slots, State::default()).await?,
+            Some(_) => self.weave(self.read_slots(0).await?, State::default()).await?,
+        };
+        Ok((salvage.state, salvage.damage))
+    }
+
+    /// As [`Inner::salvage`], with every entry read.
+    pub(crate) async fn survey(&self, view: Option<State>) -> Result<Salvage> {
+        let slots = self.read_slots(0).await?;
+        let anchor = view.filter(|view| slots.fits(view)).unwrap_or_default();
+        self.weave(slots, anchor).await
+    }
+
+    /// Lists the log, and reads the entries from `from` on.
+    pub(crate) async fn read_slots(&self, from: u64) -> Result<Slots> {
+        let listed = self.io.list(&self.layout.log(), None).await?;
+        let taken: BTreeSet<u64> =
+            listed.iter().filter_map(|m| self.layout.parse_entry(&m.location)).collect();
+        let wanted: Vec<u64> = taken.range(from..).copied().collect();
+        let read = |n| async move {
+            match self.read_entry(n).await {
+                Ok((entry, hash)) => Ok(Some((n, Slot::Good(Box::new(entry), hash)))),
+                Err(Error::Corrupt { what, .. }) => Ok(Some((n, Slot::Bad(what)))),
+                Err(Error::Missing { .. }) => Ok(None),
+                Err(e) => Err(e),
+            }
+        };
+        let reads = futures::stream::iter(wanted).map(read).buffered(self.concurrency());
+        let read = reads.try_filter_map(|slot| async move { Ok(slot) }).try_collect().await?;
+        Ok(Slots { taken, read })
+    }
+
+    async fn weave(&self, slots: Slots, anchor: State) -> Result<Salvage> {
+        let mut void = BTreeSet::new();
+        let (mut state, mut damage) = weave(&anchor, &slots, &void);
+        if let Some(first) = damage.iter().map(LogDamage::entry).min() {
+            void = self.without_manifest(&state, first).await?;
+        }
+        if !void.is_empty() {
+            (state, damage) = weave(&anchor, &slots, &void);
+        }
+        Ok(Salvage { slots, anchor, void, state, damage })
+    }
+
+    /// Entries from `first` on that list a checkpoint whose manifest is not there.
+    async fn without_manifest(&self, state: &State, first: u64) -> Result<BTreeSet<u64>> {
+        // Where two entries do not fit, either may be the one that is not this log's.
+        let listed = state.live.values().filter(|c| c.entry + 1 >= first);
+        let look = |(id, len, entry): (CheckpointId, u64, u64)| async move {
+            match self.io.head(&self.layout.part(id, Part::Manifest)).await {
+                Ok(meta) => Ok((meta.size != len).then_some(entry)),
+                Err(Error::Missing { .. }) => Ok(Some(entry)),
+                Err(e) => Err(e),
+            }
+        };
+        let wanted: Vec<_> = listed.map(|c| (c.id(), c.about.manifest_len, c.entry)).collect();
+        let looks = futures::stream::iter(wanted).map(look).buffered(self.concurrency());
+        looks.try_filter_map(|entry| async move { Ok(entry) }).try_collect().await
+    }
+}
+
+/// Applies what can be read of the log after `anchor`, but for the entries in `void`.
+fn weave(anchor: &State, slots: &Slots, void: &BTreeSet<u64>) -> (State, Vec<LogDamage>) {
+    let mut state = anchor.clone();
+    let mut damage = slots.gaps(slots.taken.last().copied().unwrap_or(0).max(anchor.head()));
+    // The hash that the next entry must name, if it is known.
+    let mut link = None;
+    let mut at = 0;
+    for (n, slot) in &slots.read {
+        if *n != at + 1 {
+            link = None;
+        }
+        if *n == 1 {
+            link = Some(Hash::of_nothing());
+        } else if *n == anchor.head() + 1 {
+            link = Some(anchor.head_hash);
+        }
+        at = *n;
+        match slot {
+            Slot::Bad(what) => {
+                damage.push(LogDamage::Unreadable { entry: *n, what: what.clone() });
+                link = None;
+            }
+            Slot::Good(entry, hash) => {
+                if link.is_some_and(|link| link != entry.prev) {
+                    damage.push(LogDamage::Unlinked { entry: *n });
+                }
+                link = Some(*hash);
+                if *n > anchor.head() {
+                    state.head = *n;
+                    state.head_hash = *hash;
+                    if !void.contains(n) {
+                        // One that breaks a rule has no effect, as ever.
+                        let _ = state.salvage(entry);
+                    }
+                }
+            }
+        }
+    }
+    state.settle();
+    damage.sort_by_key(LogDamage::entry);
+    (state, damage)
+}

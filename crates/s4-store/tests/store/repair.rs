@@ -1,0 +1,191 @@
+//! Mending a damaged log: nothing before it is asked for, nothing more is lost than what is told, at
+//! whatever point it stops.
+
+use std::collections::BTreeMap;
+
+use futures::TryStreamExt;
+use object_store::path::Path;
+use object_store::{ObjectStore, ObjectStoreExt};
+use s4_store::testing::{Fault, FaultStore, quick_options, toy};
+use s4_store::{CheckOptions, CheckpointId, LogDamage, Place, Store, SweepOptions};
+
+use crate::damage::{WAYS, Way, grown, harm, key, left, steps};
+use crate::faulty;
+
+async fn everything(faults: &FaultStore) -> BTreeMap<Path, Vec<u8>> {
+    let keys: Vec<_> = faults.list(None).map_ok(|m| m.location).try_collect().await.unwrap();
+    let mut all = BTreeMap::new();
+    for key in keys {
+        let bytes = faults.get(&key).await.unwrap().bytes().await.unwrap();
+        all.insert(key, bytes.to_vec());
+    }
+    all
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_bad_entry_is_mended_and_what_it_said_is_told() {
+    const N: u64 = 6;
+    let (other, ..) = grown(N as u8).await;
+    for way in WAYS {
+        for n in 1..=N {
+            if way == Way::Gone && n == N {
+                continue;
+            }
+            let what = format!("entry {n}, {way:?}");
+            let (faults, place, saved) = grown(N as u8).await;
+            harm(&faults, n, way, &other).await;
+            let before = everything(&faults).await;
+            let dry = Store::repair(&place, quick_options(), false).await.unwrap();
+            assert_eq!(everything(&faults).await, before, "{what}: a dry run wrote something");
+            assert!(dry.aside.is_none() && !dry.losses.is_empty(), "{what}: {dry:?}");
+            let lost: Vec<_> = dry.losses.iter().filter_map(|l| l.step).collect();
+            if n % 2 == 1 {
+                // The delta is named; of the entry itself nobody knows what it said.
+                assert!(lost.contains(&(n + 1)), "{what}: {dry:?}");
+            }
+            assert!(dry.unnamed.contains_key(&saved[n as usize - 1].id()), "{what}: {dry:?}");
+
+            let done = Store::repair(&place, quick_options(), true).await.unwrap();
+            assert_eq!((&done.losses, &done.listed), (&dry.losses, &dry.listed), "{what}");
+            let aside = done.aside.unwrap();
+            let after = everything(&faults).await;
+            if way != Way::Gone {
+                let copy = Path::from(format!("{aside}/log/{n:020}"));
+                assert_eq!(after.get(&copy), before.get(&key(n)), "{what}");
+            }
+            assert!(after.contains_key(&Path::from(format!("{aside}/repair.json"))));
+            let store = Store::open(&place, quick_options()).await.unwrap();
+            assert_eq!(steps(&store).await, left(N, n), "{what}");
+            let all = CheckOptions { read_data: true, ..CheckOptions::default() };
+            let report = store.check(&all, None).await.unwrap();
+            assert!(report.is_clean() && report.void.is_empty(), "{what}: {report:?}");
+            toy::save(&store, 9, None, &[9; 20]).await.unwrap();
+            let again = Store::repair(&place, quick_options(), true).await.unwrap();
+            assert!(again.damage.is_empty() && again.aside.is_none(), "{what}: {again:?}");
+        }
+    }
+}
+
+/// A log with every operation in it, and a view of all.
+async fn eventful() -> (FaultStore, Place, u64) {
+    let (faults, place) = faulty();
+    let store = Store::create(&place, quick_options()).await.unwrap();
+    let mut rebaser = toy::ToyRebaser::default();
+    let one = toy::save(&store, 1, None, &[1; 20]).await.unwrap();
+    let two = toy::save(&store, 2, Some((one.reference(), &[1; 20])), &[2; 20]).await.unwrap();
+    toy::save(&store, 3, Some((two.reference(), &[2; 20])), &[3; 20]).await.unwrap();
+    store.pin(two.id()).await.unwrap();
+    let two = store.rebase(two.id(), &mut rebaser).await.unwrap();
+    toy::save(&store, 4, Some((two.reference(), &[2; 20])), &[4; 20]).await.unwrap();
+    let gone = toy::save(&store, 5, None, &[5; 20]).await.unwrap();
+    store.unpin(two.id()).await.unwrap();
+    store.retire(&[one.id(), gone.id()], "").await.unwrap();
+    store.unretire(&[gone.id()]).await.unwrap();
+    store.pin(gone.id()).await.unwrap();
+    toy::save(&store, 6, Some((gone.reference(), &[5; 20])), &[6; 20]).await.unwrap();
+    let head = store.state().await.unwrap().head();
+    store.sweep(&SweepOptions::default()).await.unwrap();
+    (faults, place, head)
+}
+
+type Seen = Vec<(CheckpointId, u64, Option<CheckpointId>, bool, u64)>;
+
+async fn seen(store: &Store) -> Seen {
+    let state = store.state().await.unwrap();
+    let one = |c: &s4_store::Checkpoint| (c.id(), c.step(), c.base, c.pinned, c.order);
+    state.list().into_iter().map(one).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn with_a_view_no_older_entry_is_a_loss() {
+    let (_, _, head) = eventful().await;
+    for n in 1..=head {
+        for way in [Way::Flipped, Way::Gone] {
+            let (faults, place, _) = eventful().await;
+            let store = Store::open(&place, quick_options()).await.unwrap();
+            let before = seen(&store).await;
+            harm(&faults, n, way, &faults).await;
+            let what = format!("entry {n}, {way:?}");
+            let done = Store::repair(&place, quick_options(), true).await.unwrap();
+            assert!(!done.damage.is_empty(), "{what}");
+            // By the log alone.
+            faults.delete(&Path::from("runs/one/logck")).await.unwrap();
+            let store = Store::open(&place, quick_options()).await.unwrap();
+            assert_eq!(seen(&store).await, before, "{what}: {done:?}");
+            steps(&store).await;
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_view_knows_beyond_the_end_of_the_log_comes_back() {
+    let (faults, place, _) = grown(6).await;
+    let store = Store::open(&place, quick_options()).await.unwrap();
+    store.sweep(&SweepOptions::default()).await.unwrap();
+    for n in 4..=6 {
+        faults.delete(&key(n)).await.unwrap();
+    }
+    let done = Store::repair(&place, quick_options(), true).await.unwrap();
+    assert_eq!((done.losses, done.reconstructed), (vec![], vec![4, 5, 6]));
+    let store = Store::open(&place, quick_options()).await.unwrap();
+    assert_eq!(steps(&store).await, [1, 2, 3, 4, 5, 6]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_entry_far_behind_the_end_is_put_aside() {
+    let (other, ..) = grown(1).await;
+    let (faults, place, _) = grown(4).await;
+    let stray = other.get(&key(1)).await.unwrap().bytes().await.unwrap();
+    for far in [20_000, u64::MAX] {
+        faults.put(&key(far), stray.clone().into()).await.unwrap();
+    }
+    let done = Store::repair(&place, quick_options(), true).await.unwrap();
+    assert_eq!(done.removed, [20_000, u64::MAX]);
+    assert!(
+        matches!(done.damage[..], [LogDamage::Missing { first: 5, .. }, ..]),
+        "{:?}",
+        done.damage
+    );
+    let store = Store::open(&place, quick_options()).await.unwrap();
+    assert_eq!(steps(&store).await, [1, 2, 3, 4]);
+    toy::save(&store, 5, None, &[5; 20]).await.unwrap();
+}
+
+/// A repair that dies at any request is no worse than before, and can be run again.
+#[tokio::test(start_paused = true)]
+async fn a_repair_stops_at_every_request() {
+    for view in [false, true] {
+        for fault in [Fault::Crash, Fault::CrashAfter] {
+            for nth in 0.. {
+                let (faults, place, head) = eventful().await;
+                if !view {
+                    faults.delete(&Path::from("runs/one/logck")).await.unwrap();
+                }
+                let n = if view { 3 } else { head - 3 };
+                harm(&faults, n, Way::Flipped, &faults).await;
+                let planned = Store::repair(&place, quick_options(), false).await.unwrap();
+                let wanted: Vec<_> = planned.listed.iter().map(s4_store::Checkpoint::id).collect();
+                faults.fail_nth(nth, fault);
+                let stopped = Store::repair(&place, quick_options(), true).await;
+                let fired = faults.fired() > 0 || nth < faults.ops();
+                faults.heal();
+                let what = format!("view {view}, request {nth}, {fault:?}");
+                // Whoever can open it to write sees everything.
+                if let Ok(store) = Store::open(&place, quick_options()).await {
+                    let ids: Vec<_> = store.list().await.unwrap().iter().map(|c| c.id()).collect();
+                    assert_eq!(ids, wanted, "{what}");
+                }
+                Store::repair(&place, quick_options(), true).await.unwrap();
+                let store = Store::open(&place, quick_options()).await.unwrap();
+                let ids: Vec<_> = store.list().await.unwrap().iter().map(|c| c.id()).collect();
+                assert_eq!(ids, wanted, "{what}");
+                steps(&store).await;
+                if !fired {
+                    assert!(stopped.is_ok(), "{what}");
+                    assert!(nth > 10, "{what}");
+                    break;
+                }
+            }
+        }
+    }
+}

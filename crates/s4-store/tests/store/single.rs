@@ -1,0 +1,234 @@
+//! One writer at a time, on servers that cannot do better: the lease.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use object_store::memory::InMemory;
+use object_store::path::Path;
+use s4_store::testing::{Fault, FaultStore, Liar, Lie, Random, quick_options, toy};
+use s4_store::{CheckOptions, Error, Mode, Place, Store, StoreOptions, Writers};
+
+fn single() -> StoreOptions {
+    StoreOptions { writers: Writers::Single, ..quick_options() }
+}
+
+/// A server that ignores the condition; its clock is the test's.
+fn server() -> Arc<Liar> {
+    let clock = FaultStore::with_runtime_clock(Arc::new(InMemory::new()));
+    Arc::new(Liar::new(Arc::new(clock), Lie::IgnoresCondition))
+}
+
+/// The way of one process to the server, which may break.
+fn way(server: &Arc<Liar>) -> (FaultStore, Place) {
+    let faults = FaultStore::new(Arc::clone(server) as _);
+    let place = Place::objects(Arc::new(faults.clone()), Path::from("one"));
+    (faults, place)
+}
+
+async fn steps(place: &Place) -> Vec<u64> {
+    let store = Store::open(place, quick_options()).await.unwrap();
+    let all = CheckOptions { read_data: true, ..CheckOptions::default() };
+    assert!(store.check(&all, None).await.unwrap().is_clean());
+    store.list().await.unwrap().iter().map(|c| c.step()).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_second_writer_is_kept_out_for_as_long_as_the_first_lives() {
+    let server = server();
+    let (_, place) = way(&server);
+    let first = Store::create(&place, single()).await.unwrap();
+    toy::save(&first, 1, None, b"one").await.unwrap();
+    let second = Store::open(&place, quick_options()).await.unwrap();
+    assert_eq!(second.list().await.unwrap().len(), 1, "reading needs no lease");
+    for _ in 0..3 {
+        let error = toy::save(&second, 2, None, b"two").await.unwrap_err();
+        assert!(matches!(&error, Error::Locked { .. }), "{error}");
+        let text = error.to_string();
+        assert!(text.contains(&format!("process {}", std::process::id())), "{text}");
+        assert!(text.contains("break-lease"), "{text}");
+        // The first one writes nothing for hours and stays the writer.
+        tokio::time::sleep(Duration::from_secs(3600)).await;
+    }
+    toy::save(&first, 3, None, b"thr").await.unwrap();
+    first.release().await.unwrap();
+    toy::save(&second, 4, None, b"fou").await.unwrap();
+    let error = toy::save(&first, 5, None, b"fiv").await.unwrap_err();
+    assert!(matches!(error, Error::Locked { .. }), "{error}");
+    assert_eq!(steps(&place).await, [1, 3, 4]);
+}
+
+/// A process that was killed: the next one waits until its lease is dead.
+#[tokio::test(start_paused = true)]
+async fn a_dead_holder_is_waited_for() {
+    let server = server();
+    let (_, place) = way(&server);
+    let first = Store::create(&place, single()).await.unwrap();
+    toy::save(&first, 1, None, b"one").await.unwrap();
+    drop(first);
+    let second = Store::open(&place, quick_options()).await.unwrap();
+    let start = tokio::time::Instant::now();
+    toy::save(&second, 2, None, b"two").await.unwrap();
+    let waited = start.elapsed().as_secs();
+    assert!((30..75).contains(&waited), "{waited} s");
+    drop(second);
+    let third = Store::open(&place, quick_options()).await.unwrap();
+    assert_eq!(third.break_lease().await.unwrap().len(), 1);
+    let start = tokio::time::Instant::now();
+    toy::save(&third, 3, None, b"thr").await.unwrap();
+    assert!(start.elapsed() < Duration::from_secs(1));
+    assert_eq!(steps(&place).await, [1, 2, 3]);
+}
+
+/// A process without a network, or asleep, for longer than its lease lives: it notices before it commits.
+#[tokio::test(start_paused = true)]
+async fn a_holder_that_was_away_for_too_long_notices() {
+    let server = server();
+    let (faults, place) = way(&server);
+    let (_, other_place) = way(&server);
+    let first = Store::create(&place, single()).await.unwrap();
+    toy::save(&first, 1, None, b"one").await.unwrap();
+    let staged = toy::stage(&first, 2, None, b"two").await.unwrap();
+    faults.set_plan(|_| Some(Fault::Before));
+    tokio::time::sleep(Duration::from_secs(100)).await;
+    let second = Store::open(&other_place, quick_options()).await.unwrap();
+    toy::save(&second, 3, None, b"thr").await.unwrap();
+    faults.heal();
+    let error = staged.publish().await.unwrap_err();
+    assert!(matches!(&error, Error::LeaseLost { .. } | Error::Locked { .. }), "{error}");
+    toy::save(&second, 4, None, b"fou").await.unwrap();
+    second.release().await.unwrap();
+    // Nobody else is there any more, so it may again.
+    toy::save(&first, 5, None, b"fiv").await.unwrap();
+    assert_eq!(steps(&place).await, [1, 3, 4, 5]);
+}
+
+/// Alone and away for long, a writer goes on.
+#[tokio::test(start_paused = true)]
+async fn an_outage_is_no_loss_of_the_lease() {
+    let server = server();
+    let (faults, place) = way(&server);
+    let store = Store::create(&place, single()).await.unwrap();
+    toy::save(&store, 1, None, b"one").await.unwrap();
+    faults.set_plan(|_| Some(Fault::Before));
+    tokio::time::sleep(Duration::from_secs(1000)).await;
+    faults.heal();
+    toy::save(&store, 2, None, b"two").await.unwrap();
+    assert_eq!(steps(&place).await, [1, 2]);
+}
+
+/// A lease that was taken away is noticed at the next commit.
+#[tokio::test(start_paused = true)]
+async fn a_lease_that_was_broken_is_noticed() {
+    let server = server();
+    let (_, place) = way(&server);
+    let first = Store::create(&place, single()).await.unwrap();
+    let staged = toy::stage(&first, 1, None, b"one").await.unwrap();
+    let second = Store::open(&place, quick_options()).await.unwrap();
+    assert_eq!(second.break_lease().await.unwrap()[0].pid, std::process::id());
+    toy::save(&second, 2, None, b"two").await.unwrap();
+    let error = staged.publish().await.unwrap_err();
+    assert!(matches!(&error, Error::LeaseLost { holder: Some(_), .. }), "{error}");
+    assert_eq!(steps(&place).await, [2]);
+}
+
+/// Many that want to write at the same instant, and again and again: one at a time does.
+#[tokio::test(start_paused = true)]
+async fn of_writers_that_start_at_once_one_writes_at_a_time() {
+    let mut saves = 0;
+    for seed in 0..60 {
+        let clock = FaultStore::with_runtime_clock(Arc::new(InMemory::new()));
+        clock.set_delays(seed);
+        let server = Arc::new(Liar::new(Arc::new(clock), Lie::IgnoresCondition));
+        let (_, place) = way(&server);
+        let store = Store::create(&place, single()).await.unwrap();
+        store.release().await.unwrap();
+        let inside = Arc::new(AtomicUsize::new(0));
+        let writers: Vec<_> = (0..2 + seed % 4)
+            .map(|who| {
+                let (place, inside) = (place.clone(), Arc::clone(&inside));
+                tokio::spawn(async move {
+                    let mut random = Random::new(seed << 8 | who);
+                    let store = Store::open(&place, quick_options()).await.unwrap();
+                    let mut done = Vec::new();
+                    for n in 0..3 {
+                        match store.begin().await {
+                            Ok(_) => {}
+                            Err(Error::Locked { .. }) => continue,
+                            Err(e) => panic!("seed {seed}: {e}"),
+                        }
+                        assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0, "seed {seed}: two");
+                        let step = who * 10 + n;
+                        toy::save(&store, step, None, b"any").await.unwrap();
+                        done.push(step);
+                        inside.fetch_sub(1, Ordering::SeqCst);
+                        store.release().await.unwrap();
+                        tokio::time::sleep(Duration::from_millis(random.below(30))).await;
+                    }
+                    done
+                })
+            })
+            .collect();
+        let mut done = Vec::new();
+        for writer in writers {
+            done.extend(writer.await.unwrap());
+        }
+        done.sort_unstable();
+        let mut there = steps(&place).await;
+        there.sort_unstable();
+        assert_eq!(there, done, "seed {seed}");
+        saves += done.len();
+    }
+    println!("{saves} saves");
+    assert!(saves > 200, "{saves}");
+}
+
+/// Two that create a store at once.
+#[tokio::test(start_paused = true)]
+async fn one_of_two_creators_wins() {
+    for seed in 0..40 {
+        let clock = FaultStore::with_runtime_clock(Arc::new(InMemory::new()));
+        clock.set_delays(seed);
+        let server = Arc::new(Liar::new(Arc::new(clock), Lie::IgnoresCondition));
+        let create = || {
+            let (_, place) = way(&server);
+            tokio::spawn(async move { Store::create(&place, single()).await })
+        };
+        let (a, b) = (create(), create());
+        let (a, b) = (a.await.unwrap(), b.await.unwrap());
+        assert!(a.is_ok() != b.is_ok(), "seed {seed}: {a:?} {b:?}");
+        let error = a.and(b).unwrap_err();
+        assert!(matches!(error, Error::StoreExists { .. } | Error::Locked { .. }), "{error}");
+    }
+}
+
+/// A store that was recorded for one writer, where many would be safe, is opened to them.
+#[tokio::test(start_paused = true)]
+async fn a_store_is_opened_to_many_writers() {
+    let server = server();
+    server.set_honest(true);
+    let (faults, place) = way(&server);
+    let store = Store::create(&place, single()).await.unwrap();
+    toy::save(&store, 1, None, b"one").await.unwrap();
+    let other = Store::open(&place, quick_options()).await.unwrap();
+    let error = other.allow_many_writers().await.unwrap_err();
+    assert!(matches!(error, Error::Locked { .. }), "{error}");
+    store.release().await.unwrap();
+    let lost = faults.clone();
+    faults.fail_nth(4, Fault::Before);
+    assert!(other.allow_many_writers().await.unwrap().many_writers());
+    lost.heal();
+    for old in [&store, &other] {
+        let error = toy::save(old, 9, None, b"not").await.unwrap_err();
+        assert!(error.to_string().contains("open the store again"), "{error}");
+        old.release().await.unwrap();
+    }
+    let (a, b) = (Store::open(&place, quick_options()), Store::open(&place, quick_options()));
+    let (a, b) = (a.await.unwrap(), b.await.unwrap());
+    assert_eq!(a.repo().mode, Mode::Many);
+    assert!(a.repo().probe.many_writers() && a.repo().id == store.repo().id);
+    toy::save(&a, 2, None, b"two").await.unwrap();
+    toy::save(&b, 3, None, b"thr").await.unwrap();
+    assert!(matches!(a.break_lease().await, Err(Error::Argument(_))));
+    assert_eq!(steps(&place).await, [1, 2, 3]);
+}

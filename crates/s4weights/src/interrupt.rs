@@ -1,0 +1,192 @@
+//! Stops a call that waits: a flag that every thread working for the call looks at.
+
+use std::cell::RefCell;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::time::Duration;
+
+use tokio::runtime::Runtime;
+
+use crate::error::{Error, Result};
+
+/// How often a thread that waits looks at the flag.
+pub(crate) const POLL: Duration = Duration::from_millis(50);
+
+thread_local! {
+    static CURRENT: RefCell<Option<Interrupt>> = const { RefCell::new(None) };
+}
+
+/// Lets one thread stop calls that another makes: on Ctrl-C, say. Clones share one flag, which stays
+/// set once it is.
+///
+/// A call that is stopped returns [`Error::Cancelled`] within a fraction of a second, also while it
+/// waits for a server that never answers, and leaves what a dropped call leaves: a file that is not
+/// there, or a checkpoint that is listed whole or not at all.
+///
+/// ```
+/// use s4weights::Interrupt;
+///
+/// let interrupt = Interrupt::default();
+/// interrupt.stop();
+/// let opened = interrupt.watch(|| s4weights::store::CheckpointStore::open(
+///     "runs/a", &Default::default(), Default::default(),
+/// ));
+/// assert!(matches!(opened, Err(s4weights::Error::Cancelled)));
+/// ```
+#[derive(Clone, Default)]
+pub struct Interrupt(Arc<Inner>);
+
+#[derive(Default)]
+struct Inner {
+    stopped: AtomicBool,
+    poll: Option<Box<dyn Fn() -> bool + Send + Sync>>,
+}
+
+impl Interrupt {
+    /// One that asks now and then whether to go on: each thread that waits calls `poll`, about every
+    /// 50 ms. `false` stops the call.
+    pub fn polling(poll: impl Fn() -> bool + Send + Sync + 'static) -> Self {
+        Self(Arc::new(Inner { stopped: AtomicBool::new(false), poll: Some(Box::new(poll)) }))
+    }
+
+    /// Stops the calls that are watched, and those that come.
+    pub fn stop(&self) {
+        self.0.stopped.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether it was stopped.
+    #[must_use]
+    pub fn is_stopped(&self) -> bool {
+        self.0.stopped.load(Ordering::Relaxed)
+    }
+
+    fn poll(&self) -> bool {
+        if !self.is_stopped() && self.0.poll.as_ref().is_some_and(|poll| !poll()) {
+            self.stop();
+        }
+        self.is_stopped()
+    }
+
+    /// Does work on this thread that can be stopped, together with the threads that it starts.
+    pub fn watch<T>(&self, work: impl FnOnce() -> T) -> T {
+        /// Puts back what was watched before, also when the work panics.
+        struct Restore(Option<Interrupt>);
+        impl Drop for Restore {
+            fn drop(&mut self) {
+                adopt(self.0.take());
+            }
+        }
+        let _restore = Restore(CURRENT.replace(Some(self.clone())));
+        work()
+    }
+}
+
+/// What stops this thread's work, to be adopted by threads that work for it.
+pub(crate) fn current() -> Option<Interrupt> {
+    CURRENT.with_borrow(Clone::clone)
+}
+
+/// Lets what stops another thread's work stop this one's, too.
+pub(crate) fn adopt(interrupt: Option<Interrupt>) {
+    CURRENT.set(interrupt);
+}
+
+/// Whether this thread's work is to stop.
+pub(crate) fn is_stopped() -> bool {
+    CURRENT.with_borrow(|i| i.as_ref().is_some_and(Interrupt::is_stopped))
+}
+
+/// `Cancelled` if this thread's work is to stop.
+pub(crate) fn check() -> Result<()> {
+    if is_stopped() { Err(Error::Cancelled) } else { Ok(()) }
+}
+
+/// Whether this thread, which waits, is to stop. It may ask the caller.
+pub(crate) fn is_stopped_now() -> bool {
+    // What is asked may itself make calls, with what stops those.
+    current().is_some_and(|interrupt| interrupt.poll())
+}
+
+/// Runs a future to its end on a runtime that only this thread uses, unless it is stopped before.
+pub(crate) fn block_on<T>(runtime: &Runtime, work: impl Future<Output = T>) -> Result<T> {
+    runtime.block_on(async {
+        let mut work = std::pin::pin!(work);
+        check()?;
+        loop {
+            if let Ok(done) = tokio::time::timeout(POLL, &mut work).await {
+                return Ok(done);
+            }
+            if is_stopped_now() {
+                return Err(Error::Cancelled);
+            }
+        }
+    })
+}
+
+/// Locks a mutex that may be held for as long as a call lasts.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> Result<MutexGuard<'_, T>> {
+    loop {
+        match mutex.try_lock() {
+            Ok(guard) => return Ok(guard),
+            Err(TryLockError::Poisoned(e)) => return Ok(e.into_inner()),
+            Err(TryLockError::WouldBlock) if is_stopped_now() => return Err(Error::Cancelled),
+            Err(TryLockError::WouldBlock) => std::thread::sleep(POLL / 10),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Instant;
+
+    #[test]
+    fn threads_of_a_pool_are_stopped_with_the_call_that_made_it() {
+        let interrupt = Interrupt::default();
+        let pool = interrupt.watch(|| crate::parallel::pool(2)).unwrap().unwrap();
+        assert!(!pool.install(is_stopped));
+        interrupt.stop();
+        assert!(pool.install(is_stopped) && !is_stopped());
+        assert!(interrupt.watch(is_stopped));
+    }
+
+    #[test]
+    fn what_waits_is_stopped() {
+        let interrupt = Interrupt::default();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        let held = Mutex::new(());
+        let _held = held.lock().unwrap();
+        let start = Instant::now();
+        let wait = || block_on(&runtime, std::future::pending::<()>());
+        std::thread::scope(|s| {
+            let waiting = s.spawn(|| interrupt.watch(&wait));
+            let locking = s.spawn(|| interrupt.watch(|| lock(&held).map(drop)));
+            std::thread::sleep(POLL);
+            interrupt.stop();
+            assert!(matches!(waiting.join().unwrap(), Err(Error::Cancelled)));
+            assert!(matches!(locking.join().unwrap(), Err(Error::Cancelled)));
+        });
+        assert!(start.elapsed() < Duration::from_secs(1));
+    }
+
+    #[test]
+    fn who_waits_asks() {
+        let asked = Arc::new(AtomicBool::new(false));
+        let note = Arc::clone(&asked);
+        let interrupt = Interrupt::polling(move || note.swap(true, Ordering::Relaxed));
+        let held = Mutex::new(());
+        let _held = held.lock().unwrap();
+        let outcome = interrupt.watch(|| lock(&held).map(drop));
+        assert!(matches!(outcome, Err(Error::Cancelled)));
+        assert!(asked.load(Ordering::Relaxed) && interrupt.is_stopped());
+    }
+
+    #[test]
+    fn a_panic_ends_the_watch() {
+        let interrupt = Interrupt::default();
+        interrupt.stop();
+        let watch = || interrupt.watch(|| -> () { panic!("on purpose") });
+        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(watch)).is_err());
+        assert!(!is_stopped());
+    }
+}

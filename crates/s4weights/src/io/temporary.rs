@@ -1,0 +1,159 @@
+//! Files that nobody sees before they are complete.
+
+use std::ffi::OsStr;
+use std::fs::{self, File, Metadata};
+use std::io;
+use std::path::Path;
+#[cfg(target_os = "linux")]
+use std::path::PathBuf;
+
+use tempfile::NamedTempFile;
+
+/// The longest name that common file systems allow is 255 bytes; the rest is for what makes it unique.
+const LONGEST_STEM: usize = 200;
+
+/// A file that becomes another one when it is complete; dropped, it is gone.
+pub(super) enum Temporary {
+    Named(NamedTempFile),
+    /// Without a name until it is complete, so that nobody else can open it.
+    #[cfg(target_os = "linux")]
+    Unnamed {
+        file: File,
+        folder: PathBuf,
+        prefix: String,
+    },
+}
+
+impl Temporary {
+    /// For a file of this name in this folder. It has the permissions of the file that it replaces, or
+    /// else those of any new file.
+    pub(super) fn create(folder: &Path, name: &OsStr, old: Option<&Metadata>) -> io::Result<Self> {
+        let prefix = format!(".{}.", stem(name));
+        #[cfg(target_os = "linux")]
+        if let Some(file) = unnamed(folder) {
+            take_over(&file, old)?;
+            return Ok(Self::Unnamed { file, folder: folder.to_owned(), prefix });
+        }
+        let file = builder(&prefix).tempfile_in(folder)?;
+        take_over(file.as_file(), old)?;
+        Ok(Self::Named(file))
+    }
+
+    pub(super) fn as_file(&self) -> &File {
+        match self {
+            Self::Named(file) => file.as_file(),
+            #[cfg(target_os = "linux")]
+            Self::Unnamed { file, .. } => file,
+        }
+    }
+
+    pub(super) fn as_file_mut(&mut self) -> &mut File {
+        match self {
+            Self::Named(file) => file.as_file_mut(),
+            #[cfg(target_os = "linux")]
+            Self::Unnamed { file, .. } => file,
+        }
+    }
+
+    /// Whether no other process can open it by a name.
+    #[cfg(target_os = "linux")]
+    pub(super) fn is_unnamed(&self) -> bool {
+        !matches!(self, Self::Named(_))
+    }
+
+    /// Puts it in the place of the file at `path`, which is in its folder.
+    pub(super) fn publish(self, path: &Path) -> io::Result<()> {
+        let named = match self {
+            Self::Named(file) => file,
+            #[cfg(target_os = "linux")]
+            Self::Unnamed { file, folder, prefix } => {
+                // A name of its own first: a link never replaces a file, renaming does.
+                let link = |path: &Path| link(&file, path);
+                let named = builder(&prefix).make_in(&folder, link)?;
+                return named.persist(path).map_err(|e| e.error);
+            }
+        };
+        named.persist(path).map(drop).map_err(|e| e.error)
+    }
+}
+
+fn builder(prefix: &str) -> tempfile::Builder<'_, 'static> {
+    let mut builder = tempfile::Builder::new();
+    builder.prefix(prefix).suffix(".tmp");
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt;
+        // As for any new file, the process's umask applies.
+        builder.permissions(fs::Permissions::from_mode(0o666));
+    }
+    builder
+}
+
+/// As much of a name as a temporary name has room for.
+fn stem(name: &OsStr) -> String {
+    let name = name.to_string_lossy();
+    let mut end = name.len().min(LONGEST_STEM);
+    while !name.is_char_boundary(end) {
+        end -= 1;
+    }
+    name[..end].to_owned()
+}
+
+/// Owner and permissions of the file that is replaced: whoever overwrites a file in place changes
+/// neither.
+#[cfg(unix)]
+fn take_over(file: &File, old: Option<&Metadata>) -> io::Result<()> {
+    use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown};
+    let Some(old) = old else { return Ok(()) };
+    let new = file.metadata()?;
+    if (new.uid(), new.gid()) != (old.uid(), old.gid()) {
+        // Only root may give files away; a group of one's own anyone may choose.
+        let owner = (new.uid() != old.uid()).then_some(old.uid());
+        if fchown(file, owner, Some(old.gid())).is_err() {
+            let _ = fchown(file, None, Some(old.gid()));
+        }
+    }
+    file.set_permissions(fs::Permissions::from_mode(old.permissions().mode() & 0o777))
+}
+
+#[cfg(not(unix))]
+fn take_over(_: &File, _: Option<&Metadata>) -> io::Result<()> {
+    Ok(())
+}
+
+/// A file without a name in a folder of a memory file system, where files are written through a mapping.
+#[cfg(target_os = "linux")]
+fn unnamed(folder: &Path) -> Option<File> {
+    use rustix::fs::{Mode, OFlags, open};
+    if !super::mapped::is_memory(folder) {
+        return None;
+    }
+    let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+    let file = File::from(open(folder, flags, Mode::from_raw_mode(0o666)).ok()?);
+    // Without this it could never be given a name.
+    fs::metadata(descriptor(&file)).is_ok().then_some(file)
+}
+
+#[cfg(target_os = "linux")]
+fn descriptor(file: &File) -> PathBuf {
+    use std::os::fd::AsRawFd;
+    PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()))
+}
+
+#[cfg(target_os = "linux")]
+fn link(file: &File, path: &Path) -> io::Result<()> {
+    use rustix::fs::{AtFlags, CWD, linkat};
+    Ok(linkat(CWD, descriptor(file), CWD, path, AtFlags::SYMLINK_FOLLOW)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_cut_between_letters() {
+        assert_eq!(stem(OsStr::new("a.s4w")), "a.s4w");
+        assert_eq!(stem(OsStr::new(&"x".repeat(255))).len(), LONGEST_STEM);
+        assert_eq!(stem(OsStr::new(&"\u{20ac}".repeat(85))).len(), 198);
+    }
+}

@@ -1,0 +1,62 @@
+//! What the chunks of a tensor are differences from, checkpoint by checkpoint.
+
+use std::sync::Arc;
+
+use s4_engine::TensorSpec;
+use s4_format::PredictorId;
+use s4_format::index::TensorKind;
+
+use crate::error::Result;
+use crate::reader::{LoadedBlock, Reader};
+
+/// A tensor with chunks of its own in one checkpoint of a chain.
+pub(crate) struct Level<'a> {
+    pub(crate) reader: &'a Reader,
+    pub(crate) tensor: usize,
+    pub(crate) block: Arc<LoadedBlock>,
+}
+
+impl Level<'_> {
+    pub(crate) fn spec(&self) -> TensorSpec<'_> {
+        self.reader.spec(self.tensor, &self.block)
+    }
+
+    /// Whether a chunk is a difference from the next level's values.
+    pub(crate) fn is_delta(&self, chunk: u64) -> bool {
+        let plain = self.block.records[chunk as usize].plain;
+        !plain && self.spec().plan.predictor == PredictorId::PARENT
+    }
+}
+
+/// A tensor with chunks of its own, the one that it is a difference from, and so on, down to one that
+/// stands by itself.
+pub(crate) struct Levels<'a> {
+    pub(crate) chunked: Vec<Level<'a>>,
+    /// The last one, and its number, if it is a small tensor in a pack.
+    pub(crate) packed: Option<(&'a Reader, usize)>,
+}
+
+impl<'a> Levels<'a> {
+    /// The levels of a tensor that is prepared for reading.
+    pub(crate) fn of(reader: &'a Reader, tensor: usize) -> Result<Self> {
+        let mut out = Self { chunked: vec![], packed: None };
+        let (mut reader, mut tensor) = (reader, tensor);
+        loop {
+            let chunks = matches!(reader.tensors[tensor].kind, TensorKind::Chunks { .. });
+            let Some(block) = reader.blocks(&[tensor])?.remove(&tensor).filter(|_| chunks) else {
+                out.packed = Some((reader, tensor));
+                return Ok(out);
+            };
+            let level = Level { reader, tensor, block };
+            let deltas = (0..level.block.records.len() as u64).any(|c| level.is_delta(c));
+            out.chunked.push(level);
+            if !deltas {
+                return Ok(out);
+            }
+            match reader.input(tensor)? {
+                Some((parent, number)) => (reader, tensor) = (parent, number),
+                None => return Ok(out),
+            }
+        }
+    }
+}

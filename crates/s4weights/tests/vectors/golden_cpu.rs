@@ -1,0 +1,154 @@
+//! Files and a store that the CPU wrote: `testdata/golden/chain` and `testdata/golden/store`.
+//!
+//! `S4_WRITE_VECTORS=<folder>` keeps what is written, to make them for a new version of the format.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use s4weights::store::{CheckpointStore, Place, SaveOptions, StoreOptions, SweepOptions};
+use s4weights::{Contents, DType, Reader, Source, TensorSource, WriteOptions, Writer};
+
+use crate::{Owned, repository};
+
+/// Where vectors are kept, if they are to be.
+pub(crate) fn kept() -> Option<PathBuf> {
+    std::env::var_os("S4_WRITE_VECTORS").map(PathBuf::from)
+}
+
+/// The first `bytes` bytes of a tensor of one of the training runs.
+fn slice(run: &str, tensor: &str, bytes: usize) -> Vec<u8> {
+    let path = repository("testdata").join(run).with_extension("safetensors");
+    let file = std::fs::read(path).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&file).unwrap();
+    file.tensor(tensor).unwrap().data()[..bytes].to_vec()
+}
+
+/// A checkpoint of a small model at step 0 or 1: large and small tensors, weights and a moment.
+fn checkpoint(step: u64) -> Vec<Owned> {
+    let (bf16, fp32) = (format!("gpt34m_bf16_s{step}"), format!("gpt98m_fp32_s{step}"));
+    let ids = (0..6000u64).flat_map(|i| (i / 3 + step).to_le_bytes()).collect();
+    let flags = (0..5000u32).map(|i| u8::from(i % 7 == 0)).collect();
+    vec![
+        Owned::new(
+            "model.wte",
+            DType::BFloat16,
+            &[90, 100],
+            slice(&bf16, "model.wte.weight", 18_000),
+        ),
+        Owned::new(
+            "model.proj",
+            DType::Float32,
+            &[5000],
+            slice(&fp32, "model.h.5.proj.weight", 20_000),
+        ),
+        Owned::new("model.bias", DType::Float32, &[16], slice(&fp32, "model.h.5.proj.weight", 64)),
+        Owned::new("model.ids", DType::Int64, &[6000], ids),
+        Owned::new("model.mask", DType::Bool, &[50, 100], flags),
+        Owned::new(
+            "optimizer.exp_avg_sq",
+            DType::Float32,
+            &[5000],
+            slice(&fp32, "optimizer.exp_avg_sq.h.5.proj.weight", 20_000),
+        ),
+        Owned::new("optimizer.step", DType::Float32, &[], (step as f32).to_le_bytes().to_vec()),
+        Owned::new("none", DType::Float16, &[0, 3], vec![]),
+    ]
+}
+
+fn contents(step: u64) -> Contents {
+    let tree = format!(
+        concat!(
+            r#"{{"root":{{"dict":[["model",{{"dict":[["wte",{{"tensor":0,"parameter":true,"grad":true}}],"#,
+            r#"["row",{{"tensor":0,"shape":[100],"offset":200}}],["tied",{{"same":0}}]]}}],"#,
+            r#"["step",{}],["lr",1.0],["betas",{{"tuple":[0.9,0.999]}}],["best",{{"float":"7ff0000000000000"}}]]}}}}"#
+        ),
+        step
+    );
+    Contents {
+        tree: Some(serde_json::value::RawValue::from_string(tree).unwrap()),
+        blobs: BTreeMap::from([("notes".to_owned(), b"any bytes".to_vec())]),
+        metadata: BTreeMap::from([("step".to_owned(), step.to_string())]),
+        roles: None,
+    }
+}
+
+/// Writes `base.s4w` and `delta.s4w` into a folder.
+fn write_chain(folder: &Path) {
+    std::fs::create_dir_all(folder).unwrap();
+    let base = folder.join("base.s4w");
+    let write = |path: &Path, step, options| {
+        let tensors = checkpoint(step);
+        let sources: Vec<TensorSource<'_>> = tensors.iter().map(Owned::source).collect();
+        let mut writer = Writer::create(path.into(), options).unwrap();
+        writer.write(&sources).unwrap();
+        writer.finish(contents(step)).unwrap();
+    };
+    write(&base, 0, WriteOptions::default());
+    let parent = Reader::open(Source::from(base.as_path()), Default::default()).unwrap();
+    let options = WriteOptions { parent: Some(Arc::new(parent)), ..WriteOptions::default() };
+    write(&folder.join("delta.s4w"), 1, options);
+}
+
+#[test]
+fn the_golden_chain_is_what_is_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = kept().unwrap_or_else(|| dir.path().to_owned()).join("golden/chain");
+    write_chain(&folder);
+    for name in ["base.s4w", "delta.s4w"] {
+        let written = std::fs::read(folder.join(name)).unwrap();
+        let golden = std::fs::read(repository("testdata/golden/chain").join(name));
+        let Ok(golden) = golden else {
+            assert!(kept().is_some(), "testdata/golden/chain/{name} is missing");
+            continue;
+        };
+        // What lies in front of the manifest, which names the program's version.
+        let chunks = |file: &[u8]| {
+            let footer = s4weights::format::file::Footer::parse(file, file.len() as u64).unwrap();
+            file[..footer.offset as usize].to_vec()
+        };
+        assert!(chunks(&written) == chunks(&golden), "{name} differs");
+    }
+}
+
+/// Makes the golden store: four checkpoints, each a delta of the one before; the third is rebased,
+/// so that the fourth is a delta of something that is gone.
+#[test]
+fn the_golden_store_can_be_made_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = kept().unwrap_or_else(|| dir.path().to_owned()).join("golden/store");
+    let options = StoreOptions { max_hops: 15, ..StoreOptions::default() };
+    let store = CheckpointStore::create_at(&Place::folder(&folder), options).unwrap();
+    let mut saved = vec![];
+    for (i, step) in [100, 200, 300, 400].into_iter().enumerate() {
+        let mut tensors = checkpoint(i as u64 % 2);
+        tensors[1].data[4 * i] ^= 1;
+        let sources: Vec<TensorSource<'_>> = tensors.iter().map(Owned::source).collect();
+        let options = SaveOptions {
+            groups: &[0, 0, 0, 0, 0, 1, 1, 0],
+            contents: contents(step),
+            metrics: BTreeMap::from([("loss".to_owned(), 4.0 / (i + 1) as f64)]),
+            tags: BTreeMap::from([("run".to_owned(), "example".to_owned())]),
+            ..SaveOptions::default()
+        };
+        saved.push(store.save(step, &sources, &options).unwrap().checkpoint);
+    }
+    assert!(saved[1..].iter().zip(&saved).all(|(c, p)| c.base == Some(p.id())));
+    store.pin(saved[3].id()).unwrap();
+    store.pin(saved[0].id()).unwrap();
+    store.unpin(saved[0].id()).unwrap();
+    let replaced = store.rebase(saved[2].id(), None).unwrap();
+    store.retire(&[saved[1].id()], "not needed").unwrap();
+    // What a writer that died has left behind: the sweep gives it up.
+    let orphan = folder.join("ck/01900000-0000-7000-8000-000000000000");
+    std::fs::create_dir_all(&orphan).unwrap();
+    std::fs::write(orphan.join("d-0"), [0; 16]).unwrap();
+    let sweep = SweepOptions { grace: Duration::ZERO, exclusive: true, ..SweepOptions::default() };
+    store.sweep(&sweep).unwrap();
+    assert!(!folder.join("ck").join(saved[2].id().to_string()).join("manifest").exists());
+    let state = store.state().unwrap();
+    assert_eq!(state.get(saved[3].id()).unwrap().base, Some(replaced.id()));
+    assert_eq!(state.list().len(), 3);
+    store.load(Some(400)).unwrap().reader().verify().unwrap();
+}

@@ -1,0 +1,9 @@
+#![no_main]
+
+#[global_allocator]
+static MEMORY: s4_fuzz_targets::memory::Counting = s4_fuzz_targets::memory::Counting;
+
+libfuzzer_sys::fuzz_target!(
+    init: s4_fuzz_targets::prepare_gpu(),
+    |data: &[u8]| s4_fuzz_targets::gpu(data)
+);

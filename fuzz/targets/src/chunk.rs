@@ -1,0 +1,181 @@
+//! One chunk, its checksums mended, in every set of vector instructions.
+
+use std::sync::OnceLock;
+
+use s4_engine::{CpuEngine, Scratch, TensorSpec};
+use s4_format::layout::Planes;
+use s4_format::side::{Side, SideKind};
+use s4_format::{
+    ChunkRecord, CodecId, DType, Digest, LayoutId, Plan, PredictorId, ResidualId, StreamEntry,
+    crc32c,
+};
+use s4_planes::Simd;
+
+use crate::input::{Input, expand, sets};
+use crate::memory::bounded;
+
+/// The codecs that may be in a frame, and one that is not known.
+const CODECS: [CodecId; 10] = [
+    CodecId::RAW,
+    CodecId::CONST,
+    CodecId::BITS,
+    CodecId::RANS,
+    CodecId::ZSTD,
+    CodecId::GDEFLATE,
+    CodecId::DEFLATE,
+    CodecId::LZ4,
+    CodecId::SNAPPY,
+    CodecId(250),
+];
+
+/// A chunk as a file could hold it: a plan, side data and streams of any codecs. All sets of vector
+/// instructions give the same values, or all refuse.
+pub fn chunk(data: &[u8]) {
+    let Some(sample) = Sample::read(&mut Input::new(data), &CODECS, 9000) else { return };
+    bounded(sample.frame.len(), 16 * sample.parent.len(), || {
+        let mut scratch = Scratch::default();
+        let (crc, sound, values) = sample.decode_mended(&mut scratch);
+        for simd in sets() {
+            let (ok, got) = sample.decode(simd, crc, &mut scratch);
+            assert_eq!(ok, sound, "{simd} decides otherwise");
+            assert!(!ok || got == values, "{simd} decodes otherwise");
+        }
+    });
+}
+
+/// A chunk, and what decoding it needs.
+pub(crate) struct Sample {
+    pub(crate) dtype: DType,
+    pub(crate) plan: Plan,
+    pub(crate) side: Side,
+    pub(crate) plain: bool,
+    pub(crate) frame: Vec<u8>,
+    /// The parent's values, as many as the chunk has.
+    pub(crate) parent: Vec<u8>,
+    shape: Vec<u64>,
+    chunk: u64,
+    crc_encoded: u32,
+}
+
+impl Sample {
+    /// A chunk of fewer than `most` values; `None` for a plan that no manifest may hold.
+    pub(crate) fn read(input: &mut Input<'_>, codecs: &[CodecId], most: usize) -> Option<Self> {
+        let dtype = input.pick(DType::ALL);
+        let plan = plan(input)?;
+        let n = input.len() % most;
+        let (flags, chunk) = (input.u8(), u64::from(input.u8() % 4));
+        let width = dtype.value_width();
+        let side = side(input, width);
+        let planes = Planes::new(plan.layout, width, n).ok()?;
+        let streams = planes.sizes().iter().map(|&size| stream(input, codecs, size));
+        let streams: Vec<_> = streams.collect();
+        let plain = flags & 1 == 1;
+        let frame = if plain { expand(input.take(64), n * width) } else { frame(&streams) };
+        let crc = StreamEntry::parse_chunk(&frame, streams.len()).map_or(0, |s| s.crc());
+        let mut shape = vec![n as u64];
+        if flags & 2 == 2 {
+            shape.splice(0..0, [3, u64::from(input.u8())]);
+        }
+        let parent = expand(input.rest(), n * width);
+        Some(Self { dtype, plan, side, plain, frame, parent, shape, chunk, crc_encoded: crc })
+    }
+
+    pub(crate) fn record(&self, crc_raw: u32) -> ChunkRecord {
+        ChunkRecord {
+            offset: 0,
+            object: 0,
+            len: self.frame.len() as u32,
+            plain: self.plain,
+            crc_encoded: if self.plain { crc_raw } else { self.crc_encoded },
+            crc_raw,
+        }
+    }
+
+    /// Whether the chunk is sound if its values have this checksum, and what came out.
+    fn decode(&self, simd: Simd, crc_raw: u32, scratch: &mut Scratch) -> (bool, Vec<u8>) {
+        let Self { dtype, plan, side, chunk, .. } = self;
+        let spec = TensorSpec { dtype: *dtype, shape: &self.shape, plan, side, chunk_log2: 16 };
+        let (record, mut values) = (self.record(crc_raw), self.parent.clone());
+        let engine = engine(simd);
+        let done =
+            engine.decode_chunk_over(&spec, *chunk, &record, &self.frame, scratch, &mut values);
+        (done.is_ok(), values)
+    }
+
+    /// As [`Self::decode`] in plain Rust, with the checksum that the values turn out to have.
+    pub(crate) fn decode_mended(&self, scratch: &mut Scratch) -> (u32, bool, Vec<u8>) {
+        let (_, values) = self.decode(Simd::Scalar, 0, scratch);
+        let crc = crc32c(&values);
+        let (ok, values) = self.decode(Simd::Scalar, crc, scratch);
+        (crc, ok, values)
+    }
+}
+
+fn engine(simd: Simd) -> &'static CpuEngine {
+    static ENGINES: OnceLock<Vec<(Simd, CpuEngine)>> = OnceLock::new();
+    let all = ENGINES.get_or_init(|| sets().map(|simd| (simd, CpuEngine::new(simd))).collect());
+    all.iter().find(|e| e.0 == simd).map_or(&all[0].1, |e| &e.1)
+}
+
+/// A plan that the manifest's parser takes.
+fn plan(input: &mut Input<'_>) -> Option<Plan> {
+    let predictor = input.pick(&[PredictorId::NONE, PredictorId::PARENT, PredictorId::RANK1]);
+    let residual = input.pick(&[ResidualId::ID, ResidualId::XOR, ResidualId::SUB]);
+    let layout = LayoutId(input.u8() % 6);
+    let mut plan = match predictor {
+        PredictorId::PARENT => Plan::delta(layout, Digest([0; 32]), 0),
+        _ => Plan::direct(layout),
+    };
+    (plan.predictor, plan.residual) = (predictor, residual);
+    plan.require_open().is_ok().then_some(plan)
+}
+
+/// Side data: nothing, tables, offsets of `rank1`, or both, of any bytes.
+fn side(input: &mut Input<'_>, width: usize) -> Side {
+    let mut side = Side::default();
+    let kinds = input.u8();
+    if kinds & 1 == 1 {
+        let len = usize::from(input.u16()) % 2048;
+        let _ = side.push(SideKind::TABLES, input.take(len).to_vec());
+    }
+    if kinds & 2 == 2 {
+        let (rows, cols) = (u32::from(input.u8()), u32::from(input.u16()));
+        let mut bytes = [rows.to_le_bytes(), cols.to_le_bytes()].concat();
+        let len = (rows + cols) as usize * width;
+        bytes.extend(expand(input.take(16), if kinds & 4 == 4 { len } else { len / 2 }));
+        let _ = side.push(SideKind::RANK1, bytes);
+    }
+    side
+}
+
+/// A stream of a plane of `size` bytes: as long, a little shorter, or as long as the input says.
+fn stream(input: &mut Input<'_>, codecs: &[CodecId], size: usize) -> Stream {
+    let (codec, param, how) = (input.pick(codecs), input.u8() % 13, input.u8());
+    let given = usize::from(input.u16());
+    let bytes = match how % 4 {
+        0 => expand(input.take(given % 64), size),
+        1 => expand(input.take(given % 64), size.saturating_sub(given % 200)),
+        _ => input.take(given).to_vec(),
+    };
+    (codec, param, bytes)
+}
+
+/// Codec, parameter and bytes of a stream.
+type Stream = (CodecId, u8, Vec<u8>);
+
+/// A frame of streams: header, gaps and all.
+fn frame(streams: &[Stream]) -> Vec<u8> {
+    let entry = |(codec, param, bytes): &Stream| StreamEntry {
+        codec: *codec,
+        param: *param,
+        len: bytes.len() as u32,
+    };
+    let entries: Vec<_> = streams.iter().map(entry).collect();
+    let mut out = vec![0; StreamEntry::header_len(entries.len())];
+    StreamEntry::write_header(&entries, &mut out);
+    for (_, _, bytes) in streams {
+        out.resize(out.len().next_multiple_of(16), 0);
+        out.extend(bytes);
+    }
+    out
+}

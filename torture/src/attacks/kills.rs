@@ -1,0 +1,69 @@
+//! A training process that is killed again and again at random moments: while it creates its store,
+//! resumes, or saves. Each time another one resumes.
+
+use std::time::{Duration, Instant};
+
+use s4_store::testing::Random;
+
+use super::{Plan, Report, Scene, side_by_side};
+use crate::Outcome;
+use crate::judge::Verdict;
+
+/// Kills of one store.
+const KILLS: usize = 25;
+/// Time for a process to open its store.
+const OPENING: Duration = Duration::from_secs(120);
+
+/// Half of the kills in folders, half on the servers.
+pub(crate) fn run(plan: &Plan) -> Outcome<Vec<Report>> {
+    let mut lanes = vec![("folder".to_owned(), None, plan.rounds)];
+    if !plan.servers.is_empty() {
+        lanes[0].2 = plan.rounds.div_ceil(2);
+        let each = (plan.rounds / 2).div_ceil(plan.servers.len());
+        let servers = plan.servers.iter();
+        lanes.extend(servers.map(|(name, url)| (name.clone(), Some(url.clone()), each)));
+    }
+    let reports = side_by_side(&lanes, |(name, endpoint, kills)| {
+        lane(plan, name, endpoint.as_deref(), *kills).map(|report| vec![report])
+    })?;
+    if reports.iter().any(|r| !r.violations.is_empty()) {
+        plan.keep()?;
+    }
+    Ok(reports)
+}
+
+fn lane(plan: &Plan, name: &str, endpoint: Option<&str>, kills: usize) -> Outcome<Report> {
+    let mut random = Random::new(plan.seed ^ kills as u64);
+    let (mut done, mut total, mut failures) = (0, Verdict::default(), 0);
+    while done < kills && plan.goes_on() {
+        let mut scene = plan.scene(endpoint)?;
+        let these = KILLS.min(kills - done);
+        for _ in 0..these {
+            kill_one(&mut scene, &mut random)?;
+        }
+        done += these;
+        failures += scene.evidence()?.failures().count();
+        let Verdict { saved, listed, gone, violations } = scene.judge()?;
+        total.saved += saved;
+        total.listed += listed;
+        total.gone += gone;
+        total.violations.extend(violations);
+    }
+    Ok(Report::of(&format!("{name}: {done} kills, {failures} calls failed"), total))
+}
+
+/// Starts a trainer and kills it: mostly when it has opened its store, sometimes before.
+fn kill_one(scene: &mut Scene, random: &mut Random) -> Outcome<()> {
+    let opened = || scene.evidence().map(|e| e.opened());
+    let before = opened()?;
+    let target = scene.target.clone();
+    let mut trainer = scene.start("trainer", &target)?;
+    if !random.one_in(5) {
+        let end = Instant::now() + OPENING;
+        while scene.evidence()?.opened() == before && Instant::now() < end && !trainer.has_ended() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+    std::thread::sleep(Duration::from_millis(random.below(1200)));
+    Ok(trainer.kill()?)
+}

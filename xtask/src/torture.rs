@@ -1,0 +1,60 @@
+//! `cargo xtask torture`.
+
+use std::path::Path;
+
+use crate::error::Result;
+use crate::proc;
+use crate::servers::Servers;
+
+/// Which attacks to run, and for how long.
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Only this attack
+    #[arg(value_enum)]
+    attack: Option<Attack>,
+    /// How much: kills (500 unless told), operations (5000), creations (500), tries of each liar (11)
+    #[arg(long)]
+    rounds: Option<usize>,
+    /// Where random choices start; a new one each time if it is not given
+    #[arg(long)]
+    seed: Option<u64>,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Attack {
+    Kills,
+    Proxy,
+    Creation,
+    Liars,
+    Vanish,
+}
+
+impl Attack {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Kills => "kills",
+            Self::Proxy => "proxy",
+            Self::Creation => "creation",
+            Self::Liars => "liars",
+            Self::Vanish => "vanish",
+        }
+    }
+}
+
+/// Runs the attacks on folders and on real servers.
+///
+/// # Errors
+/// If a server does not start, or the store breaks a promise.
+pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
+    let mut servers = Servers::start(root)?;
+    servers.add_racing(root)?;
+    let mut attack = proc::cargo(root);
+    attack.envs(servers.environment());
+    // Built as for the tests, which it is one of.
+    attack.args(["run", "--locked", "--profile", "test", "--package", "s4-torture", "--"]);
+    attack.arg(args.attack.map_or("all", Attack::name));
+    attack.args(args.rounds.iter().flat_map(|n| ["--rounds".to_owned(), n.to_string()]));
+    attack.args(args.seed.iter().flat_map(|n| ["--seed".to_owned(), n.to_string()]));
+    proc::run(&mut attack)?;
+    Ok("no acknowledged save was lost, no value was wrong".into())
+}
