@@ -248,7 +248,7 @@ pub(crate) fn trainer(args: &Args) -> Outcome<()> {
         // No other process uses this store, so leftovers of a killed one may be deleted at once.
         role.tell("sweep", store.sweep(Duration::ZERO), Event::Kept)?;
     }
-    if args.number % 2 == 0 {
+    if args.number.is_multiple_of(2) {
         while role.goes_on() {
             step += 1;
             role.save(&store, step)?;

@@ -7,7 +7,7 @@ use std::process::Command;
 fn withstand(attack: &str, rounds: u32) {
     let mut command = Command::new(env!("CARGO_BIN_EXE_s4-torture"));
     command.args([attack, "--rounds", &rounds.to_string(), "--seconds", "60"]);
-    let output = command.output().unwrap();
+    let output = command.output().expect("the program starts");
     let said = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{said}{}", String::from_utf8_lossy(&output.stderr));
     println!("{said}");

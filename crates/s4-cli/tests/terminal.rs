@@ -79,8 +79,8 @@ fn names_give_no_orders_to_a_terminal() {
 
 /// An address where nobody listens.
 fn nobody() -> String {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    format!("endpoint_url=http://{}", listener.local_addr().unwrap())
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    format!("endpoint_url=http://{}", listener.local_addr().expect("an address"))
 }
 
 #[test]

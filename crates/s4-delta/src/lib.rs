@@ -2,7 +2,7 @@
 //!
 //! - [`Residual`]: the difference from a parent's bits, by XOR or in the order of values.
 //! - [`rank1`]: a prediction from within the tensor, by an offset per row and one per column.
-//! - [`chain`]: the checkpoints that one is a difference from, down to its base.
+//! - [`chain()`]: the checkpoints that one is a difference from, down to its base.
 //! - [`Tree`]: which earlier checkpoint one is a difference from, so that chains stay short.
 //! - [`policy`]: when the next checkpoint should be a base.
 //!

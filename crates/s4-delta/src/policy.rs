@@ -88,7 +88,7 @@ impl fmt::Display for Reason {
 
 impl Policy {
     /// What the next checkpoint should be. `line` is the checkpoint that it follows with all that
-    /// this one needs, the base first ([`crate::chain`]); empty if there is none. `deltas` are those
+    /// this one needs, the base first ([`crate::chain()`]); empty if there is none. `deltas` are those
     /// of that base, from the oldest to the newest; more than [`Policy::recent`] are not looked at.
     pub fn choose(&self, line: &[Entry], deltas: &[Entry], next: Next) -> Choice {
         let (Some(base), Some(last)) = (line.first(), line.last()) else {

@@ -57,7 +57,7 @@ mod tests {
     #[test]
     fn pieces_are_copied_and_summed_in_order() {
         for len in [0, 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 7] {
-            let src: Vec<u8> = (0..len).map(|i| (i * 31 >> 3) as u8).collect();
+            let src: Vec<u8> = (0..len).map(|i| ((i * 31) >> 3) as u8).collect();
             let (mut to, mut places) = (vec![0; len], vec![]);
             let crc = copy_summed(&src, &mut to, |at, piece| {
                 assert_eq!(piece, &src[at..at + piece.len()]);

@@ -1,6 +1,6 @@
 //! Operations on one element at a time: XOR, the order of values, differences.
 //!
-//! There is one portable body for each operation; [`vectorized`] compiles it again for every set of
+//! There is one portable body for each operation; `vectorized!` compiles it again for every set of
 //! instructions, and the compiler does the rest.
 //!
 //! # The order of values

@@ -247,7 +247,7 @@ fn bytes_are_planes_of_the_most_significant_first() {
 
 #[test]
 fn parts_of_elements_go_to_their_places_in_the_planes() {
-    let src: Vec<u8> = (0..16 * 500).map(|i| (i * 37 >> 2) as u8).collect();
+    let src: Vec<u8> = (0..16 * 500).map(|i| ((i * 37) >> 2) as u8).collect();
     for kernels in Simd::available().map(Kernels::new) {
         for width in [Width::B1, Width::B2, Width::B4, Width::B8, Width::B16] {
             let (mut whole, mut parts) = (vec![0; src.len()], vec![0; src.len()]);

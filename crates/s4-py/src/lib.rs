@@ -1,5 +1,5 @@
-//! The native module of the Python package `s4weights`: a [`Writer`], a [`Reader`] and a
-//! [`TensorCodec`] over memory of the host and of CUDA devices, whose addresses Python passes, and the
+//! The native module of the Python package `s4weights`: a `Writer`, a `Reader` and a
+//! `TensorCodec` over memory of the host and of CUDA devices, whose addresses Python passes, and the
 //! command line.
 //!
 //! All native work runs detached from the interpreter, on threads that end with the call, so that

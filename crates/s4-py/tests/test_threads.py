@@ -62,7 +62,9 @@ def test_saving_loading_and_listing_at_once(tmp_path: Path) -> None:
 
         def save() -> None:
             for step in range(1, 12):
-                store.save_checkpoint(state_of(step), step, blocking=step % 3 == 0)
+                saved = store.save_checkpoint(state_of(step), step, blocking=step % 3 == 0)
+            if isinstance(saved, PendingSave):
+                saved.wait()
             done.set()
 
         def load() -> None:

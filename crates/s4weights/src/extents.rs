@@ -19,16 +19,15 @@ impl Extents {
     /// `Corrupt` if one lies in bytes of another: of this tensor, or of one that was added before.
     pub(crate) fn add(&mut self, records: &[ChunkRecord]) -> Result<()> {
         let key = |r: &ChunkRecord| (r.object, r.offset);
-        let sorted = records.is_sorted_by_key(key);
         let mut order: Vec<u32> = vec![];
-        if !sorted {
+        if !records.is_sorted_by_key(key) {
             // A table has at most 2^30 chunks.
             order = (0..records.len() as u32).collect();
             order.sort_unstable_by_key(|&i| key(&records[i as usize]));
         }
         let mut run: Option<(u32, u64, u64)> = None;
         for i in 0..records.len() {
-            let number = if sorted { i } else { order[i] as usize };
+            let number = order.get(i).map_or(i, |&number| number as usize);
             let r = &records[number];
             if r.len == 0 {
                 continue;

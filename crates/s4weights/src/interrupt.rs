@@ -159,7 +159,7 @@ mod tests {
         let start = Instant::now();
         let wait = || block_on(&runtime, std::future::pending::<()>());
         std::thread::scope(|s| {
-            let waiting = s.spawn(|| interrupt.watch(&wait));
+            let waiting = s.spawn(|| interrupt.watch(wait));
             let locking = s.spawn(|| interrupt.watch(|| lock(&held).map(drop)));
             std::thread::sleep(POLL);
             interrupt.stop();

@@ -6,6 +6,7 @@
 //! chunk that there can be, so that every chunk of every level lies in one block and is read once.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 
 use s4_format::limits::CHUNK_LOG2;
 
@@ -41,8 +42,8 @@ impl Reader {
     ) -> Result<Vec<Want<'a>>> {
         let mut mixed = BTreeMap::new();
         for want in &wants {
-            if !mixed.contains_key(&want.tensor) {
-                mixed.insert(want.tensor, self.mixed(want.tensor)?);
+            if let Entry::Vacant(entry) = mixed.entry(want.tensor) {
+                entry.insert(self.mixed(want.tensor)?);
             }
         }
         let is_mixed = |w: &Want<'_>| mixed.get(&w.tensor).is_some_and(Option::is_some);

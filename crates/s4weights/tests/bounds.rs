@@ -184,7 +184,8 @@ fn names_shapes_and_blocks_in_the_same_bytes_are_refused() {
         record[16..24].copy_from_slice(&16u64.to_le_bytes());
         record[24..28].copy_from_slice(&(300_000u32).to_le_bytes());
     };
-    let changes: [(&str, &dyn Fn(u32, &mut [u8])); 3] =
+    type Change<'a> = &'a dyn Fn(u32, &mut [u8]);
+    let changes: [(&str, Change<'_>); 3] =
         [("names", &names), ("shapes", &shapes), ("blocks", &blocks)];
     for (what, change) in changes {
         let pool = if what == "names" { count as usize * 7 } else { 0 };

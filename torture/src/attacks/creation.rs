@@ -66,7 +66,7 @@ pub(crate) fn run(plan: &Plan) -> Outcome<Vec<Report>> {
 fn create(scene: &Scene, proxy: &Proxy, number: usize, tally: &Mutex<Tally>) -> Outcome<()> {
     let mut random = Random::new(scene.seed());
     let faults = Fault::QUICK;
-    let one = number % 2 == 0;
+    let one = number.is_multiple_of(2);
     let behaviour = if one {
         let fault = faults[random.below(faults.len() as u64) as usize];
         // The first requests decide the most.
@@ -145,7 +145,7 @@ fn what_is_there(scene: &Scene, created: bool, number: usize) -> Outcome<Vec<Str
     if !store.is_for_many() {
         return Ok(vec!["what is there is for one writer".into()]);
     }
-    if number % 10 == 0 {
+    if number.is_multiple_of(10) {
         let saved = store.save(1, &values::at(scene.seed(), 1))?;
         let wrong = api::difference(scene.seed(), 1, &store.load(saved.id())?);
         return Ok(wrong.into_iter().collect());

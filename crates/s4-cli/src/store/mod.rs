@@ -73,7 +73,7 @@ pub(crate) enum Verb {
         place: Place,
         #[arg(value_name = "CHECKPOINT", help = select::WHICH)]
         which: String,
-        /// File or URL to write; by default step-<STEP>.s4w
+        /// File or URL to write; by default `step-<STEP>.s4w`
         output: Option<String>,
         /// How much is tried to make a .s4w file smaller: fast, balanced or small
         #[arg(long, default_value = "balanced")]

@@ -83,7 +83,7 @@ pub(crate) async fn harm(faults: &FaultStore, n: u64, way: Way, other: &FaultSto
 
 /// The steps below `n` that do not need entry `lost`, of which each listed its step.
 pub(crate) fn left(n: u64, lost: u64) -> Vec<u64> {
-    let needs = |step: u64| step == lost || (step % 2 == 0 && step - 1 == lost);
+    let needs = |step: u64| step == lost || (step.is_multiple_of(2) && step - 1 == lost);
     (1..=n).filter(|step| !needs(*step)).collect()
 }
 

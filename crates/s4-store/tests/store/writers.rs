@@ -190,7 +190,8 @@ async fn racing_writers(seed: u64) -> (u64, usize) {
         writer.await.unwrap();
     }
     let store = Store::open(&place, quick_options()).await.unwrap();
-    let (acknowledged, there) = (acknowledged.lock().unwrap().clone(), listed(&store).await);
+    let acknowledged = acknowledged.lock().unwrap().clone();
+    let there = listed(&store).await;
     let lost: Vec<_> = acknowledged.difference(&there).collect();
     assert!(lost.is_empty(), "seed {seed}: {lost:?} of {} are lost", acknowledged.len());
     let all = CheckOptions { read_data: true, ..CheckOptions::default() };

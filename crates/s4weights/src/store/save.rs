@@ -110,6 +110,8 @@ impl CheckpointStore {
     /// that one or from one of those which that one needs ([`StoreOptions::max_hops`]); and a base when
     /// the policy wants one, or when the values for a difference cannot be had.
     ///
+    /// [`StoreOptions::max_hops`]: crate::store::StoreOptions::max_hops
+    ///
     /// # Errors
     /// [`Error::Argument`] for tensors or numbers that cannot be saved, [`Error::Store`] if the store
     /// refuses or fails, [`Error::Cancelled`]. Nothing is listed then; of [`s4_store::CommitUnknown`]

@@ -65,7 +65,8 @@ fn falling_back_is_asked_for_and_told_of() {
 
 #[test]
 fn every_kind_of_damage_is_passed_over() {
-    let ways: [(&str, fn(&mut Vec<u8>)); 4] = [
+    type Harm = fn(&mut Vec<u8>);
+    let ways: [(&str, Harm); 4] = [
         ("flipped", |bytes| {
             let middle = bytes.len() / 2;
             bytes[middle] ^= 4;
