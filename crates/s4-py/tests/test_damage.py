@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import s4weights
 import torch
+
+import s4weights
 from compare import assert_identical
 from s4weights import CheckpointStore
 
@@ -96,9 +97,8 @@ def test_fallback_passes_over_what_needs_the_damaged(
     for file in objects(tmp_path, base.id):
         whole = file.read_bytes()
         damage(file)
-        with CheckpointStore(tmp_path, timeout=5) as store:
-            with pytest.warns(UserWarning) as warned:
-                loaded = store.load_checkpoint(fallback=True, weights_only=False)
+        with CheckpointStore(tmp_path, timeout=5) as store, pytest.warns(UserWarning) as warned:
+            loaded = store.load_checkpoint(fallback=True, weights_only=False)
         assert [str(w.message).split(" is damaged")[0].split()[-1] for w in warned] == list("321")
         assert_identical(loaded, state_of(0))
         file.write_bytes(whole)

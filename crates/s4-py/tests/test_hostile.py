@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import s4weights
 import torch
+
+import s4weights
 from s4weights import _save
 from s4weights._explain import find_refused
 
@@ -91,7 +92,7 @@ def test_a_damaged_pickle_is_corrupt_data(tmp_path: Path) -> None:
     # What other tests allowed is not allowed here: a caller's own function may raise anything.
     torch.serialization.clear_safe_globals()
     state = {"w": torch.rand(100), "x": range(3)}
-    storages, _, stream = _save.describe(state, pickle, 2)
+    _, _, stream = _save.describe(state, pickle, 2)
     assert stream is not None
     path = tmp_path / "a.s4w"
     for i in range(0, len(stream), 3):

@@ -97,7 +97,7 @@ def test_a_server_that_falls_silent_in_mid_save(server: SilentS3) -> None:
         server.silent = lambda method, key: False
     with open_store(server) as store:
         # What was stopped while it was committed is listed whole or not at all.
-        assert [e.step for e in store.list()][0] == 1 and {e.step for e in store.list()} <= {1, 2}
+        assert [e.step for e in store.list()] in ([1], [1, 2])
         assert torch.equal(store.load_checkpoint(1)["w"], STATE["w"])
         assert store.verify()["clean"]
         store.save_checkpoint(later, 3)

@@ -9,8 +9,9 @@ import threading
 from pathlib import Path
 
 import pytest
-import s4weights
 import torch
+
+import s4weights
 from s4weights import CheckpointStore, _core
 
 
