@@ -5,23 +5,26 @@ use std::hint::black_box;
 use criterion::{BenchmarkGroup, BenchmarkId, Criterion, Throughput, measurement::WallTime};
 use s4_benches::Sample;
 use s4_codec_cpu::rans::{Precision, Rans};
-use s4_codec_cpu::{Codec, Context};
+use s4_codec_cpu::{Codec, Context, Symbols, Workspace};
 use s4_planes::Simd;
 
 fn exponents(group: &mut BenchmarkGroup<'_, WallTime>, name: &str, symbols: &[u8], simd: Simd) {
     for precision in [Precision::P8, Precision::P12] {
-        let rans = Rans::new(precision, simd);
+        let rans = Rans::new(simd);
         let id =
             |verb: &str| BenchmarkId::new(format!("{name}/{verb}/{}-bit", precision.bits()), simd);
-        let mut coded = vec![0; rans.bound(symbols.len())];
-        let context = Context::default();
+        let context = Context::of(precision.bits() as u8);
+        let mut coded = vec![0; rans.bound(context.param, symbols.len())];
+        let mut work = Workspace::default();
         group.bench_function(id("encode"), |b| {
-            b.iter(|| rans.encode(context, black_box(symbols), &mut coded));
+            let symbols = Symbols::new(black_box(symbols), context);
+            b.iter(|| rans.encode(black_box(&symbols), &mut coded, &mut work));
         });
-        let encoded = rans.encode(context, symbols, &mut coded).expect("exponents are encodable");
+        let encoded = rans.encode(&Symbols::new(symbols, context), &mut coded, &mut work);
+        let encoded = encoded.expect("exponents are encodable");
         let (stream, mut back) = (&coded[..encoded.len], vec![0; symbols.len()]);
         group.bench_function(id("decode"), |b| {
-            b.iter(|| rans.decode(encoded.param, context, black_box(stream), &mut back));
+            b.iter(|| rans.decode(context, black_box(stream), &mut back, &mut work));
         });
         assert!(back == symbols, "exponents came back different");
     }

@@ -3,7 +3,7 @@
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use s4_codec_cpu::rans::Precision;
-use s4_codec_cpu::{Codec, Context, Rans, Simd};
+use s4_codec_cpu::{Codec, Context, Rans, Simd, Symbols, Workspace};
 
 /// Symbols of a chunk.
 const SYMBOLS: usize = 1 << 16;
@@ -32,14 +32,16 @@ fn rans(c: &mut Criterion) {
         let mut group = c.benchmark_group(format!("rans-{}", precision.bits()));
         group.throughput(Throughput::Elements(SYMBOLS as u64));
         for simd in Simd::available() {
-            let codec = Rans::new(precision, simd);
-            let mut dst = vec![0; codec.bound(symbols.len())];
-            let mut encode = || codec.encode(Context::default(), &symbols, &mut dst);
+            let codec = Rans::new(simd);
+            let (ctx, mut work) = (Context::of(precision.bits() as u8), Workspace::default());
+            let mut dst = vec![0; codec.bound(ctx.param, symbols.len())];
+            let all = Symbols::new(&symbols, ctx);
+            let mut encode = || codec.encode(&all, &mut dst, &mut work);
             group.bench_function(format!("encode/{simd}"), |b| b.iter(&mut encode));
             let encoded = encode().expect("these symbols can be encoded");
             let stream = &dst[..encoded.len];
             let mut out = vec![0; symbols.len()];
-            let mut decode = || codec.decode(encoded.param, Context::default(), stream, &mut out);
+            let mut decode = || codec.decode(ctx, stream, &mut out, &mut work);
             group.bench_function(format!("decode/{simd}"), |b| b.iter(&mut decode));
         }
         group.finish();

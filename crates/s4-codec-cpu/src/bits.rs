@@ -3,22 +3,28 @@
 use s4_format::{CodecId, Error, Result};
 use s4_planes::Simd;
 
-use crate::codec::{Codec, Context, Encoded, need};
+use crate::Workspace;
+use crate::codec::{Codec, Context, Encoded, Symbols, need};
 
 /// Codec `bits`: values below `2^width`, packed least significant bit first; 8 values take `width`
 /// bytes. The parameter of the stream is the width, 1 to 7.
 #[derive(Debug, Clone, Copy)]
 pub struct Bits {
-    width: u8,
     simd: Simd,
 }
 
 impl Bits {
-    /// Encodes at `width` bits a value; decodes any width. Widths outside of 1 to 7 are clamped.
-    /// A set of instructions that this machine lacks is replaced by plain Rust.
-    pub fn new(width: u8, simd: Simd) -> Self {
-        let simd = if simd.is_available() { simd } else { Simd::Scalar };
-        Self { width: width.clamp(1, 7), simd }
+    /// Codes with a set of instructions; one that this machine lacks is replaced by plain Rust.
+    pub fn new(simd: Simd) -> Self {
+        Self { simd: if simd.is_available() { simd } else { Simd::Scalar } }
+    }
+}
+
+/// The width that a parameter names.
+fn width_of(param: u8) -> Result<u8> {
+    match param {
+        1..=7 => Ok(param),
+        _ => Err(Error::unsupported(format!("packing at {param} bits"))),
     }
 }
 
@@ -38,33 +44,38 @@ impl Codec for Bits {
         CodecId::BITS
     }
 
-    fn bound(&self, len: usize) -> usize {
-        packed_len(len, self.width)
+    fn bound(&self, param: u8, len: usize) -> usize {
+        packed_len(len, param.min(7))
     }
 
-    fn encode(&self, _: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<Encoded> {
-        let len = self.bound(src.len());
+    fn encode(&self, symbols: &Symbols<'_>, dst: &mut [u8], _: &mut Workspace) -> Result<Encoded> {
+        let (src, width) = (symbols.bytes, width_of(symbols.context.param)?);
+        let len = packed_len(src.len(), width);
         let dst = &mut need(dst, len)?[..len];
         let (groups, rest) = src.as_chunks::<8>();
-        let (head, tail) = dst.split_at_mut(groups.len() * usize::from(self.width));
-        let mut all = pack(self.simd, self.width, groups, head);
+        let (head, tail) = dst.split_at_mut(groups.len() * usize::from(width));
+        let mut all = pack(self.simd, width, groups, head);
         if !rest.is_empty() {
             let mut last = [0; 8];
             last[..rest.len()].copy_from_slice(rest);
             let mut packed = [0; 8];
-            all |= pack(Simd::Scalar, self.width, &[last], &mut packed[..usize::from(self.width)]);
+            all |= pack(Simd::Scalar, width, &[last], &mut packed[..usize::from(width)]);
             tail.copy_from_slice(&packed[..tail.len()]);
         }
-        if all & !lanes(self.width) != 0 {
-            return Err(Error::unsupported(format!("values of more than {} bits", self.width)));
+        if all & !lanes(width) != 0 {
+            return Err(Error::unsupported(format!("values of more than {width} bits")));
         }
-        Ok(Encoded { len, param: self.width })
+        Ok(Encoded::of(len))
     }
 
-    fn decode(&self, param: u8, _: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<()> {
-        if !(1..=7).contains(&param) {
-            return Err(Error::unsupported(format!("packing at {param} bits")));
-        }
+    fn decode(
+        &self,
+        ctx: Context<'_>,
+        src: &[u8],
+        dst: &mut [u8],
+        _: &mut Workspace,
+    ) -> Result<()> {
+        let param = width_of(ctx.param)?;
         let len = packed_len(dst.len(), param);
         if src.len() < len {
             return Err(Error::truncated(format!("{} of {len} packed bytes", src.len())));

@@ -4,58 +4,111 @@ use std::fmt::Debug;
 
 use s4_format::{CodecId, Error, Result};
 
-/// What an encoder may use and a decoder is given besides the stream itself: everything here is
-/// known before the stream is decoded.
+use crate::Workspace;
+
+/// What is known of a stream before its first symbol is decoded: an encoder may use it, and a decoder
+/// is given it besides the stream itself.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Context<'a> {
+    /// The 8-bit parameter that the stream's entry keeps: which form of the codec's bitstream it is.
+    pub param: u8,
     /// Tables that the tensor's streams share, as they stand in its side data; empty if none.
     pub tables: &'a [u8],
-    /// One context byte for each symbol of the stream; empty if all have context 0.
-    pub symbols: &'a [u8],
+    /// One context byte for each symbol of the stream, the number of its table; empty if all are 0.
+    pub contexts: &'a [u8],
 }
 
-/// Size and parameter of an encoded stream.
+impl Context<'_> {
+    /// A parameter, and neither tables nor contexts.
+    pub fn of(param: u8) -> Self {
+        Self { param, ..Self::default() }
+    }
+}
+
+/// The symbols of a stream that is to be encoded, and what an encoder may do with them.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Symbols<'a> {
+    /// The symbols.
+    pub bytes: &'a [u8],
+    /// What the decoder will be given too.
+    pub context: Context<'a>,
+    /// Whether the stream may hold tables of its own although the context has some. It does where
+    /// that makes it smaller.
+    pub own_tables: bool,
+    /// The stream behind this one. A codec whose streams have room to spare may carry its end, which
+    /// need not be stored then.
+    pub behind: &'a [u8],
+    /// Whether nearly all symbols are expected to be alike, as those of small differences are: a sample
+    /// of them says little, and what a stream costs beside its symbols tells.
+    pub sparse: bool,
+}
+
+impl<'a> Symbols<'a> {
+    /// Symbols for a stream by itself.
+    pub fn new(bytes: &'a [u8], context: Context<'a>) -> Self {
+        Self { bytes, context, ..Self::default() }
+    }
+}
+
+/// What an encoder has written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Encoded {
-    /// Bytes written at the start of the destination.
+    /// Bytes at the start of the destination.
     pub len: usize,
-    /// The 8-bit parameter that the stream entry keeps and that `decode` is given again.
-    pub param: u8,
+    /// Bytes at the end of [`Symbols::behind`] that the stream carries.
+    pub carried: usize,
+    /// Whether the stream refers to the tables of its context.
+    pub shared: bool,
+}
+
+impl Encoded {
+    /// A stream of `len` bytes that carries nothing and stands by itself.
+    pub fn of(len: usize) -> Self {
+        Self { len, carried: 0, shared: false }
+    }
 }
 
 /// One bitstream. Two codecs with one id decode each other's output.
 ///
+/// A stream is coded by its codec, a parameter, tables, contexts and what it carries, and by nothing
+/// else: how hard an encoder tries (a level, vector instructions) is the value's own.
 /// Implementations do not allocate in proportion to the input, block, log, or know names; they are
-/// sync and hold no state between calls. [`crate::testing::conformance`] checks the contract.
+/// sync, and what they keep between calls is in the [`Workspace`].
+/// [`crate::testing::conformance`] checks the contract.
 pub trait Codec: Debug + Send + Sync {
     /// The bitstream's id.
     fn id(&self) -> CodecId;
 
-    /// The size that `dst` of [`Codec::encode`] must have for `len` bytes of input. No output is
-    /// ever longer. (An engine stores a stream raw when its output is not shorter than its input.)
-    fn bound(&self, len: usize) -> usize;
+    /// The size that `dst` of [`Codec::encode`] must have for `len` symbols. No output is ever
+    /// longer. (An engine stores a stream raw when its output is not shorter than its input.)
+    fn bound(&self, param: u8, len: usize) -> usize;
 
-    /// Encodes `src` into the start of `dst`, whose size is at least [`Codec::bound`]; the bytes
+    /// Encodes symbols into the start of `dst`, whose size is at least [`Codec::bound`]; the bytes
     /// after the output may be overwritten.
     ///
     /// # Errors
-    /// `Unsupported` if this codec cannot express `src` (a constant codec given other data);
-    /// `Limit` if `dst` is smaller than the bound or `src` longer than the bitstream allows.
-    fn encode(&self, ctx: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<Encoded>;
+    /// `Unsupported` if this codec cannot express the symbols (a constant codec given other data), or
+    /// does not write streams of this parameter; `Limit` if `dst` is smaller than the bound or there
+    /// are more symbols than the bitstream allows.
+    fn encode(
+        &self,
+        symbols: &Symbols<'_>,
+        dst: &mut [u8],
+        work: &mut Workspace,
+    ) -> Result<Encoded>;
 
     /// Decodes `src` into `dst`, filling it exactly. Any `src` is allowed: the result is the data,
     /// or an error and unspecified content of `dst`.
     ///
     /// # Errors
     /// `Corrupt`, `Truncated` or `Unsupported` if `src` is not a stream of `dst.len()` bytes.
-    fn decode(&self, param: u8, ctx: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<()>;
-
-    /// How many bytes of the stream behind it a stream of `len` symbols can carry along and hardly
-    /// grow. Most codecs carry none.
-    fn carry_len(&self, len: usize) -> usize {
-        let _ = len;
-        0
-    }
+    fn decode(
+        &self,
+        ctx: Context<'_>,
+        src: &[u8],
+        dst: &mut [u8],
+        work: &mut Workspace,
+    ) -> Result<()>;
 
     /// As [`Codec::decode`]; also replaces `carry` by the bytes that the stream carries.
     ///
@@ -63,21 +116,21 @@ pub trait Codec: Debug + Send + Sync {
     /// As [`Codec::decode`].
     fn decode_carrying(
         &self,
-        param: u8,
         ctx: Context<'_>,
         src: &[u8],
         dst: &mut [u8],
         carry: &mut Vec<u8>,
+        work: &mut Workspace,
     ) -> Result<()> {
         carry.clear();
-        self.decode(param, ctx, src, dst)
+        self.decode(ctx, src, dst, work)
     }
 }
 
 /// The codecs that an engine may use, by id: a value that is passed in, not a global.
 #[derive(Debug, Default)]
 pub struct Codecs {
-    list: Vec<Box<dyn Codec>>,
+    list: Vec<(CodecId, Box<dyn Codec>)>,
 }
 
 impl Codecs {
@@ -89,8 +142,8 @@ impl Codecs {
     /// Adds a codec; one with the same id is replaced.
     #[must_use]
     pub fn with(mut self, codec: impl Codec + 'static) -> Self {
-        self.list.retain(|c| c.id() != codec.id());
-        self.list.push(Box::new(codec));
+        self.list.retain(|(id, _)| *id != codec.id());
+        self.list.push((codec.id(), Box::new(codec)));
         self
     }
 
@@ -99,7 +152,7 @@ impl Codecs {
     /// # Errors
     /// `Unsupported`, naming the bitstream, if it is not registered.
     pub fn get(&self, id: CodecId) -> Result<&dyn Codec> {
-        if let Some(codec) = self.list.iter().find(|c| c.id() == id) {
+        if let Some((_, codec)) = self.list.iter().find(|c| c.0 == id) {
             return Ok(&**codec);
         }
         id.require_open()?;
@@ -108,7 +161,7 @@ impl Codecs {
 
     /// The ids of the registered codecs.
     pub fn ids(&self) -> impl Iterator<Item = CodecId> + '_ {
-        self.list.iter().map(|c| c.id())
+        self.list.iter().map(|c| c.0)
     }
 }
 

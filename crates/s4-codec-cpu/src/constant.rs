@@ -2,7 +2,8 @@
 
 use s4_format::{CodecId, Error, Result};
 
-use crate::codec::{Codec, Context, Encoded, need, no_param};
+use crate::Workspace;
+use crate::codec::{Codec, Context, Encoded, Symbols, need, no_param};
 
 /// The longest unit, in bytes.
 const MAX_UNIT: usize = 16;
@@ -23,24 +24,32 @@ impl Codec for Const {
         CodecId::CONST
     }
 
-    fn bound(&self, len: usize) -> usize {
+    fn bound(&self, _: u8, len: usize) -> usize {
         len.min(MAX_UNIT)
     }
 
-    fn encode(&self, _: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<Encoded> {
-        let dst = need(dst, self.bound(src.len()))?;
+    fn encode(&self, symbols: &Symbols<'_>, dst: &mut [u8], _: &mut Workspace) -> Result<Encoded> {
+        no_param(self.id(), symbols.context.param)?;
+        let src = symbols.bytes;
+        let dst = need(dst, self.bound(0, src.len()))?;
         if src.is_empty() {
-            return Ok(Encoded { len: 0, param: 0 });
+            return Ok(Encoded::of(0));
         }
         let unit = unit_len(src).ok_or_else(|| {
             Error::unsupported("data that is not a repeated unit of 1 to 16 bytes")
         })?;
         dst[..unit].copy_from_slice(&src[..unit]);
-        Ok(Encoded { len: unit, param: 0 })
+        Ok(Encoded::of(unit))
     }
 
-    fn decode(&self, param: u8, _: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<()> {
-        no_param(self.id(), param)?;
+    fn decode(
+        &self,
+        ctx: Context<'_>,
+        src: &[u8],
+        dst: &mut [u8],
+        _: &mut Workspace,
+    ) -> Result<()> {
+        no_param(self.id(), ctx.param)?;
         match (src.len(), dst.len()) {
             (0, 0) => return Ok(()),
             (0, _) => return Err(Error::truncated("no unit to repeat")),

@@ -3,8 +3,9 @@
 use flate2::{Compress, Compression, Decompress, FlushCompress, FlushDecompress, Status};
 use s4_format::{CodecId, Error, Result};
 
+use crate::Workspace;
 use crate::blocks::{self, BLOCK};
-use crate::codec::{Codec, Context, Encoded, no_param};
+use crate::codec::{Codec, Context, Encoded, Symbols, no_param};
 
 /// Codec `deflate`: blocks of 64 KiB, each one stream of RFC 1951.
 #[derive(Debug, Clone, Copy)]
@@ -25,6 +26,26 @@ impl Default for Deflate {
     }
 }
 
+/// The library's states, which take longer to make than a block takes to code.
+#[derive(Default)]
+struct States {
+    /// With its level.
+    compress: Option<(u32, Compress)>,
+    decompress: Option<Decompress>,
+}
+
+impl States {
+    fn compress(&mut self, level: u32) -> &mut Compress {
+        let made = self.compress.take().filter(|made| made.0 == level);
+        let new = || (level, Compress::new(Compression::new(level), false));
+        &mut self.compress.insert(made.unwrap_or_else(new)).1
+    }
+
+    fn decompress(&mut self) -> &mut Decompress {
+        self.decompress.get_or_insert_with(|| Decompress::new(false))
+    }
+}
+
 /// The longest stream of `len` bytes, with room for what the library may write beyond storing them.
 fn block_bound(len: usize) -> usize {
     128 + len + len / 8
@@ -35,25 +56,37 @@ impl Codec for Deflate {
         CodecId::DEFLATE
     }
 
-    fn bound(&self, len: usize) -> usize {
+    fn bound(&self, _: u8, len: usize) -> usize {
         blocks::bound(len, BLOCK, block_bound)
     }
 
-    fn encode(&self, _: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<Encoded> {
-        let mut state = Compress::new(Compression::new(self.level), false);
-        let len = blocks::write(src, dst, BLOCK, block_bound, |block, dst| {
+    fn encode(
+        &self,
+        symbols: &Symbols<'_>,
+        dst: &mut [u8],
+        work: &mut Workspace,
+    ) -> Result<Encoded> {
+        no_param(self.id(), symbols.context.param)?;
+        let state = work.state::<States>().compress(self.level);
+        let len = blocks::write(symbols.bytes, dst, BLOCK, block_bound, |block, dst| {
             state.reset();
             match state.compress(block, dst, FlushCompress::Finish) {
                 Ok(Status::StreamEnd) => Ok(state.total_out() as usize),
                 other => Err(Error::limit(format!("deflate: {other:?}"))),
             }
         })?;
-        Ok(Encoded { len, param: 0 })
+        Ok(Encoded::of(len))
     }
 
-    fn decode(&self, param: u8, _: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<()> {
-        no_param(self.id(), param)?;
-        let mut state = Decompress::new(false);
+    fn decode(
+        &self,
+        ctx: Context<'_>,
+        src: &[u8],
+        dst: &mut [u8],
+        work: &mut Workspace,
+    ) -> Result<()> {
+        no_param(self.id(), ctx.param)?;
+        let state = work.state::<States>().decompress();
         blocks::read(src, dst, |block, dst| {
             state.reset(false);
             let status = state

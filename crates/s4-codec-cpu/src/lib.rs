@@ -5,7 +5,7 @@
 //! library) of the same id wrote. The bitstreams are specified in `docs/codecs`, one page each.
 //!
 //! What is deliberately absent: async, I/O, names of tensors, the choice of a codec, and any state
-//! that outlives a call. Decoders take any bytes and return the data or an error; nothing in a
+//! that outlives a call but for the caller's [`Workspace`]. Decoders take any bytes and return the data or an error; nothing in a
 //! stream is used as a size before it is checked against the stream and the destination.
 
 mod bits;
@@ -20,10 +20,11 @@ pub mod rans;
 mod raw;
 mod snappy;
 pub mod testing;
+mod workspace;
 mod zstd;
 
 pub use bits::Bits;
-pub use codec::{Codec, Codecs, Context, Encoded};
+pub use codec::{Codec, Codecs, Context, Encoded, Symbols};
 pub use constant::Const;
 pub use deflate::Deflate;
 pub use gdeflate::Gdeflate;
@@ -32,20 +33,21 @@ pub use rans::Rans;
 pub use raw::Raw;
 pub use s4_planes::Simd;
 pub use snappy::Snappy;
+pub use workspace::Workspace;
 pub use zstd::Zstd;
 
 /// Every codec of this crate, running on `simd` (which the machine must have; a set that it lacks
 /// is replaced by plain Rust, which gives the same bytes).
 ///
-/// The values registered encode with the defaults of each codec: `bits` at width 7, `rans` with
-/// `P = 8`, `zstd` at level 3, `gdeflate` without matches and `deflate` at level 6. Decoding needs no
-/// options: all widths, both `P`, all levels.
+/// This is the one list of them: engines look streams up by id. The values registered encode with the
+/// defaults of each codec: `zstd` at level 3, `gdeflate` without matches and `deflate` at level 6.
+/// Each writes and reads every parameter of its bitstream.
 pub fn open_codecs(simd: Simd) -> Codecs {
     Codecs::empty()
         .with(Raw)
         .with(Const)
-        .with(Bits::new(7, simd))
-        .with(Rans::new(rans::Precision::P8, simd))
+        .with(Bits::new(simd))
+        .with(Rans::new(simd))
         .with(Zstd::default())
         .with(Gdeflate::default())
         .with(Deflate::default())

@@ -2,7 +2,8 @@
 
 use s4_format::{CodecId, Error, Result};
 
-use crate::codec::{Codec, Context, Encoded, need, no_param};
+use crate::Workspace;
+use crate::codec::{Codec, Context, Encoded, Symbols, need, no_param};
 
 /// Codec `raw`: the stream is the data.
 #[derive(Debug, Clone, Copy, Default)]
@@ -13,17 +14,25 @@ impl Codec for Raw {
         CodecId::RAW
     }
 
-    fn bound(&self, len: usize) -> usize {
+    fn bound(&self, _: u8, len: usize) -> usize {
         len
     }
 
-    fn encode(&self, _: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<Encoded> {
+    fn encode(&self, symbols: &Symbols<'_>, dst: &mut [u8], _: &mut Workspace) -> Result<Encoded> {
+        no_param(self.id(), symbols.context.param)?;
+        let src = symbols.bytes;
         need(dst, src.len())?[..src.len()].copy_from_slice(src);
-        Ok(Encoded { len: src.len(), param: 0 })
+        Ok(Encoded::of(src.len()))
     }
 
-    fn decode(&self, param: u8, _: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<()> {
-        no_param(self.id(), param)?;
+    fn decode(
+        &self,
+        ctx: Context<'_>,
+        src: &[u8],
+        dst: &mut [u8],
+        _: &mut Workspace,
+    ) -> Result<()> {
+        no_param(self.id(), ctx.param)?;
         if src.len() < dst.len() {
             return Err(Error::truncated(format!("{} of {} raw bytes", src.len(), dst.len())));
         }

@@ -6,11 +6,14 @@
 
 use s4_format::{Error, Result};
 
-use crate::codec::{Codec, Context, Encoded};
+use crate::Workspace;
+use crate::codec::{Codec, Context, Encoded, Symbols};
 
-/// Side data for the suite: what an encoder and a decoder are both given.
+/// What an encoder and a decoder are both given in the suite.
 #[derive(Debug, Clone, Copy)]
 pub struct Side<'a> {
+    /// The parameter of the streams.
+    pub param: u8,
     /// Shared tables, or nothing.
     pub tables: &'a [u8],
     /// Number of different contexts; 0 = none are given.
@@ -18,16 +21,23 @@ pub struct Side<'a> {
 }
 
 impl Side<'static> {
-    /// No side data.
-    pub const NONE: Self = Self { tables: &[], contexts: 0 };
+    /// A parameter, and no side data.
+    pub const fn of(param: u8) -> Self {
+        Self { param, tables: &[], contexts: 0 }
+    }
 }
 
 /// Runs a codec through the whole suite:
 ///
 /// - what it encodes, it decodes to the same bytes, for inputs of many sizes and shapes, empty and
-///   single ones among them; the same bytes are written whatever `dst` held before;
+///   single ones among them; the same bytes are written whatever `dst` held before and whatever the
+///   workspace was used for;
 /// - it refuses, as `Unsupported`, exactly the inputs for which `accepts` is false;
 /// - no output is longer than [`Codec::bound`], and a smaller `dst` is refused as `Limit`;
+/// - told that the symbols are sparse, it writes what is decoded to them too;
+/// - given tables and the choice, a stream that does not say that it refers to them does not;
+/// - given a stream behind, it carries the end of that, or nothing, and what it says is carried comes
+///   back; [`Codec::decode`] alone refuses a stream that carries something, as `Unsupported`;
 /// - a stream with any one bit flipped, cut anywhere, with bytes after it, with another parameter
 ///   or for another length gives an error or data, never a panic, and the same whatever `dst` held;
 /// - [`Codec::decode_carrying`] agrees with [`Codec::decode`]: the same data and nothing carried,
@@ -38,116 +48,131 @@ impl Side<'static> {
 /// # Panics
 /// If the codec breaks the contract.
 pub fn conformance(codec: &dyn Codec, side: Side<'_>, accepts: impl Fn(&[u8]) -> bool) {
+    let mut used = Workspace::default();
     for (name, data) in inputs() {
         let contexts = contexts(side, data.len());
-        let ctx = Context { tables: side.tables, symbols: &contexts };
-        match round_trip(codec, ctx, &data) {
+        let symbols = Symbols::new(&data, context(side, &contexts));
+        match round_trip(codec, &symbols, &mut used) {
             Ok(_) => assert!(accepts(&data), "{name}: encoded what it should refuse"),
             Err(Error::Unsupported { what, .. }) => assert!(!accepts(&data), "{name}: {what}"),
             Err(error) => panic!("{name} of {} bytes: {error}", data.len()),
         }
+        if accepts(&data) {
+            variants(codec, name, &symbols, &mut used);
+        }
     }
     for (name, data) in damage_inputs().into_iter().filter(|(_, data)| accepts(data)) {
         let contexts = contexts(side, data.len());
-        let ctx = Context { tables: side.tables, symbols: &contexts };
-        let (stream, param) = match round_trip(codec, ctx, &data) {
-            Ok(encoded) => encoded,
+        let ctx = context(side, &contexts);
+        let stream = match round_trip(codec, &Symbols::new(&data, ctx), &mut used) {
+            Ok((stream, _)) => stream,
             Err(error) => panic!("{name}: {error}"),
         };
-        damage(&stream, param, data.len(), |param, stream, len| {
-            let _ = decode(codec, param, ctx, stream, len);
+        damage(&stream, side.param, data.len(), |param, stream, len| {
+            let _ = decode(codec, Context { param, ..ctx }, stream, len);
         });
     }
 }
 
-/// Runs a codec that carries through a suite of its own. `encode` encodes the symbols, its third
-/// argument, with the carried bytes, its second, into the last.
+/// What else an encoder may be told.
+fn variants(codec: &dyn Codec, name: &str, symbols: &Symbols<'_>, used: &mut Workspace) {
+    let behind = noise(4096 + symbols.bytes.len() / 16, 11);
+    for symbols in [
+        Symbols { own_tables: true, ..*symbols },
+        Symbols { sparse: true, behind: &behind, ..*symbols },
+    ] {
+        if let Err(error) = round_trip(codec, &symbols, used) {
+            panic!("{name} of {} bytes: {error}", symbols.bytes.len());
+        }
+    }
+}
+
+/// Runs a codec that carries through a suite of its own.
 ///
-/// - Data and what was carried come back, for all inputs of [`conformance`] that are long enough
-///   to carry anything, and whatever `dst` held before;
-/// - [`Codec::decode`] alone refuses such a stream as `Unsupported`;
-/// - no output is longer than [`Codec::bound`];
-/// - carrying anything but nothing or [`Codec::carry_len`] bytes is refused as `Limit`;
-/// - damaged streams, as in [`conformance`], give an error or data.
+/// - Something is carried, of every input of [`conformance`] that is not empty;
+/// - of a stream behind that is shorter than what could be carried, no more is carried than it has;
+/// - damaged streams that carry, as in [`conformance`], give an error or data.
 ///
 /// # Panics
 /// If the codec breaks the contract.
-pub fn carrying(
-    codec: &dyn Codec,
-    side: Side<'_>,
-    encode: impl Fn(Context<'_>, &[u8], &[u8], &mut [u8]) -> Result<Encoded>,
-) {
-    let encoded = |ctx: Context<'_>, data: &[u8]| {
-        let carry = noise(codec.carry_len(data.len()), data.len() as u64);
-        let mut dst = vec![0xa5; codec.bound(data.len())];
-        match encode(ctx, &carry, data, &mut dst) {
-            Ok(Encoded { len, param }) => {
-                dst.truncate(len);
-                (carry, dst, param)
-            }
-            Err(error) => panic!("{} bytes: {error}", data.len()),
-        }
+pub fn carrying(codec: &dyn Codec, side: Side<'_>) {
+    let mut used = Workspace::default();
+    let mut encoded = |symbols: &Symbols<'_>| match round_trip(codec, symbols, &mut used) {
+        Ok(encoded) => encoded,
+        Err(error) => panic!("{} bytes: {error}", symbols.bytes.len()),
     };
-    let carries = |data: &[u8]| codec.carry_len(data.len()) > 0;
-    for (name, data) in inputs().into_iter().filter(|(_, data)| carries(data)) {
+    for (name, data) in inputs().into_iter().filter(|(_, data)| !data.is_empty()) {
         let contexts = contexts(side, data.len());
-        let ctx = Context { tables: side.tables, symbols: &contexts };
-        let (carry, stream, param) = encoded(ctx, &data);
-        let decoded = decode_carrying(codec, param, ctx, &stream, data.len());
-        assert!(decoded == Ok((data.clone(), carry)), "{name} of {} bytes", data.len());
-        let alone = codec.decode(param, ctx, &stream, &mut vec![0; data.len()]);
-        assert!(matches!(alone, Err(Error::Unsupported { .. })), "{name}: {alone:?}");
+        let behind = noise(4096 + data.len() / 16, data.len() as u64);
+        let symbols = Symbols { behind: &behind, ..Symbols::new(&data, context(side, &contexts)) };
+        let most = encoded(&symbols).1.carried;
+        assert!(most > 0, "{name} of {} bytes carries nothing", data.len());
+        encoded(&Symbols { behind: &behind[..most], ..symbols });
+        encoded(&Symbols { behind: &behind[..most - 1], ..symbols });
     }
     for (_, data) in damage_inputs() {
         let contexts = contexts(side, data.len());
-        let ctx = Context { tables: side.tables, symbols: &contexts };
-        let right = codec.carry_len(data.len());
-        for wrong in [1, right.saturating_sub(1), right + 1, 2 * right] {
-            if wrong != right && wrong != 0 {
-                let mut dst = vec![0; codec.bound(data.len())];
-                let refused = encode(ctx, &vec![7; wrong], &data, &mut dst);
-                assert!(matches!(refused, Err(Error::Limit { .. })), "{wrong}: {refused:?}");
-            }
-        }
-        let (_, stream, param) = encoded(ctx, &data);
-        damage(&stream, param, data.len(), |param, stream, len| {
-            let _ = decode_carrying(codec, param, ctx, stream, len);
+        let (ctx, behind) = (context(side, &contexts), noise(4096, 12));
+        let (stream, _) = encoded(&Symbols { behind: &behind, ..Symbols::new(&data, ctx) });
+        damage(&stream, side.param, data.len(), |param, stream, len| {
+            let _ = decode_carrying(codec, Context { param, ..ctx }, stream, len);
         });
     }
 }
 
-/// Encodes and decodes `data` and compares; returns the stream and its parameter.
+/// Encodes and decodes symbols and compares, with fresh memory and with memory that was `used`; returns
+/// the stream, and what the encoder says of it.
 ///
 /// # Errors
 /// What the encoder says.
 ///
 /// # Panics
 /// If the codec breaks the contract.
-pub fn round_trip(codec: &dyn Codec, ctx: Context<'_>, data: &[u8]) -> Result<(Vec<u8>, u8)> {
-    let bound = codec.bound(data.len());
+pub fn round_trip(
+    codec: &dyn Codec,
+    symbols: &Symbols<'_>,
+    used: &mut Workspace,
+) -> Result<(Vec<u8>, Encoded)> {
+    let Symbols { bytes: data, context: ctx, behind, .. } = *symbols;
+    let bound = codec.bound(ctx.param, data.len());
     if let Some(less) = bound.checked_sub(1) {
-        let refused = codec.encode(ctx, data, &mut vec![0; less]);
+        let refused = codec.encode(symbols, &mut vec![0; less], used);
         assert!(
             matches!(refused, Err(Error::Limit { .. } | Error::Unsupported { .. })),
             "encoded into less than the bound: {refused:?}"
         );
     }
     let mut dst = vec![0; bound];
-    let Encoded { len, param } = codec.encode(ctx, data, &mut dst)?;
+    let encoded = codec.encode(symbols, &mut dst, &mut Workspace::default())?;
+    let Encoded { len, carried, shared } = encoded;
     assert!(len <= bound, "{len} bytes written, bound {bound}");
     dst.truncate(len);
 
     let mut dirty = vec![0xa5; bound + 100];
-    let again = codec.encode(ctx, data, &mut dirty)?;
-    assert_eq!(again, Encoded { len, param }, "encoded differently");
-    assert!(dirty[..len] == dst, "the output depends on what dst held");
+    let again = codec.encode(symbols, &mut dirty, used)?;
+    assert_eq!(again, encoded, "encoded differently");
+    assert!(dirty[..len] == dst, "the output depends on what memory held");
     assert!(dirty[bound..].iter().all(|&b| b == 0xa5), "wrote past the bound");
 
-    match decode(codec, param, ctx, &dst, data.len()) {
-        Ok(decoded) => assert!(decoded == data, "{} bytes decoded to others", data.len()),
-        Err(error) => panic!("{} bytes not decoded: {error}", data.len()),
+    assert!(carried <= behind.len(), "{carried} of {} bytes carried", behind.len());
+    let carry = &behind[behind.len() - carried..];
+    let ctx = if shared { ctx } else { Context { tables: &[], ..ctx } };
+    let mut back = vec![0x77; data.len()];
+    let alone = codec.decode(ctx, &dst, &mut back, used);
+    if carried > 0 {
+        assert!(matches!(alone, Err(Error::Unsupported { .. })), "carries {carried}: {alone:?}");
+        let decoded = decode_carrying(codec, ctx, &dst, data.len());
+        assert!(decoded.is_ok_and(|(back, c)| back == data && c == carry), "decoded to others");
+    } else {
+        assert!(
+            alone == Ok(()) && back == data,
+            "{} bytes decoded to others: {alone:?}",
+            data.len()
+        );
+        let decoded = decode(codec, ctx, &dst, data.len());
+        assert!(decoded.is_ok_and(|back| back == data), "decoding depends on what memory held");
     }
-    Ok((dst, param))
+    Ok((dst, encoded))
 }
 
 /// Decodes into two buffers that hold different bytes before and checks that the outcome is the
@@ -158,19 +183,13 @@ pub fn round_trip(codec: &dyn Codec, ctx: Context<'_>, data: &[u8]) -> Result<(V
 ///
 /// # Panics
 /// If the outcome depends on what the buffer held.
-pub fn decode(
-    codec: &dyn Codec,
-    param: u8,
-    ctx: Context<'_>,
-    stream: &[u8],
-    len: usize,
-) -> Result<Vec<u8>> {
+pub fn decode(codec: &dyn Codec, ctx: Context<'_>, stream: &[u8], len: usize) -> Result<Vec<u8>> {
     let mut zeros = vec![0x00; len];
     let mut ones = vec![0xff; len];
-    let first = codec.decode(param, ctx, stream, &mut zeros);
-    let second = codec.decode(param, ctx, stream, &mut ones);
+    let first = codec.decode(ctx, stream, &mut zeros, &mut Workspace::default());
+    let second = codec.decode(ctx, stream, &mut ones, &mut Workspace::default());
     assert_eq!(first, second, "the outcome depends on what the buffer held");
-    match decode_carrying(codec, param, ctx, stream, len) {
+    match decode_carrying(codec, ctx, stream, len) {
         Ok((data, carry)) if carry.is_empty() => {
             assert_eq!(first, Ok(()), "refused what carries nothing");
             assert!(data == zeros, "decoded differently as a stream that may carry");
@@ -184,7 +203,7 @@ pub fn decode(
 }
 
 /// Decodes data and what the stream carries, twice into memory that holds different bytes before,
-/// and checks that the outcome is the same.
+/// the second time with a workspace that was just used, and checks that the outcome is the same.
 ///
 /// # Errors
 /// What the decoder says.
@@ -193,14 +212,14 @@ pub fn decode(
 /// If the outcome depends on what the memory held.
 pub fn decode_carrying(
     codec: &dyn Codec,
-    param: u8,
     ctx: Context<'_>,
     stream: &[u8],
     len: usize,
 ) -> Result<(Vec<u8>, Vec<u8>)> {
-    let attempt = |fill, carry| {
+    let mut work = Workspace::default();
+    let mut attempt = |fill, carry| {
         let mut state = (vec![fill; len], carry);
-        codec.decode_carrying(param, ctx, stream, &mut state.0, &mut state.1).map(|()| state)
+        codec.decode_carrying(ctx, stream, &mut state.0, &mut state.1, &mut work).map(|()| state)
     };
     let first = attempt(0x00, Vec::new());
     let second = attempt(0xff, vec![0x5a; 1000]);
@@ -238,6 +257,11 @@ fn damage(stream: &[u8], param: u8, len: usize, attempt: impl Fn(u8, &[u8], usiz
     for other in [0, 1, len.saturating_sub(1), len + 1, 2 * len, len + 20_000] {
         attempt(param, stream, other);
     }
+}
+
+/// What encoders and decoders are given of a side.
+fn context<'a>(side: Side<'a>, contexts: &'a [u8]) -> Context<'a> {
+    Context { param: side.param, tables: side.tables, contexts }
 }
 
 /// Contexts for `len` symbols.

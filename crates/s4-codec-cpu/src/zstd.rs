@@ -1,20 +1,20 @@
 //! Zstandard frames (docs/codecs/zstd.md).
 
 use s4_format::{CodecId, Error, Result};
-use zstd::zstd_safe;
+use zstd::zstd_safe::{self, CCtx, DCtx};
 
+use crate::Workspace;
 use crate::blocks::{self, BLOCK};
-use crate::codec::{Codec, Context, Encoded, need};
+use crate::codec::{Codec, Context, Encoded, Symbols, need};
 
 /// The parameter of a stream that is one frame.
 const ONE_FRAME: u8 = 0;
 
 /// Codec `zstd`: the stream is one Zstandard frame (RFC 8878) with its content size, or blocks of
-/// 64 KiB, each one frame. Decoders read both.
+/// 64 KiB, each one frame: what a GPU reads and writes side by side. The parameter says which.
 #[derive(Debug, Clone, Copy)]
 pub struct Zstd {
     level: i32,
-    param: u8,
 }
 
 impl Zstd {
@@ -23,14 +23,7 @@ impl Zstd {
 
     /// An encoder at a level of the zstd library (its range of levels limits it).
     pub fn new(level: i32) -> Self {
-        let level = level.clamp(zstd_safe::min_c_level(), zstd_safe::max_c_level());
-        Self { level, param: ONE_FRAME }
-    }
-
-    /// The same encoder, writing blocks: what a GPU reads and writes side by side.
-    #[must_use]
-    pub fn in_blocks(self) -> Self {
-        Self { param: Self::IN_BLOCKS, ..self }
+        Self { level: level.clamp(zstd_safe::min_c_level(), zstd_safe::max_c_level()) }
     }
 }
 
@@ -40,43 +33,84 @@ impl Default for Zstd {
     }
 }
 
+/// The library's contexts, which are made on first use.
+#[derive(Default)]
+struct Contexts {
+    encode: Option<CCtx<'static>>,
+    decode: Option<DCtx<'static>>,
+}
+
 impl Codec for Zstd {
     fn id(&self) -> CodecId {
         CodecId::ZSTD
     }
 
-    fn bound(&self, len: usize) -> usize {
-        match self.param {
+    fn bound(&self, param: u8, len: usize) -> usize {
+        match param {
             ONE_FRAME => zstd_safe::compress_bound(len),
             _ => blocks::bound(len, BLOCK, zstd_safe::compress_bound),
         }
     }
 
-    fn encode(&self, _: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<Encoded> {
-        let dst = need(dst, self.bound(src.len()))?;
-        let frame = |src: &[u8], dst: &mut [u8]| {
-            zstd_safe::compress(dst, src, self.level)
+    fn encode(
+        &self,
+        symbols: &Symbols<'_>,
+        dst: &mut [u8],
+        work: &mut Workspace,
+    ) -> Result<Encoded> {
+        let (src, param) = (symbols.bytes, symbols.context.param);
+        let dst = need(dst, self.bound(param, src.len()))?;
+        let made = &mut work.state::<Contexts>().encode;
+        let context = match made {
+            Some(context) => context,
+            None => made.insert(CCtx::try_create().ok_or_else(no_memory)?),
+        };
+        let mut frame = |src: &[u8], dst: &mut [u8]| {
+            context
+                .compress(dst, src, self.level)
                 .map_err(|code| Error::limit(format!("zstd: {}", zstd_safe::get_error_name(code))))
         };
-        let len = match self.param {
+        let len = match param {
             ONE_FRAME => frame(src, dst)?,
-            _ => blocks::write(src, dst, BLOCK, zstd_safe::compress_bound, frame)?,
+            Self::IN_BLOCKS => blocks::write(src, dst, BLOCK, zstd_safe::compress_bound, frame)?,
+            _ => return Err(other_param(param)),
         };
-        Ok(Encoded { len, param: self.param })
+        Ok(Encoded::of(len))
     }
 
-    fn decode(&self, param: u8, _: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<()> {
-        match param {
-            ONE_FRAME => decode_frame(src, dst),
-            Self::IN_BLOCKS => blocks::read(src, dst, decode_frame),
-            _ => Err(Error::unsupported(format!("codec `zstd` with parameter {param}"))),
+    fn decode(
+        &self,
+        ctx: Context<'_>,
+        src: &[u8],
+        dst: &mut [u8],
+        work: &mut Workspace,
+    ) -> Result<()> {
+        let made = &mut work.state::<Contexts>().decode;
+        let context = match made {
+            Some(context) => context,
+            None => made.insert(DCtx::try_create().ok_or_else(no_memory)?),
+        };
+        let mut frame = |src: &[u8], dst: &mut [u8]| decode_frame(context, src, dst);
+        match ctx.param {
+            ONE_FRAME => frame(src, dst),
+            Self::IN_BLOCKS => blocks::read(src, dst, frame),
+            param => Err(other_param(param)),
         }
     }
 }
 
-fn decode_frame(src: &[u8], dst: &mut [u8]) -> Result<()> {
+fn other_param(param: u8) -> Error {
+    Error::unsupported(format!("codec `zstd` with parameter {param}"))
+}
+
+fn no_memory() -> Error {
+    Error::limit("zstd: no memory for a context")
+}
+
+fn decode_frame(context: &mut DCtx<'_>, src: &[u8], dst: &mut [u8]) -> Result<()> {
     check_frame(src, dst.len())?;
-    let len = zstd_safe::decompress(dst, src)
+    let len = context
+        .decompress(dst, src)
         .map_err(|code| Error::corrupt(format!("zstd: {}", zstd_safe::get_error_name(code))))?;
     if len != dst.len() {
         return Err(Error::corrupt(format!("zstd frame of {len} bytes for {}", dst.len())));

@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use s4_codec_cpu::rans::{Counts, Place, Precision, Table, Tables, write_tables};
-use s4_codec_cpu::{Codec, Context, Rans, Simd};
+use s4_codec_cpu::{Codec, Context, Rans, Simd, Workspace};
 use s4_format::Error;
 
 mod common;
@@ -22,8 +22,8 @@ fn check(tables: Tables<'_>, contexts: &[u8], carry: &[u8], symbols: &[u8]) -> V
         Place::Shared => write_tables(tables.list),
         Place::Inline => Vec::new(),
     };
-    let ctx = Context { tables: &shared, symbols: contexts };
     let precision = tables.list[0].precision();
+    let ctx = Context { param: precision.bits() as u8, tables: &shared, contexts };
     let len = symbols.len();
     for simd in Simd::available() {
         let stream = encode(simd, tables, contexts, carry, symbols);
@@ -32,12 +32,8 @@ fn check(tables: Tables<'_>, contexts: &[u8], carry: &[u8], symbols: &[u8]) -> V
             decode_carrying(simd, precision, ctx, &stream, len).expect("decodes");
         assert!(decoded == symbols, "{simd} reads {len} symbols differently");
         assert!(carried == carry, "{simd}: {len} symbols carry something else");
-        let alone = Rans::new(precision, simd).decode(
-            precision.bits() as u8,
-            ctx,
-            &stream,
-            &mut vec![0; len],
-        );
+        let (mut dst, mut work) = (vec![0; len], Workspace::default());
+        let alone = Rans::new(simd).decode(ctx, &stream, &mut dst, &mut work);
         assert!(matches!(alone, Err(Error::Unsupported { .. })), "{simd}: {alone:?}");
     }
     oracle
@@ -90,9 +86,9 @@ fn the_smallest_and_the_largest_words_are_carried() {
         let mut one = check(tables, &[], &one, &symbols);
         one[7] = 0;
         for simd in Simd::available() {
-            let codec = Rans::new(precision, simd);
-            let param = precision.bits() as u8;
-            let outcome = codec.decode(param, Context::default(), &one, &mut [0; 40_000]);
+            let ctx = Context::of(precision.bits() as u8);
+            let mut work = Workspace::default();
+            let outcome = Rans::new(simd).decode(ctx, &one, &mut [0; 40_000], &mut work);
             assert!(matches!(outcome, Err(Error::Corrupt { .. })), "{simd}: {outcome:?}");
         }
     }
@@ -133,10 +129,10 @@ fn other_lengths_are_refused() {
         let list = own_table(Precision::P8, &symbols);
         let tables = Tables { list: &list, place: Place::Inline };
         for simd in Simd::available() {
-            let codec = Rans::new(Precision::P8, simd);
+            let codec = Rans::new(simd);
             let right = codec.carry_len(len);
             assert_eq!(right, 64 * len.div_ceil(16_384));
-            let mut dst = vec![0; codec.bound(len)];
+            let mut dst = vec![0; codec.bound(8, len)];
             for wrong in [1, 2, 63, 64, 65, 127, 128, 129, 192] {
                 if wrong != right {
                     let outcome =

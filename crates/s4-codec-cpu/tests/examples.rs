@@ -1,19 +1,21 @@
 //! The worked examples of docs/codecs (that of `rans` is in `rans.rs`).
 
-use s4_codec_cpu::{Codec, Context, Simd, open_codecs};
+use s4_codec_cpu::{Codec, Context, Simd, Symbols, Workspace, open_codecs};
 use s4_format::CodecId;
 
 fn check(id: CodecId, param: u8, plane: &[u8], stream: &[u8]) {
     let codecs = open_codecs(Simd::detect());
     let codec = codecs.get(id).expect("registered");
     let mut dst = vec![0xa5; plane.len()];
-    codec.decode(param, Context::default(), stream, &mut dst).expect("decodes");
+    let mut work = Workspace::default();
+    codec.decode(Context::of(param), stream, &mut dst, &mut work).expect("decodes");
     assert_eq!(dst, plane, "{id}");
 }
 
-fn encode(codec: &dyn Codec, plane: &[u8]) -> Vec<u8> {
-    let mut dst = vec![0; codec.bound(plane.len())];
-    let len = codec.encode(Context::default(), plane, &mut dst).expect("encodes").len;
+fn encode(codec: &dyn Codec, param: u8, plane: &[u8]) -> Vec<u8> {
+    let mut dst = vec![0; codec.bound(param, plane.len())];
+    let symbols = Symbols::new(plane, Context::of(param));
+    let len = codec.encode(&symbols, &mut dst, &mut Workspace::default()).expect("encodes").len;
     dst.truncate(len);
     dst
 }
@@ -28,8 +30,8 @@ fn raw() {
 fn constant() {
     let plane = [0x3f, 0x80, 0x00, 0x3f, 0x80, 0x00, 0x3f, 0x80];
     check(CodecId::CONST, 0, &plane, &plane[..3]);
-    assert_eq!(encode(&s4_codec_cpu::Const, &plane), plane[..3]);
-    assert_eq!(encode(&s4_codec_cpu::Const, &[0; 65_536]), [0]);
+    assert_eq!(encode(&s4_codec_cpu::Const, 0, &plane), plane[..3]);
+    assert_eq!(encode(&s4_codec_cpu::Const, 0, &[0; 65_536]), [0]);
 }
 
 #[test]
@@ -37,7 +39,7 @@ fn bits() {
     let (plane, stream) = ([1, 2, 3, 4, 5, 6, 7, 0, 1], [0xd1, 0x58, 0x1f, 0x01]);
     check(CodecId::BITS, 3, &plane, &stream);
     for simd in Simd::available() {
-        assert_eq!(encode(&s4_codec_cpu::Bits::new(3, simd), &plane), stream);
+        assert_eq!(encode(&s4_codec_cpu::Bits::new(simd), 3, &plane), stream);
     }
 }
 

@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 use gdeflate::{CompressionLevel, CompressionResult, Compressor, Decompressor, Tile};
 use proptest::prelude::*;
 use s4_codec_cpu::blocks::{BLOCK, Block, Blocks, bound, write};
-use s4_codec_cpu::{Codec, Context, Gdeflate};
+use s4_codec_cpu::{Codec, Context, Gdeflate, Symbols, Workspace};
 
 const LEVELS: [CompressionLevel; 13] = [
     CompressionLevel::None,
@@ -62,15 +62,17 @@ fn fibonacci() -> Vec<u8> {
 }
 
 fn encode(codec: Gdeflate, plane: &[u8]) -> Vec<u8> {
-    let mut dst = vec![0xa5; codec.bound(plane.len())];
-    let len = codec.encode(Context::default(), plane, &mut dst).expect("encodes").len;
+    let mut dst = vec![0xa5; codec.bound(0, plane.len())];
+    let symbols = Symbols::new(plane, Context::default());
+    let len = codec.encode(&symbols, &mut dst, &mut Workspace::default()).expect("encodes").len;
     dst.truncate(len);
     dst
 }
 
 fn decode(stream: &[u8], len: usize) -> s4_format::Result<Vec<u8>> {
     let mut dst = vec![0x5a; len];
-    Gdeflate::default().decode(0, Context::default(), stream, &mut dst).map(|()| dst)
+    let mut work = Workspace::default();
+    Gdeflate::default().decode(Context::default(), stream, &mut dst, &mut work).map(|()| dst)
 }
 
 /// The other implementation's answer, which reads past the end of some bad pages: it is given zeros

@@ -3,7 +3,7 @@
 #[path = "common/data.rs"]
 mod data;
 
-use s4_codec_cpu::{Codec, Context, Gdeflate, Simd, Zstd, open_codecs};
+use s4_codec_cpu::{Codec, Context, Gdeflate, Simd, Symbols, Workspace, Zstd, open_codecs};
 use s4_format::CodecId;
 
 const LEN: usize = 80_000;
@@ -30,17 +30,18 @@ fn streams_of_nvcomp_are_read() {
             let stream = std::fs::read(&path).expect("a golden file");
             let codec = codecs.get(id).expect("registered");
             let mut read = vec![0x5a; LEN];
-            match codec.decode(param, Context::default(), &stream, &mut read) {
+            let (ctx, mut work) = (Context::of(param), Workspace::default());
+            match codec.decode(ctx, &stream, &mut read, &mut work) {
                 Ok(()) => assert!(&read == plane, "{writer}, {plane_name}: other bytes"),
                 Err(error) => panic!("{writer}, {plane_name}: {error}"),
             }
             // Each byte of the stream counts: none may be missing, none may follow.
             for cut in [1, 2, 4, 100] {
                 let short = &stream[..stream.len() - cut];
-                assert!(codec.decode(param, Context::default(), short, &mut read).is_err());
+                assert!(codec.decode(ctx, short, &mut read, &mut work).is_err());
             }
             let longer = [&stream[..], &[0; 4]].concat();
-            assert!(codec.decode(param, Context::default(), &longer, &mut read).is_err());
+            assert!(codec.decode(ctx, &longer, &mut read, &mut work).is_err());
         }
     }
 }
@@ -54,8 +55,10 @@ fn our_gdeflate_is_no_longer_than_that_of_nvcomp() {
         let path = data::folder().join(format!("golden/nvcomp/gdeflate-0_{file}.bin"));
         let theirs = std::fs::metadata(path).expect("a golden file").len() as usize;
         let codec = Gdeflate::entropy_only();
-        let mut dst = vec![0; codec.bound(LEN)];
-        let ours = codec.encode(Context::default(), plane, &mut dst).expect("encodes").len;
+        let mut dst = vec![0; codec.bound(0, LEN)];
+        let symbols = Symbols::new(plane, Context::default());
+        let ours =
+            codec.encode(&symbols, &mut dst, &mut Workspace::default()).expect("encodes").len;
         assert!(ours <= theirs, "{plane_name}: {ours}, nvCOMP {theirs}");
         println!("{plane_name}: {ours}, nvCOMP {theirs}");
     }

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use s4_codec_cpu::rans::{
     Counts, Entry, Place, Precision, Table, Tables, cost, parse_tables, write_tables,
 };
-use s4_codec_cpu::{Codec, Context, Rans, Simd};
+use s4_codec_cpu::{Codec, Context, Rans, Simd, Symbols, Workspace};
 use s4_format::Error;
 
 mod common;
@@ -19,8 +19,8 @@ fn decode(
     len: usize,
 ) -> Option<Vec<u8>> {
     let mut dst = vec![0; len];
-    let codec = Rans::new(Precision::P8, simd);
-    codec.decode(precision.bits() as u8, ctx, src, &mut dst).ok().map(|()| dst)
+    let ctx = Context { param: precision.bits() as u8, ..ctx };
+    Rans::new(simd).decode(ctx, src, &mut dst, &mut Workspace::default()).ok().map(|()| dst)
 }
 
 /// Encodes with every set of instructions, compares with plain Rust, and decodes with every set.
@@ -30,7 +30,7 @@ fn check(tables: Tables<'_>, symbols: &[u8]) -> Vec<u8> {
         Place::Shared => write_tables(tables.list),
         Place::Inline => Vec::new(),
     };
-    let ctx = Context { tables: &shared, symbols: &[] };
+    let ctx = Context { tables: &shared, ..Context::default() };
     let precision = tables.list[0].precision();
     for simd in Simd::available() {
         let stream = encode(simd, tables, &[], &[], symbols);
@@ -107,10 +107,11 @@ fn contexts_pick_tables() {
                 contexts.iter().enumerate().map(|(i, &c)| streams[usize::from(c)][i]).collect();
 
             // Tables of its own, one for each context.
-            let codec = Rans::new(precision, Simd::detect());
-            let ctx = Context { tables: &[], symbols: &contexts };
-            let mut dst = vec![0; codec.bound(len)];
-            let encoded = codec.encode(ctx, &symbols, &mut dst).unwrap();
+            let (codec, param) = (Rans::new(Simd::detect()), precision.bits() as u8);
+            let ctx = Context { param, tables: &[], contexts: &contexts };
+            let mut dst = vec![0; codec.bound(param, len)];
+            let all = Symbols::new(&symbols, ctx);
+            let encoded = codec.encode(&all, &mut dst, &mut Workspace::default()).unwrap();
             let own = &dst[..encoded.len];
             assert_eq!(decode(Simd::Scalar, precision, ctx, own, len).unwrap(), symbols);
 
@@ -124,7 +125,7 @@ fn contexts_pick_tables() {
             assert_eq!(parse_tables(precision, &shared).unwrap(), list);
             let tables = Tables { list: &list, place: Place::Shared };
             let stream = encode(Simd::detect(), tables, &contexts, &[], &symbols);
-            let ctx = Context { tables: &shared, symbols: &contexts };
+            let ctx = Context { param, tables: &shared, contexts: &contexts };
             assert_eq!(decode(Simd::detect(), precision, ctx, &stream, len).unwrap(), symbols);
             if len > 9000 {
                 let one = [Counts::of_stream(&symbols).table(precision)];
@@ -138,7 +139,7 @@ fn contexts_pick_tables() {
                 assert!(stream.len() * 10 < one.len() * 9, "{} {}", stream.len(), one.len());
                 assert!(own.len() * 10 < one.len() * 9);
             }
-            let wrong = Context { tables: &shared, symbols: &contexts[1..] };
+            let wrong = Context { contexts: &contexts[1..], ..ctx };
             assert_eq!(decode(Simd::detect(), precision, wrong, &stream, len), None);
         }
     }
@@ -167,7 +168,7 @@ fn segments_of_other_sizes_are_read() {
         let list = [Counts::of_stream(&symbols).table(precision)];
         let shared = write_tables(&list);
         let tables = Tables { list: &list, place: Place::Shared };
-        let ctx = Context { tables: &shared, symbols: &[] };
+        let ctx = Context { tables: &shared, ..Context::default() };
         for log2 in 12..=14 {
             let carry: Vec<u8> =
                 noise(64 * symbols.len().div_ceil(1 << log2), 5).map(|x| x as u8).collect();
@@ -198,9 +199,9 @@ fn long_segments_are_written_and_read_by_every_set_of_instructions() {
             let carry: Vec<u8> = noise(64 * len.div_ceil(32_768), 3).map(|x| x as u8).collect();
             let mut oracle = None;
             for simd in Simd::available() {
-                let codec = Rans::new(precision, simd).with_long_segments();
+                let codec = Rans::new(simd).with_long_segments();
                 assert_eq!(codec.carry_len(len), carry.len());
-                let mut dst = vec![0; codec.bound(len)];
+                let mut dst = vec![0; codec.bound(precision.bits() as u8, len)];
                 let e = codec.encode_with(tables, &[], &carry, &symbols, &mut dst).unwrap();
                 dst.truncate(e.len);
                 assert_eq!(dst[5], 15);
@@ -227,12 +228,12 @@ fn headers_that_the_specification_does_not_have_are_unsupported() {
             let valid = [value == 5, (12..=15).contains(&value), value < 4][at.min(6) - 4];
             let mut dst = vec![0; symbols.len()];
             let mut carry = Vec::new();
-            let outcome = Rans::new(Precision::P8, Simd::detect()).decode_carrying(
-                8,
-                Context::default(),
+            let outcome = Rans::new(Simd::detect()).decode_carrying(
+                Context::of(8),
                 &changed,
                 &mut dst,
                 &mut carry,
+                &mut Workspace::default(),
             );
             let refused = matches!(outcome, Err(Error::Unsupported { .. }));
             assert_eq!(refused, !valid, "byte {at} = {value}: {outcome:?}");

@@ -1,4 +1,4 @@
-//! Differences from a parent's bits.
+//! Differences from predicted bits.
 
 use s4_format::{Error, ResidualId, Result};
 use s4_planes::{Kernels, Width};
@@ -33,6 +33,11 @@ impl Residual {
             Self::Xor => ResidualId::XOR,
             Self::Sub => ResidualId::SUB,
         }
+    }
+
+    /// The residual with an id; `None` for [`ResidualId::ID`], which is no difference, and for others.
+    pub fn from_id(id: ResidualId) -> Option<Self> {
+        [Self::Xor, Self::Sub].into_iter().find(|residual| residual.id() == id)
     }
 
     /// Replaces the elements in `buf` by their differences from `parent`, the same elements of the

@@ -51,4 +51,7 @@ fn parents_of_another_size_are_refused() {
 fn ids_are_those_of_the_format() {
     assert_eq!(Residual::Xor.id(), ResidualId::XOR);
     assert_eq!(Residual::Sub.id(), ResidualId::SUB);
+    for id in ResidualId::ALL {
+        assert_eq!(Residual::from_id(*id).map(Residual::id), Some(*id).filter(|id| id.0 != 0));
+    }
 }

@@ -1,6 +1,6 @@
 //! Closed bitstreams: what reads and writes them, and what is said where nothing does.
 
-use s4_codec_cpu::{Codec, Codecs, Context, Encoded, open_codecs};
+use s4_codec_cpu::{Codec, Codecs, Context, Encoded, Symbols, Workspace, open_codecs};
 use s4_format::manifest::ClosedCodec;
 use s4_format::{CodecId, Error, Result};
 use s4_planes::Simd;
@@ -54,15 +54,15 @@ impl Codec for Refuse {
         self.id
     }
 
-    fn bound(&self, _: usize) -> usize {
+    fn bound(&self, _: u8, _: usize) -> usize {
         0
     }
 
-    fn encode(&self, _: Context<'_>, _: &[u8], _: &mut [u8]) -> Result<Encoded> {
+    fn encode(&self, _: &Symbols<'_>, _: &mut [u8], _: &mut Workspace) -> Result<Encoded> {
         Err(self.why.clone())
     }
 
-    fn decode(&self, _: u8, _: Context<'_>, _: &[u8], _: &mut [u8]) -> Result<()> {
+    fn decode(&self, _: Context<'_>, _: &[u8], _: &mut [u8], _: &mut Workspace) -> Result<()> {
         Err(self.why.clone())
     }
 }
@@ -153,7 +153,9 @@ mod tests {
 
     fn why(closed: &[ClosedCodec], trusted: bool, id: CodecId) -> String {
         let codecs = with_readers(open_codecs(Simd::detect()), closed, trusted);
-        let decoded = codecs.get(id).and_then(|c| c.decode(0, Context::default(), &[], &mut [0]));
+        let mut work = Workspace::default();
+        let decoded =
+            codecs.get(id).and_then(|c| c.decode(Context::default(), &[], &mut [0], &mut work));
         let error = decoded.unwrap_err();
         assert!(matches!(error, Error::Unsupported { .. }), "{error}");
         error.to_string()
@@ -181,10 +183,11 @@ mod tests {
     fn open_streams_are_read_beside_closed_ones() {
         let codecs = with_readers(open_codecs(Simd::detect()), &[ANS], false);
         let constant = codecs.get(CodecId::CONST).unwrap();
-        let mut stream = vec![0; constant.bound(9)];
-        let e = constant.encode(Context::default(), &[7; 9], &mut stream).unwrap();
+        let (ctx, mut work) = (Context::default(), Workspace::default());
+        let mut stream = vec![0; constant.bound(0, 9)];
+        let e = constant.encode(&Symbols::new(&[7; 9], ctx), &mut stream, &mut work).unwrap();
         let mut values = [0; 9];
-        constant.decode(e.param, Context::default(), &stream[..e.len], &mut values).unwrap();
+        constant.decode(ctx, &stream[..e.len], &mut values, &mut work).unwrap();
         assert_eq!(values, [7; 9]);
     }
 

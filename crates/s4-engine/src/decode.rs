@@ -1,17 +1,18 @@
-//! The bytes of a chunk on disk into values.
+//! The bytes of a chunk on disk into values: decode streams, merge planes, undo the prediction.
 
 use s4_codec_cpu::Context;
 use s4_format::layout::{MAX_PLANES, Planes};
 use s4_format::side::{Side, SideKind};
 use s4_format::{
-    ChunkRecord, CodecId, DType, Error, LayoutId, Plan, PredictorId, Result, StreamEntry,
-    StreamList, crc32c,
+    ChunkRecord, CodecId, DType, Error, LayoutId, Plan, Result, StreamEntry, StreamList, crc32c,
 };
-use s4_planes::token_bits;
+use s4_predict::Tensor;
 
-use crate::scratch::{sized, width_of};
+use crate::planes::{Layout, Stored, token_plane_len};
+use crate::predict::{InputValues, Prediction, parts};
+use crate::scratch::sized;
 use crate::tables::SharedTables;
-use crate::{CpuEngine, Scratch, TensorView, residual};
+use crate::{CpuEngine, Scratch};
 
 /// What decoding a chunk needs to know of its tensor.
 #[derive(Debug, Clone, Copy)]
@@ -28,51 +29,46 @@ pub struct TensorSpec<'a> {
     pub chunk_log2: u8,
 }
 
+/// A chunk to be decoded.
+#[derive(Debug, Clone, Copy)]
+pub struct DecodeJob<'a> {
+    /// What is to be known of its tensor.
+    pub spec: &'a TensorSpec<'a>,
+    /// Number of the chunk.
+    pub chunk: u64,
+    /// Its record: what the frame and the values are checked against.
+    pub record: &'a ChunkRecord,
+    /// Its bytes.
+    pub frame: &'a [u8],
+    /// The values of the plan's inputs for this chunk, in the order of the plan. A plain chunk, or a plan
+    /// without a prediction, does not look at them.
+    pub inputs: &'a [InputValues<'a>],
+}
+
+/// What is known beside the streams themselves.
+#[derive(Clone, Copy)]
+struct Known<'a> {
+    prediction: Option<&'a Prediction<'a>>,
+    inputs: &'a [&'a [u8]],
+}
+
 impl CpuEngine {
-    /// Decodes the frame of chunk number `chunk` into `dst`, whose size is that of the chunk's
-    /// values. Checks the frame before, and the values after, against the checksums of `record`.
+    /// Decodes a chunk into `dst`, whose size is that of the chunk's values. Checks the frame before, and
+    /// the values after, against the checksums of the record.
     ///
     /// # Errors
     /// `Corrupt`, `Truncated` or `Unsupported`, naming chunk and stream; `dst` is then unspecified.
-    pub fn decode_chunk(
-        &self,
-        spec: &TensorSpec<'_>,
-        chunk: u64,
-        record: &ChunkRecord,
-        frame: &[u8],
-        scratch: &mut Scratch,
-        dst: &mut [u8],
-    ) -> Result<()> {
-        self.decode_checked(&Coded { spec, chunk, record, frame, over: false }, scratch, dst)
-            .map_err(|e| e.in_chunk(chunk))
-    }
-
-    /// As [`CpuEngine::decode_chunk`], for a plan that may predict from a parent: `dst` holds the
-    /// parent's values of this chunk, which become the chunk's. A plain chunk, or a plan without a
-    /// parent, does not look at them.
-    ///
-    /// # Errors
-    /// As [`CpuEngine::decode_chunk`].
-    pub fn decode_chunk_over(
-        &self,
-        spec: &TensorSpec<'_>,
-        chunk: u64,
-        record: &ChunkRecord,
-        frame: &[u8],
-        scratch: &mut Scratch,
-        dst: &mut [u8],
-    ) -> Result<()> {
-        self.decode_checked(&Coded { spec, chunk, record, frame, over: true }, scratch, dst)
-            .map_err(|e| e.in_chunk(chunk))
+    pub fn decode(&self, job: &DecodeJob<'_>, scratch: &mut Scratch, dst: &mut [u8]) -> Result<()> {
+        self.decode_checked(job, scratch, dst).map_err(|e| e.in_chunk(job.chunk))
     }
 
     fn decode_checked(
         &self,
-        coded: &Coded<'_>,
+        job: &DecodeJob<'_>,
         scratch: &mut Scratch,
         dst: &mut [u8],
     ) -> Result<()> {
-        let Coded { spec, record, frame, .. } = *coded;
+        let DecodeJob { spec, record, frame, .. } = *job;
         let stored = || Error::corrupt("checksum of the stored bytes differs");
         if frame.len() != record.len as usize {
             let what = format!("{} bytes stored, {} named", frame.len(), record.len);
@@ -104,7 +100,7 @@ impl CpuEngine {
             if streams.crc() != record.crc_encoded {
                 return Err(stored());
             }
-            crc = self.decode_predicted(coded, &streams, scratch, dst)?;
+            crc = self.decode_predicted(job, &streams, scratch, dst)?;
         }
         if crc.unwrap_or_else(|| crc32c(dst)) != record.crc_raw {
             return Err(Error::corrupt("checksum of the decoded values differs"));
@@ -115,34 +111,36 @@ impl CpuEngine {
     /// Decodes streams and undoes the prediction; returns the CRC-32C of `dst` if that was at hand.
     fn decode_predicted(
         &self,
-        coded: &Coded<'_>,
+        job: &DecodeJob<'_>,
         streams: &StreamList<'_>,
         scratch: &mut Scratch,
         dst: &mut [u8],
     ) -> Result<Option<u32>> {
-        let Coded { spec, chunk, over, .. } = *coded;
-        match spec.plan.predictor {
-            PredictorId::NONE => self.decode_streams(spec, streams, scratch, dst),
-            PredictorId::PARENT if !over => {
-                Err(Error::unsupported("a delta without the values of its parent"))
-            }
-            PredictorId::PARENT => {
-                let mut residuals = std::mem::take(&mut scratch.residuals);
-                let differences = sized(&mut residuals, dst.len());
-                let done = self
-                    .decode_streams(spec, streams, scratch, differences)
-                    .and_then(|_| residual::apply(self.kernels, spec, differences, dst));
-                scratch.residuals = residuals;
-                done.map(|()| None)
-            }
-            _ => {
-                self.decode_streams(spec, streams, scratch, dst)?;
-                let view = TensorView { dtype: spec.dtype, shape: spec.shape, data: &[] };
-                let first = chunk << spec.chunk_log2;
-                residual::inverse(self.kernels, spec.plan, spec.side, &view, first, dst)?;
-                Ok(None)
-            }
+        let DecodeJob { spec, inputs, .. } = *job;
+        let tensor = Tensor { dtype: spec.dtype, shape: spec.shape, side: spec.side };
+        let first = job.chunk << spec.chunk_log2;
+        let Some(prediction) = self.prediction(spec.plan, tensor, first)? else {
+            let nothing = Known { prediction: None, inputs: &[] };
+            return self.decode_streams(spec, nothing, streams, scratch, dst);
+        };
+        prediction.check_inputs(dst.len(), inputs)?;
+        let (prediction, len) = (&prediction, dst.len());
+        if !inputs.iter().any(InputValues::is_destination) {
+            let parts = &parts(inputs, 0, &[], len)[..inputs.len()];
+            let known = Known { prediction: Some(prediction), inputs: parts };
+            self.decode_streams(spec, known, streams, scratch, dst)?;
+            prediction.add(inputs, &mut scratch.predicted, dst)?;
+            return Ok(None);
         }
+        // What the destination holds is still needed: residuals go elsewhere.
+        let mut residuals = std::mem::take(&mut scratch.residuals);
+        let to = sized(&mut residuals, len);
+        let parts = &parts(inputs, 0, dst, len)[..inputs.len()];
+        let known = Known { prediction: Some(prediction), inputs: parts };
+        let done = self.decode_streams(spec, known, streams, scratch, to);
+        let done = done.and_then(|_| prediction.add_over(inputs, &mut scratch.predicted, to, dst));
+        scratch.residuals = residuals;
+        done.map(|()| None)
     }
 
     /// Decodes streams and merges what they hold; returns the CRC-32C of `dst` if that was at hand,
@@ -150,16 +148,19 @@ impl CpuEngine {
     fn decode_streams(
         &self,
         spec: &TensorSpec<'_>,
+        known: Known<'_>,
         streams: &StreamList<'_>,
         scratch: &mut Scratch,
         dst: &mut [u8],
     ) -> Result<Option<u32>> {
         let width = spec.dtype.value_width();
         let layout = spec.plan.layout;
-        let planes = Planes::new(layout, width, dst.len() / width)?;
+        let split = Layout::new(self.kernels, layout, width)?;
+        let planes = split.planes(dst.len())?;
         let mut sizes = planes.sizes().to_vec();
         let tables = SharedTables::parse(spec.side.get(SideKind::TABLES))?;
         let mut stored = [Stored::Decoded; MAX_PLANES];
+        let has_contexts = |i| known.prediction.is_some_and(|p| p.has_contexts(layout, i));
         scratch.carry.clear();
         for (i, (entry, bytes)) in streams.items().iter().enumerate() {
             // The second plane of `token` is as long as the tokens of the first one say.
@@ -174,7 +175,8 @@ impl CpuEngine {
             scratch.carry.clear();
             let whole = bytes.len() + scratch.tail.len() == sizes[i];
             if entry.codec == CodecId::RAW && entry.param == 0 && whole {
-                let split = layout == LayoutId::FIELDS && i == 1;
+                // The kernels of this layout take plane 1 in two pieces; contexts want it whole.
+                let split = layout == LayoutId::FIELDS && i == 1 && !has_contexts(i + 1);
                 if scratch.tail.is_empty() {
                     stored[i] = Stored::Frame(bytes);
                     continue;
@@ -184,8 +186,10 @@ impl CpuEngine {
                     continue;
                 }
             }
-            let ctx = Context { tables: tables.plane(i), symbols: &[] };
-            let Scratch { planes, joined, carry, tail, .. } = &mut *scratch;
+            let mut contexts = std::mem::take(&mut scratch.contexts);
+            known.contexts(layout, &sizes, &stored[..i], scratch, sizes[i], &mut contexts)?;
+            let Scratch { planes, joined, carry, tail, work, .. } = &mut *scratch;
+            let ctx = Context { param: entry.param, tables: tables.plane(i), contexts: &contexts };
             let to = if layout == LayoutId::BYTES {
                 &mut sized(&mut planes[0], dst.len())[i * sizes[i]..(i + 1) * sizes[i]]
             } else {
@@ -201,112 +205,36 @@ impl CpuEngine {
             };
             self.codecs
                 .get(entry.codec)
-                .and_then(|c| c.decode_carrying(entry.param, ctx, bytes, to, carry))
+                .and_then(|c| c.decode_carrying(ctx, bytes, to, carry, work))
                 .map_err(|e| e.in_stream(i))?;
+            scratch.contexts = contexts;
         }
         if !scratch.carry.is_empty() {
             return Err(Error::corrupt("the last stream carries bytes of another")
                 .in_stream(sizes.len() - 1));
         }
-        self.merge(spec, &sizes, &stored, scratch, dst)
+        split.merge(&sizes, &stored, known.prediction.is_none(), scratch, dst)
     }
+}
 
-    /// Merges planes: those that were stored raw are taken from the frame itself. Returns the CRC-32C
-    /// of `dst` if that was at hand, and `dst` is values.
-    fn merge(
+impl Known<'_> {
+    /// The contexts of a plane's symbols, `len` of them or none, from the planes before it.
+    fn contexts(
         &self,
-        spec: &TensorSpec<'_>,
+        layout: LayoutId,
         sizes: &[usize],
-        stored: &[Stored<'_>; MAX_PLANES],
-        scratch: &mut Scratch,
-        dst: &mut [u8],
-    ) -> Result<Option<u32>> {
-        let (layout, width) = (spec.plan.layout, spec.dtype.value_width());
-        let w = width_of(width)?;
-        let k = &self.kernels;
-        if layout == LayoutId::BYTES {
-            let all = sized(&mut scratch.planes[0], dst.len());
-            for (i, plane) in stored.iter().enumerate() {
-                if let Some(plane) = plane.bytes() {
-                    all[i * sizes[i]..(i + 1) * sizes[i]].copy_from_slice(plane);
-                }
-            }
-            k.merge_bytes(w, all, dst);
-            return Ok(None);
+        before: &[Stored<'_>],
+        scratch: &Scratch,
+        len: usize,
+        to: &mut Vec<u8>,
+    ) -> Result<()> {
+        to.clear();
+        let wanted = self.prediction.filter(|p| p.has_contexts(layout, before.len()));
+        let Some(prediction) = wanted else { return Ok(()) };
+        let mut planes = [&[][..]; MAX_PLANES];
+        for (j, (plane, stored)) in planes.iter_mut().zip(before).enumerate() {
+            *plane = stored.bytes().unwrap_or_else(|| scratch.plane(layout, sizes, j));
         }
-        let plane = |i: usize| match (stored[i].bytes(), sizes.get(i)) {
-            (Some(bytes), _) => bytes,
-            (None, Some(&size)) => &scratch.planes[i][..size],
-            (None, None) => &[],
-        };
-        match layout {
-            LayoutId::FIELDS => {
-                // The end of plane 1 may have been carried by the stream before it.
-                let head = plane(1).len();
-                let (e, e_tail) = plane(0).split_at(head);
-                let (b, b_tail) = plane(2).split_at(head * (width - 2));
-                let (to, to_tail) = dst.split_at_mut(head * width);
-                if spec.plan.predictor != PredictorId::NONE {
-                    k.merge_fields(w, e, plane(1), b, to);
-                    k.merge_fields(w, e_tail, &scratch.split[..e_tail.len()], b_tail, to_tail);
-                    return Ok(None);
-                }
-                let mut crc = k.merge_fields_crc(w, e, plane(1), b, to, 0);
-                if !e_tail.is_empty() {
-                    crc = k.merge_fields_crc(w, e_tail, &scratch.split, b_tail, to_tail, crc);
-                }
-                return Ok(Some(crc));
-            }
-            LayoutId::FIELDS_SIGN => {
-                k.merge_fields_sign(w, plane(0), plane(1), plane(2), plane(3), dst);
-            }
-            LayoutId::TOKEN => k
-                .merge_token(w, plane(0), plane(1), dst)
-                .map_err(|e| Error::corrupt(e.to_string()).in_stream(0))?,
-            _ => dst.copy_from_slice(plane(0)),
-        }
-        Ok(None)
+        prediction.contexts(layout, &planes[..before.len()], self.inputs, len, to)
     }
-}
-
-/// A chunk to be decoded.
-#[derive(Clone, Copy)]
-struct Coded<'a> {
-    spec: &'a TensorSpec<'a>,
-    chunk: u64,
-    record: &'a ChunkRecord,
-    frame: &'a [u8],
-    /// Whether the destination holds the parent's values.
-    over: bool,
-}
-
-/// Where a plane is after decoding.
-#[derive(Clone, Copy)]
-enum Stored<'a> {
-    /// In the scratch memory.
-    Decoded,
-    /// In the frame.
-    Frame(&'a [u8]),
-    /// In the frame, and its end in [`Scratch::split`].
-    FrameAndTail(&'a [u8]),
-}
-
-impl<'a> Stored<'a> {
-    fn bytes(self) -> Option<&'a [u8]> {
-        match self {
-            Self::Decoded => None,
-            Self::Frame(bytes) | Self::FrameAndTail(bytes) => Some(bytes),
-        }
-    }
-}
-
-/// Bytes of the raw bits that belong to tokens.
-fn token_plane_len(width: usize, tokens: &[u8]) -> Result<usize> {
-    let w = width_of(width)?;
-    let mut bits = 0usize;
-    for &t in tokens {
-        let n = token_bits(w, t).ok_or_else(|| Error::corrupt(format!("token {t}")))?;
-        bits += n as usize;
-    }
-    Ok(bits.div_ceil(8))
 }

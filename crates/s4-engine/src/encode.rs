@@ -1,18 +1,30 @@
-//! One chunk of a tensor into the bytes that stand on disk.
+//! One chunk of a tensor into the bytes that stand on disk: predict, split into planes, code streams.
 
-use s4_codec_cpu::rans::{Counts, Place, Precision, Table, Tables, cost};
-use s4_codec_cpu::{Codec, Context, Encoded};
-use s4_format::layout::{MAX_PLANES, Planes};
+use s4_codec_cpu::{Context, Symbols, Workspace};
+use s4_format::layout::MAX_PLANES;
 use s4_format::limits::ALIGN;
-use s4_format::side::{Side, SideKind};
-use s4_format::{CodecId, LayoutId, PredictorId, Result, StreamEntry, crc32c_append};
-use s4_planes::Width;
+use s4_format::{CodecId, LayoutId, Result, StreamEntry};
+use s4_predict::Tensor;
 
-use crate::once::{self, PIECE};
-use crate::planner::{PlaneCoding, TensorPlan};
-use crate::scratch::{sized, width_of};
-use crate::tables::SharedTables;
-use crate::{CpuEngine, Scratch, TensorView, residual};
+use crate::chunk::{QUICK, chunk_bytes, repeats};
+use crate::once;
+use crate::planes::Layout;
+use crate::predict::Prediction;
+use crate::scratch::sized;
+use crate::{CpuEngine, PlaneCoding, Scratch, TensorPlan, TensorView};
+
+/// A chunk to be encoded.
+#[derive(Debug, Clone, Copy)]
+pub struct EncodeJob<'a> {
+    /// The tensor.
+    pub view: &'a TensorView<'a>,
+    /// How it is stored.
+    pub plan: &'a TensorPlan,
+    /// Number of the chunk.
+    pub chunk: u64,
+    /// The values of the plan's inputs for this chunk, in the order of the plan.
+    pub inputs: &'a [&'a [u8]],
+}
 
 /// What a chunk became.
 #[derive(Debug, Clone, Copy)]
@@ -31,35 +43,9 @@ pub struct EncodedChunk {
     pub streams: [StreamEntry; MAX_PLANES],
 }
 
-/// The values of a chunk.
-pub(crate) struct Values<'a> {
-    /// Number of the first one.
-    pub(crate) first: u64,
-    pub(crate) src: &'a [u8],
-    /// The parent's at the same places.
-    pub(crate) parent: Option<&'a [u8]>,
-}
-
-/// Planes of differences with more symbols are coded in long segments: enough of them are left to
-/// run side by side, and differences take few bits, so that the price of a segment tells.
-const LONG_PLANE: usize = 1 << 16;
-
-/// A plane to be coded.
-struct PlaneJob<'a> {
-    plane: &'a [u8],
-    coding: PlaneCoding,
-    /// The table that the tensor's chunks share.
-    table: Option<&'a Table>,
-    /// The stream behind it, whose end it may carry.
-    behind: &'a [u8],
-    /// Whether it is of differences from a parent.
-    delta: bool,
-}
-
 /// What a plane became.
 struct Coded {
-    codec: CodecId,
-    param: u8,
+    coding: PlaneCoding,
     len: usize,
     /// Whether the stream is in the buffer; else it is the plane itself.
     in_buffer: bool,
@@ -71,37 +57,20 @@ struct Coded {
 const NO_STREAM: StreamEntry = StreamEntry { codec: CodecId::RAW, param: 0, len: 0 };
 
 impl CpuEngine {
-    /// Encodes chunk number `chunk` of a tensor and appends it to `frame`. Values that another thread
-    /// changes meanwhile are each what they were at some time.
+    /// Encodes a chunk of a tensor and appends it to `frame`. Values that another thread changes
+    /// meanwhile are each what they were at some time.
     ///
     /// # Errors
-    /// `Limit` if the tensor has no such chunk; errors of a codec.
-    pub fn encode_chunk(
+    /// `Limit` if the tensor has no such chunk; `Unsupported` if inputs of the plan are missing or a
+    /// codec or predictor is not this engine's, `Corrupt` if an input has not as many values as the
+    /// chunk; errors of a codec.
+    pub fn encode(
         &self,
-        view: &TensorView<'_>,
-        plan: &TensorPlan,
-        chunk: u64,
+        job: &EncodeJob<'_>,
         scratch: &mut Scratch,
         frame: &mut Vec<u8>,
     ) -> Result<EncodedChunk> {
-        self.encode_chunk_from(view, plan, chunk, None, scratch, frame)
-    }
-
-    /// As [`CpuEngine::encode_chunk`], for a plan that may predict from a parent. `parent` are the
-    /// parent's values of this chunk.
-    ///
-    /// # Errors
-    /// As [`CpuEngine::encode_chunk`]; `Unsupported` if the plan predicts from a parent and its
-    /// values are `None`, `Corrupt` if they are not as many as the chunk's.
-    pub fn encode_chunk_from(
-        &self,
-        view: &TensorView<'_>,
-        plan: &TensorPlan,
-        chunk: u64,
-        parent: Option<&[u8]>,
-        scratch: &mut Scratch,
-        frame: &mut Vec<u8>,
-    ) -> Result<EncodedChunk> {
+        let EncodeJob { view, plan, chunk, .. } = *job;
         let width = view.dtype.value_width();
         let (first, src) = chunk_bytes(view.data, width, plan.chunk_log2, chunk)?;
         let start = frame.len();
@@ -113,10 +82,10 @@ impl CpuEngine {
             shared: false,
             streams: [NO_STREAM; MAX_PLANES],
         };
+        let layout = Layout::new(self.kernels, plan.plan.layout, width)?;
         // Whether it is worth a try is all that is asked of the values themselves: they may change.
-        if plan.planes.iter().any(|p| !matches!(p, PlaneCoding::Raw)) || repeats(src, QUICK) {
-            let values = Values { first, src, parent };
-            self.encode_streams(view, plan, &values, scratch, frame, &mut out)?;
+        if plan.planes.iter().any(|p| *p != PlaneCoding::RAW) || repeats(src, QUICK) {
+            self.encode_streams(job, (first, src), &layout, scratch, frame, &mut out)?;
         }
         if out.len == 0 || out.len >= src.len() {
             frame.truncate(start);
@@ -126,7 +95,7 @@ impl CpuEngine {
             out.plain = true;
             out.streams = [NO_STREAM; MAX_PLANES];
         } else {
-            let planes = Planes::new(plan.plan.layout, width, 0)?.sizes().len();
+            let planes = layout.planes(0)?.sizes().len();
             out.crc_encoded = StreamEntry::parse_chunk(&frame[start..], planes)?.crc();
         }
         Ok(out)
@@ -134,38 +103,42 @@ impl CpuEngine {
 
     fn encode_streams(
         &self,
-        view: &TensorView<'_>,
-        plan: &TensorPlan,
-        values: &Values<'_>,
+        job: &EncodeJob<'_>,
+        (first, src): (u64, &[u8]),
+        layout: &Layout,
         scratch: &mut Scratch,
         frame: &mut Vec<u8>,
         out: &mut EncodedChunk,
     ) -> Result<()> {
-        let width = view.dtype.value_width();
-        let layout = plan.plan.layout;
-        let sizes = Planes::new(layout, width, values.src.len() / width)?;
-        out.crc_raw = if plan.plan.predictor == PredictorId::NONE {
-            self.split_once(layout, width, values.src, scratch)?
-        } else {
-            let mut residuals = std::mem::take(&mut scratch.residuals);
-            let to = sized(&mut residuals, values.src.len());
-            let crc = residual::forward(self.kernels, &plan.plan, &plan.side, view, values, to);
-            let split = self.split(layout, width, to, scratch);
-            scratch.residuals = residuals;
-            crc.and_then(|crc| split.map(|()| crc))?
+        let (view, plan) = (job.view, job.plan);
+        let id = plan.plan.layout;
+        let planes = layout.planes(src.len())?;
+        let tensor = Tensor { dtype: view.dtype, shape: view.shape, side: &plan.side };
+        let prediction = self.prediction(&plan.plan, tensor, first)?;
+        out.crc_raw = match &prediction {
+            None => layout.split_once(src, scratch)?,
+            Some(prediction) => {
+                let mut residuals = std::mem::take(&mut scratch.residuals);
+                let to = sized(&mut residuals, src.len());
+                let crc = prediction.take_away(src, job.inputs, &mut scratch.predicted, to);
+                let split = crc.and_then(|crc| layout.split(to, scratch).map(|()| crc));
+                scratch.residuals = residuals;
+                split?
+            }
         };
-        let mut sizes = sizes.sizes().to_vec();
-        if layout == LayoutId::TOKEN {
+        let mut sizes = planes.sizes().to_vec();
+        if id == LayoutId::TOKEN {
             sizes[1] = scratch.token_bits;
         }
-        out.shared = self.encode_planes(plan, layout, &sizes, scratch, &mut out.streams)?;
+        out.shared =
+            self.encode_planes(job, prediction.as_ref(), &sizes, scratch, &mut out.streams)?;
         let start = frame.len();
         frame.resize(start + StreamEntry::header_len(sizes.len()), 0);
         StreamEntry::write_header(&out.streams[..sizes.len()], &mut frame[start..]);
         for i in 0..sizes.len() {
             let gap = (frame.len() - start).next_multiple_of(ALIGN) - (frame.len() - start);
             frame.extend_from_slice(&[0; ALIGN][..gap]);
-            let stream = scratch.stream(layout, &sizes, i);
+            let stream = scratch.stream(id, &sizes, i);
             frame.extend_from_slice(&stream[..out.streams[i].len as usize]);
         }
         out.len = frame.len() - start;
@@ -176,33 +149,43 @@ impl CpuEngine {
     /// it. Returns whether one uses the tensor's shared tables.
     fn encode_planes(
         &self,
-        plan: &TensorPlan,
-        layout: LayoutId,
+        job: &EncodeJob<'_>,
+        prediction: Option<&Prediction<'_>>,
         sizes: &[usize],
         scratch: &mut Scratch,
         entries: &mut [StreamEntry; MAX_PLANES],
     ) -> Result<bool> {
+        let (plan, layout) = (job.plan, job.plan.plan.layout);
         let mut shared = false;
         scratch.streams.resize_with(sizes.len().max(scratch.streams.len()), Vec::new);
+        let mut work = std::mem::take(&mut scratch.work);
+        let mut contexts = std::mem::take(&mut scratch.contexts);
+        contexts.clear();
         for i in (0..sizes.len()).rev() {
             let mut buffer = std::mem::take(&mut scratch.streams[i]);
-            let plane = scratch.plane(layout, sizes, i);
-            let behind = match i + 1 < sizes.len() {
-                true => scratch.stream(layout, sizes, i + 1),
-                false => &[],
+            if let Some(prediction) = prediction {
+                let mut planes = [&[][..]; MAX_PLANES];
+                (0..i).for_each(|j| planes[j] = scratch.plane(layout, sizes, j));
+                let known = &planes[..i];
+                prediction.contexts(layout, known, job.inputs, sizes[i], &mut contexts)?;
+            }
+            let coding = plan.coding(i);
+            let (param, tables) = (coding.param, plan.tables(i));
+            let symbols = Symbols {
+                bytes: scratch.plane(layout, sizes, i),
+                context: Context { param, tables, contexts: &contexts },
+                own_tables: true,
+                behind: match i + 1 < sizes.len() {
+                    true => scratch.stream(layout, sizes, i + 1),
+                    false => &[],
+                },
+                sparse: prediction.is_some_and(Prediction::is_sparse),
             };
-            let job = PlaneJob {
-                plane,
-                coding: plan.planes.get(i).copied().unwrap_or(PlaneCoding::Raw),
-                table: plan.shared.get(i).and_then(Option::as_ref),
-                behind,
-                delta: plan.plan.predictor == PredictorId::PARENT,
-            };
-            let coded = self.encode_plane(&job, &mut buffer)?;
+            let coded = self.encode_plane(coding, &symbols, &mut buffer, &mut work)?;
             shared |= coded.shared;
             // A plane has at most 2^18 values of 8 bytes.
             let len = |len: usize| u32::try_from(len).unwrap_or(u32::MAX);
-            let Coded { codec, param, .. } = coded;
+            let PlaneCoding { codec, param } = coded.coding;
             entries[i] = StreamEntry { codec, param, len: len(coded.len) };
             if let Some(next) = entries.get_mut(i + 1).filter(|_| coded.carried > 0) {
                 next.len -= len(coded.carried);
@@ -210,221 +193,44 @@ impl CpuEngine {
             scratch.streams[i] = buffer;
             scratch.coded[i] = coded.in_buffer.then_some(coded.len);
         }
+        (scratch.work, scratch.contexts) = (work, contexts);
         Ok(shared)
     }
 
     /// Codes a plane into `dst`: as its constant, by the planned codec, or as it is.
-    fn encode_plane(&self, job: &PlaneJob<'_>, dst: &mut Vec<u8>) -> Result<Coded> {
-        let plane = job.plane;
-        let coded = |codec, e: Encoded| Coded {
-            codec,
-            param: e.param,
-            len: e.len,
-            in_buffer: true,
+    fn encode_plane(
+        &self,
+        coding: PlaneCoding,
+        symbols: &Symbols<'_>,
+        dst: &mut Vec<u8>,
+        work: &mut Workspace,
+    ) -> Result<Coded> {
+        let plane = symbols.bytes;
+        let raw = Coded {
+            coding: PlaneCoding::RAW,
+            len: plane.len(),
+            in_buffer: false,
             shared: false,
             carried: 0,
         };
-        let raw = Coded {
-            in_buffer: false,
-            ..coded(CodecId::RAW, Encoded { len: plane.len(), param: 0 })
-        };
         if repeats(plane, QUICK) {
             let constant = self.codecs.get(CodecId::CONST)?;
-            let dst = sized(dst, constant.bound(plane.len()));
-            if let Ok(e) = constant.encode(Context::default(), plane, dst) {
-                return Ok(coded(CodecId::CONST, e));
+            let symbols = Symbols::new(plane, Context::of(0));
+            let dst = sized(dst, constant.bound(0, plane.len()));
+            if let Ok(e) = constant.encode(&symbols, dst, work) {
+                let coding = PlaneCoding::new(CodecId::CONST, 0);
+                return Ok(Coded { coding, len: e.len, in_buffer: true, ..raw });
             }
         }
-        let codec: &dyn Codec = match job.coding {
-            PlaneCoding::Raw => return Ok(raw),
-            PlaneCoding::Rans(precision) => return self.encode_rans(job, precision, raw, dst),
-            PlaneCoding::Bits => self.codecs.get(CodecId::BITS)?,
-            PlaneCoding::Zstd => self.codecs.get(CodecId::ZSTD)?,
-            PlaneCoding::Gdeflate => self.codecs.get(CodecId::GDEFLATE)?,
-            PlaneCoding::NvcompAns => self.codecs.get(CodecId::NVCOMP_ANS)?,
-        };
-        let e = codec.encode(Context::default(), plane, sized(dst, codec.bound(plane.len())))?;
-        Ok(if e.len < plane.len() { coded(codec.id(), e) } else { raw })
-    }
-
-    /// Codes a plane by rANS, with its own table or the tensor's, whichever is cheaper.
-    fn encode_rans(
-        &self,
-        job: &PlaneJob<'_>,
-        precision: Precision,
-        raw: Coded,
-        dst: &mut Vec<u8>,
-    ) -> Result<Coded> {
-        let (mut codec, plane) = (self.rans(precision), job.plane);
-        if job.delta && plane.len() > LONG_PLANE {
-            codec = codec.with_long_segments();
+        if coding == PlaneCoding::RAW {
+            return Ok(raw);
         }
-        // Differences have many rare symbols, and take few bits: a sample would not do.
-        let counts = if job.delta { Counts::of_all(plane) } else { Counts::of_stream(plane) };
-        let own = counts.table(precision);
-        let cheaper = job.table.filter(|t| shared_is_cheaper(&own, t, &counts, plane.len()));
-        let place = if cheaper.is_some() { Place::Shared } else { Place::Inline };
-        let tables = Tables { list: std::slice::from_ref(cheaper.unwrap_or(&own)), place };
-        let at = job.behind.len().checked_sub(codec.carry_len(plane.len()));
-        let carry = at.map_or(&[][..], |at| &job.behind[at..]);
-        let dst = sized(dst, codec.bound(plane.len()));
-        let e = codec.encode_with(tables, &[], carry, plane, dst)?;
+        let codec = self.codecs.get(coding.codec)?;
+        let e = codec.encode(symbols, sized(dst, codec.bound(coding.param, plane.len())), work)?;
         if e.len >= plane.len() {
             return Ok(raw);
         }
-        Ok(Coded {
-            codec: CodecId::RANS,
-            param: e.param,
-            len: e.len,
-            in_buffer: true,
-            shared: cheaper.is_some(),
-            carried: carry.len(),
-        })
-    }
-
-    /// Splits values into the planes of `scratch`.
-    pub(crate) fn split(
-        &self,
-        layout: LayoutId,
-        width: usize,
-        src: &[u8],
-        scratch: &mut Scratch,
-    ) -> Result<()> {
-        let w = width_of(width)?;
-        let sizes = Planes::new(layout, width, src.len() / width)?;
-        if layout == LayoutId::TOKEN {
-            let [tokens, bits, ..] = &mut scratch.planes;
-            let tokens = sized(tokens, sizes.sizes()[0]);
-            let bits = sized(bits, sizes.sizes()[1]);
-            scratch.token_bits = self.kernels.split_token(w, src, tokens, bits);
-            return Ok(());
-        }
-        make_room(layout, sizes.sizes(), &mut scratch.planes);
-        self.split_part(layout, w, src, (0, src.len() / width), &mut scratch.planes);
-        Ok(())
-    }
-
-    /// As [`CpuEngine::split`], of values that may change meanwhile. Gives the CRC-32C of those that were
-    /// split.
-    fn split_once(
-        &self,
-        layout: LayoutId,
-        width: usize,
-        src: &[u8],
-        scratch: &mut Scratch,
-    ) -> Result<u32> {
-        let (w, n) = (width_of(width)?, src.len() / width);
-        let sizes = Planes::new(layout, width, n)?;
-        if layout == LayoutId::TOKEN {
-            // Its planes cannot be made piece by piece; it is one of differences, which are copies.
-            return Err(s4_format::Error::unsupported("layout `token` of values themselves"));
-        }
-        make_room(layout, sizes.sizes(), &mut scratch.planes);
-        if layout == LayoutId::WHOLE {
-            return once::copy_summed(src, &mut scratch.planes[0][..src.len()], |_, _| Ok(()));
-        }
-        let Scratch { planes, piece, .. } = scratch;
-        let piece = sized(piece, PIECE);
-        let mut crc = 0;
-        for (i, src) in src.chunks(PIECE).enumerate() {
-            let piece = &mut piece[..src.len()];
-            once::copy(src, piece);
-            crc = crc32c_append(crc, piece);
-            self.split_part(layout, w, piece, (i * (PIECE / width), n), planes);
-        }
-        Ok(crc)
-    }
-
-    /// Splits a part of `n` values, from number `first` on, into planes that have room for all. (Not for
-    /// layout `token`.) `first` is a multiple of eight.
-    fn split_part(
-        &self,
-        layout: LayoutId,
-        w: Width,
-        src: &[u8],
-        (first, n): (usize, usize),
-        planes: &mut [Vec<u8>; 4],
-    ) {
-        let (k, len) = (&self.kernels, src.len() / w.bytes());
-        let [p0, p1, p2, p3] = planes;
-        let part = first..first + len;
-        // The low bytes of a value, which are no plane of their own of two bytes.
-        let low = w.bytes().saturating_sub(2);
-        let low = first * low..(first + len) * low;
-        match layout {
-            LayoutId::FIELDS => {
-                k.split_fields(w, src, &mut p0[part.clone()], &mut p1[part], &mut p2[low]);
-            }
-            LayoutId::FIELDS_SIGN => {
-                let signs = &mut p0[first / 8..(first + len).div_ceil(8)];
-                let (e, a) = (&mut p1[part.clone()], &mut p2[part]);
-                k.split_fields_sign(w, src, signs, e, a, &mut p3[low]);
-            }
-            LayoutId::BYTES => k.split_bytes_part(w, src, first, &mut p0[..n * w.bytes()]),
-            _ => p0[first * w.bytes()..(first + len) * w.bytes()].copy_from_slice(src),
-        }
-    }
-}
-
-/// Makes the buffers of planes large enough.
-fn make_room(layout: LayoutId, sizes: &[usize], planes: &mut [Vec<u8>; 4]) {
-    if layout == LayoutId::BYTES {
-        // All planes lie in the first buffer.
-        sized(&mut planes[0], sizes.iter().sum());
-        return;
-    }
-    for (plane, size) in planes.iter_mut().zip(sizes) {
-        sized(plane, *size);
-    }
-}
-
-/// Whether a chunk is cheaper with the tensor's table than with one of its own.
-fn shared_is_cheaper(own: &Table, shared: &Table, counts: &Counts, symbols: usize) -> bool {
-    // Counts may be a sample: costs are scaled up to all symbols.
-    let scale = |bits: u64| bits.saturating_mul(symbols as u64) / counts.total().max(1);
-    scale(cost(counts, shared)) < scale(cost(counts, own)) + 8 * own.encoded_len() as u64
-}
-
-/// Longest unit of the codec `const`.
-const UNIT: usize = 16;
-/// Bytes that show whether it is worth a try.
-const QUICK: usize = 64 + UNIT;
-
-/// Whether the first `look` bytes are a unit that `const` can code, repeated. A short look refuses
-/// nearly everything else.
-pub(crate) fn repeats(bytes: &[u8], look: usize) -> bool {
-    (1..=UNIT).any(|u| {
-        let head = &bytes[..bytes.len().min(look)];
-        head.len() <= u || head[u..] == head[..head.len() - u]
-    })
-}
-
-/// First value and bytes of a chunk.
-pub(crate) fn chunk_bytes(
-    data: &[u8],
-    width: usize,
-    chunk_log2: u8,
-    chunk: u64,
-) -> Result<(u64, &[u8])> {
-    let first = chunk << chunk_log2;
-    let start = usize::try_from(first).ok().and_then(|f| f.checked_mul(width));
-    let start = start.filter(|&s| s < data.len());
-    let start =
-        start.ok_or_else(|| s4_format::Error::limit("tensor has no such chunk").in_chunk(chunk))?;
-    let end = data.len().min(start + (width << chunk_log2));
-    Ok((first, &data[start..end]))
-}
-
-impl TensorPlan {
-    /// The side data that the index keeps. `shared`: whether a chunk used the shared tables.
-    ///
-    /// # Errors
-    /// `Limit` if there is too much of it.
-    pub fn side_data(&self, shared: bool) -> Result<Side> {
-        let mut side = self.side.clone();
-        if shared {
-            side.push(SideKind::TABLES, SharedTables::to_bytes(&self.shared))?;
-        }
-        Ok(side)
+        let (shared, carried) = (e.shared, e.carried);
+        Ok(Coded { coding, len: e.len, in_buffer: true, shared, carried })
     }
 }

@@ -7,27 +7,33 @@
 //!
 //! What is deliberately absent: where chunks are kept, names of tensors, threads, clocks.
 
+mod chunk;
 mod closed;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod decode;
 mod encode;
 mod once;
+mod plan;
+mod planes;
 mod planner;
-mod residual;
+mod predict;
 mod scratch;
 mod tables;
 #[cfg(test)]
 mod tests;
 
-use s4_codec_cpu::rans::{Precision, Rans};
 use s4_codec_cpu::{Codecs, open_codecs};
 use s4_format::DType;
 use s4_planes::{Kernels, Simd};
+use s4_predict::{Predictors, predictors};
 
-pub use decode::TensorSpec;
-pub use encode::EncodedChunk;
-pub use planner::{ParentSample, PlaneCoding, TensorPlan, parent_probes};
+pub use chunk::chunk_log2;
+pub use decode::{DecodeJob, TensorSpec};
+pub use encode::{EncodeJob, EncodedChunk};
+pub use plan::{PlaneCoding, TensorPlan};
+pub use planner::{ParentSample, PlanJob, parent_probes};
+pub use predict::InputValues;
 pub use scratch::Scratch;
 
 /// How much is tried to make a tensor smaller: the one knob.
@@ -72,16 +78,6 @@ impl std::str::FromStr for Preset {
     }
 }
 
-/// Values in each chunk but the last, as a power of two: 256 KiB of values of up to 4 bytes, so that
-/// a chunk and its planes stay in a core's cache.
-pub fn chunk_log2(dtype: DType) -> u8 {
-    match dtype.value_width() {
-        1 => 18,
-        2 => 17,
-        _ => 16,
-    }
-}
-
 /// A tensor in memory: row-major, little-endian, without gaps.
 #[derive(Debug, Clone, Copy)]
 pub struct TensorView<'a> {
@@ -98,8 +94,7 @@ pub struct TensorView<'a> {
 pub struct CpuEngine {
     kernels: Kernels,
     codecs: Codecs,
-    pairs: Rans,
-    singles: Rans,
+    predictors: Predictors,
 }
 
 impl CpuEngine {
@@ -108,20 +103,15 @@ impl CpuEngine {
         Self::with_codecs(simd, open_codecs(simd))
     }
 
-    /// An engine that decodes with the given codecs. (Encoding uses the project's own.)
+    /// An engine that encodes and decodes with the given codecs. Those of plans that it is to encode
+    /// must be among them, and `const`.
     pub fn with_codecs(simd: Simd, codecs: Codecs) -> Self {
-        Self {
-            kernels: Kernels::new(simd),
-            codecs,
-            pairs: Rans::new(Precision::P8, simd),
-            singles: Rans::new(Precision::P12, simd),
-        }
+        Self { kernels: Kernels::new(simd), codecs, predictors: predictors() }
     }
 
-    fn rans(&self, precision: Precision) -> Rans {
-        match precision {
-            Precision::P8 => self.pairs,
-            Precision::P12 => self.singles,
-        }
+    /// The engine with the given predictors instead of the project's own.
+    #[must_use]
+    pub fn with_predictors(self, predictors: Predictors) -> Self {
+        Self { predictors, ..self }
     }
 }

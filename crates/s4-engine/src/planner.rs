@@ -2,15 +2,15 @@
 
 use std::ops::Range;
 
-use s4_codec_cpu::Context;
-use s4_codec_cpu::rans::{Counts, Precision, Table, cost, entropy};
+use s4_codec_cpu::rans::{Counts, Precision, cost, entropy, write_tables};
+use s4_codec_cpu::{Context, Symbols};
 use s4_format::dtype::Form;
-use s4_format::layout::Planes;
 use s4_format::{CodecId, DType, Digest, Error, LayoutId, Plan, Result};
 
-use crate::encode::repeats;
+use crate::chunk::{chunk_log2, repeats};
+use crate::planes::Layout;
 use crate::scratch::sized;
-use crate::{CpuEngine, Preset, Scratch, TensorView, chunk_log2};
+use crate::{CpuEngine, PlaneCoding, Preset, Scratch, TensorPlan, TensorView};
 
 /// Runs of values that the planner looks at, and values in each.
 const PROBES: usize = 16;
@@ -19,39 +19,6 @@ const PROBE: usize = 1024;
 const PARENT_CHUNKS: u64 = 4;
 /// What one more plan costs in the manifest, in bits: a delta has to save more.
 const PLAN_BITS: u64 = 8 * 160;
-
-/// How one plane is coded. In each chunk a constant plane is stored as its constant, and one that
-/// does not get smaller as it is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PlaneCoding {
-    /// As it is: it looks like noise.
-    Raw,
-    /// rANS.
-    Rans(Precision),
-    /// Dense packing of values below 128.
-    Bits,
-    /// Zstandard.
-    Zstd,
-    /// GDeflate.
-    Gdeflate,
-    /// nvCOMP's ANS, which is closed: an engine of [`CpuEngine::writing`] has it.
-    NvcompAns,
-}
-
-/// What the planner chose for a tensor.
-#[derive(Debug, Clone)]
-pub struct TensorPlan {
-    /// Predictor, residual and layout, as the manifest keeps them.
-    pub plan: Plan,
-    /// The coding of each plane.
-    pub planes: Vec<PlaneCoding>,
-    /// Values in each chunk but the last, as a power of two.
-    pub chunk_log2: u8,
-    /// Side data that the chunks need, but for shared tables.
-    pub side: s4_format::side::Side,
-    /// For each plane a table that all chunks may share.
-    pub(crate) shared: Vec<Option<Table>>,
-}
 
 /// The tensor of a parent checkpoint that a tensor may be stored as its difference from.
 #[derive(Debug, Clone, Copy)]
@@ -62,6 +29,17 @@ pub struct ParentSample<'a> {
     pub tensor: u32,
     /// Its values at [`parent_probes`], one run after the other.
     pub values: &'a [u8],
+}
+
+/// A tensor to be planned.
+#[derive(Debug, Clone, Copy)]
+pub struct PlanJob<'a> {
+    /// How much is tried to make it smaller.
+    pub preset: Preset,
+    /// The tensor.
+    pub view: &'a TensorView<'a>,
+    /// The tensor that it may be stored as its difference from.
+    pub parent: Option<&'a ParentSample<'a>>,
 }
 
 /// The values of a tensor's parent that the planner looks at, as ranges of value numbers in
@@ -104,16 +82,26 @@ struct Candidate {
 impl CpuEngine {
     /// Chooses a plan by looking at up to 16,384 values at fixed positions of the tensor.
     ///
+    /// With a parent, the tensor is stored as the XOR with the parent's values if that is clearly
+    /// smaller, and otherwise as if there were no parent. Preset `nvcomp` stores every tensor by itself.
+    ///
     /// # Errors
-    /// Errors of a codec.
-    pub fn plan(
-        &self,
-        preset: Preset,
-        view: &TensorView<'_>,
-        scratch: &mut Scratch,
-    ) -> Result<TensorPlan> {
-        let sample = sample(view.data, view.dtype.value_width());
-        self.plan_sample(preset, view.dtype, view.data.len(), &sample, scratch)
+    /// Errors of a codec; `Corrupt` if the parent's sample has another size.
+    pub fn plan(&self, job: &PlanJob<'_>, scratch: &mut Scratch) -> Result<TensorPlan> {
+        let PlanJob { preset, view: &TensorView { dtype, data, .. }, parent } = *job;
+        let width = dtype.value_width();
+        let values = (data.len() / width) as u64;
+        let direct = |scratch: &mut Scratch| {
+            let sample = gather(data, width, sampled_runs(values));
+            self.plan_sample(preset, dtype, data.len(), &sample, scratch)
+        };
+        match parent.filter(|_| preset != Preset::Nvcomp) {
+            None => direct(scratch),
+            Some(parent) => {
+                let sample = gather(data, width, parent_probes(dtype, values));
+                self.plan_difference(dtype, data.len(), sample, parent, scratch, direct)
+            }
+        }
     }
 
     /// [`CpuEngine::plan`] for a tensor of `bytes` bytes whose sampled runs lie in `sample`.
@@ -132,32 +120,7 @@ impl CpuEngine {
         Ok(finish(dtype, bytes, best, Plan::direct))
     }
 
-    /// As [`CpuEngine::plan`], with a parent: the tensor is stored as its exclusive or with the
-    /// parent's values if that is clearly smaller, and otherwise as if there were no parent. Preset
-    /// `nvcomp` stores every tensor by itself.
-    ///
-    /// # Errors
-    /// As [`CpuEngine::plan`]; `Corrupt` if the parent's sample has another size.
-    pub fn plan_from(
-        &self,
-        preset: Preset,
-        view: &TensorView<'_>,
-        parent: &ParentSample<'_>,
-        scratch: &mut Scratch,
-    ) -> Result<TensorPlan> {
-        if preset == Preset::Nvcomp {
-            return Ok(nvcomp(view.dtype));
-        }
-        let width = view.dtype.value_width();
-        let mut sample = vec![];
-        for r in parent_probes(view.dtype, (view.data.len() / width) as u64) {
-            sample.extend_from_slice(&view.data[r.start as usize * width..r.end as usize * width]);
-        }
-        let direct = |scratch: &mut Scratch| self.plan(preset, view, scratch);
-        self.plan_difference(view.dtype, view.data.len(), sample, parent, scratch, direct)
-    }
-
-    /// [`CpuEngine::plan_from`] for a tensor of `bytes` bytes whose values at [`parent_probes`] lie in
+    /// [`CpuEngine::plan`], with a parent, for a tensor of `bytes` bytes whose values at [`parent_probes`] lie in
     /// `sample`. `direct` plans it by itself.
     pub(crate) fn plan_difference(
         &self,
@@ -228,8 +191,9 @@ impl CpuEngine {
         scratch: &mut Scratch,
     ) -> Result<Candidate> {
         let values = sample.len() / width;
-        let sizes = Planes::new(layout, width, values)?;
-        self.split(layout, width, sample, scratch)?;
+        let split = Layout::new(self.kernels, layout, width)?;
+        let sizes = split.planes(sample.len())?;
+        split.split(sample, scratch)?;
         let mut c = Candidate { layout, planes: vec![], cost: 0, bits: 0 };
         let planes = sizes.sizes().len();
         let plane = |i| scratch.plane(layout, sizes.sizes(), i);
@@ -243,40 +207,44 @@ impl CpuEngine {
             let may_lose = |pairs: u64| if delta { all / 128 } else { pairs / 50 };
             let (coding, counts, cost) = choose(plane, dense, may_lose);
             // Entropy coding a plane is most of the work: it must save an eighth of a bit more.
-            let work = if matches!(coding, PlaneCoding::Rans(_)) { values as u64 / 8 } else { 0 };
+            let work = if precision(coding).is_some() { values as u64 / 8 } else { 0 };
             c.planes.push((coding, counts, cost == 8 * plane.len() as u64));
             c.cost += cost + work;
             // A plane that repeats a short unit is stored as that, whatever is planned.
             c.bits += if repeats(plane, plane.len()) { 0 } else { cost };
         }
         if layout == LayoutId::WHOLE {
-            let bits = 8 * self.zstd_len(sample, &mut scratch.joined)? as u64;
+            let bits = 8 * self.zstd_len(sample, scratch)? as u64;
             // Zstandard is the slowest to decode: it must save a twentieth.
             if bits < c.cost - c.cost / 20 {
-                c.planes[0].0 = PlaneCoding::Zstd;
+                c.planes[0].0 = PlaneCoding::ZSTD;
                 (c.cost, c.bits) = (bits, bits.min(c.bits));
             }
         }
         Ok(c)
     }
 
-    fn zstd_len(&self, sample: &[u8], buffer: &mut Vec<u8>) -> Result<usize> {
-        let zstd = self.codecs.get(CodecId::ZSTD)?;
-        let out = sized(buffer, zstd.bound(sample.len()));
-        Ok(zstd.encode(Context::default(), sample, out)?.len)
+    fn zstd_len(&self, sample: &[u8], scratch: &mut Scratch) -> Result<usize> {
+        let PlaneCoding { codec, param } = PlaneCoding::ZSTD;
+        let zstd = self.codecs.get(codec)?;
+        let out = sized(&mut scratch.joined, zstd.bound(param, sample.len()));
+        let symbols = Symbols::new(sample, Context::of(param));
+        Ok(zstd.encode(&symbols, out, &mut scratch.work)?.len)
     }
 }
 
 /// The plan of preset `nvcomp`, which depends on the dtype alone. In each chunk a plane that does not get
 /// smaller is stored as it is.
 fn nvcomp(dtype: DType) -> TensorPlan {
-    use PlaneCoding::{Gdeflate, NvcompAns, Raw};
+    const RAW: PlaneCoding = PlaneCoding::RAW;
+    const ANS: PlaneCoding = PlaneCoding::NVCOMP_ANS;
+    const GDEFLATE: PlaneCoding = PlaneCoding::GDEFLATE;
     let (layout, planes) = match (dtype.form(), dtype.value_width()) {
         // Signs are bits already.
-        (Form::Float, 2) => (LayoutId::FIELDS_SIGN, vec![Raw, NvcompAns, Gdeflate]),
-        (Form::Float, _) => (LayoutId::FIELDS_SIGN, vec![Raw, NvcompAns, Gdeflate, Gdeflate]),
-        (Form::Bytes, 1) => (LayoutId::WHOLE, vec![Gdeflate]),
-        (Form::Bytes, width) => (LayoutId::BYTES, vec![Gdeflate; width]),
+        (Form::Float, 2) => (LayoutId::FIELDS_SIGN, vec![RAW, ANS, GDEFLATE]),
+        (Form::Float, _) => (LayoutId::FIELDS_SIGN, vec![RAW, ANS, GDEFLATE, GDEFLATE]),
+        (Form::Bytes, 1) => (LayoutId::WHOLE, vec![GDEFLATE]),
+        (Form::Bytes, width) => (LayoutId::BYTES, vec![GDEFLATE; width]),
     };
     TensorPlan {
         plan: Plan::direct(layout),
@@ -297,14 +265,14 @@ fn finish(
     let (layout, planes) = best.map_or((LayoutId::WHOLE, vec![]), |b| (b.layout, b.planes));
     let chunk_log2 = chunk_log2(dtype);
     let several = bytes > dtype.value_width() << chunk_log2;
-    let shared = planes.iter().map(|(coding, counts, _)| match coding {
-        PlaneCoding::Rans(p) if several => Some(match (0..=255).all(|s| counts.get(s) > 0) {
+    let shared = planes.iter().map(|(coding, counts, _)| match precision(*coding) {
+        Some(p) if several => write_tables(&[match (0..=255).all(|s| counts.get(s) > 0) {
             // Nothing is left to escape, and tables without an escape are faster to decode.
-            true => counts.table(*p),
+            true => counts.table(p),
             // The sample need not have seen every symbol of the tensor.
-            false => counts.clone().partial().table(*p),
-        }),
-        _ => None,
+            false => counts.clone().partial().table(p),
+        }]),
+        _ => vec![],
     });
     TensorPlan {
         shared: shared.collect(),
@@ -315,11 +283,17 @@ fn finish(
     }
 }
 
+/// The precision of a plane that is coded by rANS.
+fn precision(coding: PlaneCoding) -> Option<Precision> {
+    let param = (coding.codec == CodecId::RANS).then_some(coding.param)?;
+    Precision::from_param(param).ok()
+}
+
 /// A plane of differences that is constant in the sample may have some elsewhere: few, as a rule.
 fn expect_changes((coding, counts, noise): &mut (PlaneCoding, Counts, bool)) {
     let constant = (0..=255).any(|s| counts.get(s) == counts.total());
-    if *coding == PlaneCoding::Raw && !*noise && constant {
-        *coding = PlaneCoding::Rans(Precision::P8);
+    if *coding == PlaneCoding::RAW && !*noise && constant {
+        *coding = PlaneCoding::RANS8;
     }
 }
 
@@ -344,11 +318,10 @@ pub(crate) fn sampled_runs(values: u64) -> impl Iterator<Item = Range<u64>> {
     })
 }
 
-fn sample(data: &[u8], width: usize) -> Vec<u8> {
-    let values = data.len() / width;
-    let mut out = Vec::with_capacity(values.min(PROBES * PROBE) * width);
-    for run in sampled_runs(values as u64) {
-        // Runs lie within the tensor.
+/// The values of some runs, which lie within the tensor, one run after the other.
+fn gather(data: &[u8], width: usize, runs: impl IntoIterator<Item = Range<u64>>) -> Vec<u8> {
+    let mut out = vec![];
+    for run in runs {
         out.extend_from_slice(&data[run.start as usize * width..run.end as usize * width]);
     }
     out
@@ -360,10 +333,10 @@ fn choose(plane: &[u8], dense: bool, may_lose: impl Fn(u64) -> u64) -> (PlaneCod
     let counts = Counts::of_all(plane);
     if plane.iter().all(|b| *b == plane[0]) {
         // Stored as a constant wherever it is one.
-        return (PlaneCoding::Raw, counts, 0);
+        return (PlaneCoding::RAW, counts, 0);
     }
     let raw = plane.len() as u64 * if dense { 7 } else { 8 };
-    let noise = if dense { PlaneCoding::Bits } else { PlaneCoding::Raw };
+    let noise = if dense { PlaneCoding::BITS7 } else { PlaneCoding::RAW };
     // A plane that loses less than a fiftieth is noise; coding it is not worth the time.
     let worth = |bits: u64| bits < raw - raw / 50;
     let least = entropy(&counts);
@@ -377,9 +350,9 @@ fn choose(plane: &[u8], dense: bool, may_lose: impl Fn(u64) -> u64) -> (PlaneCod
         true => cost(&counts, &counts.table(Precision::P12)),
         false => pairs,
     };
-    let (precision, cost) = match singles < much_less {
-        true => (Precision::P12, singles),
-        false => (Precision::P8, pairs),
+    let (coding, cost) = match singles < much_less {
+        true => (PlaneCoding::RANS12, singles),
+        false => (PlaneCoding::RANS8, pairs),
     };
-    if worth(cost) { (PlaneCoding::Rans(precision), counts, cost) } else { (noise, counts, raw) }
+    if worth(cost) { (coding, counts, cost) } else { (noise, counts, raw) }
 }

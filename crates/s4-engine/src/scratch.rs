@@ -1,10 +1,12 @@
 //! Memory that one thread reuses from chunk to chunk.
 
+use s4_codec_cpu::Workspace;
 use s4_format::layout::MAX_PLANES;
 use s4_format::{Error, LayoutId, Result};
 use s4_planes::Width;
 
-/// Buffers for the planes of one chunk. They grow to what a chunk needs and stay.
+/// Buffers for the planes of one chunk, and what codecs reuse. They grow to what a chunk needs and
+/// stay.
 #[derive(Debug, Default)]
 pub struct Scratch {
     pub(crate) planes: [Vec<u8>; 4],
@@ -19,8 +21,14 @@ pub struct Scratch {
     /// The end of a raw plane whose start lies in the frame.
     pub(crate) split: Vec<u8>,
     pub(crate) residuals: Vec<u8>,
+    /// Predicted values that are no input's.
+    pub(crate) predicted: Vec<u8>,
+    /// The table of each symbol of a plane.
+    pub(crate) contexts: Vec<u8>,
     /// Values that are about to be split.
     pub(crate) piece: Vec<u8>,
+    /// What codecs keep from stream to stream.
+    pub(crate) work: Workspace,
     /// Bytes of the second plane of layout `token`.
     pub(crate) token_bits: usize,
 }
@@ -34,9 +42,7 @@ impl Scratch {
             &self.planes[i][..sizes[i]]
         }
     }
-}
 
-impl Scratch {
     /// Stream `i` of a chunk whose planes are coded.
     pub(crate) fn stream(&self, layout: LayoutId, sizes: &[usize], i: usize) -> &[u8] {
         match self.coded[i] {

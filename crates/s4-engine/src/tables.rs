@@ -1,6 +1,5 @@
 //! Tables that the chunks of a tensor share, as its side data keeps them.
 
-use s4_codec_cpu::rans::Table;
 use s4_format::layout::MAX_PLANES;
 use s4_format::{Error, Result};
 
@@ -32,19 +31,16 @@ impl<'a> SharedTables<'a> {
         self.planes.get(i).copied().unwrap_or(&[])
     }
 
-    pub(crate) fn to_bytes(tables: &[Option<Table>]) -> Vec<u8> {
-        let mut lens = vec![];
-        let mut body = vec![];
+    /// The section of these tables of each plane.
+    pub(crate) fn to_bytes(tables: &[Vec<u8>]) -> Vec<u8> {
+        let mut section = vec![];
         for i in 0..MAX_PLANES {
-            let before = body.len();
-            if let Some(Some(table)) = tables.get(i) {
-                table.write(&mut body);
-            }
-            // A table has at most 256 entries.
-            lens.extend(u32::try_from(body.len() - before).unwrap_or(u32::MAX).to_le_bytes());
+            let len = tables.get(i).map_or(0, Vec::len);
+            // At most 16 tables of 256 entries.
+            section.extend(u32::try_from(len).unwrap_or(u32::MAX).to_le_bytes());
         }
-        lens.extend(body);
-        lens
+        tables.iter().take(MAX_PLANES).for_each(|plane| section.extend(plane));
+        section
     }
 }
 

@@ -1,16 +1,14 @@
 //! Tests of the engine as a whole: needs the inside of plans.
 
-use s4_codec_cpu::rans::Precision;
 use s4_format::layout::Planes;
 use s4_format::side::{Side, SideKind};
 use s4_format::{ChunkRecord, DType, Digest, LayoutId, Plan, PredictorId, ResidualId, StreamEntry};
 use s4_planes::patterns::{self, Kind};
 use s4_planes::{Simd, Width};
 
-use crate::planner::PlaneCoding;
 use crate::{
-    CpuEngine, EncodedChunk, ParentSample, Preset, Scratch, TensorPlan, TensorSpec, TensorView,
-    parent_probes,
+    CpuEngine, DecodeJob, EncodeJob, EncodedChunk, InputValues, ParentSample, PlanJob, PlaneCoding,
+    Preset, Scratch, TensorPlan, TensorSpec, TensorView, parent_probes,
 };
 
 /// A tensor's chunks, encoded.
@@ -22,13 +20,17 @@ struct Encoded {
 
 fn encode(engine: &CpuEngine, view: &TensorView<'_>, plan: Option<TensorPlan>) -> Encoded {
     let mut scratch = Scratch::default();
-    let plan = plan.unwrap_or_else(|| engine.plan(Preset::Fast, view, &mut scratch).unwrap());
+    let plan = plan.unwrap_or_else(|| {
+        engine.plan(&PlanJob { preset: Preset::Fast, view, parent: None }, &mut scratch).unwrap()
+    });
     let size = view.dtype.value_width() << plan.chunk_log2;
     let mut chunks = vec![];
     for chunk in 0..view.data.len().div_ceil(size) as u64 {
         // A frame is appended, whatever stands before it.
         let mut frame = vec![0xa5; 5];
-        let e = engine.encode_chunk(view, &plan, chunk, &mut scratch, &mut frame).unwrap();
+        let e = engine
+            .encode(&EncodeJob { view, plan: &plan, chunk, inputs: &[] }, &mut scratch, &mut frame)
+            .unwrap();
         assert_eq!(frame.len(), 5 + e.len);
         chunks.push((e, frame.split_off(5)));
     }
@@ -57,7 +59,11 @@ fn decode(
     let mut scratch = Scratch::default();
     for (i, (dst, (chunk, frame))) in out.chunks_mut(size).zip(&e.chunks).enumerate() {
         let record = record(chunk, frame);
-        engine.decode_chunk(&spec, i as u64, &record, frame, &mut scratch, dst)?;
+        engine.decode(
+            &DecodeJob { spec: &spec, chunk: i as u64, record: &record, frame, inputs: &[] },
+            &mut scratch,
+            dst,
+        )?;
     }
     Ok(out)
 }
@@ -143,7 +149,7 @@ fn a_rank1_tensor_round_trips_and_is_smaller_than_planes() {
     for layout in [LayoutId::TOKEN, LayoutId::BYTES] {
         for simd in Simd::available() {
             let engine = CpuEngine::new(simd);
-            let offsets = s4_delta::rank1::fit(Width::B4, 300, 512, &data).unwrap();
+            let offsets = s4_predict::rank1::fit(Width::B4, 300, 512, &data).unwrap();
             let mut side = Side::default();
             side.push(SideKind::RANK1, offsets).unwrap();
             let plan = TensorPlan {
@@ -153,10 +159,7 @@ fn a_rank1_tensor_round_trips_and_is_smaller_than_planes() {
                     layout,
                     inputs: vec![],
                 },
-                planes: vec![
-                    PlaneCoding::Rans(Precision::P12);
-                    if layout == LayoutId::TOKEN { 1 } else { 4 }
-                ],
+                planes: vec![PlaneCoding::RANS12; if layout == LayoutId::TOKEN { 1 } else { 4 }],
                 chunk_log2: 16,
                 side,
                 shared: vec![],
@@ -178,7 +181,7 @@ fn delta_plan(residual: ResidualId, layout: LayoutId, width: usize) -> TensorPla
     let planes = Planes::new(layout, width, 0).unwrap().sizes().len();
     TensorPlan {
         plan: Plan { residual, ..Plan::delta(layout, Digest::of(b"parent"), 0) },
-        planes: vec![PlaneCoding::Rans(Precision::P8); planes],
+        planes: vec![PlaneCoding::RANS8; planes],
         chunk_log2: 16,
         side: Side::default(),
         shared: vec![],
@@ -213,11 +216,8 @@ fn differences_of_every_kind_and_layout_come_back_from_the_same_chunk_of_the_par
                 {
                     let mut frame = vec![];
                     let e = engine
-                        .encode_chunk_from(
-                            &view,
-                            &plan,
-                            chunk,
-                            Some(parent),
+                        .encode(
+                            &EncodeJob { view: &view, plan: &plan, chunk, inputs: &[parent] },
                             &mut scratch,
                             &mut frame,
                         )
@@ -234,11 +234,14 @@ fn differences_of_every_kind_and_layout_come_back_from_the_same_chunk_of_the_par
                     let mut decode = |parent: &[u8]| {
                         let mut out = parent.to_vec();
                         engine
-                            .decode_chunk_over(
-                                &spec,
-                                chunk,
-                                &record,
-                                &frame,
+                            .decode(
+                                &DecodeJob {
+                                    spec: &spec,
+                                    chunk,
+                                    record: &record,
+                                    frame: &frame,
+                                    inputs: &[InputValues::Destination],
+                                },
                                 &mut scratch,
                                 &mut out,
                             )
@@ -251,11 +254,14 @@ fn differences_of_every_kind_and_layout_come_back_from_the_same_chunk_of_the_par
                         let mut other = parent.to_vec();
                         other[0] ^= 1;
                         assert!(decode(&other).is_err());
-                        let alone = engine.decode_chunk(
-                            &spec,
-                            chunk,
-                            &record,
-                            &frame,
+                        let alone = engine.decode(
+                            &DecodeJob {
+                                spec: &spec,
+                                chunk,
+                                record: &record,
+                                frame: &frame,
+                                inputs: &[],
+                            },
                             &mut scratch,
                             &mut other,
                         );
@@ -282,19 +288,36 @@ fn a_difference_is_planned_where_it_is_smaller_and_nowhere_else() {
         let run = |r: &std::ops::Range<u64>| &parent[r.start as usize * 2..r.end as usize * 2];
         let values = probes.iter().flat_map(run).copied().collect::<Vec<u8>>();
         let sample = ParentSample { manifest: Digest::of(b"p"), tensor: 3, values: &values };
-        engine.plan_from(Preset::Fast, &view, &sample, &mut scratch).unwrap()
+        engine
+            .plan(
+                &PlanJob { preset: Preset::Fast, view: &view, parent: Some(&sample) },
+                &mut scratch,
+            )
+            .unwrap()
     };
     let mut near = weights.clone();
     near.iter_mut().step_by(14).for_each(|b| *b ^= 3);
     assert_eq!(plan(&near).plan.parent(), Some((Digest::of(b"p"), 3)));
     assert_eq!(plan(&weights).plan.parent(), Some((Digest::of(b"p"), 3)));
     for far in [&noise, &vec![0; weights.len()]] {
-        let direct = engine.plan(Preset::Fast, &view, &mut Scratch::default()).unwrap();
+        let direct = engine
+            .plan(
+                &PlanJob { preset: Preset::Fast, view: &view, parent: None },
+                &mut Scratch::default(),
+            )
+            .unwrap();
         let planned = plan(far);
         assert_eq!((&planned.plan, &planned.planes), (&direct.plan, &direct.planes));
     }
     let short = ParentSample { manifest: Digest::of(b"p"), tensor: 3, values: &[0; 10] };
-    assert!(engine.plan_from(Preset::Fast, &view, &short, &mut Scratch::default()).is_err());
+    assert!(
+        engine
+            .plan(
+                &PlanJob { preset: Preset::Fast, view: &view, parent: Some(&short) },
+                &mut Scratch::default()
+            )
+            .is_err()
+    );
 }
 
 #[test]

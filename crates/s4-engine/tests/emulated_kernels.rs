@@ -8,9 +8,9 @@
 mod emulated;
 
 use emulated::{Answers, Decode, Encode, Encoded, Jobs, Kind, codings, tables};
-use s4_codec_cpu::rans::Precision;
 use s4_engine::{
-    CpuEngine, EncodedChunk, PlaneCoding, Preset, Scratch, TensorPlan, TensorSpec, TensorView,
+    CpuEngine, DecodeJob, EncodeJob, EncodedChunk, PlanJob, PlaneCoding, Preset, Scratch,
+    TensorPlan, TensorSpec, TensorView,
 };
 use s4_format::layout::Planes;
 use s4_format::side::Side;
@@ -99,14 +99,24 @@ fn expect(name: &str, dtype: DType, data: &[u8], given: Option<TensorPlan>) -> V
     let mut scratch = Scratch::default();
     let shape = [(data.len() / dtype.size()) as u64];
     let view = TensorView { dtype, shape: &shape, data };
-    let plan = given.unwrap_or_else(|| engine.plan(Preset::Fast, &view, &mut scratch).unwrap());
+    let plan = given.unwrap_or_else(|| {
+        engine
+            .plan(&PlanJob { preset: Preset::Fast, view: &view, parent: None }, &mut scratch)
+            .unwrap()
+    });
     let Some(coding) = codings(&plan) else { return vec![] };
     let side = plan.side_data(true).unwrap();
     let size = dtype.value_width() << plan.chunk_log2;
     let mut out = vec![];
     for (i, values) in data.chunks(size).enumerate() {
         let mut frame = vec![];
-        let chunk = engine.encode_chunk(&view, &plan, i as u64, &mut scratch, &mut frame).unwrap();
+        let chunk = engine
+            .encode(
+                &EncodeJob { view: &view, plan: &plan, chunk: i as u64, inputs: &[] },
+                &mut scratch,
+                &mut frame,
+            )
+            .unwrap();
         out.push(Expected {
             name: format!("{dtype} {name} {} chunk {i} {:?}", shape[0], plan.planes),
             dtype,
@@ -243,7 +253,9 @@ fn forced(dtype: DType, layout: LayoutId, data: &[u8], planes: &[PlaneCoding]) -
     let engine = CpuEngine::new(Simd::detect());
     let shape = [(data.len() / dtype.size()) as u64];
     let view = TensorView { dtype, shape: &shape, data };
-    let mut plan = engine.plan(Preset::Fast, &view, &mut Scratch::default()).unwrap();
+    let mut plan = engine
+        .plan(&PlanJob { preset: Preset::Fast, view: &view, parent: None }, &mut Scratch::default())
+        .unwrap();
     plan.plan = Plan::direct(layout);
     plan.planes = planes.to_vec();
     expect("forced", dtype, data, Some(plan))
@@ -251,7 +263,7 @@ fn forced(dtype: DType, layout: LayoutId, data: &[u8], planes: &[PlaneCoding]) -
 
 #[test]
 fn every_layout_with_every_coding_is_coded_as_by_the_cpu() {
-    let (p8, p12) = (PlaneCoding::Rans(Precision::P8), PlaneCoding::Rans(Precision::P12));
+    let (p8, p12) = (PlaneCoding::RANS8, PlaneCoding::RANS12);
     let mut all = vec![];
     for (dtype, kind) in dtypes() {
         let mut layouts = vec![LayoutId::WHOLE, LayoutId::BYTES];
@@ -265,7 +277,7 @@ fn every_layout_with_every_coding_is_coded_as_by_the_cpu() {
                 for planes in [[p8; 8], [p12; 8], [p8, p12, p8, p12, p8, p12, p8, p12]] {
                     let mut planes = planes;
                     if layout == LayoutId::FIELDS_SIGN && n == 700 {
-                        planes[2] = PlaneCoding::Bits;
+                        planes[2] = PlaneCoding::BITS7;
                     }
                     all.extend(forced(dtype, layout, &data, &planes));
                 }
@@ -291,13 +303,20 @@ fn difference(
     let mut scratch = Scratch::default();
     let shape = [(values.len() / dtype.size()) as u64];
     let view = TensorView { dtype, shape: &shape, data: values };
-    let mut plan = engine.plan(Preset::Fast, &view, &mut scratch).unwrap();
+    let mut plan = engine
+        .plan(&PlanJob { preset: Preset::Fast, view: &view, parent: None }, &mut scratch)
+        .unwrap();
     plan.plan = Plan::delta(layout, Digest::of(parent), 0);
     plan.plan.residual = residual;
     plan.planes = planes.to_vec();
     let mut frame = vec![];
-    let chunk =
-        engine.encode_chunk_from(&view, &plan, 0, Some(parent), &mut scratch, &mut frame).unwrap();
+    let chunk = engine
+        .encode(
+            &EncodeJob { view: &view, plan: &plan, chunk: 0, inputs: &[parent] },
+            &mut scratch,
+            &mut frame,
+        )
+        .unwrap();
     let coding = codings(&plan).unwrap();
     Expected {
         name: format!("{dtype} {residual} {layout} {} values {planes:?}", shape[0]),
@@ -324,7 +343,7 @@ fn later(values: &[u8], every: usize) -> Vec<u8> {
 
 #[test]
 fn residuals_are_the_cpus() {
-    let (p8, p12) = (PlaneCoding::Rans(Precision::P8), PlaneCoding::Rans(Precision::P12));
+    let (p8, p12) = (PlaneCoding::RANS8, PlaneCoding::RANS12);
     let mut cases = vec![];
     for (dtype, kind) in dtypes() {
         let name = if kind.exponent_bits > 0 { "like-weights" } else { "sparse" };
@@ -446,7 +465,11 @@ fn decode_on_cpu(e: &Expected, frame: &[u8], crc_encoded: u32) -> Option<Vec<u8>
     };
     let mut out = vec![0; e.values.len()];
     let engine = CpuEngine::new(Simd::detect());
-    let done = engine.decode_chunk(&spec, 0, &record, frame, &mut Scratch::default(), &mut out);
+    let done = engine.decode(
+        &DecodeJob { spec: &spec, chunk: 0, record: &record, frame, inputs: &[] },
+        &mut Scratch::default(),
+        &mut out,
+    );
     done.is_ok().then_some(out)
 }
 
@@ -471,7 +494,7 @@ fn damaged(frame: &[u8], i: usize) -> Vec<u8> {
 #[test]
 fn damaged_frames_with_mended_checksums_are_treated_as_by_the_cpu() {
     use patterns::Kind as P;
-    let mixed = [PlaneCoding::Rans(Precision::P8), PlaneCoding::Rans(Precision::P12)];
+    let mixed = [PlaneCoding::RANS8, PlaneCoding::RANS12];
     let mut sources =
         expect("damaged", DType::BFloat16, &pattern(P::BF16, "like-weights", 9000), None);
     sources.extend(expect(
@@ -483,7 +506,7 @@ fn damaged_frames_with_mended_checksums_are_treated_as_by_the_cpu() {
     let data = pattern(P::BF16, "like-squares", 900);
     sources.extend(forced(DType::BFloat16, LayoutId::BYTES, &data, &mixed));
     sources.extend(forced(DType::BFloat16, LayoutId::WHOLE, &data, &mixed[1..]));
-    let signs = [PlaneCoding::Raw, mixed[0], PlaneCoding::Bits];
+    let signs = [PlaneCoding::RAW, mixed[0], PlaneCoding::BITS7];
     sources.extend(forced(DType::BFloat16, LayoutId::FIELDS_SIGN, &data, &signs));
 
     let mut jobs = Jobs::new("damaged");

@@ -4,8 +4,8 @@
 #![expect(clippy::unwrap_used, reason = "tests, and what they share")]
 
 use s4_codec_cpu::rans::{Counts, Place, Precision, Rans, Tables};
-use s4_codec_cpu::{Codec, Codecs, Context, open_codecs};
-use s4_engine::{CpuEngine, Scratch, TensorSpec};
+use s4_codec_cpu::{Codec, Codecs, Context, Symbols, Workspace, open_codecs};
+use s4_engine::{CpuEngine, DecodeJob, InputValues, Scratch, TensorSpec};
 use s4_format::layout::Planes;
 use s4_format::limits::ALIGN;
 use s4_format::side::Side;
@@ -46,14 +46,16 @@ fn build(codecs: &Codecs, planes: &[Vec<u8>], codings: &[Coding]) -> Frame {
         let (codec, param, stream) = match *coding {
             Coding::By(id) => {
                 let codec = codecs.get(id).unwrap();
-                let mut stream = vec![0; codec.bound(plane.len())];
-                match codec.encode(Context::default(), plane, &mut stream) {
-                    Ok(e) => (id, e.param, stream[..e.len].to_vec()),
+                let param = if id == CodecId::BITS { 7 } else { 0 };
+                let mut stream = vec![0; codec.bound(param, plane.len())];
+                let symbols = Symbols::new(plane, Context::of(param));
+                match codec.encode(&symbols, &mut stream, &mut Workspace::default()) {
+                    Ok(e) => (id, param, stream[..e.len].to_vec()),
                     Err(_) => raw,
                 }
             }
             Coding::Rans { precision, carries } => {
-                let rans = Rans::new(precision, Simd::Scalar);
+                let (rans, param) = (Rans::new(Simd::Scalar), precision.bits() as u8);
                 let table = Counts::of_all(plane).table(precision);
                 let tables = Tables { list: &[table], place: Place::Inline };
                 let len = rans.carry_len(plane.len());
@@ -64,9 +66,9 @@ fn build(codecs: &Codecs, planes: &[Vec<u8>], codings: &[Coding]) -> Frame {
                     }
                     _ => vec![],
                 };
-                let mut stream = vec![0; rans.bound(plane.len())];
+                let mut stream = vec![0; rans.bound(param, plane.len())];
                 let e = rans.encode_with(tables, &[], &carry, plane, &mut stream).unwrap();
-                (CodecId::RANS, e.param, stream[..e.len].to_vec())
+                (CodecId::RANS, param, stream[..e.len].to_vec())
             }
         };
         streams.push((StreamEntry { codec, param, len: stream.len() as u32 }, stream));
@@ -150,7 +152,17 @@ impl Case {
         };
         let decode = |scratch: &mut Scratch| {
             let mut to = vec![0; self.values.len()];
-            let done = engine.decode_chunk_over(&spec, 0, &record, &frame.bytes, scratch, &mut to);
+            let done = engine.decode(
+                &DecodeJob {
+                    spec: &spec,
+                    chunk: 0,
+                    record: &record,
+                    frame: &frame.bytes,
+                    inputs: &[InputValues::Destination],
+                },
+                scratch,
+                &mut to,
+            );
             done.is_ok().then_some(to)
         };
         let fresh = decode(&mut Scratch::default());

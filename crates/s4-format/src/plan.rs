@@ -58,9 +58,19 @@ impl Plan {
         }
     }
 
+    /// Whether values are stored by themselves.
+    pub fn is_direct(&self) -> bool {
+        self.predictor == PredictorId::NONE
+    }
+
+    /// Whether values are stored as their difference from the parent's.
+    pub fn is_delta(&self) -> bool {
+        self.predictor == PredictorId::PARENT
+    }
+
     /// The parent's manifest and the number of the tensor in it, if the plan predicts from one.
     pub fn parent(&self) -> Option<(Digest, u32)> {
-        let input = self.inputs.first().filter(|_| self.predictor == PredictorId::PARENT)?;
+        let input = self.inputs.first().filter(|_| self.is_delta())?;
         Some((input.manifest?, input.tensor))
     }
 
@@ -179,6 +189,8 @@ mod tests {
         let delta = Plan::delta(LayoutId::FIELDS, parent, 7);
         assert!(delta.require_open().is_ok());
         assert_eq!(delta.parent(), Some((parent, 7)));
+        assert!(delta.is_delta() && !delta.is_direct());
+        assert!(Plan::direct(LayoutId::FIELDS).is_direct());
         assert_eq!(Plan::direct(LayoutId::FIELDS).parent(), None);
         let refused = |change: fn(&mut Plan)| {
             let mut p = Plan::delta(LayoutId::FIELDS, Digest::of(b"parent"), 7);

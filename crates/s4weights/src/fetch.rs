@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use s4_engine::Scratch;
+use s4_engine::{DecodeJob, InputValues, Scratch};
 use s4_format::ChunkRecord;
 use s4_format::index::TensorKind;
 
@@ -331,16 +331,14 @@ impl Reader {
         let (whole, delta) = (job.is_whole(), job.delta);
         let mut pieces = job.pieces;
         let mut decode = |to: &mut [u8]| {
-            match delta {
-                true => {
-                    self.engine.decode_chunk_over(&spec, job.chunk, &job.record, frame, scratch, to)
-                }
-                false => {
-                    self.engine.decode_chunk(&spec, job.chunk, &job.record, frame, scratch, to)
-                }
-            }
-            .map_err(|e| e.in_tensor(self.label(job.tensor)))
-            .at(&self.name)
+            // The parent's values are there already.
+            let inputs: &[InputValues<'_>] = if delta { &[InputValues::Destination] } else { &[] };
+            let (chunk, record) = (job.chunk, &job.record);
+            let chunk = DecodeJob { spec: &spec, chunk, record, frame, inputs };
+            self.engine
+                .decode(&chunk, scratch, to)
+                .map_err(|e| e.in_tensor(self.label(job.tensor)))
+                .at(&self.name)
         };
         if let Some(piece) = pieces.first_mut().filter(|_| whole) {
             return decode(piece.to);

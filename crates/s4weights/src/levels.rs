@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use s4_engine::TensorSpec;
-use s4_format::PredictorId;
 use s4_format::index::TensorKind;
 
 use crate::error::Result;
@@ -24,7 +23,7 @@ impl Level<'_> {
     /// Whether a chunk is a difference from the next level's values.
     pub(crate) fn is_delta(&self, chunk: u64) -> bool {
         let plain = self.block.records[chunk as usize].plain;
-        !plain && self.spec().plan.predictor == PredictorId::PARENT
+        !plain && self.spec().plan.is_delta()
     }
 }
 

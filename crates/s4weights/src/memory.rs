@@ -4,7 +4,9 @@ use std::sync::Mutex;
 
 use rayon::ThreadPool;
 use rayon::prelude::*;
-use s4_engine::{CpuEngine, EncodedChunk, Preset, Scratch, TensorSpec, TensorView};
+use s4_engine::{
+    CpuEngine, DecodeJob, EncodeJob, EncodedChunk, PlanJob, Preset, Scratch, TensorSpec, TensorView,
+};
 use s4_format::index::chunk_count;
 use s4_format::limits::ALIGN;
 use s4_format::side::Side;
@@ -81,13 +83,15 @@ impl TensorCodec {
     /// `Format` if the tensor is too large.
     pub fn compress(&self, view: &TensorView<'_>) -> Result<Compressed> {
         let width = view.dtype.value_width();
-        let plan = self.with(|scratch| self.engine.plan(self.preset, view, scratch)).at(TARGET)?;
+        let job = PlanJob { preset: self.preset, view, parent: None };
+        let plan = self.with(|scratch| self.engine.plan(&job, scratch)).at(TARGET)?;
         let chunks = chunk_count((view.data.len() / width) as u64, plan.chunk_log2);
         let encode = |chunk: u64| {
             self.with(|scratch| {
                 // Room for a chunk that does not get smaller; what is not used is never touched.
                 let mut frame = Vec::with_capacity((width << plan.chunk_log2).min(view.data.len()));
-                let e = self.engine.encode_chunk(view, &plan, chunk, scratch, &mut frame);
+                let job = EncodeJob { view, plan: &plan, chunk, inputs: &[] };
+                let e = self.engine.encode(&job, scratch, &mut frame);
                 e.at(TARGET).map(|e| (e, frame))
             })
         };
@@ -158,7 +162,9 @@ impl Compressed {
             chunk_log2: self.chunk_log2,
         };
         let (record, frame) = &self.chunks[chunk];
-        engine.decode_chunk(&spec, chunk as u64, record, frame, scratch, to).at(TARGET)
+        let chunk = chunk as u64;
+        let job = DecodeJob { spec: &spec, chunk, record, frame, inputs: &[] };
+        engine.decode(&job, scratch, to).at(TARGET)
     }
 
     /// CRC-32C of the values of each chunk.

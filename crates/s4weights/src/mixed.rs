@@ -8,6 +8,7 @@
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
+use s4_engine::{DecodeJob, InputValues};
 use s4_format::limits::CHUNK_LOG2;
 
 use crate::error::{At, Result};
@@ -165,9 +166,11 @@ impl Level<'_> {
         let (reader, record) = (self.reader, &self.block.records[chunk as usize]);
         let (frame, scratch) = buffers.frame(record.len as usize);
         reader.read_object(record.object, record.offset, frame)?;
+        let (spec, inputs) = (&self.spec(), &[InputValues::Destination]);
+        let job = DecodeJob { spec, chunk, record, frame, inputs };
         reader
             .engine
-            .decode_chunk_over(&self.spec(), chunk, record, frame, scratch, values)
+            .decode(&job, scratch, values)
             .map_err(|e| e.in_tensor(reader.label(self.tensor)))
             .at(&reader.name)
     }

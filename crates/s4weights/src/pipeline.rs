@@ -5,7 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use rayon::ThreadPool;
 use rayon::prelude::*;
 use s4_engine::{
-    CpuEngine, EncodedChunk, ParentSample, Preset, Scratch, TensorPlan, TensorView, parent_probes,
+    CpuEngine, EncodeJob, EncodedChunk, ParentSample, PlanJob, Preset, Scratch, TensorPlan,
+    TensorView, parent_probes,
 };
 use s4_format::index::chunk_count;
 use s4_format::layout::Planes;
@@ -334,9 +335,13 @@ impl Encoder<'_> {
                 }
                 let manifest: Digest = parent.digest();
                 let values = ParentSample { manifest, tensor, values: sample };
-                self.scratch.with(|scratch| self.engine.plan_from(preset, view, &values, scratch))
+                let job = PlanJob { preset, view, parent: Some(&values) };
+                self.scratch.with(|scratch| self.engine.plan(&job, scratch))
             }
-            _ => self.scratch.with(|scratch| self.engine.plan(preset, view, scratch)),
+            _ => {
+                let job = PlanJob { preset, view, parent: None };
+                self.scratch.with(|scratch| self.engine.plan(&job, scratch))
+            }
         };
         plan.map_err(|e| e.in_tensor(name)).at(self.target)
     }
@@ -372,8 +377,9 @@ impl Encoder<'_> {
         };
         to.clear();
         let (view, plan) = (&item.large.view, &item.plan);
+        let job = EncodeJob { view, plan, chunk, inputs: values.as_slice() };
         self.scratch
-            .with(|scratch| self.engine.encode_chunk_from(view, plan, chunk, values, scratch, to))
+            .with(|scratch| self.engine.encode(&job, scratch, to))
             .map_err(|e| e.in_chunk(chunk).in_tensor(item.large.name))
             .at(self.target)
     }

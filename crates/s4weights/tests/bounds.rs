@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use craft::{BYTE, Constant, Craft};
-use s4_engine::{ParentSample, Scratch, TensorView, parent_probes};
+use s4_engine::{EncodeJob, ParentSample, PlanJob, Scratch, TensorView, parent_probes};
 use s4weights::format::index::{self, Block, Tensor, TensorKind};
 use s4weights::format::manifest::Parent;
 use s4weights::format::{Digest, Error as FormatError, crc32c};
@@ -290,11 +290,18 @@ fn line(files: &Files, values: usize, sizes: &[u8]) -> (Vec<u8>, Vec<u8>) {
         let probes = parent_probes(dtype, values as u64);
         let part = |r: std::ops::Range<u64>| &before[r.start as usize * 2..r.end as usize * 2];
         let mut plan = match parent {
-            None => engine.plan(Preset::Fast, &view, &mut scratch).unwrap(),
+            None => engine
+                .plan(&PlanJob { preset: Preset::Fast, view: &view, parent: None }, &mut scratch)
+                .unwrap(),
             Some(Parent { manifest, .. }) => {
                 let sample: Vec<u8> = probes.into_iter().flat_map(part).copied().collect();
                 let sample = ParentSample { manifest, tensor: 0, values: &sample };
-                engine.plan_from(Preset::Fast, &view, &sample, &mut scratch).unwrap()
+                engine
+                    .plan(
+                        &PlanJob { preset: Preset::Fast, view: &view, parent: Some(&sample) },
+                        &mut scratch,
+                    )
+                    .unwrap()
             }
         };
         assert_eq!(plan.plan.parent().is_some(), step > 0);
@@ -302,8 +309,11 @@ fn line(files: &Files, values: usize, sizes: &[u8]) -> (Vec<u8>, Vec<u8>) {
         let chunk = |(i, part): (usize, &[u8])| {
             let (mut frame, first) = (vec![], i * (2 << log2));
             let below = before.get(first..first + part.len());
-            let e =
-                engine.encode_chunk_from(&view, &plan, i as u64, below, &mut scratch, &mut frame);
+            let e = engine.encode(
+                &EncodeJob { view: &view, plan: &plan, chunk: i as u64, inputs: below.as_slice() },
+                &mut scratch,
+                &mut frame,
+            );
             (e.unwrap(), frame)
         };
         let chunks = data.chunks(2 << log2).enumerate().map(chunk).collect();

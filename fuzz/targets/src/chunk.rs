@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-use s4_engine::{CpuEngine, Scratch, TensorSpec};
+use s4_engine::{CpuEngine, DecodeJob, InputValues, Scratch, TensorSpec};
 use s4_format::layout::Planes;
 use s4_format::side::{Side, SideKind};
 use s4_format::{
@@ -97,8 +97,17 @@ impl Sample {
         let spec = TensorSpec { dtype: *dtype, shape: &self.shape, plan, side, chunk_log2: 16 };
         let (record, mut values) = (self.record(crc_raw), self.parent.clone());
         let engine = engine(simd);
-        let done =
-            engine.decode_chunk_over(&spec, *chunk, &record, &self.frame, scratch, &mut values);
+        let done = engine.decode(
+            &DecodeJob {
+                spec: &spec,
+                chunk: *chunk,
+                record: &record,
+                frame: &self.frame,
+                inputs: &[InputValues::Destination],
+            },
+            scratch,
+            &mut values,
+        );
         (done.is_ok(), values)
     }
 

@@ -14,7 +14,7 @@ fn decode_any(codec: &dyn Codec, input: &mut Input<'_>) {
     let (param, len) = (input.u8(), input.len());
     let stream = input.rest();
     // Two buffers at a time.
-    bounded(stream.len(), 2 * len, || _ = decode(codec, param, Context::default(), stream, len));
+    bounded(stream.len(), 2 * len, || _ = decode(codec, Context::of(param), stream, len));
 }
 
 /// Codec `bits`, whose kernels must agree.
@@ -22,7 +22,7 @@ pub fn bits(data: &[u8]) {
     let mut input = Input::new(data);
     let (param, len) = (input.u8(), input.len());
     let stream = input.rest();
-    let run = |simd| decode(&Bits::new(7, simd), param, Context::default(), stream, len).ok();
+    let run = |simd| decode(&Bits::new(simd), Context::of(param), stream, len).ok();
     let expected = run(Simd::Scalar);
     for simd in crate::input::sets() {
         assert!(run(simd) == expected, "{simd} decodes otherwise");

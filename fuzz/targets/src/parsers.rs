@@ -1,10 +1,10 @@
 //! Parsers of the format.
 
-use s4_delta::rank1;
 use s4_format::file::{Footer, check_header};
 use s4_format::side::Side;
 use s4_format::{ChunkRecord, DType, Digest, Manifest, StreamEntry, index as table};
 use s4_planes::Width;
+use s4_predict::rank1::Offsets;
 
 use crate::input::Input;
 use crate::memory::bounded;
@@ -64,7 +64,7 @@ fn parse_part(part: usize, n: u8, bytes: &[u8]) {
         }
         5 => {
             let width = [Width::B1, Width::B2, Width::B4, Width::B8][usize::from(n % 4)];
-            let Ok(offsets) = rank1::Rank1::parse(width, bytes) else { return };
+            let Ok(offsets) = Offsets::parse(width, bytes) else { return };
             let (rows, cols) = (offsets.rows(), offsets.cols());
             assert_eq!(offsets.elements(), rows as u64 * cols as u64);
             let _ = (offsets.predict(rows, cols), offsets.predict(0, 0));

@@ -2,7 +2,7 @@
 
 use s4_codec_cpu::rans::{Counts, Place, Precision, Rans, Table, Tables, parse_tables};
 use s4_codec_cpu::testing::decode_carrying;
-use s4_codec_cpu::{Codec, Context, Simd};
+use s4_codec_cpu::{Codec, Context, Simd, Symbols, Workspace};
 
 use crate::input::{Input, expand, sets};
 use crate::memory::bounded;
@@ -17,16 +17,16 @@ pub fn rans(data: &[u8]) {
     let shared = if flags & 1 == 1 { usize::from(input.u16()) % 4096 } else { 0 };
     let contexts = if flags & 2 == 2 { 1 + input.below(CONTEXTS) } else { 0 };
     let tables = input.take(shared);
-    let symbols: Vec<u8> = if contexts == 0 {
+    let contexts: Vec<u8> = if contexts == 0 {
         vec![]
     } else {
         (0..len).map(|i| ((i * 7 + i / 300) % contexts) as u8).collect()
     };
     let stream = input.rest();
-    let ctx = Context { tables, symbols: &symbols };
+    let ctx = Context { param, tables, contexts: &contexts };
     let run = |simd| {
-        let codec = Rans::new(Precision::P8, simd);
-        bounded(stream.len(), 4 * len, || decode_carrying(&codec, param, ctx, stream, len).ok())
+        let codec = Rans::new(simd);
+        bounded(stream.len(), 4 * len, || decode_carrying(&codec, ctx, stream, len).ok())
     };
     let expected = run(Simd::Scalar);
     for simd in sets() {
@@ -53,27 +53,27 @@ pub fn rans_encode(data: &[u8]) {
     let side = s4_codec_cpu::rans::write_tables(&list);
     assert!(parse_tables(precision, &side).is_ok_and(|back| back == list), "tables");
     let place = if shared { Place::Shared } else { Place::Inline };
-    let ctx = Context { tables: if shared { &side } else { &[] }, symbols: &[] };
+    let tables: &[u8] = if shared { &side } else { &[] };
+    let ctx = Context { param, tables, contexts: &[] };
     let run = |simd| {
-        let rans = Rans::new(precision, simd);
+        let rans = Rans::new(simd);
         let rans = if long { rans.with_long_segments() } else { rans };
         let carry = expand(&[4, 1, 2, 3], if carries { rans.carry_len(len) } else { 0 });
-        let mut dst = vec![0xa5; rans.bound(len) + 64];
+        let mut dst = vec![0xa5; rans.bound(param, len) + 64];
         let done = if own {
-            rans.encode(ctx, &symbols, &mut dst)
+            rans.encode(&Symbols::new(&symbols, ctx), &mut dst, &mut Workspace::default())
         } else {
             rans.encode_with(Tables { list: &list, place }, &[], &carry, &symbols, &mut dst)
         };
         let carry = if own { vec![] } else { carry };
-        done.ok().map(|e| (dst[..e.len].to_vec(), e.param, carry))
+        done.ok().map(|e| (dst[..e.len].to_vec(), carry))
     };
     let expected = run(Simd::Scalar);
     for simd in sets() {
         let got = run(simd);
         assert!(got == expected, "{simd} encodes otherwise");
-        let Some((stream, written, carry)) = got else { continue };
-        assert_eq!(written, param);
-        let back = decode_carrying(&Rans::new(precision, simd), param, ctx, &stream, len);
+        let Some((stream, carry)) = got else { continue };
+        let back = decode_carrying(&Rans::new(simd), ctx, &stream, len);
         assert!(back == Ok((symbols.clone(), carry)), "{simd} does not decode what was encoded");
     }
 }

@@ -1,7 +1,9 @@
 //! Inputs to start from, made by the project's own encoders: the same on every machine.
 
-use s4_codec_cpu::rans::Precision;
-use s4_codec_cpu::{Bits, Codec, Const, Context, Deflate, Gdeflate, Lz4, Rans, Simd, Snappy, Zstd};
+use s4_codec_cpu::{
+    Bits, Codec, Const, Context, Deflate, Gdeflate, Lz4, Rans, Simd, Snappy, Symbols, Workspace,
+    Zstd,
+};
 use s4_format::index::{Block, Tensor, TensorKind, write_table};
 use s4_format::side::{Side, SideKind};
 use s4_format::{ChunkRecord, DType, Digest};
@@ -51,30 +53,33 @@ fn streams(out: &mut Vec<Seed>) {
         expand(&[1, 1, 2, 3, 4, 5], 300),
         expand(&[0x1f, 9, 9, 9, 9, 200], 3000),
     ];
-    let named: [(&'static str, &dyn Codec); 8] = [
-        ("bits", &Bits::new(7, Simd::Scalar)),
-        ("gdeflate", &Gdeflate::default()),
-        ("deflate", &Deflate::default()),
-        ("zstd", &Zstd::default()),
-        ("zstd", &Zstd::default().in_blocks()),
-        ("lz4", &Lz4),
-        ("snappy", &Snappy),
-        ("stored", &Const),
+    let named: [(&'static str, &dyn Codec, u8); 8] = [
+        ("bits", &Bits::new(Simd::Scalar), 7),
+        ("gdeflate", &Gdeflate::default(), 0),
+        ("deflate", &Deflate::default(), 0),
+        ("zstd", &Zstd::default(), 0),
+        ("zstd", &Zstd::default(), Zstd::IN_BLOCKS),
+        ("lz4", &Lz4, 0),
+        ("snappy", &Snappy, 0),
+        ("stored", &Const, 0),
     ];
+    let encode = |codec: &dyn Codec, param: u8, plane: &[u8]| {
+        let mut dst = vec![0; codec.bound(param, plane.len())];
+        let symbols = Symbols::new(plane, Context::of(param));
+        let done = codec.encode(&symbols, &mut dst, &mut Workspace::default()).ok()?;
+        dst.truncate(done.len);
+        Some(dst)
+    };
     for plane in &planes {
         let len = (plane.len() as u16).to_le_bytes();
-        for (target, codec) in named {
-            let mut dst = vec![0; codec.bound(plane.len())];
-            let Ok(done) = codec.encode(Context::default(), plane, &mut dst) else { continue };
+        for (target, codec, param) in named {
+            let Some(stream) = encode(codec, param, plane) else { continue };
             let head: &[u8] = if target == "stored" { &[1] } else { &[] };
-            let stream = &dst[..done.len];
-            out.push((target, [head, &[done.param], &len, &[0], stream].concat()));
+            out.push((target, [head, &[param], &len, &[0], &stream].concat()));
         }
-        for (choice, precision) in [(0, Precision::P8), (1, Precision::P12)] {
-            let codec = Rans::new(precision, Simd::Scalar);
-            let mut dst = vec![0; codec.bound(plane.len())];
-            let Ok(done) = codec.encode(Context::default(), plane, &mut dst) else { continue };
-            out.push(("rans", [&[choice, 0], &len[..], &[0], &dst[..done.len]].concat()));
+        for (choice, param) in [(0, 8), (1, 12)] {
+            let Some(stream) = encode(&Rans::new(Simd::Scalar), param, plane) else { continue };
+            out.push(("rans", [&[choice, 0], &len[..], &[0], &stream].concat()));
         }
         // Two blocks, the sizes of which stand in front.
         let table = [&3u32.to_le_bytes()[..], &2u32.to_le_bytes(), &[0; 8], &[1; 19]].concat();

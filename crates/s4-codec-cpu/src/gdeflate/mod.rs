@@ -9,8 +9,9 @@ mod matches;
 
 use s4_format::{CodecId, Result};
 
+use crate::Workspace;
 use crate::blocks::{self, BLOCK};
-use crate::codec::{Codec, Context, Encoded, no_param};
+use crate::codec::{Codec, Context, Encoded, Symbols, no_param};
 
 /// Lanes of a page.
 const LANES: usize = 32;
@@ -45,20 +46,27 @@ impl Codec for Gdeflate {
         CodecId::GDEFLATE
     }
 
-    fn bound(&self, len: usize) -> usize {
+    fn bound(&self, _: u8, len: usize) -> usize {
         blocks::bound(len, BLOCK, page_bound)
     }
 
-    fn encode(&self, _: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<Encoded> {
-        let len = blocks::write(src, dst, BLOCK, page_bound, |page, dst| {
+    fn encode(&self, symbols: &Symbols<'_>, dst: &mut [u8], _: &mut Workspace) -> Result<Encoded> {
+        no_param(self.id(), symbols.context.param)?;
+        let len = blocks::write(symbols.bytes, dst, BLOCK, page_bound, |page, dst| {
             let items = if self.matches { matches::find(page) } else { Vec::new() };
             Ok(encode::page(page, &items, dst))
         })?;
-        Ok(Encoded { len, param: 0 })
+        Ok(Encoded::of(len))
     }
 
-    fn decode(&self, param: u8, _: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<()> {
-        no_param(self.id(), param)?;
+    fn decode(
+        &self,
+        ctx: Context<'_>,
+        src: &[u8],
+        dst: &mut [u8],
+        _: &mut Workspace,
+    ) -> Result<()> {
+        no_param(self.id(), ctx.param)?;
         blocks::read(src, dst, decode::page)
     }
 }

@@ -112,6 +112,9 @@ fn no_block() -> Error {
 
 /// Vector instructions that decode.
 pub(super) trait Blocks {
+    /// The decoder for these slots.
+    fn new(slots: Slots) -> Self;
+
     /// Decodes `blocks` blocks of each lane.
     ///
     /// # Safety

@@ -1,7 +1,7 @@
 //! Data, an encoder and a decoder for the tests of `rans`.
 
 use s4_codec_cpu::rans::{Precision, Tables};
-use s4_codec_cpu::{Codec, Context, Rans, Simd};
+use s4_codec_cpu::{Codec, Context, Rans, Simd, Workspace};
 
 /// Numbers of 31 bits without a pattern.
 pub(crate) fn noise(len: usize, seed: u64) -> impl Iterator<Item = u64> {
@@ -30,8 +30,9 @@ pub(crate) fn encode(
     carry: &[u8],
     symbols: &[u8],
 ) -> Vec<u8> {
-    let codec = Rans::new(tables.list[0].precision(), simd);
-    let mut dst = vec![0xa5; codec.bound(symbols.len())];
+    let codec = Rans::new(simd);
+    let param = tables.list[0].precision().bits() as u8;
+    let mut dst = vec![0xa5; codec.bound(param, symbols.len())];
     let encoded = codec.encode_with(tables, contexts, carry, symbols, &mut dst).expect("codes");
     dst.truncate(encoded.len);
     dst
@@ -46,7 +47,8 @@ pub(crate) fn decode_carrying(
     len: usize,
 ) -> Option<(Vec<u8>, Vec<u8>)> {
     let (mut dst, mut carry) = (vec![0; len], vec![0x5a; 3]);
-    let codec = Rans::new(Precision::P8, simd);
-    let outcome = codec.decode_carrying(precision.bits() as u8, ctx, src, &mut dst, &mut carry);
+    let ctx = Context { param: precision.bits() as u8, ..ctx };
+    let (codec, mut work) = (Rans::new(simd), Workspace::default());
+    let outcome = codec.decode_carrying(ctx, src, &mut dst, &mut carry, &mut work);
     outcome.ok().map(|()| (dst, carry))
 }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 
 use nvcomp_sys::{Nvcomp, Search};
 use s4_codec_cpu::blocks::{self, Blocks};
-use s4_codec_cpu::{Codec, Context, Encoded};
+use s4_codec_cpu::{Codec, Context, Encoded, Symbols, Workspace};
 use s4_format::manifest::ClosedCodec;
 use s4_format::{CodecId, Error, Result};
 
@@ -242,14 +242,20 @@ impl Codec for HostEncoder {
         self.codec.id()
     }
 
-    fn bound(&self, len: usize) -> usize {
+    fn bound(&self, _: u8, len: usize) -> usize {
         blocks::bound(len, self.codec.block(), |_| self.room())
     }
 
-    fn encode(&self, _: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<Encoded> {
-        let (param, block) = (self.codec.param(), self.codec.block());
+    fn encode(&self, symbols: &Symbols<'_>, dst: &mut [u8], _: &mut Workspace) -> Result<Encoded> {
+        let (src, block) = (symbols.bytes, self.codec.block());
+        let (param, own) = (symbols.context.param, self.codec.param());
+        if param != own {
+            let id = self.codec.id();
+            let what = format!("this engine writes `{id}` with parameter {own}, not {param}");
+            return Err(Error::unsupported(what));
+        }
         if src.is_empty() {
-            return Ok(Encoded { len: 0, param });
+            return Ok(Encoded::of(0));
         }
         if !src.len().is_multiple_of(self.codec.unit()) {
             let (id, unit, len) = (self.codec.id(), self.codec.unit(), src.len());
@@ -277,10 +283,10 @@ impl Codec for HostEncoder {
                 Ok(coded.len())
             },
         )?;
-        Ok(Encoded { len, param })
+        Ok(Encoded::of(len))
     }
 
-    fn decode(&self, _: u8, _: Context<'_>, _: &[u8], _: &mut [u8]) -> Result<()> {
+    fn decode(&self, _: Context<'_>, _: &[u8], _: &mut [u8], _: &mut Workspace) -> Result<()> {
         Err(Error::unsupported(format!("this engine only writes `{}`", self.codec.id())))
     }
 }
@@ -319,16 +325,22 @@ impl Codec for HostDecoder {
         self.id
     }
 
-    fn bound(&self, _: usize) -> usize {
+    fn bound(&self, _: u8, _: usize) -> usize {
         0
     }
 
-    fn encode(&self, _: Context<'_>, _: &[u8], _: &mut [u8]) -> Result<Encoded> {
+    fn encode(&self, _: &Symbols<'_>, _: &mut [u8], _: &mut Workspace) -> Result<Encoded> {
         Err(Error::unsupported(format!("this engine only reads `{}`", self.id)))
     }
 
-    fn decode(&self, param: u8, _: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<()> {
-        let codec = self.reader(param)?;
+    fn decode(
+        &self,
+        ctx: Context<'_>,
+        src: &[u8],
+        dst: &mut [u8],
+        _: &mut Workspace,
+    ) -> Result<()> {
+        let codec = self.reader(ctx.param)?;
         if !dst.len().is_multiple_of(codec.unit()) {
             let what =
                 format!("`{}` of {} bytes, in units of {}", self.id, dst.len(), codec.unit());

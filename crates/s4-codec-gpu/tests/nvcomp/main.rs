@@ -7,7 +7,9 @@ mod device;
 
 use device::{Device, Outcome};
 use s4_codec_cpu::blocks::{self, Block, Blocks};
-use s4_codec_cpu::{Codec, Context, Deflate, Gdeflate, Lz4, Simd, Snappy, Zstd, open_codecs};
+use s4_codec_cpu::{
+    Codec, Context, Deflate, Gdeflate, Lz4, Simd, Snappy, Symbols, Workspace, Zstd, open_codecs,
+};
 use s4_codec_gpu::nvcomp::{self, AnsMode, DataType, GpuCodec, Status};
 use s4_format::CodecId;
 
@@ -115,7 +117,8 @@ fn what_the_gpu_writes_is_read_by_the_cpu() {
             println!("{name}: {} -> {}", plane.len(), stream.len());
             let mut read = vec![0x5a; plane.len()];
             let reader = cpu.get(codec.id()).expect("registered");
-            match reader.decode(codec.param(), Context::default(), &stream, &mut read) {
+            let (ctx, mut work) = (Context::of(codec.param()), Workspace::default());
+            match reader.decode(ctx, &stream, &mut read, &mut work) {
                 Ok(()) => assert!(read == plane, "{name}: the CPU reads other bytes"),
                 Err(error) => panic!("{name}: {error}"),
             }
@@ -130,24 +133,26 @@ fn what_the_gpu_writes_is_read_by_the_cpu() {
 #[test]
 fn what_the_cpu_writes_is_read_by_the_gpu() {
     let Some(device) = Device::find() else { return };
-    let writers: Vec<Box<dyn Codec>> = vec![
-        Box::new(Gdeflate::entropy_only()),
-        Box::new(Gdeflate::with_matches()),
-        Box::new(Deflate::new(0)),
-        Box::new(Deflate::new(1)),
-        Box::new(Deflate::new(6)),
-        Box::new(Deflate::new(9)),
-        Box::new(Zstd::new(1).in_blocks()),
-        Box::new(Zstd::new(3).in_blocks()),
-        Box::new(Zstd::new(19).in_blocks()),
-        Box::new(Lz4),
-        Box::new(Snappy),
+    let writers: Vec<(Box<dyn Codec>, u8)> = vec![
+        (Box::new(Gdeflate::entropy_only()), 0),
+        (Box::new(Gdeflate::with_matches()), 0),
+        (Box::new(Deflate::new(0)), 0),
+        (Box::new(Deflate::new(1)), 0),
+        (Box::new(Deflate::new(6)), 0),
+        (Box::new(Deflate::new(9)), 0),
+        (Box::new(Zstd::new(1)), Zstd::IN_BLOCKS),
+        (Box::new(Zstd::new(3)), Zstd::IN_BLOCKS),
+        (Box::new(Zstd::new(19)), Zstd::IN_BLOCKS),
+        (Box::new(Lz4), 0),
+        (Box::new(Snappy), 0),
     ];
-    for writer in writers {
+    for (writer, param) in writers {
         for (plane_name, plane) in planes() {
-            let mut stream = vec![0; writer.bound(plane.len())];
-            let encoded = writer.encode(Context::default(), &plane, &mut stream).expect("encodes");
-            let codec = nvcomp::reader(&device.library, writer.id(), encoded.param).expect("known");
+            let mut stream = vec![0; writer.bound(param, plane.len())];
+            let symbols = Symbols::new(&plane, Context::of(param));
+            let encoded = writer.encode(&symbols, &mut stream, &mut Workspace::default());
+            let encoded = encoded.expect("encodes");
+            let codec = nvcomp::reader(&device.library, writer.id(), param).expect("known");
             let coded = coded_blocks(&stream[..encoded.len], plane.len(), codec.block());
             let decoded = device.decode(&*codec, &coded, &lens(&plane, &*codec));
             let good = decoded.statuses.iter().all(|s| *s == Status::SUCCESS);

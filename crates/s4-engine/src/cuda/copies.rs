@@ -13,7 +13,10 @@ use super::error::{Of, Result};
 use super::{
     CudaEngine, CudaError, DecodeJob, Decoder, DeviceMemory, DeviceTensor, Piece, Trusted,
 };
-use crate::{CpuEngine, EncodedChunk, Preset, Scratch, TensorPlan, TensorSpec, TensorView};
+use crate::{
+    CpuEngine, EncodeJob, EncodedChunk, PlanJob, Preset, Scratch, TensorPlan, TensorSpec,
+    TensorView,
+};
 
 /// A tensor as an engine encoded it.
 #[derive(Debug, Clone)]
@@ -42,11 +45,12 @@ impl CodedTensor {
         view: &TensorView<'_>,
     ) -> s4_format::Result<Self> {
         let mut scratch = Scratch::default();
-        let plan = cpu.plan(preset, view, &mut scratch)?;
+        let plan = cpu.plan(&PlanJob { preset, view, parent: None }, &mut scratch)?;
         let values = (view.data.len() / view.dtype.value_width()) as u64;
         let chunk = |chunk| {
             let mut frame = vec![];
-            let e = cpu.encode_chunk(view, &plan, chunk, &mut scratch, &mut frame)?;
+            let job = EncodeJob { view, plan: &plan, chunk, inputs: &[] };
+            let e = cpu.encode(&job, &mut scratch, &mut frame)?;
             Ok((e, frame))
         };
         let count = s4_format::index::chunk_count(values, plan.chunk_log2);
@@ -57,7 +61,7 @@ impl CodedTensor {
     /// Decodes the tensor on the CPU; `view` says its type and size.
     ///
     /// # Errors
-    /// As [`CpuEngine::decode_chunk`].
+    /// As [`CpuEngine::decode`].
     pub fn decode_by_cpu(
         &self,
         cpu: &CpuEngine,
@@ -68,7 +72,9 @@ impl CodedTensor {
         let spec = self.spec(view);
         for (i, part) in values.chunks_mut(self.chunk_bytes(view)).enumerate() {
             let (record, frame) = (self.record(i), &self.chunks[i].1);
-            cpu.decode_chunk(&spec, i as u64, &record, frame, &mut scratch, part)?;
+            let (spec, record, chunk) = (&spec, &record, i as u64);
+            let job = crate::DecodeJob { spec, chunk, record, frame, inputs: &[] };
+            cpu.decode(&job, &mut scratch, part)?;
         }
         Ok(values)
     }

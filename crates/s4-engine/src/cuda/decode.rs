@@ -436,11 +436,9 @@ impl<'s, 'a> Lane<'s, 'a> {
         let values = unsafe { bounce.slice_mut(0, job.bytes as usize) };
         let worker = &self.session.worker;
         let frame = frames.frame(job);
-        let (spec, record) = (&job.spec, &job.record);
-        self.host
-            .cpu
-            .decode_chunk(spec, job.chunk, record, frame, &mut self.scratch, values)
-            .of(job.tensor)?;
+        let (spec, chunk, record) = (&job.spec, job.chunk, &job.record);
+        let chunk = crate::DecodeJob { spec, chunk, record, frame, inputs: &[] };
+        self.host.cpu.decode(&chunk, &mut self.scratch, values).of(job.tensor)?;
         for piece in &job.pieces {
             let (from, to, len) = (piece.from as usize, piece.to, piece.to.bytes() as usize);
             // SAFETY: the caller's memory, which nothing else uses; `bounce` stays until the copy

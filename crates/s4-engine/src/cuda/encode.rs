@@ -10,7 +10,7 @@ use s4_codec_gpu::abi::{self, CopySpan, EncodeChunk, EncodeResult, status};
 use s4_codec_gpu::{EncodeBatch, GpuError, Pinned};
 use s4_format::index::chunk_count;
 use s4_format::limits::ALIGN;
-use s4_format::{CodecId, PredictorId, StreamEntry};
+use s4_format::{CodecId, StreamEntry};
 
 use bring::Decoding;
 use group::{Group, Job, PER_CHUNK, Room, SPAN, TABLES, TOTAL};
@@ -22,7 +22,7 @@ use super::parent::{self, LevelPlaces, ParentValues};
 use super::route::{codings, encode_route, plan_tables};
 use super::tensor::DeviceTensor;
 use super::worker::{SLOTS, Session};
-use crate::{EncodedChunk, Scratch, TensorPlan, TensorView};
+use crate::{EncodeJob, EncodedChunk, Scratch, TensorPlan, TensorView};
 
 /// A chunk of a device tensor, encoded.
 #[derive(Debug, Clone, Copy)]
@@ -110,7 +110,7 @@ impl<'a> Lane<'a> {
             let bytes = ((width as u64) << plan.chunk_log2).min(t.memory.bytes() - first);
             let route = encode_route(plan, bytes / width as u64, width);
             let values = t.memory.address() + first;
-            let delta = plan.plan.predictor == PredictorId::PARENT;
+            let delta = plan.plan.is_delta();
             let (at, copy, scratch, parent, statuses) = Default::default();
             return Some(Job {
                 tensor,
@@ -146,7 +146,7 @@ impl<'a> Lane<'a> {
         while let Some(mut job) = self.job() {
             let new_tables = job.route.is_some()
                 && group.tables.last() != Some(&job.tensor)
-                && self.plans[job.tensor].shared.iter().any(Option::is_some);
+                && self.plans[job.tensor].shared.iter().any(|tables| !tables.is_empty());
             let (more, sets) = self.room(&job, new_tables, parents);
             let sum = Room {
                 frames: used.frames + more.frames,
@@ -443,9 +443,9 @@ impl<'a> Lane<'a> {
         // A chunk depends on its own values, and its parent's, only.
         let view = TensorView { dtype: t.dtype, shape: t.shape, data: &self.values };
         self.frame.clear();
-        let (scratch, frame) = (&mut self.scratch, &mut self.frame);
-        let cpu = &self.host.cpu;
-        let encoded = cpu.encode_chunk_from(&view, plan, 0, parent.as_deref(), scratch, frame);
+        let inputs = parent.as_deref();
+        let chunk = EncodeJob { view: &view, plan, chunk: 0, inputs: inputs.as_slice() };
+        let encoded = self.host.cpu.encode(&chunk, &mut self.scratch, &mut self.frame);
         let encoded = encoded.map_err(|e| e.in_chunk(job.chunk)).of(job.tensor)?;
         Ok(DeviceFrame { tensor: job.tensor, chunk: job.chunk, encoded, bytes: &self.frame })
     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use s4_codec_gpu::{GpuError, Pinned, abi};
-use s4_format::{ChunkRecord, PredictorId};
+use s4_format::ChunkRecord;
 
 use super::error::{Of, Result};
 use super::tensor::DeviceMemory;
@@ -42,7 +42,7 @@ pub struct DecodeJob<'a> {
 impl DecodeJob<'_> {
     /// Whether it is a difference from the parent's values.
     pub(super) fn is_delta(&self) -> bool {
-        self.spec.plan.predictor == PredictorId::PARENT && !self.record.plain
+        self.spec.plan.is_delta() && !self.record.plain
     }
 }
 

@@ -29,8 +29,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 pub use s4_codec_gpu::{Cuda, DeviceInfo, GpuError, Pinned};
+use s4_format::DType;
 use s4_format::manifest::ClosedCodec;
-use s4_format::{DType, PredictorId};
 use s4_planes::Simd;
 
 pub use copies::CodedTensor;
@@ -251,7 +251,7 @@ impl CudaEngine {
     }
 
     /// As [`CudaEngine::plan_sample`], for a tensor that may become the difference from its parent:
-    /// the plan that [`CpuEngine::plan_from`] chooses.
+    /// the plan that [`CpuEngine::plan`] chooses.
     ///
     /// # Errors
     /// Errors of a codec; `Corrupt` if the parent's sample has another size.
@@ -503,7 +503,7 @@ fn check(tensors: &[DeviceTensor<'_>], plans: &[TensorPlan]) -> Result<()> {
             );
             return Err(s4_format::Error::limit(what)).of(i);
         }
-        if ![PredictorId::NONE, PredictorId::PARENT].contains(&plan.plan.predictor) {
+        if !plan.plan.is_direct() && !plan.plan.is_delta() {
             let what = format!("predictor `{}` in the CUDA engine", plan.plan.predictor);
             return Err(s4_format::Error::unsupported(what)).of(i);
         }

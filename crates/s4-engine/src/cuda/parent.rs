@@ -5,12 +5,12 @@ use s4_codec_gpu::abi::{self, DecodeChunk, Route, SharedTable};
 use s4_codec_gpu::{DecodeBatch, GpuError};
 use s4_format::layout::MAX_PLANES;
 use s4_format::limits::ALIGN;
-use s4_format::{ChunkRecord, Error, PredictorId};
+use s4_format::{ChunkRecord, Error};
 
 use super::error::{CudaError, Of, Result};
 use super::route::{decode_route, side_tables};
 use super::tensor::DeviceMemory;
-use crate::{CpuEngine, Scratch, TensorSpec};
+use crate::{CpuEngine, DecodeJob, InputValues, Scratch, TensorSpec};
 
 /// Where the parents' values of tensors come from that are encoded as differences.
 pub trait ParentValues<E> {
@@ -70,7 +70,7 @@ pub struct ParentFrame<'a> {
 
 impl ParentFrame<'_> {
     fn is_delta(&self) -> bool {
-        self.spec.plan.predictor == PredictorId::PARENT && !self.record.plain
+        self.spec.plan.is_delta() && !self.record.plain
     }
 }
 
@@ -106,11 +106,11 @@ pub(super) fn decode_frames(
     }
     let mut values = vec![0; bytes];
     for (i, f) in frames.iter().enumerate() {
-        let (to, bytes) = (&mut values[..], &f.bytes);
-        let decoded = match i {
-            0 => cpu.decode_chunk(&f.spec, chunk, &f.record, bytes, scratch, to),
-            _ => cpu.decode_chunk_over(&f.spec, chunk, &f.record, bytes, scratch, to),
-        };
+        let (spec, record, frame) = (&f.spec, &f.record, &f.bytes[..]);
+        // All but the first are differences from what was decoded before.
+        let inputs: &[InputValues<'_>] = if i == 0 { &[] } else { &[InputValues::Destination] };
+        let job = DecodeJob { spec, chunk, record, frame, inputs };
+        let decoded = cpu.decode(&job, scratch, &mut values);
         decoded.map_err(|e| e.in_part("parent"))?;
     }
     Ok(values)

@@ -8,9 +8,8 @@ use s4_format::{
     ChunkRecord, CodecId, LayoutId, Plan, PredictorId, ResidualId, Result, StreamEntry,
 };
 
-use crate::TensorSpec;
-use crate::planner::{PlaneCoding, TensorPlan};
 use crate::tables::SharedTables;
+use crate::{PlaneCoding, TensorPlan, TensorSpec};
 
 /// Whether values are differences from a parent's. `None`: neither that nor stored by themselves, or
 /// in a way that the kernels lack.
@@ -34,8 +33,8 @@ pub(super) fn encode_route(plan: &TensorPlan, n: u64, width: usize) -> Option<Ro
     }
     let fused = Route::fused(width).filter(|&route| {
         plan.plan.layout == LayoutId::FIELDS
-            && plan.planes.first() == Some(&PlaneCoding::Rans(Precision::P8))
-            && plan.planes[1..].iter().all(|p| *p == PlaneCoding::Raw)
+            && plan.planes.first() == Some(&PlaneCoding::RANS8)
+            && plan.planes[1..].iter().all(|p| *p == PlaneCoding::RAW)
             && n <= abi::FUSED_VALUES[route as usize]
     });
     Some(fused.unwrap_or(Route::Composed))
@@ -45,14 +44,16 @@ pub(super) fn has_layout(layout: LayoutId) -> bool {
     matches!(layout, LayoutId::WHOLE | LayoutId::BYTES | LayoutId::FIELDS | LayoutId::FIELDS_SIGN)
 }
 
+/// The codings that kernels write, and their numbers.
+const CODINGS: [(PlaneCoding, u8); 4] = [
+    (PlaneCoding::RAW, coding::RAW),
+    (PlaneCoding::BITS7, coding::BITS7),
+    (PlaneCoding::RANS8, coding::RANS8),
+    (PlaneCoding::RANS12, coding::RANS12),
+];
+
 fn code(plane: PlaneCoding) -> Option<u8> {
-    Some(match plane {
-        PlaneCoding::Raw => coding::RAW,
-        PlaneCoding::Bits => coding::BITS7,
-        PlaneCoding::Rans(Precision::P8) => coding::RANS8,
-        PlaneCoding::Rans(Precision::P12) => coding::RANS12,
-        PlaneCoding::Zstd | PlaneCoding::Gdeflate | PlaneCoding::NvcompAns => return None,
-    })
+    CODINGS.iter().find(|c| c.0 == plane).map(|c| c.1)
 }
 
 /// The coding of each plane, as the kernels number them.
@@ -66,8 +67,12 @@ pub(super) fn codings(plan: &TensorPlan) -> [u8; MAX_PLANES] {
 
 /// The tables of each plane, if any has one: for an encoder from the plan.
 pub(super) fn plan_tables(plan: &TensorPlan) -> Option<[SharedTable; MAX_PLANES]> {
-    let tables = |i: usize| plan.shared.get(i).and_then(Option::as_ref);
-    (0..MAX_PLANES).any(|i| tables(i).is_some()).then(|| set(tables))
+    let parse = |i: usize| {
+        let precision = Precision::from_param(plan.coding(i).param).ok()?;
+        Table::parse(precision, plan.tables(i)).ok().map(|(table, _)| table)
+    };
+    let tables: Vec<Option<Table>> = (0..MAX_PLANES).map(parse).collect();
+    tables.iter().any(Option::is_some).then(|| set(|i| tables[i].as_ref()))
 }
 
 /// The tables of each plane, if any has one: for a decoder from the tensor's side data. A plane

@@ -6,7 +6,10 @@ use s4_engine::cuda::{
     CudaEngine, CudaError, CudaOptions, DeviceMemory, DeviceTensor, GpuError, ParentChunk,
     ParentFrame, ParentSize, ParentValues, Piece,
 };
-use s4_engine::{CpuEngine, ParentSample, Preset, Scratch, TensorPlan, parent_probes};
+use s4_engine::{
+    CpuEngine, EncodeJob, ParentSample, PlanJob, PlaneCoding, Preset, Scratch, TensorPlan,
+    parent_probes,
+};
 use s4_format::{DType, Digest, PredictorId};
 use s4_planes::patterns::{self, Kind};
 use s4_planes::{Simd, Width};
@@ -52,15 +55,24 @@ fn delta_on_cpu(host: &Host, before: &Host, plan: Option<TensorPlan>) -> Encoded
     let view = host.view();
     let values = &sample(before)[..];
     let parent = ParentSample { manifest: MANIFEST, tensor: 3, values };
-    let plan =
-        plan.unwrap_or_else(|| cpu.plan_from(Preset::Fast, &view, &parent, &mut scratch).unwrap());
+    let plan = plan.unwrap_or_else(|| {
+        cpu.plan(
+            &PlanJob { preset: Preset::Fast, view: &view, parent: Some(&parent) },
+            &mut scratch,
+        )
+        .unwrap()
+    });
     let mut first = 0;
     let chunk = |chunk| {
         let mut frame = vec![];
         let bytes = host.chunk_bytes(&plan, chunk) as usize;
         let below = Some(&before.data[first..first + bytes]);
         first += bytes;
-        let e = cpu.encode_chunk_from(&view, &plan, chunk, below, &mut scratch, &mut frame);
+        let e = cpu.encode(
+            &EncodeJob { view: &view, plan: &plan, chunk, inputs: below.as_slice() },
+            &mut scratch,
+            &mut frame,
+        );
         (e.unwrap(), frame)
     };
     let chunks = (0..host.chunks(&plan)).map(chunk).collect();
@@ -369,8 +381,7 @@ fn chains_are_decoded_where_they_belong() {
     let engine = gpu.engine(CudaOptions::default());
     let (values, undone) = decode(&gpu, &engine, &lines);
     // Zstandard is the CPU's: whoever asked decodes these another way.
-    let lacking =
-        |l: &Line| (1..4).any(|s| format!("{:?}", l.coded[s].plan.planes).contains("Zstd"));
+    let lacking = |l: &Line| (1..4).any(|s| l.coded[s].plan.planes.contains(&PlaneCoding::ZSTD));
     for (number, (line, values)) in lines.iter().zip(values).enumerate() {
         assert_eq!(undone.contains(&number), lacking(line), "{}", line.last().name);
         assert!(undone.contains(&number) || values == line.last().data, "{}", line.last().name);
@@ -391,7 +402,7 @@ fn what_the_kernels_lack_is_left_to_the_cpu() {
         for step in 1..3 {
             let mut plan = line.coded[step].plan.clone();
             plan.plan = s4_format::Plan::delta(s4_format::LayoutId::WHOLE, MANIFEST, 3);
-            plan.planes = vec![s4_engine::PlaneCoding::Zstd];
+            plan.planes = vec![PlaneCoding::ZSTD];
             line.coded[step] = delta_on_cpu(&line.steps[step], &line.steps[step - 1], Some(plan));
         }
     }

@@ -115,7 +115,17 @@ fn damaged_frames_with_mended_checksums_are_judged_as_on_the_cpu() {
         let (host, e) = (&hosts[d.source], &encoded[d.source]);
         let mut values = vec![0; host.data.len()];
         let spec = e.spec(host);
-        let said = cpu.decode_chunk(&spec, 0, &d.record, &d.frame, &mut scratch, &mut values);
+        let said = cpu.decode(
+            &s4_engine::DecodeJob {
+                spec: &spec,
+                chunk: 0,
+                record: &d.record,
+                frame: &d.frame,
+                inputs: &[],
+            },
+            &mut scratch,
+            &mut values,
+        );
         match (&said, &outcome[i]) {
             (Ok(()), Ok(found)) => assert!(*found == host.data, "{} {i}", host.name),
             (Err(a), Err(CudaError::Format { source, .. })) => assert_eq!(a, source),

@@ -5,7 +5,7 @@ use std::borrow::Borrow;
 
 use s4_codec_cpu::{Codecs, open_codecs};
 use s4_engine::cuda::{CudaEngine, CudaError, CudaOptions, Piece, Trusted};
-use s4_engine::{CpuEngine, Preset, Scratch};
+use s4_engine::{CpuEngine, EncodeJob, PlanJob, Preset, Scratch};
 use s4_format::manifest::ClosedCodec;
 use s4_format::{CodecId, DType, LayoutId, StreamEntry};
 use s4_planes::Simd;
@@ -38,10 +38,18 @@ fn nvcomp(options: CudaOptions) -> Option<(Gpu, CudaEngine, CpuEngine, Trusted)>
 fn by_host(engine: &CpuEngine, host: &Host) -> Encoded {
     let mut scratch = Scratch::default();
     let view = host.view();
-    let plan = engine.plan(Preset::Nvcomp, &view, &mut scratch).unwrap();
+    let plan = engine
+        .plan(&PlanJob { preset: Preset::Nvcomp, view: &view, parent: None }, &mut scratch)
+        .unwrap();
     let chunk = |chunk| {
         let mut frame = vec![];
-        let e = engine.encode_chunk(&view, &plan, chunk, &mut scratch, &mut frame).unwrap();
+        let e = engine
+            .encode(
+                &EncodeJob { view: &view, plan: &plan, chunk, inputs: &[] },
+                &mut scratch,
+                &mut frame,
+            )
+            .unwrap();
         (e, frame)
     };
     let chunks = (0..host.chunks(&plan)).map(chunk).collect();

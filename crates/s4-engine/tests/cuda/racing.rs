@@ -6,7 +6,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use bytes::Bytes;
 use s4_codec_gpu::{Pinned, Stream};
 use s4_engine::cuda::{CudaError, CudaOptions, ParentChunk, ParentSize, ParentValues};
-use s4_engine::{CpuEngine, ParentSample, Preset, Scratch, TensorPlan, parent_probes};
+use s4_engine::{
+    CpuEngine, DecodeJob, InputValues, ParentSample, PlanJob, Preset, Scratch, TensorPlan,
+    parent_probes,
+};
 use s4_format::{DType, Digest, PredictorId};
 use s4_planes::patterns::{self, Kind};
 use s4_planes::{Simd, Width};
@@ -121,7 +124,17 @@ fn check(gpu: &Gpu, tensors: &[Racing], encoded: &[Encoded], parents: Option<&[V
             let (to, behind) = rest.split_at_mut(len);
             rest = behind;
             let (spec, record) = (e.spec(&t.host), e.record(chunk));
-            let done = cpu.decode_chunk_over(&spec, chunk as u64, &record, frame, &mut scratch, to);
+            let done = cpu.decode(
+                &DecodeJob {
+                    spec: &spec,
+                    chunk: chunk as u64,
+                    record: &record,
+                    frame,
+                    inputs: &[InputValues::Destination],
+                },
+                &mut scratch,
+                to,
+            );
             done.unwrap_or_else(|e| panic!("{}: {e}", t.host.name));
         }
         assert!(t.had(gpu, &values), "{}: a value that never was", t.host.name);
@@ -185,7 +198,11 @@ fn frames_of_changing_differences_decode() {
         };
         let sample: Vec<u8> = probes.into_iter().flat_map(part).copied().collect();
         let parent = ParentSample { manifest: Digest([7; 32]), tensor: 0, values: &sample };
-        cpu.plan_from(Preset::Fast, &t.host.view(), &parent, &mut scratch).unwrap()
+        cpu.plan(
+            &PlanJob { preset: Preset::Fast, view: &t.host.view(), parent: Some(&parent) },
+            &mut scratch,
+        )
+        .unwrap()
     };
     let plans: Vec<_> = tensors.iter().map(plan).collect();
     let deltas = plans.iter().filter(|p| p.plan.predictor == PredictorId::PARENT).count();

@@ -1,6 +1,5 @@
 //! Frames equal to the CPU's, and values that come back.
 
-use s4_codec_cpu::rans::Precision;
 use s4_engine::cuda::{CudaError, CudaOptions, DeviceMemory, Piece};
 use s4_engine::{PlaneCoding, TensorPlan};
 use s4_format::layout::Planes;
@@ -72,17 +71,14 @@ fn every_layout_with_every_coding_is_as_on_the_cpu() {
             let host = Host::new(format!("{dtype} {pattern}"), dtype, data);
             for layout in [L::WHOLE, L::BYTES, L::FIELDS, L::FIELDS_SIGN] {
                 let Ok(planes) = Planes::new(layout, dtype.value_width(), 0) else { continue };
-                for coding in [
-                    PlaneCoding::Raw,
-                    PlaneCoding::Rans(Precision::P8),
-                    PlaneCoding::Rans(Precision::P12),
-                    PlaneCoding::Zstd,
-                ] {
+                for coding in
+                    [PlaneCoding::RAW, PlaneCoding::RANS8, PlaneCoding::RANS12, PlaneCoding::ZSTD]
+                {
                     let mut plan = on_cpu(&host, None).plan;
                     plan.plan = Plan::direct(layout);
                     plan.planes = vec![coding; planes.sizes().len()];
                     if layout == L::FIELDS_SIGN {
-                        plan.planes[2] = PlaneCoding::Bits;
+                        plan.planes[2] = PlaneCoding::BITS7;
                     }
                     hosts.push(Host {
                         name: format!("{} {layout} {coding:?}", host.name),

@@ -7,7 +7,10 @@ use s4_codec_gpu::{Cuda, Device, DeviceBuffer, GpuError, Pinned, Pool, Stream};
 use s4_engine::cuda::{
     CudaEngine, CudaError, CudaOptions, DecodeJob, DeviceMemory, DeviceTensor, Piece,
 };
-use s4_engine::{CpuEngine, EncodedChunk, Preset, Scratch, TensorPlan, TensorSpec, TensorView};
+use s4_engine::{
+    CpuEngine, EncodeJob, EncodedChunk, PlanJob, Preset, Scratch, TensorPlan, TensorSpec,
+    TensorView,
+};
 use s4_format::index::chunk_count;
 use s4_format::side::Side;
 use s4_format::{ChunkRecord, DType};
@@ -185,10 +188,19 @@ pub(crate) fn on_cpu(host: &Host, plan: Option<TensorPlan>) -> Encoded {
     let cpu = CpuEngine::new(Simd::detect());
     let mut scratch = Scratch::default();
     let view = host.view();
-    let plan = plan.unwrap_or_else(|| cpu.plan(Preset::Fast, &view, &mut scratch).unwrap());
+    let plan = plan.unwrap_or_else(|| {
+        cpu.plan(&PlanJob { preset: Preset::Fast, view: &view, parent: None }, &mut scratch)
+            .unwrap()
+    });
     let chunk = |chunk| {
         let mut frame = vec![];
-        let e = cpu.encode_chunk(&view, &plan, chunk, &mut scratch, &mut frame).unwrap();
+        let e = cpu
+            .encode(
+                &EncodeJob { view: &view, plan: &plan, chunk, inputs: &[] },
+                &mut scratch,
+                &mut frame,
+            )
+            .unwrap();
         (e, frame)
     };
     let chunks = (0..host.chunks(&plan)).map(chunk).collect();

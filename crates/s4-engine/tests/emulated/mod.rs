@@ -53,10 +53,10 @@ impl Kind {
 pub(crate) fn codings(plan: &TensorPlan) -> Option<[u8; MAX_PLANES]> {
     let mut all = [0; MAX_PLANES];
     for (coding, plane) in all.iter_mut().zip(&plan.planes) {
-        *coding = match plane {
-            PlaneCoding::Raw => 0,
-            PlaneCoding::Bits => 7,
-            PlaneCoding::Rans(p) => p.bits() as u8,
+        *coding = match *plane {
+            PlaneCoding::RAW => 0,
+            PlaneCoding::BITS7 => 7,
+            PlaneCoding::RANS8 | PlaneCoding::RANS12 => plane.param,
             _ => return None,
         };
     }

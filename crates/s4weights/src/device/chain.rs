@@ -4,7 +4,7 @@
 use std::collections::HashSet;
 
 use s4_engine::cuda::DeviceMemory;
-use s4_format::{PredictorId, ResidualId};
+use s4_format::ResidualId;
 
 use crate::error::Result;
 use crate::levels::{Level, Levels};
@@ -16,12 +16,9 @@ pub(super) fn levels(reader: &Reader, tensor: usize) -> Result<Option<Vec<Level<
     let Levels { chunked, packed } = Levels::of(reader, tensor)?;
     let known = |level: &Level<'_>| {
         let spec = level.spec();
-        let known = match spec.plan.predictor {
-            PredictorId::NONE => true,
-            // Chunks are differences from chunks.
-            PredictorId::PARENT => [ResidualId::XOR, ResidualId::SUB].contains(&spec.plan.residual),
-            _ => false,
-        };
+        // Chunks are differences from chunks.
+        let residual = [ResidualId::XOR, ResidualId::SUB].contains(&spec.plan.residual);
+        let known = spec.plan.is_direct() || spec.plan.is_delta() && residual;
         let cut_alike = chunked[0].spec().chunk_log2 == spec.chunk_log2;
         known && cut_alike && level.reader.manifest.closed_codecs.is_empty()
     };
@@ -70,7 +67,7 @@ impl<'a> Chain<'a> {
         for (request, &(number, to)) in requests.iter().enumerate() {
             let host = reader.host(number);
             let plan = &reader.manifest.plans[usize::from(reader.tensors[host].plan)];
-            if plan.predictor == PredictorId::NONE && open {
+            if plan.is_direct() && open {
                 chain.steps[0].wanted.push(Wanted { tensor: number, request, to, chunks: None });
                 continue;
             }

@@ -31,6 +31,10 @@ static SPREAD: [[u8; WIDTH]; 256] = {
 pub(crate) struct Decoder<const P: i32>(Slots);
 
 impl<const P: i32> Blocks for Decoder<P> {
+    fn new(slots: Slots) -> Self {
+        Self(slots)
+    }
+
     #[target_feature(enable = "avx2,popcnt,bmi1,bmi2")]
     unsafe fn blocks<const N: usize>(
         &self,
@@ -48,11 +52,6 @@ impl<const P: i32> Blocks for Decoder<P> {
 }
 
 impl<const P: i32> Decoder<P> {
-    /// The decoder for slots of tables of this precision.
-    pub(crate) fn new(slots: Slots) -> Self {
-        Self(slots)
-    }
-
     /// Decodes `blocks` blocks of each lane, with contexts if CONTEXTS is set.
     ///
     /// # Safety

@@ -14,7 +14,7 @@ use s4_codec_gpu::abi::{self, CopySpan, DecodeChunk, DecodeStream, Route};
 use s4_codec_gpu::nvcomp::{Decompress, GpuCodec, Shape, Status};
 use s4_format::limits::ALIGN;
 use s4_format::manifest::ClosedCodec;
-use s4_format::{CodecId, Error, PredictorId, ResidualId, StreamEntry};
+use s4_format::{CodecId, Error, ResidualId, StreamEntry};
 
 use super::layout::plane_sizes;
 use super::library::{Library, decode_scratch};
@@ -216,7 +216,7 @@ impl<'a> Lane<'_, 'a> {
     ) -> Option<Chunk> {
         let (plan, width) = (job.spec.plan, job.spec.dtype.value_width());
         let n = job.bytes / width as u64;
-        let direct = plan.predictor == PredictorId::NONE && plan.residual == ResidualId::ID;
+        let direct = plan.is_direct() && plan.residual == ResidualId::ID;
         let aligned = job.at.is_multiple_of(ALIGN) && job.bytes <= abi::MAX_DECODE_BYTES && n > 0;
         if !direct || !aligned || job.record.plain || !has_layout(plan.layout) {
             return None;

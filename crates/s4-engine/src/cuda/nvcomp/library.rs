@@ -17,11 +17,14 @@ const ALIGN: usize = s4_format::limits::ALIGN;
 #[derive(Debug)]
 pub(in crate::cuda) struct Library {
     nvcomp: Arc<Nvcomp>,
-    /// In the order of [`Library::number`].
+    /// In the order of [`CODINGS`].
     writers: [Box<dyn GpuCodec>; WRITERS],
 }
 
-/// Codecs that plans name.
+/// Codings of planes that the library writes.
+const CODINGS: [PlaneCoding; WRITERS] = [PlaneCoding::GDEFLATE, PlaneCoding::NVCOMP_ANS];
+
+/// How many there are.
 pub(super) const WRITERS: usize = 2;
 
 impl Library {
@@ -38,11 +41,7 @@ impl Library {
 
     /// The number of the codec that codes a plane; `None`: it is stored as it is.
     pub(super) fn number(coding: PlaneCoding) -> Option<usize> {
-        match coding {
-            PlaneCoding::Gdeflate => Some(0),
-            PlaneCoding::NvcompAns => Some(1),
-            _ => None,
-        }
+        CODINGS.iter().position(|c| *c == coding)
     }
 
     pub(super) fn writer(&self, number: usize) -> &dyn GpuCodec {
@@ -69,13 +68,13 @@ impl Library {
 
 /// Whether a plan's planes are all such that the library codes or that are stored as they are.
 pub(in crate::cuda) fn codes(plan: &TensorPlan) -> bool {
-    let known = |p: &PlaneCoding| *p == PlaneCoding::Raw || Library::number(*p).is_some();
+    let known = |p: &PlaneCoding| *p == PlaneCoding::RAW || Library::number(*p).is_some();
     plan.planes.iter().all(known) && plan.planes.iter().any(|p| Library::number(*p).is_some())
 }
 
 /// Whether nothing else codes a plan's planes.
 pub(in crate::cuda) fn is_needed(plan: &TensorPlan) -> bool {
-    plan.planes.contains(&PlaneCoding::NvcompAns)
+    plan.planes.contains(&PlaneCoding::NVCOMP_ANS)
 }
 
 /// What encoding a batch needs, and the room for each block's output.

@@ -16,14 +16,11 @@ const BLOCK_AHEAD: usize = 2 * LANES * RUN;
 /// A decoder for one table of `P = 12`.
 pub(in crate::rans) struct Decoder(Slots);
 
-impl Decoder {
-    /// The decoder for the slots of such a table.
-    pub(in crate::rans) fn new(slots: Slots) -> Self {
+impl Blocks for Decoder {
+    fn new(slots: Slots) -> Self {
         Self(slots)
     }
-}
 
-impl Blocks for Decoder {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt,bmi1,bmi2")]
     unsafe fn blocks<const N: usize>(
         &self,

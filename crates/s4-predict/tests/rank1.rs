@@ -1,10 +1,10 @@
 //! Rank-1 prediction: round trips by ranges, what is predicted, and hostile side data.
 
 use proptest::prelude::*;
-use s4_delta::{Rank1, rank1};
 use s4_format::Error;
 use s4_planes::patterns::{self, Kind};
 use s4_planes::{Kernels, Simd, Width};
+use s4_predict::rank1::{self, Offsets};
 
 const WIDTHS: [Width; 4] = [Width::B1, Width::B2, Width::B4, Width::B8];
 
@@ -20,9 +20,44 @@ fn squares(rows: u32, cols: u32) -> Vec<u8> {
     bytes
 }
 
+/// Replaces float bits, those of elements from `start` on, by their differences from the prediction.
+fn forward(
+    offsets: &Offsets<'_>,
+    kernels: Kernels,
+    start: u64,
+    buf: &mut [u8],
+) -> s4_format::Result<()> {
+    let (width, mut predicted) = (offsets.width(), vec![0x5a; buf.len()]);
+    offsets.predict_range(kernels, start, &mut predicted)?;
+    // What is predicted by vectors is what is predicted one by one.
+    for (i, bits) in predicted.chunks(width.bytes()).enumerate() {
+        let mut ordered = bits.to_vec();
+        kernels.to_ordered(width, &mut ordered);
+        ordered.resize(8, 0);
+        let at = start as usize + i;
+        let expected = offsets.predict(at / offsets.cols(), at % offsets.cols());
+        assert_eq!(expected, Some(u64::from_le_bytes(ordered.try_into().expect("8 bytes"))));
+    }
+    kernels.sub_values(width, buf, &predicted);
+    Ok(())
+}
+
+/// Undoes [`forward`].
+fn inverse(
+    offsets: &Offsets<'_>,
+    kernels: Kernels,
+    start: u64,
+    buf: &mut [u8],
+) -> s4_format::Result<()> {
+    let mut predicted = vec![0xa5; buf.len()];
+    offsets.predict_range(kernels, start, &mut predicted)?;
+    kernels.add_values(offsets.width(), buf, &predicted);
+    Ok(())
+}
+
 /// Forward and back in ranges of `step` elements; returns the residuals.
 fn check(width: Width, side: &[u8], src: &[u8], step: usize) -> Vec<u8> {
-    let rank1 = Rank1::parse(width, side).expect("side data of a fit");
+    let rank1 = Offsets::parse(width, side).expect("side data of a fit");
     let mut all = Vec::new();
     for simd in Simd::available() {
         let kernels = Kernels::new(simd);
@@ -32,9 +67,9 @@ fn check(width: Width, side: &[u8], src: &[u8], step: usize) -> Vec<u8> {
                 f((i * step) as u64, part);
             }
         };
-        ranges(&mut buf, &|at, part| rank1.forward(kernels, at, part).expect("a valid range"));
+        ranges(&mut buf, &|at, part| forward(&rank1, kernels, at, part).expect("a valid range"));
         all.push(buf.clone());
-        ranges(&mut buf, &|at, part| rank1.inverse(kernels, at, part).expect("a valid range"));
+        ranges(&mut buf, &|at, part| inverse(&rank1, kernels, at, part).expect("a valid range"));
         assert!(buf == src, "{width:?} {simd} in ranges of {step}");
     }
     assert!(all.iter().all(|residuals| *residuals == all[0]));
@@ -66,11 +101,11 @@ fn every_range_gives_the_same_residuals() {
     for step in [1, 2, 12, 13, 14, 26, 100] {
         assert_eq!(check(Width::B4, &side, &src, step), whole);
     }
-    let rank1 = Rank1::parse(Width::B4, &side).unwrap();
+    let rank1 = Offsets::parse(Width::B4, &side).unwrap();
     for start in 0..=143 {
         for end in start..=143 {
             let mut part = src[start * 4..end * 4].to_vec();
-            rank1.forward(Kernels::default(), start as u64, &mut part).unwrap();
+            forward(&rank1, Kernels::default(), start as u64, &mut part).unwrap();
             assert_eq!(part, whole[start * 4..end * 4]);
         }
     }
@@ -99,7 +134,7 @@ fn offsets_are_the_rounded_means() {
     let side = rank1::fit(Width::B2, 2, 2, &src).unwrap();
     let offsets = [15_i16, 36, -5, 5].map(i16::to_le_bytes).concat();
     assert_eq!(side, [&[2, 0, 0, 0, 2, 0, 0, 0], &offsets[..]].concat());
-    let rank1 = Rank1::parse(Width::B2, &side).unwrap();
+    let rank1 = Offsets::parse(Width::B2, &side).unwrap();
     assert_eq!(rank1.predict(0, 0), Some(10));
     assert_eq!(rank1.predict(1, 1), Some(41));
     assert_eq!((rank1.predict(2, 0), rank1.predict(0, 2)), (None, None));
@@ -108,7 +143,7 @@ fn offsets_are_the_rounded_means() {
     // -1.0 and -1.0: below zero the ordered integer is the inverse of the magnitude.
     let src = [0xbf80_u16; 2].map(u16::to_le_bytes).concat();
     let side = rank1::fit(Width::B2, 1, 2, &src).unwrap();
-    let rank1 = Rank1::parse(Width::B2, &side).unwrap();
+    let rank1 = Offsets::parse(Width::B2, &side).unwrap();
     assert_eq!(rank1.predict(0, 1), Some(!0x3f80 & 0xffff));
 }
 
@@ -132,18 +167,18 @@ fn hostile_side_data_is_refused() {
     let src = squares(4, 5);
     let side = rank1::fit(Width::B4, 4, 5, &src).unwrap();
     for cut in 0..side.len() {
-        let error = Rank1::parse(Width::B4, &side[..cut]).unwrap_err();
+        let error = Offsets::parse(Width::B4, &side[..cut]).unwrap_err();
         assert!(matches!(error, Error::Truncated { .. }), "{cut}: {error}");
     }
     let longer = [&side[..], &[0]].concat();
-    assert!(matches!(Rank1::parse(Width::B4, &longer), Err(Error::Corrupt { .. })));
-    assert!(matches!(Rank1::parse(Width::B2, &side), Err(Error::Corrupt { .. })));
-    assert!(matches!(Rank1::parse(Width::B8, &side), Err(Error::Truncated { .. })));
-    assert!(matches!(Rank1::parse(Width::B16, &side), Err(Error::Unsupported { .. })));
+    assert!(matches!(Offsets::parse(Width::B4, &longer), Err(Error::Corrupt { .. })));
+    assert!(matches!(Offsets::parse(Width::B2, &side), Err(Error::Corrupt { .. })));
+    assert!(matches!(Offsets::parse(Width::B8, &side), Err(Error::Truncated { .. })));
+    assert!(matches!(Offsets::parse(Width::B16, &side), Err(Error::Unsupported { .. })));
     for (at, sides) in [(0, 0_u32), (4, 0), (0, 1 << 31), (4, u32::MAX)] {
         let mut bad = side.clone();
         bad[at..at + 4].copy_from_slice(&sides.to_le_bytes());
-        assert!(matches!(Rank1::parse(Width::B4, &bad), Err(Error::Corrupt { .. })));
+        assert!(matches!(Offsets::parse(Width::B4, &bad), Err(Error::Corrupt { .. })));
     }
 }
 
@@ -151,16 +186,16 @@ fn hostile_side_data_is_refused() {
 fn ranges_outside_of_the_region_are_refused() {
     let src = squares(4, 5);
     let side = rank1::fit(Width::B4, 4, 5, &src).unwrap();
-    let rank1 = Rank1::parse(Width::B4, &side).unwrap();
+    let rank1 = Offsets::parse(Width::B4, &side).unwrap();
     let kernels = Kernels::default();
     for (start, len) in [(0, 84), (1, 80), (20, 4), (21, 0), (u64::MAX, 4), (0, 3)] {
         let mut buf = vec![0x77; len];
-        let error = rank1.forward(kernels, start, &mut buf).unwrap_err();
+        let error = rank1.predict_range(kernels, start, &mut buf).unwrap_err();
         assert!(matches!(error, Error::Corrupt { .. }), "{error}");
-        assert!(rank1.inverse(kernels, start, &mut buf).is_err());
+        assert!(inverse(&rank1, kernels, start, &mut buf).is_err());
         assert!(buf.iter().all(|b| *b == 0x77), "touched");
     }
-    assert!(rank1.forward(kernels, 20, &mut []).is_ok());
+    assert!(forward(&rank1, kernels, 20, &mut []).is_ok());
 }
 
 #[test]
@@ -185,10 +220,10 @@ proptest! {
             // As given, and cut to the size that the header says.
             let need = 8 + (rows + cols) as usize * width.bytes();
             for side in [&side[..], &side[..need.min(side.len())]] {
-                let Ok(rank1) = Rank1::parse(width, side) else { continue };
+                let Ok(rank1) = Offsets::parse(width, side) else { continue };
                 let mut buf = src.clone();
-                if rank1.forward(Kernels::default(), start, &mut buf).is_ok() {
-                    rank1.inverse(Kernels::default(), start, &mut buf).unwrap();
+                if forward(&rank1, Kernels::default(), start, &mut buf).is_ok() {
+                    inverse(&rank1, Kernels::default(), start, &mut buf).unwrap();
                 }
                 prop_assert_eq!(&buf, &src);
             }

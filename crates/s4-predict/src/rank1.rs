@@ -9,8 +9,7 @@
 //! ```
 //!
 //! [`fit`] takes `row[r]` as the rounded mean of the row and `col[c]` as the rounded mean of what
-//! the rows leave in the column. The residual is the wrapping difference of an element's ordered
-//! integer from its prediction, zigzag-coded ([`Kernels::sub_offsets`]).
+//! the rows leave in the column. What is predicted is the float whose ordered integer this is.
 //!
 //! # Side data
 //! Little-endian, for a tensor whose elements have `W` bytes:
@@ -27,8 +26,11 @@
 
 use std::ops::{AddAssign, Sub};
 
-use s4_format::{Error, Result};
+use s4_format::side::SideKind;
+use s4_format::{Error, PredictorId, Result};
 use s4_planes::{Kernels, Width};
+
+use crate::{InputKind, Predict, Predicted, Tensor};
 
 /// Bytes of side data before the offsets.
 const HEADER: usize = 8;
@@ -36,9 +38,35 @@ const HEADER: usize = 8;
 /// The most rows and columns: sums of that many differences of 4-byte integers fit in 64 bits.
 const MAX_SIDE: u32 = i32::MAX as u32;
 
+/// Predictor `rank1`: see [the module](self).
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Rank1;
+
+impl Predict for Rank1 {
+    fn id(&self) -> PredictorId {
+        PredictorId::RANK1
+    }
+
+    fn inputs(&self) -> &'static [InputKind] {
+        &[]
+    }
+
+    fn predict(
+        &self,
+        kernels: Kernels,
+        tensor: &Tensor<'_>,
+        first: u64,
+        _: &[&[u8]],
+        out: &mut [u8],
+    ) -> Result<Predicted> {
+        Offsets::of(tensor)?.predict_range(kernels, first, out)?;
+        Ok(Predicted::Written)
+    }
+}
+
 /// Row and column offsets, read from side data.
 #[derive(Debug, Clone, Copy)]
-pub struct Rank1<'a> {
+pub struct Offsets<'a> {
     width: Width,
     /// `rows * width` bytes.
     row_offsets: &'a [u8],
@@ -46,7 +74,25 @@ pub struct Rank1<'a> {
     col_offsets: &'a [u8],
 }
 
-impl<'a> Rank1<'a> {
+impl<'a> Offsets<'a> {
+    /// The offsets of a tensor, which must be those of its shape: all dimensions but the last are rows.
+    ///
+    /// # Errors
+    /// Those of [`Offsets::parse`]; `Corrupt` if they are for another shape, or elements are no values.
+    pub fn of(tensor: &Tensor<'a>) -> Result<Self> {
+        let bytes = tensor.dtype.value_width();
+        let width = Width::from_bytes(bytes)
+            .ok_or_else(|| Error::unsupported(format!("values of {bytes} bytes")))?;
+        let offsets = Self::parse(width, tensor.side.get(SideKind::RANK1))?;
+        let cols = tensor.shape.last().copied().unwrap_or(1);
+        let rows = tensor.shape.iter().rev().skip(1).try_fold(1u64, |n, d| n.checked_mul(*d));
+        let fits = (Some(offsets.rows() as u64), offsets.cols() as u64) == (rows, cols);
+        if !fits || tensor.dtype.size() != bytes {
+            return Err(Error::corrupt("rank1 offsets do not have the tensor's shape"));
+        }
+        Ok(offsets)
+    }
+
     /// Reads the side data of a tensor with elements of `width`; see [the module](self).
     ///
     /// # Errors
@@ -76,6 +122,11 @@ impl<'a> Rank1<'a> {
         Ok(Self { width, row_offsets, col_offsets })
     }
 
+    /// The width of an element.
+    pub fn width(&self) -> Width {
+        self.width
+    }
+
     /// The number of rows.
     pub fn rows(&self) -> usize {
         self.row_offsets.len() / self.width.bytes()
@@ -101,46 +152,25 @@ impl<'a> Rank1<'a> {
         Some(row.wrapping_add(col) as u64 & u64::MAX >> (64 - self.width.bits()))
     }
 
-    /// Replaces float bits by their residuals. `buf` holds whole elements of the region, from
-    /// element `start` on.
+    /// Writes the predicted bits of whole elements of the region, from element `start` on.
     ///
     /// # Errors
-    /// `Corrupt` if the range is not within the region, or `buf` not whole elements. `buf` is
+    /// `Corrupt` if the range is not within the region, or `out` not whole elements. `out` is
     /// untouched then.
-    pub fn forward(&self, kernels: Kernels, start: u64, buf: &mut [u8]) -> Result<()> {
-        self.by_rows(start, buf, |part, row, cols| {
-            kernels.sub_offsets(self.width, part, row, cols);
-        })
-    }
-
-    /// Undoes [`Rank1::forward`].
-    ///
-    /// # Errors
-    /// As [`Rank1::forward`].
-    pub fn inverse(&self, kernels: Kernels, start: u64, buf: &mut [u8]) -> Result<()> {
-        self.by_rows(start, buf, |part, row, cols| {
-            kernels.add_offsets(self.width, part, row, cols);
-        })
-    }
-
-    /// Calls `f` for the part of each row in the range, with the row's offset and the offsets of
-    /// the part's columns.
-    fn by_rows(
-        &self,
-        start: u64,
-        mut buf: &mut [u8],
-        f: impl Fn(&mut [u8], i64, &[u8]),
-    ) -> Result<()> {
-        self.check_range(start, buf.len())?;
+    pub fn predict_range(&self, kernels: Kernels, start: u64, mut out: &mut [u8]) -> Result<()> {
+        self.check_range(start, out.len())?;
         let bytes = self.width.bytes();
         let cols = self.cols() as u64;
         // Both are within the offsets, as the range is within the region.
         let (mut row, mut col) = ((start / cols) as usize, (start % cols) as usize);
-        while !buf.is_empty() {
+        // A difference of zero from a prediction is the prediction.
+        out.fill(0);
+        while !out.is_empty() {
             let offsets = &self.col_offsets[col * bytes..];
-            let (part, rest) = buf.split_at_mut(offsets.len().min(buf.len()));
-            f(part, self.offset(self.row_offsets, row * bytes), &offsets[..part.len()]);
-            buf = rest;
+            let (part, rest) = out.split_at_mut(offsets.len().min(out.len()));
+            let row_offset = self.offset(self.row_offsets, row * bytes);
+            kernels.add_offsets(self.width, part, row_offset, &offsets[..part.len()]);
+            out = rest;
             (row, col) = (row + 1, 0);
         }
         Ok(())

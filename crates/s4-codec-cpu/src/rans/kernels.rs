@@ -1,0 +1,218 @@
+//! The kernels of both directions, in one table, and the choice among them.
+
+use s4_format::{Error, Result};
+use s4_planes::Simd;
+
+use super::part::Part;
+use super::scalar;
+use super::stream::{Carry, Stream};
+use super::table::{MAX_TABLES, Precision, Table};
+
+#[cfg(target_arch = "x86_64")]
+use super::{
+    avx2,
+    avx512::{self, singles},
+    pairs,
+};
+
+/// The segments of a stream, to be decoded.
+pub(super) struct Decoding<'a> {
+    pub(super) stream: &'a Stream<'a>,
+    /// As many as symbols, each below the number of tables, or none if all are 0.
+    pub(super) contexts: &'a [u8],
+    pub(super) symbols: &'a mut [u8],
+    /// What each segment carries is appended to them.
+    pub(super) carries: &'a mut Vec<Carry>,
+}
+
+/// Makes an encoder; `None` if these tables are not for it.
+type MakeEncoder = fn(&[Table]) -> Option<Encoder>;
+
+/// Decodes all segments; `None`, and nothing is done, if these tables are not for it.
+///
+/// # Safety
+/// The machine has the instructions, and the contexts are as [`Decoding`] says.
+type Decode = unsafe fn(&mut Decoding<'_>) -> Option<Result<()>>;
+
+/// A row of the table: what it is for, and its kernels, if it has any for that direction.
+struct Kernels {
+    precision: Precision,
+    /// Most tables of a stream.
+    tables: usize,
+    simd: Simd,
+    encode: Option<MakeEncoder>,
+    decode: Option<Decode>,
+}
+
+/// Every kernel, the fastest first. Plain Rust takes any tables, so every stream has one.
+const KERNELS: &[Kernels] = &[
+    #[cfg(target_arch = "x86_64")]
+    Kernels {
+        precision: Precision::P8,
+        tables: 1,
+        simd: Simd::Avx512,
+        encode: Some(|tables| avx512::Encoder::new(&tables[0]).map(Encoder::Avx512)),
+        decode: Some(decode_in_registers),
+    },
+    #[cfg(target_arch = "x86_64")]
+    Kernels {
+        precision: Precision::P12,
+        tables: 1,
+        simd: Simd::Avx512,
+        encode: Some(|tables| singles::Encoder::new(&tables[0]).map(Encoder::Singles)),
+        decode: Some(by_slots::<singles::Decoder>),
+    },
+    #[cfg(target_arch = "x86_64")]
+    Kernels {
+        precision: Precision::P8,
+        tables: 1,
+        simd: Simd::Avx2,
+        encode: Some(|tables| avx2::Encoder::new(&tables[0]).map(Encoder::Avx2)),
+        decode: Some(by_slots::<avx2::Decoder<8>>),
+    },
+    #[cfg(target_arch = "x86_64")]
+    Kernels {
+        precision: Precision::P8,
+        tables: MAX_TABLES,
+        simd: Simd::Avx2,
+        encode: None,
+        decode: Some(by_slots::<avx2::Decoder<8>>),
+    },
+    #[cfg(target_arch = "x86_64")]
+    Kernels {
+        precision: Precision::P12,
+        tables: MAX_TABLES,
+        simd: Simd::Avx2,
+        encode: None,
+        decode: Some(by_slots::<avx2::Decoder<12>>),
+    },
+    Kernels {
+        precision: Precision::P8,
+        tables: MAX_TABLES,
+        simd: Simd::Scalar,
+        encode: Some(|tables| Some(Encoder::Scalar8(scalar::Encoder::new(tables)))),
+        decode: Some(decode_scalar::<8>),
+    },
+    Kernels {
+        precision: Precision::P12,
+        tables: MAX_TABLES,
+        simd: Simd::Scalar,
+        encode: Some(|tables| Some(Encoder::Scalar12(scalar::Encoder::new(tables)))),
+        decode: Some(decode_scalar::<12>),
+    },
+];
+
+/// The rows for a stream on a machine that has `simd`.
+fn rows(precision: Precision, tables: usize, simd: Simd) -> impl Iterator<Item = &'static Kernels> {
+    KERNELS.iter().filter(move |row| {
+        row.precision == precision && tables <= row.tables && includes(simd, row.simd)
+    })
+}
+
+/// Whether a machine with one set of instructions has another.
+fn includes(simd: Simd, other: Simd) -> bool {
+    simd == other || other == Simd::Scalar || (simd, other) == (Simd::Avx512, Simd::Avx2)
+}
+
+/// The fastest encoder for tables of a precision on a machine that has `simd`.
+///
+/// # Errors
+/// `Unsupported` if there is none, which plain Rust rules out.
+pub(super) fn encoder(precision: Precision, simd: Simd, tables: &[Table]) -> Result<Encoder> {
+    rows(precision, tables.len(), simd).find_map(|row| row.encode?(tables)).ok_or_else(no_kernel)
+}
+
+/// Decodes the segments of a stream on a machine that has `simd`.
+///
+/// # Errors
+/// `Corrupt` if a state or the number of words is wrong.
+pub(super) fn decode(precision: Precision, simd: Simd, job: &mut Decoding<'_>) -> Result<()> {
+    let tables = job.stream.tables.len();
+    // SAFETY: the machine has the instructions, as `Rans::new` has checked; the contexts are as they
+    // should be, which the caller has checked.
+    let run = |row: &Kernels| unsafe { row.decode?(job) };
+    rows(precision, tables, simd).find_map(run).unwrap_or_else(|| Err(no_kernel()))
+}
+
+fn no_kernel() -> Error {
+    Error::unsupported("rans: no kernel for these tables")
+}
+
+/// An encoder for some tables.
+#[expect(clippy::large_enum_variant, reason = "one for each call, on the stack")]
+pub(super) enum Encoder {
+    Scalar8(scalar::Encoder),
+    Scalar12(scalar::Encoder),
+    #[cfg(target_arch = "x86_64")]
+    Avx2(avx2::Encoder),
+    #[cfg(target_arch = "x86_64")]
+    Avx512(avx512::Encoder),
+    #[cfg(target_arch = "x86_64")]
+    Singles(singles::Encoder),
+}
+
+impl Encoder {
+    /// Encodes up to [`super::GROUP`] segments.
+    pub(super) fn group(&self, parts: &mut [Part<'_>]) -> Result<()> {
+        match self {
+            Self::Scalar8(encoder) => {
+                parts.iter_mut().try_for_each(|part| encoder.segment::<8>(part))
+            }
+            Self::Scalar12(encoder) => {
+                parts.iter_mut().try_for_each(|part| encoder.segment::<12>(part))
+            }
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(encoder) => parts.iter_mut().try_for_each(|part| {
+                // SAFETY: `Rans::new` has checked that the machine has the set.
+                unsafe { encoder.segment(part) }
+            }),
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: `Rans::new` has checked that the machine has the set.
+            Self::Avx512(encoder) => unsafe { encoder.group(parts) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: `Rans::new` has checked that the machine has the set.
+            Self::Singles(encoder) => unsafe { encoder.group(parts) },
+        }
+    }
+}
+
+/// Decodes in plain Rust.
+fn decode_scalar<const P: u32>(job: &mut Decoding<'_>) -> Option<Result<()>> {
+    let decoder = scalar::Decoder::new(&job.stream.tables);
+    let mut segments = job.stream.segments();
+    Some(segments.try_for_each(|(range, segment)| {
+        let contexts = job.contexts.get(range.clone()).unwrap_or_default();
+        job.carries.push(decoder.segment::<P>(segment, contexts, &mut job.symbols[range])?);
+        Ok(())
+    }))
+}
+
+/// Decodes with one table of `P = 8` that is looked up by permutations.
+///
+/// # Safety
+/// The machine has AVX-512 F, BW, VL, VBMI and VBMI2.
+#[cfg(target_arch = "x86_64")]
+unsafe fn decode_in_registers(job: &mut Decoding<'_>) -> Option<Result<()>> {
+    let decoder = avx512::Decoder::new(&job.stream.tables[0])?;
+    // SAFETY: as for this function.
+    Some(unsafe { decoder.segments(job.stream.segments(), job.symbols, job.carries) })
+}
+
+/// Decodes two segments at a time with tables in memory.
+///
+/// # Safety
+/// The machine has the decoder's instructions, the tables are of its precision and as many as it
+/// takes, and the contexts are as [`Decoding`] says.
+#[cfg(target_arch = "x86_64")]
+unsafe fn by_slots<D: pairs::Blocks>(job: &mut Decoding<'_>) -> Option<Result<()>> {
+    let decoder = D::new(pairs::Slots::new(&job.stream.tables)?);
+    let mut rest = &mut job.symbols[..];
+    let jobs = job.stream.segments().map(|(range, segment)| {
+        let (symbols, behind) = std::mem::take(&mut rest).split_at_mut(range.len());
+        rest = behind;
+        let contexts = job.contexts.get(range).unwrap_or_default();
+        pairs::Job { segment, contexts, symbols }
+    });
+    // SAFETY: as for this function.
+    Some(unsafe { pairs::decode(&decoder, jobs, job.carries) })
+}

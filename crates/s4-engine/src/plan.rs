@@ -1,0 +1,78 @@
+//! What the planner decides and the encoder does.
+
+use s4_format::side::{Side, SideKind};
+use s4_format::{CodecId, Plan, Result};
+
+use crate::tables::SharedTables;
+
+/// How one plane is coded: a bitstream, and its parameter. In each chunk a constant plane is stored as
+/// its constant, and one that does not get smaller as it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PlaneCoding {
+    /// The bitstream: the engine looks its codec up among those that it was made with.
+    pub codec: CodecId,
+    /// The parameter of the streams.
+    pub param: u8,
+}
+
+impl PlaneCoding {
+    /// As it is: it looks like noise.
+    pub const RAW: Self = Self::new(CodecId::RAW, 0);
+    /// rANS with `P = 8`.
+    pub const RANS8: Self = Self::new(CodecId::RANS, 8);
+    /// rANS with `P = 12`.
+    pub const RANS12: Self = Self::new(CodecId::RANS, 12);
+    /// Dense packing of values below 128.
+    pub const BITS7: Self = Self::new(CodecId::BITS, 7);
+    /// One Zstandard frame.
+    pub const ZSTD: Self = Self::new(CodecId::ZSTD, 0);
+    /// GDeflate.
+    pub const GDEFLATE: Self = Self::new(CodecId::GDEFLATE, 0);
+    /// nvCOMP's ANS, which is closed: an engine of [`crate::CpuEngine::writing`] has it.
+    pub const NVCOMP_ANS: Self = Self::new(CodecId::NVCOMP_ANS, 0);
+
+    /// Streams of a codec with a parameter.
+    pub const fn new(codec: CodecId, param: u8) -> Self {
+        Self { codec, param }
+    }
+}
+
+/// What the planner chose for a tensor.
+#[derive(Debug, Clone)]
+pub struct TensorPlan {
+    /// Predictor, residual and layout, as the manifest keeps them.
+    pub plan: Plan,
+    /// The coding of each plane.
+    pub planes: Vec<PlaneCoding>,
+    /// Values in each chunk but the last, as a power of two.
+    pub chunk_log2: u8,
+    /// Side data that the chunks need, but for shared tables.
+    pub side: Side,
+    /// For each plane the tables that all chunks may share, as they stand in the side data; empty if
+    /// there are none.
+    pub(crate) shared: Vec<Vec<u8>>,
+}
+
+impl TensorPlan {
+    /// The side data that the index keeps. `shared`: whether a chunk used the shared tables.
+    ///
+    /// # Errors
+    /// `Limit` if there is too much of it.
+    pub fn side_data(&self, shared: bool) -> Result<Side> {
+        let mut side = self.side.clone();
+        if shared {
+            side.push(SideKind::TABLES, SharedTables::to_bytes(&self.shared))?;
+        }
+        Ok(side)
+    }
+
+    /// The coding of a plane.
+    pub(crate) fn coding(&self, plane: usize) -> PlaneCoding {
+        self.planes.get(plane).copied().unwrap_or(PlaneCoding::RAW)
+    }
+
+    /// The tables that streams of a plane may share.
+    pub(crate) fn tables(&self, plane: usize) -> &[u8] {
+        self.shared.get(plane).map_or(&[], Vec::as_slice)
+    }
+}

@@ -1,0 +1,241 @@
+//! Prediction as a stage: what is expected of a chunk's values is taken away before they are split into
+//! planes, and added again after they were merged.
+
+use s4_delta::Residual;
+use s4_format::limits::MAX_INPUTS;
+use s4_format::{Error, LayoutId, Plan, Result};
+use s4_planes::{Kernels, Width};
+use s4_predict::{Known, Predict, Predicted, Tensor};
+
+use crate::CpuEngine;
+use crate::once::{self, PIECE};
+use crate::scratch::{sized, width_of};
+
+/// The values of a predictor's input for the chunk that is decoded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum InputValues<'a> {
+    /// These.
+    Slice(&'a [u8]),
+    /// Those that lie in the destination, and become the chunk's own.
+    Destination,
+}
+
+/// The prediction of a chunk.
+#[derive(Clone, Copy)]
+pub(crate) struct Prediction<'a> {
+    kernels: Kernels,
+    predictor: &'a dyn Predict,
+    tensor: Tensor<'a>,
+    /// Number of the chunk's first value.
+    first: u64,
+    residual: Residual,
+    width: Width,
+}
+
+impl CpuEngine {
+    /// The prediction of a chunk from value number `first` on, by a plan; `None` if its values are stored
+    /// by themselves.
+    ///
+    /// # Errors
+    /// `Unsupported` for a predictor that this engine does not have; `Corrupt` if the residual does not
+    /// belong to a prediction.
+    pub(crate) fn prediction<'a>(
+        &'a self,
+        plan: &Plan,
+        tensor: Tensor<'a>,
+        first: u64,
+    ) -> Result<Option<Prediction<'a>>> {
+        let Some(predictor) = self.predictors.get(plan.predictor)? else { return Ok(None) };
+        let residual = Residual::from_id(plan.residual).ok_or_else(|| {
+            let (residual, predictor) = (plan.residual, plan.predictor);
+            Error::corrupt(format!("residual `{residual}` from predictor `{predictor}`"))
+        })?;
+        let width = width_of(tensor.dtype.value_width())?;
+        let kernels = self.kernels;
+        Ok(Some(Prediction { kernels, predictor, tensor, first, residual, width }))
+    }
+}
+
+impl Prediction<'_> {
+    /// Checks that there are as many inputs as the predictor needs, each of `len` bytes.
+    fn check(&self, len: usize, inputs: impl ExactSizeIterator<Item = usize>) -> Result<()> {
+        if inputs.len() < self.predictor.inputs().len() || inputs.len() > MAX_INPUTS {
+            return Err(Error::unsupported("a delta without the values of its parent"));
+        }
+        for other in inputs {
+            if other != len {
+                let what = format!("a difference of {len} bytes from a parent of {other} bytes");
+                return Err(Error::corrupt(what));
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes what is left of values after prediction into `to`, which is as long. Gives the CRC-32C of
+    /// the values, which may change meanwhile.
+    pub(crate) fn take_away(
+        &self,
+        src: &[u8],
+        inputs: &[&[u8]],
+        room: &mut Vec<u8>,
+        to: &mut [u8],
+    ) -> Result<u32> {
+        self.check(src.len(), inputs.iter().map(|input| input.len()))?;
+        let room = sized(room, PIECE);
+        once::copy_summed(src, to, |at, piece| {
+            let (mut parts, len) = ([&[][..]; MAX_INPUTS], piece.len());
+            parts.iter_mut().zip(inputs).for_each(|(part, all)| *part = &all[at..at + len]);
+            let parts = &parts[..inputs.len()];
+            let predicted = match self.predict(at, parts, &mut room[..len])? {
+                Predicted::Input(i) => parts[i],
+                Predicted::Written => &room[..len],
+            };
+            self.residual.diff(self.kernels, self.width, predicted, piece)
+        })
+    }
+
+    /// Checks the inputs for decoding `len` bytes.
+    ///
+    /// # Errors
+    /// `Unsupported` if there are too few, `Corrupt` if one is of another length.
+    pub(crate) fn check_inputs(&self, len: usize, inputs: &[InputValues<'_>]) -> Result<()> {
+        self.check(len, inputs.iter().map(|input| input.len(len)))
+    }
+
+    /// Undoes [`Prediction::take_away`]: makes the residuals in `values` values. No input lies there, and
+    /// all were checked.
+    pub(crate) fn add(
+        &self,
+        inputs: &[InputValues<'_>],
+        room: &mut Vec<u8>,
+        values: &mut [u8],
+    ) -> Result<()> {
+        let room = sized(room, PIECE);
+        for (i, piece) in values.chunks_mut(PIECE).enumerate() {
+            let (at, len) = (i * PIECE, piece.len());
+            let parts = &parts(inputs, at, &[], len)[..inputs.len()];
+            let predicted = match self.predict(at, parts, &mut room[..len])? {
+                Predicted::Input(i) => parts[i],
+                Predicted::Written => &room[..len],
+            };
+            self.residual.apply(self.kernels, self.width, predicted, piece)?;
+        }
+        Ok(())
+    }
+
+    /// As [`Prediction::add`], where an input lies in `values`, which become the chunk's own. `residuals`,
+    /// of which there are as many, are used up.
+    pub(crate) fn add_over(
+        &self,
+        inputs: &[InputValues<'_>],
+        room: &mut Vec<u8>,
+        residuals: &mut [u8],
+        values: &mut [u8],
+    ) -> Result<()> {
+        let room = sized(room, PIECE);
+        let pieces = residuals.chunks_mut(PIECE).zip(values.chunks_mut(PIECE));
+        for (i, (residuals, values)) in pieces.enumerate() {
+            let (at, len) = (i * PIECE, values.len());
+            let before = parts(inputs, at, values, len);
+            let predicted = self.predict(at, &before[..inputs.len()], &mut room[..len])?;
+            let (kernels, width) = (self.kernels, self.width);
+            match predicted {
+                // Of an XOR it does not matter which of the two is the difference.
+                Predicted::Input(i)
+                    if inputs[i].is_destination() && self.residual == Residual::Xor =>
+                {
+                    self.residual.apply(kernels, width, residuals, values)?;
+                    continue;
+                }
+                Predicted::Input(i) => {
+                    let parent = inputs[i].part(at, values, len);
+                    self.residual.apply(kernels, width, parent, residuals)?;
+                }
+                Predicted::Written => {
+                    self.residual.apply(kernels, width, &room[..len], residuals)?;
+                }
+            }
+            values.copy_from_slice(residuals);
+        }
+        Ok(())
+    }
+
+    /// Whether planes of residuals are expected to be sparse.
+    pub(crate) fn is_sparse(&self) -> bool {
+        self.predictor.is_sparse()
+    }
+
+    /// Whether the symbols of a plane are coded with several tables.
+    pub(crate) fn has_contexts(&self, layout: LayoutId, plane: usize) -> bool {
+        self.predictor.contexts().tables(layout, plane) > 1
+    }
+
+    /// The table of each of the `len` symbols of the plane behind `planes`, into `to`; none, if it has
+    /// one table.
+    pub(crate) fn contexts(
+        &self,
+        layout: LayoutId,
+        planes: &[&[u8]],
+        inputs: &[&[u8]],
+        len: usize,
+        to: &mut Vec<u8>,
+    ) -> Result<()> {
+        to.clear();
+        if self.has_contexts(layout, planes.len()) {
+            to.resize(len, 0);
+            let (tensor, first) = (self.tensor, self.first);
+            let known = Known { tensor, first, layout, planes, inputs };
+            self.predictor.contexts().contexts(&known, to)?;
+        }
+        Ok(())
+    }
+
+    /// Predicts the values from byte `at` of the chunk on.
+    fn predict(&self, at: usize, inputs: &[&[u8]], out: &mut [u8]) -> Result<Predicted> {
+        let first = self.first + (at / self.width.bytes()) as u64;
+        let predicted = self.predictor.predict(self.kernels, &self.tensor, first, inputs, out)?;
+        match predicted {
+            Predicted::Input(i) if i >= inputs.len() => {
+                let id = self.predictor.id();
+                Err(Error::unsupported(format!("predictor `{id}` names input {i}")))
+            }
+            known => Ok(known),
+        }
+    }
+}
+
+impl<'a> InputValues<'a> {
+    pub(crate) fn is_destination(&self) -> bool {
+        matches!(self, Self::Destination)
+    }
+
+    /// Its bytes, if the chunk has `len`.
+    fn len(&self, len: usize) -> usize {
+        match self {
+            Self::Slice(values) => values.len(),
+            Self::Destination => len,
+        }
+    }
+
+    /// `len` of its bytes from number `at` on; `there`: those of the destination.
+    fn part<'b>(&self, at: usize, there: &'b [u8], len: usize) -> &'b [u8]
+    where
+        'a: 'b,
+    {
+        match self {
+            Self::Slice(values) => &values[at..at + len],
+            Self::Destination => there,
+        }
+    }
+}
+
+/// `len` bytes of each input from number `at` on, in the first places; `there`: those of the
+/// destination.
+pub(crate) fn parts<'b>(
+    inputs: &[InputValues<'b>],
+    at: usize,
+    there: &'b [u8],
+    len: usize,
+) -> [&'b [u8]; MAX_INPUTS] {
+    std::array::from_fn(|i| inputs.get(i).map_or(&[][..], |input| input.part(at, there, len)))
+}

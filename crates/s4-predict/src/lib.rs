@@ -1,0 +1,31 @@
+//! What the bits of values are expected to be, and which of a stream's tables their symbols belong to.
+//!
+//! - [`Predict`]: the predicted bits of a range of a tensor's values, from other values and from side
+//!   data. [`Parent`] expects the values of the checkpoint before, [`Rank1`] an offset per row and one
+//!   per column.
+//! - [`Predictors`]: those that an engine uses, by the id that plans name.
+//! - [`ContextModel`]: a table for each symbol of a plane, from what a decoder knows before the plane is
+//!   decoded.
+//!
+//! Everything here is exact integer arithmetic that a decoder repeats. What it needs and cannot know is
+//! in the side data, which is stored; nothing fitted is ever computed again.
+//!
+//! What is deliberately absent: I/O (inputs are slices); how the difference from a prediction is written
+//! (`s4-delta`); the choice of a predictor, which is the planner's, by what each would cost; and
+//! checksums, which the engine checks after prediction is undone.
+#![forbid(unsafe_code)]
+
+mod context;
+mod parent;
+mod predict;
+pub mod rank1;
+
+pub use context::{ContextModel, Known, NoContexts};
+pub use parent::Parent;
+pub use predict::{InputKind, Predict, Predicted, Predictors, Tensor};
+pub use rank1::Rank1;
+
+/// Every predictor of this crate. This is the one list of them.
+pub fn predictors() -> Predictors {
+    Predictors::none().with(Parent).with(Rank1)
+}

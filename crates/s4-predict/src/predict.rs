@@ -1,0 +1,128 @@
+//! The trait of predictors, and the registry.
+
+use std::fmt::Debug;
+
+use s4_format::side::Side;
+use s4_format::{DType, Error, PredictorId, Result};
+use s4_planes::Kernels;
+
+use crate::{ContextModel, NoContexts};
+
+/// What a predictor is told of the tensor whose values it predicts.
+#[derive(Debug, Clone, Copy)]
+pub struct Tensor<'a> {
+    /// Type of the elements.
+    pub dtype: DType,
+    /// Size of each dimension, in elements.
+    pub shape: &'a [u64],
+    /// Side data, as it is stored.
+    pub side: &'a Side,
+}
+
+/// A tensor that a predictor needs besides the one that it predicts. The plan names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum InputKind {
+    /// The same tensor in the parent checkpoint.
+    Parent,
+}
+
+/// Where predicted bits are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Predicted {
+    /// They are the bits of the input with this number: nothing was written.
+    Input(usize),
+    /// They were written.
+    Written,
+}
+
+/// What values are expected to be, bit by bit.
+///
+/// An engine asks for a chunk piece by piece, so that values, prediction and residuals meet in a core's
+/// nearest cache. Two predictors with one id predict the same.
+pub trait Predict: Debug + Send + Sync {
+    /// The id that plans name.
+    fn id(&self) -> PredictorId;
+
+    /// The tensors that it needs, in the order of the plan's inputs.
+    fn inputs(&self) -> &'static [InputKind];
+
+    /// Predicts the values of `tensor` from number `first` on, as many as `out` has room for (bytes, a
+    /// multiple of the width of a value). `inputs` are those values of each input, as long as `out`.
+    /// A prediction that is an input itself is not copied: its number is the answer.
+    ///
+    /// # Errors
+    /// `Corrupt` or `Unsupported` if side data, shape and range do not fit each other.
+    fn predict(
+        &self,
+        kernels: Kernels,
+        tensor: &Tensor<'_>,
+        first: u64,
+        inputs: &[&[u8]],
+        out: &mut [u8],
+    ) -> Result<Predicted>;
+
+    /// Whether it is usually nearly right, so that planes of residuals are sparse: nearly all symbols
+    /// alike, and the others rare.
+    fn is_sparse(&self) -> bool {
+        false
+    }
+
+    /// Which tables the symbols of the residuals' planes belong to.
+    fn contexts(&self) -> &dyn ContextModel {
+        &NoContexts
+    }
+}
+
+/// The predictors that an engine may use, by id: a value that is passed in, not a global.
+#[derive(Debug, Default)]
+pub struct Predictors {
+    list: Vec<Box<dyn Predict>>,
+}
+
+impl Predictors {
+    /// No predictors: every tensor is stored by itself.
+    pub fn none() -> Self {
+        Self::default()
+    }
+
+    /// Adds a predictor; one with the same id is replaced.
+    #[must_use]
+    pub fn with(mut self, predictor: impl Predict + 'static) -> Self {
+        self.list.retain(|p| p.id() != predictor.id());
+        self.list.push(Box::new(predictor));
+        self
+    }
+
+    /// The predictor of an id; `None` for [`PredictorId::NONE`], which expects nothing.
+    ///
+    /// # Errors
+    /// `Unsupported`, naming the predictor, if it is not registered.
+    pub fn get(&self, id: PredictorId) -> Result<Option<&dyn Predict>> {
+        if id == PredictorId::NONE {
+            return Ok(None);
+        }
+        if let Some(predictor) = self.list.iter().find(|p| p.id() == id) {
+            return Ok(Some(&**predictor));
+        }
+        id.require_open()?;
+        Err(Error::unsupported(format!("predictor `{id}` is not registered with this engine")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::predictors;
+
+    #[test]
+    fn every_open_predictor_is_found_by_its_id() {
+        for &id in PredictorId::ALL {
+            match predictors().get(id) {
+                Ok(found) => assert!(found.map_or(id == PredictorId::NONE, |p| p.id() == id)),
+                Err(error) => assert_eq!(Err(error), id.require_open()),
+            }
+        }
+        let error = Predictors::none().get(PredictorId::PARENT).unwrap_err();
+        assert!(error.to_string().contains("parent"), "{error}");
+    }
+}
