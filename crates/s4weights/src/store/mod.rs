@@ -41,10 +41,10 @@ use std::sync::{Arc, Mutex};
 
 pub use s4_delta::policy::Reason;
 pub use s4_store::{
-    Best, Cause, Checkpoint, CheckpointId, CommitUnknown, Conflict, Entry, Error as StoreError,
-    Failure, Finding, Hash, Holder, Keep, LogDamage, Loss, Mode, Op, Place, ProbeLimits,
-    ProbeReport, Publish, Reference, RepairReport, Repo, Retention, Retry, State, StorageOptions,
-    SweepOptions, SweepReport, Swept, Verdict, Why, Writers,
+    Best, Cause, Checkpoint, CheckpointId, CommitUnknown, Conflict, Digest, Entry,
+    Error as StoreError, Failure, Finding, Holder, Keep, LogDamage, Loss, Mode, Op, Place,
+    ProbeLimits, ProbeReport, Publish, Reference, RepairReport, Repo, Retention, Retry, State,
+    StorageOptions, SweepOptions, SweepReport, Swept, Verdict, Why, Writers,
 };
 
 pub use load::{Loaded, Skipped, is_damage};
@@ -52,6 +52,7 @@ pub use manage::{CheckOptions, CheckReport};
 pub use save::{SaveOptions, Saved, WhyBase};
 
 use s4_engine::Preset;
+use s4_format::limits::MAX_CHAIN;
 use s4_planes::Simd;
 use s4_store::Store;
 
@@ -135,7 +136,7 @@ impl StoreOptions {
         };
         within("max_chain", self.max_chain, MAX_SHARING)?;
         // A chain has the base as well.
-        within("max_hops", self.max_hops, s4_store::MAX_CHAIN as u32 - 1)
+        within("max_hops", self.max_hops, MAX_CHAIN as u32 - 1)
     }
 }
 
