@@ -6,10 +6,11 @@ use s4_store::{
 };
 
 use crate::error::{Error, Result};
+use crate::io::open_place;
 use crate::options::{Progress, ProgressFn, ReadOptions};
 use crate::store::bridge::{Asker, Bridge};
 use crate::store::open::Opener;
-use crate::store::{CheckpointStore, StoreOptions, place};
+use crate::store::{CheckpointStore, StoreOptions};
 
 /// How thorough a check is.
 #[derive(Clone, Default)]
@@ -126,7 +127,7 @@ impl CheckpointStore {
         options: StoreOptions,
         apply: bool,
     ) -> Result<RepairReport> {
-        let place = place(url, storage)?;
+        let place = open_place(url, storage)?;
         let bridge = Bridge::new(place.name())?;
         bridge.ask(async move { Store::repair(&place, options.requests, apply).await })
     }
@@ -212,7 +213,7 @@ impl CheckpointStore {
         storage: &StorageOptions,
         options: StoreOptions,
     ) -> Result<ProbeReport> {
-        let place = place(url, storage)?;
+        let place = open_place(url, storage)?;
         let bridge = Bridge::new(place.name())?;
         bridge.ask(async move { place.probe(&options.requests).await })
     }

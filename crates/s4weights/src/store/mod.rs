@@ -58,6 +58,7 @@ use s4_store::Store;
 
 use crate::buffers::LargeBuffers;
 use crate::error::{Error, Result};
+use crate::io::open_place;
 use crate::parent::{MemoryParent, Parent};
 use crate::reader::Reader;
 use bridge::Bridge;
@@ -212,7 +213,7 @@ impl CheckpointStore {
     /// # Errors
     /// [`Error::Store`] if there is one, or if the place cannot hold one; [`Error::Argument`].
     pub fn create(url: &str, storage: &StorageOptions, options: StoreOptions) -> Result<Self> {
-        Self::create_at(&place(url, storage)?, options)
+        Self::create_at(&open_place(url, storage)?, options)
     }
 
     /// Opens a store.
@@ -220,7 +221,7 @@ impl CheckpointStore {
     /// # Errors
     /// [`Error::Store`] if there is none or if it cannot be read; [`Error::Argument`].
     pub fn open(url: &str, storage: &StorageOptions, options: StoreOptions) -> Result<Self> {
-        Self::open_at(&place(url, storage)?, options)
+        Self::open_at(&open_place(url, storage)?, options)
     }
 
     /// Opens a store to read it, also if its log is damaged: then it lists what can be proved, and
@@ -233,7 +234,7 @@ impl CheckpointStore {
         storage: &StorageOptions,
         options: StoreOptions,
     ) -> Result<Self> {
-        Self::open_read_only_at(&place(url, storage)?, options)
+        Self::open_read_only_at(&open_place(url, storage)?, options)
     }
 
     /// Opens a store, or creates it if there is none.
@@ -245,7 +246,7 @@ impl CheckpointStore {
         storage: &StorageOptions,
         options: StoreOptions,
     ) -> Result<Self> {
-        Self::open_or_create_at(&place(url, storage)?, options)
+        Self::open_or_create_at(&open_place(url, storage)?, options)
     }
 
     /// As [`CheckpointStore::create`], at a place of the caller's.
@@ -342,16 +343,4 @@ impl CheckpointStore {
     fn error(&self, source: s4_store::Error) -> Error {
         self.opener.bridge.error(source)
     }
-}
-
-/// A place by URL or path.
-fn place(url: &str, storage: &StorageOptions) -> Result<Place> {
-    let named = |source| Error::Store {
-        target: s4_store::redact_url(url).into_owned(),
-        source: Box::new(source),
-    };
-    Place::open_url(url, storage).map_err(|e| match e {
-        s4_store::Error::Argument(what) => Error::Argument(what),
-        other => named(other),
-    })
 }
