@@ -25,6 +25,8 @@
 //! objects instead of one file ([`ObjectSink`], [`ObjectSource`]). Files may go to and come from what the
 //! caller brings ([`Sink`], [`ReadAt`]).
 //!
+//! [`copy`] copies whole checkpoints, and compares them.
+//!
 //! [`store::CheckpointStore`] keeps many checkpoints in a folder or a bucket.
 //!
 //! What is deliberately absent: Python objects (the wheel's matter).
@@ -35,6 +37,7 @@ mod adversarial;
 mod ancestors;
 mod behind;
 mod buffers;
+pub mod copy;
 #[cfg(feature = "cuda")]
 mod device;
 mod error;

@@ -41,14 +41,14 @@ use std::sync::{Arc, Mutex};
 
 pub use s4_delta::policy::Reason;
 pub use s4_store::{
-    Best, Cause, Checkpoint, CheckpointId, CommitUnknown, Conflict, Digest, Entry,
+    Best, Cause, CheckReport, Checkpoint, CheckpointId, CommitUnknown, Conflict, Digest, Entry,
     Error as StoreError, Failure, Finding, Holder, Keep, LogDamage, Loss, Mode, Op, Place,
     ProbeLimits, ProbeReport, Publish, Reference, RepairReport, Repo, Retention, Retry, State,
     StorageOptions, SweepOptions, SweepReport, Swept, Verdict, Why, Writers,
 };
 
 pub use load::{Loaded, Skipped, is_damage};
-pub use manage::{CheckOptions, CheckReport};
+pub use manage::CheckOptions;
 pub use save::{SaveOptions, Saved, WhyBase};
 
 use s4_engine::Preset;
