@@ -125,7 +125,7 @@ impl<'de> Visitor<'de> for Maps {
     }
 }
 
-fn take<E: Error>(left: &mut usize) -> Result<(), E> {
+pub(crate) fn take<E: Error>(left: &mut usize) -> Result<(), E> {
     *left = left.checked_sub(1).ok_or_else(|| E::custom("more entries than are allowed"))?;
     Ok(())
 }

@@ -40,7 +40,7 @@ impl Digest {
 
 impl fmt::Display for Digest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|b| write!(f, "{b:02x}"))
+        f.write_str(&blake3::Hash::from_bytes(self.0).to_hex())
     }
 }
 
@@ -95,5 +95,6 @@ mod tests {
         let json = serde_json::to_string(&d).unwrap();
         assert_eq!(serde_json::from_str::<Digest>(&json).unwrap(), d);
         assert!(serde_json::from_str::<Digest>(&json.to_uppercase()).is_err());
+        assert!(serde_json::from_str::<Digest>("\"00\"").is_err());
     }
 }

@@ -15,6 +15,7 @@ mod error;
 pub mod file;
 mod id;
 pub mod index;
+pub mod json;
 pub mod layout;
 pub mod limits;
 pub mod manifest;

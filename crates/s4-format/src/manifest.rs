@@ -10,6 +10,7 @@ use crate::digest::Digest;
 use crate::error::{Error, Result};
 use crate::file::Version;
 use crate::id::{CodecId, Support};
+use crate::json;
 use crate::limits::{
     MAX_CHAIN, MAX_ENTRIES, MAX_OBJECTS, MAX_SCALARS, MAX_TENSOR_TABLE, MAX_TENSORS,
 };
@@ -218,6 +219,9 @@ impl Manifest {
         let bad = |e: serde_json::Error| Error::corrupt(e.to_string());
         serde_json::from_slice::<Head>(json).map_err(bad)?.format.require_readable()?;
         let m: Self = serde_json::from_slice(json).map_err(bad)?;
+        if let Some(tree) = &m.tree {
+            json::check(tree.get().as_bytes()).map_err(|e| bad(e).in_part("tree"))?;
+        }
         for s in m.blobs.values().chain([&m.tensors.section]) {
             if s.offset.checked_add(s.bytes).is_none_or(|e| e > end) {
                 return Err(Error::corrupt("section lies behind the manifest"));
@@ -429,6 +433,26 @@ mod tests {
             assert!(json.contains(once));
             let e = Manifest::parse(json.replace(once, twice).as_bytes(), 26).unwrap_err();
             assert!(matches!(e, Error::Corrupt { .. }), "{e}");
+        }
+    }
+
+    #[test]
+    fn the_tree_is_as_strict_as_the_rest() {
+        let with = |tree: &str| {
+            let mut m = sample();
+            m.tree = Some(RawValue::from_string(tree.into()).unwrap());
+            Manifest::parse(&m.to_json().unwrap(), 26)
+        };
+        with(r#"{"root":{"dict":[["a",{"tensor":0}],["a",{"tensor":0}]]}}"#).unwrap();
+        for tree in [
+            r#"{"root":{"tensor":0,"tensor":1}}"#,
+            r#"{"root":[{"dict":[]},{"int":"0x1","\u0069nt":"0x2"}]}"#,
+            r#"{"root":"\ud800"}"#,
+            r#"{"root":{"dict":[["\udfff",1]]}}"#,
+        ] {
+            let e = with(tree).unwrap_err();
+            assert!(matches!(e, Error::Corrupt { .. }), "{e}");
+            assert!(e.to_string().contains("tree"), "{e}");
         }
     }
 

@@ -1,6 +1,5 @@
 //! `_core.Reader`.
 
-use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -10,10 +9,10 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyTuple};
 use s4weights::format::manifest::Form;
-use s4weights::{ReadOptions, Source};
+use s4weights::{ReadOptions, Source, StorageOptions};
 
 use crate::device::{self, CudaEngine, DeviceRequest};
-use crate::watch::{is_remote, progress, watched_at};
+use crate::watch::{Watcher, progress};
 
 /// Number, address, bytes.
 type Request = (usize, usize, usize);
@@ -25,22 +24,13 @@ type TensorInfo<'a, 'py> = (&'a str, &'static str, Bound<'py, PyTuple>, u64);
 #[pyclass(frozen, module = "s4weights._core")]
 pub(crate) struct Reader {
     inner: Arc<s4weights::Reader>,
-    is_remote: bool,
+    watcher: Watcher,
 }
 
 impl Reader {
     /// A checkpoint of a store, which opened it.
-    pub(crate) fn of(inner: Arc<s4weights::Reader>, is_remote: bool) -> Self {
-        Self { inner, is_remote }
-    }
-
-    fn watched<T: Send>(
-        &self,
-        py: Python<'_>,
-        progress: Option<Py<PyAny>>,
-        work: impl FnOnce() -> s4weights::Result<T> + Send,
-    ) -> PyResult<T> {
-        watched_at(py, progress, self.is_remote, work)
+    pub(crate) fn of(inner: Arc<s4weights::Reader>, watcher: Watcher) -> Self {
+        Self { inner, watcher }
     }
 }
 
@@ -54,10 +44,10 @@ impl Reader {
         url: Option<String>,
         data: Option<PyBackedBytes>,
         threads: Option<usize>,
-        storage_options: HashMap<String, String>,
+        storage_options: StorageOptions,
         trusted: bool,
     ) -> PyResult<Self> {
-        let is_remote = url.as_deref().is_some_and(is_remote);
+        let watcher = Watcher::of(url.as_deref());
         let source = match (path, url, data) {
             (Some(path), None, None) => Source::Path(path),
             (None, Some(url), None) => Source::Url(url, storage_options),
@@ -67,8 +57,8 @@ impl Reader {
         let options =
             ReadOptions { threads, progress: Some(progress()), trusted, ..Default::default() };
         let open = || s4weights::Reader::open(source, options);
-        let inner = watched_at(py, None, is_remote, open)?;
-        Ok(Self { inner: Arc::new(inner), is_remote })
+        let inner = watcher.run(py, None, open)?;
+        Ok(Self { inner: Arc::new(inner), watcher })
     }
 
     fn tensors<'py>(&self, py: Python<'py>) -> PyResult<Vec<TensorInfo<'_, 'py>>> {
@@ -89,7 +79,7 @@ impl Reader {
     }
 
     fn blob<'py>(&self, py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyBytes>> {
-        let blob = self.watched(py, None, || self.inner.blob(name))?;
+        let blob = self.watcher.run(py, None, || self.inner.blob(name))?;
         Ok(PyBytes::new(py, &blob))
     }
 
@@ -102,7 +92,7 @@ impl Reader {
         // SAFETY: The caller, the package's own Python part, passes the addresses and sizes of
         // storages that it has just made, keeps alive during the call and shows to no one else.
         let mut buffers = unsafe { buffers(&requests)? };
-        self.watched(py, progress, move || self.inner.read_into(&mut buffers))
+        self.watcher.run(py, progress, move || self.inner.read_into(&mut buffers))
     }
 
     /// As `read_into`, into memory of CUDA devices.
@@ -115,17 +105,17 @@ impl Reader {
     ) -> PyResult<()> {
         let requests = device::requests(&requests)?;
         let engine = engine.get();
-        self.watched(py, progress, || self.inner.read_into_device(&engine.0, &requests))
+        self.watcher.run(py, progress, || self.inner.read_into_device(&engine.0, &requests))
     }
 
     /// What the file says of itself, as JSON.
     fn inspect(&self, py: Python<'_>) -> PyResult<String> {
-        to_json(&self.watched(py, None, || self.inner.inspect(false))?)
+        to_json(&self.watcher.run(py, None, || self.inner.inspect(false))?)
     }
 
     /// Reads and compares everything; returns what was checked, as JSON.
     fn verify(&self, py: Python<'_>) -> PyResult<String> {
-        to_json(&self.watched(py, None, || self.inner.verify())?)
+        to_json(&self.watcher.run(py, None, || self.inner.verify())?)
     }
 }
 

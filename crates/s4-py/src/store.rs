@@ -9,7 +9,7 @@ use pyo3::pybacked::PyBackedBytes;
 use s4weights::format::manifest::Roles;
 use s4weights::store::{
     CheckOptions, Checkpoint, CheckpointId, CheckpointStore, Retention, Retry, SaveOptions,
-    StoreOptions, SweepOptions, Swept, Verdict,
+    StorageOptions, StoreOptions, SweepOptions, Swept, Verdict,
 };
 use s4weights::{Contents, Place, PlacedSource, TensorSource};
 use serde_json::value::RawValue;
@@ -17,25 +17,14 @@ use serde_json::{Value, json};
 
 use crate::device::{CudaEngine, PlacedTensor, placed};
 use crate::reader::Reader;
-use crate::watch::{is_remote, progress, watched_at};
+use crate::watch::{Watcher, progress};
 use crate::writer::to_value_error;
 
 /// A store that is open. Calls may come from several threads.
 #[pyclass(frozen, module = "s4weights._core")]
 pub(crate) struct Store {
     inner: CheckpointStore,
-    is_remote: bool,
-}
-
-impl Store {
-    fn watched<T: Send>(
-        &self,
-        py: Python<'_>,
-        progress: Option<Py<PyAny>>,
-        work: impl FnOnce() -> s4weights::Result<T> + Send,
-    ) -> PyResult<T> {
-        watched_at(py, progress, self.is_remote, work)
-    }
+    watcher: Watcher,
 }
 
 /// What a saved object is besides tensors: tree, pickle and other blobs, metadata, roles as JSON.
@@ -51,7 +40,7 @@ impl Store {
         py: Python<'_>,
         url: String,
         mode: &str,
-        storage_options: BTreeMap<String, String>,
+        storage_options: StorageOptions,
         preset: &str,
         threads: Option<usize>,
         max_chain: Option<u32>,
@@ -88,9 +77,9 @@ impl Store {
             "open_or_create" => CheckpointStore::open_or_create,
             other => return Err(PyValueError::new_err(format!("mode {other:?}"))),
         };
-        let is_remote = is_remote(&url);
+        let watcher = Watcher::of(Some(&url));
         let open = || open(&url, &storage_options, options);
-        Ok(Self { inner: watched_at(py, None, is_remote, open)?, is_remote })
+        Ok(Self { inner: watcher.run(py, None, open)?, watcher })
     }
 
     /// Saves a checkpoint. Tensors of CUDA devices need an engine; `staged` is called when their values
@@ -121,7 +110,7 @@ impl Store {
                 }
             });
         };
-        let (saved, note) = self.watched(py, callback, || {
+        let (saved, note) = self.watcher.run(py, callback, || {
             let options = SaveOptions {
                 groups: &groups,
                 contents,
@@ -152,37 +141,41 @@ impl Store {
 
     /// All listed checkpoints, from the oldest to the newest, as JSON.
     fn list(&self, py: Python<'_>) -> PyResult<String> {
-        let list = self.watched(py, None, || self.inner.list())?;
+        let list = self.watcher.run(py, None, || self.inner.list())?;
         Ok(Value::Array(list.iter().map(entry).collect()).to_string())
     }
 
     /// The newest checkpoint, as JSON.
     fn latest(&self, py: Python<'_>) -> PyResult<Option<String>> {
-        let latest = self.watched(py, None, || self.inner.latest())?;
+        let latest = self.watcher.run(py, None, || self.inner.latest())?;
         Ok(latest.map(|c| entry(&c).to_string()))
     }
 
     /// Opens a checkpoint.
     fn open(&self, py: Python<'_>, id: &str) -> PyResult<Reader> {
         let id = parse_id(id)?;
-        let loaded = self.watched(py, None, || self.inner.load_id(id, Some(progress())))?;
-        Ok(Reader::of(loaded.reader().clone(), self.is_remote))
+        let loaded = self.watcher.run(py, None, || self.inner.load_id(id, Some(progress())))?;
+        Ok(Reader::of(loaded.reader().clone(), self.watcher))
     }
 
     fn pin(&self, py: Python<'_>, id: &str, pinned: bool) -> PyResult<()> {
         let id = parse_id(id)?;
-        self.watched(py, None, || if pinned { self.inner.pin(id) } else { self.inner.unpin(id) })
+        self.watcher.run(
+            py,
+            None,
+            || if pinned { self.inner.pin(id) } else { self.inner.unpin(id) },
+        )
     }
 
     fn retire(&self, py: Python<'_>, ids: Vec<String>, reason: &str) -> PyResult<usize> {
         let ids = ids.iter().map(|id| parse_id(id)).collect::<PyResult<Vec<_>>>()?;
-        self.watched(py, None, || self.inner.retire(&ids, reason))
+        self.watcher.run(py, None, || self.inner.retire(&ids, reason))
     }
 
     /// Lists retired checkpoints again. Returns their entries, as JSON.
     fn unretire(&self, py: Python<'_>, ids: Vec<String>) -> PyResult<String> {
         let ids = ids.iter().map(|id| parse_id(id)).collect::<PyResult<Vec<_>>>()?;
-        let listed = self.watched(py, None, || self.inner.unretire(&ids))?;
+        let listed = self.watcher.run(py, None, || self.inner.unretire(&ids))?;
         Ok(Value::Array(listed.iter().map(entry).collect()).to_string())
     }
 
@@ -203,14 +196,14 @@ impl Store {
         });
         let protect = protect.iter().map(|id| parse_id(id)).collect::<PyResult<_>>()?;
         let policy = Retention { keep_last, keep_every, best: best.collect(), protect };
-        let retired = self.watched(py, None, || self.inner.apply_retention(&policy))?;
+        let retired = self.watcher.run(py, None, || self.inner.apply_retention(&policy))?;
         Ok(retired.iter().map(ToString::to_string).collect())
     }
 
     /// Writes a checkpoint anew as a base. Returns the entry, as JSON.
     fn rebase(&self, py: Python<'_>, id: &str, callback: Option<Py<PyAny>>) -> PyResult<String> {
         let id = parse_id(id)?;
-        let new = self.watched(py, callback, || self.inner.rebase(id, Some(progress())))?;
+        let new = self.watcher.run(py, callback, || self.inner.rebase(id, Some(progress())))?;
         Ok(entry(&new).to_string())
     }
 
@@ -224,7 +217,7 @@ impl Store {
     ) -> PyResult<String> {
         let grace = Duration::try_from_secs_f64(grace_s).map_err(to_value_error)?;
         let options = SweepOptions { grace, exclusive, dry_run };
-        let report = self.watched(py, None, || self.inner.sweep(&options))?;
+        let report = self.watcher.run(py, None, || self.inner.sweep(&options))?;
         let list = |swept: &[Swept]| -> Value { swept.iter().map(swept_json).collect() };
         let all = json!({
             "deleted": list(&report.deleted),
@@ -241,7 +234,7 @@ impl Store {
     /// Checks all checkpoints, or some. Returns what was seen, as JSON.
     fn check(&self, py: Python<'_>, read_data: bool, only: Vec<String>) -> PyResult<String> {
         let only = only.iter().map(|id| parse_id(id)).collect::<PyResult<Vec<_>>>()?;
-        let report = self.watched(py, None, || {
+        let report = self.watcher.run(py, None, || {
             self.inner.check(&CheckOptions { read_data, only, progress: Some(progress()) })
         })?;
         let findings: Vec<_> = (report.findings.iter())

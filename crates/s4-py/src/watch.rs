@@ -42,20 +42,33 @@ pub(crate) fn watched<T: Send>(
     run(py, callback, false, work)
 }
 
-/// As [`watched`], for work that may have to wait for a server.
-pub(crate) fn watched_at<T: Send>(
-    py: Python<'_>,
-    callback: Option<Py<PyAny>>,
+/// Runs the calls of one file or store.
+#[derive(Clone, Copy)]
+pub(crate) struct Watcher {
+    /// Whether it is on another machine: work may have to wait for a server.
     is_remote: bool,
-    work: impl FnOnce() -> Result<T> + Send,
-) -> PyResult<T> {
-    run(py, callback, is_remote && is_main_thread(py), work)
 }
 
-/// Whether what a URL or path names is on another machine.
-pub(crate) fn is_remote(url: &str) -> bool {
-    let local = |scheme: &str| ["file", "memory"].iter().any(|s| scheme.eq_ignore_ascii_case(s));
-    url.split_once("://").is_some_and(|(scheme, _)| !local(scheme))
+impl Watcher {
+    /// For what a URL or path names, or for what neither does: bytes, and a stream of the caller's, which
+    /// no other thread may use.
+    pub(crate) fn of(url: Option<&str>) -> Self {
+        let local =
+            |scheme: &str| ["file", "memory"].iter().any(|s| scheme.eq_ignore_ascii_case(s));
+        let scheme =
+            url.filter(|url| s4weights::is_url(url)).and_then(|url| url.split("://").next());
+        Self { is_remote: scheme.is_some_and(|scheme| !local(scheme.trim_start())) }
+    }
+
+    /// As [`watched`].
+    pub(crate) fn run<T: Send>(
+        self,
+        py: Python<'_>,
+        callback: Option<Py<PyAny>>,
+        work: impl FnOnce() -> Result<T> + Send,
+    ) -> PyResult<T> {
+        run(py, callback, self.is_remote && is_main_thread(py), work)
+    }
 }
 
 /// Runs work that needs no watch, detached from the interpreter.

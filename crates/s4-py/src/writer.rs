@@ -7,12 +7,12 @@ use std::sync::{Mutex, PoisonError};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
-use s4weights::{DType, Preset, Target, TensorSource, WriteOptions};
+use s4weights::{DType, Preset, StorageOptions, Target, TensorSource, WriteOptions};
 
 use crate::device::{self, CudaEngine, PlacedTensor};
 use crate::sink::PySink;
 use crate::store::contents;
-use crate::watch::{is_remote, progress, watched_at};
+use crate::watch::{Watcher, progress};
 
 /// Name, dtype, shape, address, bytes.
 pub(crate) type Tensor = (String, String, Vec<u64>, usize, usize);
@@ -22,9 +22,7 @@ pub(crate) type Tensor = (String, String, Vec<u64>, usize, usize);
 pub(crate) struct Writer {
     // Taken out while a call is under way, and for good by the last one.
     inner: Mutex<Option<s4weights::Writer>>,
-    /// Whether it writes to another machine. A stream of the caller's is local: no other thread may
-    /// use it.
-    is_remote: bool,
+    watcher: Watcher,
 }
 
 #[pymethods]
@@ -37,9 +35,9 @@ impl Writer {
         stream: Option<Py<PyAny>>,
         preset: &str,
         threads: Option<usize>,
-        storage_options: HashMap<String, String>,
+        storage_options: StorageOptions,
     ) -> PyResult<Self> {
-        let is_remote = url.as_deref().is_some_and(is_remote);
+        let watcher = Watcher::of(url.as_deref());
         let target = match (path, url, stream) {
             (Some(path), None, None) => Target::Path(path),
             (None, Some(url), None) => Target::Url(url, storage_options),
@@ -50,8 +48,8 @@ impl Writer {
         let options =
             WriteOptions { preset, threads, progress: Some(progress()), ..Default::default() };
         let create = || s4weights::Writer::create(target, options);
-        let inner = watched_at(py, None, is_remote, create)?;
-        Ok(Self { inner: Mutex::new(Some(inner)), is_remote })
+        let inner = watcher.run(py, None, create)?;
+        Ok(Self { inner: Mutex::new(Some(inner)), watcher })
     }
 
     fn write(
@@ -64,7 +62,7 @@ impl Writer {
         let sources = tensors.iter().map(source).collect::<PyResult<Vec<_>>>()?;
         let mut writer = self.take()?;
         let work = move || writer.write_grouped(&sources, &groups).map(|()| writer);
-        let writer = self.watched(py, progress, work)?;
+        let writer = self.watcher.run(py, progress, work)?;
         self.lock().replace(writer);
         Ok(())
     }
@@ -81,7 +79,7 @@ impl Writer {
         let sources = tensors.iter().map(device::placed).collect::<PyResult<Vec<_>>>()?;
         let (engine, mut writer) = (engine.get(), self.take()?);
         let work = move || writer.write_placed(&engine.0, &sources, &groups).map(|()| writer);
-        let writer = self.watched(py, progress, work)?;
+        let writer = self.watcher.run(py, progress, work)?;
         self.lock().replace(writer);
         Ok(())
     }
@@ -97,14 +95,14 @@ impl Writer {
     ) -> PyResult<String> {
         let contents = contents((tree, blobs, metadata, roles))?;
         let writer = self.take()?;
-        let report = self.watched(py, None, move || writer.finish(contents))?;
+        let report = self.watcher.run(py, None, move || writer.finish(contents))?;
         serde_json::to_string(&report).map_err(to_value_error)
     }
 
     /// Leaves nothing behind.
     fn abort(&self, py: Python<'_>) -> PyResult<()> {
         let writer = self.lock().take();
-        self.watched(py, None, || {
+        self.watcher.run(py, None, || {
             drop(writer);
             Ok(())
         })
@@ -112,15 +110,6 @@ impl Writer {
 }
 
 impl Writer {
-    fn watched<T: Send>(
-        &self,
-        py: Python<'_>,
-        progress: Option<Py<PyAny>>,
-        work: impl FnOnce() -> s4weights::Result<T> + Send,
-    ) -> PyResult<T> {
-        watched_at(py, progress, self.is_remote, work)
-    }
-
     fn lock(&self) -> std::sync::MutexGuard<'_, Option<s4weights::Writer>> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }

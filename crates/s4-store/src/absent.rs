@@ -7,8 +7,8 @@ use crate::layout::Layout;
 
 /// Why there is no `repo.json`: [`Error::NoStore`] only if listings show that there is nothing;
 /// [`Error::StoreExists`] if somebody has created a store in the meantime.
-pub(crate) async fn why_absent(io: &Io, layout: &Layout, place: &str, is_folder: bool) -> Error {
-    match look(io, layout, is_folder).await {
+pub(crate) async fn why_absent(io: &Io, layout: &Layout, place: &str) -> Error {
+    match look(io, layout).await {
         Ok(None) => Error::NoStore { place: place.to_owned() },
         Ok(Some(_)) if io.head(&layout.repo()).await.is_ok() => {
             Error::StoreExists { place: place.to_owned() }
@@ -27,13 +27,11 @@ pub(crate) async fn why_absent(io: &Io, layout: &Layout, place: &str, is_folder:
 }
 
 /// What there is of a store.
-async fn look(io: &Io, layout: &Layout, is_folder: bool) -> Result<Option<String>> {
+async fn look(io: &Io, layout: &Layout) -> Result<Option<String>> {
     for part in [layout.log(), layout.checkpoints()] {
         match io.first_below(&part).await {
             Ok(Some(found)) => return Ok(Some(found.location.to_string())),
             Ok(None) => {}
-            // The folder itself is there: it was opened.
-            Err(Error::Missing { .. }) if is_folder => {}
             Err(e) => return Err(e),
         }
     }

@@ -6,11 +6,12 @@ use std::sync::Arc;
 use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt};
 use object_store::ObjectMeta;
+use s4_format::Digest;
 use tokio::task::JoinSet;
 
 use crate::entry::{Op, Publish, Reference};
 use crate::error::{Error, Result};
-use crate::id::{CheckpointId, Hash};
+use crate::id::CheckpointId;
 use crate::layout::Part;
 use crate::manifest::{MAX_OBJECT, Manifest, ObjectInfo};
 use crate::reading::{Reading, hash};
@@ -122,7 +123,7 @@ impl Attempt {
         n: u32,
         kind: &str,
         bytes: Bytes,
-        blake3: Hash,
+        blake3: Digest,
     ) -> Result<()> {
         self.upload(n, kind, bytes, Some(blake3)).await
     }
@@ -132,7 +133,7 @@ impl Attempt {
         n: u32,
         kind: &str,
         bytes: Bytes,
-        known: Option<Hash>,
+        known: Option<Digest>,
     ) -> Result<()> {
         if bytes.len() > MAX_OBJECT {
             return Err(Error::Limit(format!(
@@ -418,8 +419,8 @@ impl Inner {
 }
 
 /// The hash of a manifest is part of what a delta names: keep it with its id.
-impl From<(CheckpointId, Hash)> for Reference {
-    fn from((id, manifest_blake3): (CheckpointId, Hash)) -> Self {
+impl From<(CheckpointId, Digest)> for Reference {
+    fn from((id, manifest_blake3): (CheckpointId, Digest)) -> Self {
         Self { id, manifest_blake3 }
     }
 }

@@ -15,11 +15,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
+use s4_format::Digest;
 use tokio::time::Instant;
 
 use crate::entry::{Entry, Op};
 use crate::error::{CommitUnknown, Error, LogDamage, Result};
-use crate::id::Hash;
 use crate::log::{Seen, Slot, whose};
 use crate::replay::Known;
 use crate::state::State;
@@ -54,10 +54,10 @@ pub(crate) struct Own {
 
 /// The bytes of entries that were read of late, of all versions.
 #[derive(Debug, Default)]
-pub(crate) struct Recent(Mutex<VecDeque<(u64, Hash, Bytes)>>);
+pub(crate) struct Recent(Mutex<VecDeque<(u64, Digest, Bytes)>>);
 
 impl Recent {
-    pub(crate) fn keep(&self, n: u64, hash: Hash, bytes: &Bytes) {
+    pub(crate) fn keep(&self, n: u64, hash: Digest, bytes: &Bytes) {
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if kept.iter().any(|(.., found, _)| *found == hash) {
             return;
@@ -68,7 +68,7 @@ impl Recent {
         kept.push_back((n, hash, bytes.clone()));
     }
 
-    fn get(&self, n: u64, hash: Hash) -> Option<Bytes> {
+    fn get(&self, n: u64, hash: Digest) -> Option<Bytes> {
         let kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         kept.iter().find(|kept| (kept.0, kept.1) == (n, hash)).map(|kept| kept.2.clone())
     }
@@ -106,7 +106,7 @@ fn is_lost(state: &State, op: &Op) -> bool {
 }
 
 /// Entries by their numbers.
-type Entries = BTreeMap<u64, (Box<Entry>, Hash)>;
+type Entries = BTreeMap<u64, (Box<Entry>, Digest)>;
 
 impl Inner {
     /// Brings `known` up to date, and makes sure that what was known before is still there.
@@ -210,7 +210,7 @@ impl Inner {
     /// Puts entry `n` back where another writer overwrote it after the next one had been written, which
     /// names it by its hash: that writer finds out, and commits again behind what is there. Gives the
     /// entry, if its bytes are known and the next one is still there.
-    async fn put_back(&self, n: u64, wanted: Hash) -> Result<Option<Box<Entry>>> {
+    async fn put_back(&self, n: u64, wanted: Digest) -> Result<Option<Box<Entry>>> {
         let Some(bytes) = self.recent.get(n, wanted) else { return Ok(None) };
         self.check_repo().await?;
         let key = self.layout.entry(n);
@@ -323,7 +323,7 @@ impl Inner {
         &self,
         known: &mut Known,
         other: &Entry,
-        hash: Hash,
+        hash: Digest,
     ) -> Result<()> {
         known.own.others = Some(Instant::now());
         match self.apply(known, other, hash) {

@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 
+use s4_format::Digest;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::error::{Error, Result};
-use crate::id::{CheckpointId, Hash, WriteId};
+use crate::id::{CheckpointId, WriteId};
 use crate::seal;
 
 /// The newest version of log entries that this library reads.
@@ -25,7 +26,7 @@ pub struct Entry {
     /// Its number; the first one is 1.
     pub n: u64,
     /// BLAKE3 of the bytes of entry `n - 1`; of nothing for the first.
-    pub prev: Hash,
+    pub prev: Digest,
     /// Tells one writer's entry from another's.
     pub write_id: WriteId,
     /// The writer's clock in milliseconds since 1970: for people, never for decisions.
@@ -100,7 +101,7 @@ pub struct Publish {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replaces: Option<Reference>,
     /// BLAKE3 of the object `manifest`.
-    pub manifest_blake3: Hash,
+    pub manifest_blake3: Digest,
     /// Bytes of the object `manifest`.
     pub manifest_len: u64,
     /// Number of data objects.
@@ -125,7 +126,7 @@ pub struct Reference {
     /// The checkpoint.
     pub id: CheckpointId,
     /// BLAKE3 of its object `manifest`.
-    pub manifest_blake3: Hash,
+    pub manifest_blake3: Digest,
 }
 
 fn is_zero(n: &u32) -> bool {
@@ -178,7 +179,7 @@ impl Entry {
                 what: format!("a log entry of version {version}; this library reads 1 to {NEWEST}"),
             });
         }
-        let entry: Self = serde_json::from_value(value).map_err(|e| Error::corrupt(key, e))?;
+        let entry: Self = seal::parse(key, body)?;
         if entry.v != entry.op.version() {
             return Err(Error::corrupt(key, format!("version {} has no such operation", entry.v)));
         }
@@ -186,5 +187,62 @@ impl Entry {
             return Err(Error::corrupt(key, format!("it says that it is entry {}", entry.n)));
         }
         Ok(entry)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::id::{Ids, TimeIds};
+
+    fn sealed(body: &str) -> Vec<u8> {
+        let value: Box<serde_json::value::RawValue> = serde_json::from_str(body).unwrap();
+        seal::seal("k", &value).unwrap()
+    }
+
+    #[test]
+    fn a_member_stands_once_also_in_maps() {
+        let publish = Publish {
+            id: CheckpointId::new(TimeIds.next()),
+            step: 7,
+            parent: None,
+            since_base: 0,
+            replaces: None,
+            manifest_blake3: Digest::of(b"m"),
+            manifest_len: 1,
+            objects: 1,
+            data_len: 1,
+            raw_len: 1,
+            metrics: [("loss".to_owned(), 0.5)].into(),
+            tags: [("run".to_owned(), "a".to_owned())].into(),
+        };
+        let entry = Entry {
+            v: 1,
+            n: 1,
+            prev: Digest::of(&[]),
+            write_id: WriteId::new(TimeIds.next()),
+            at_ms: 0,
+            op: Op::Publish(publish),
+        };
+        let body = serde_json::to_string(&entry).unwrap();
+        assert_eq!(Entry::parse("k", 1, &sealed(&body)).unwrap(), entry);
+        for (once, twice) in [
+            ("\"v\":1", "\"v\":1,\"v\":1"),
+            ("\"step\":7", "\"step\":7,\"step\":7"),
+            ("\"loss\":0.5", "\"loss\":0.5,\"loss\":0.25"),
+            ("\"run\":\"a\"", "\"run\":\"a\",\"r\\u0075n\":\"b\""),
+        ] {
+            assert!(body.contains(once));
+            let e = Entry::parse("k", 1, &sealed(&body.replace(once, twice))).unwrap_err();
+            assert!(matches!(&e, Error::Corrupt { .. }) && e.to_string().contains("twice"), "{e}");
+        }
+    }
+
+    #[test]
+    fn a_newer_version_is_refused_by_name_whatever_it_holds() {
+        for body in [r#"{"v":3,"op":{"dance":{}}}"#, r#"{"v":0}"#, "{}", "[1]"] {
+            let e = Entry::parse("k", 1, &sealed(body)).unwrap_err();
+            assert!(matches!(e, Error::Unsupported { .. }), "{e}");
+        }
     }
 }

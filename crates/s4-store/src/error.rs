@@ -2,10 +2,12 @@
 
 use std::time::Duration;
 
+use s4_format::Digest;
+
 use crate::cause::Cause;
 use crate::entry::Entry;
 use crate::failure::Failure;
-use crate::id::{CheckpointId, Hash, WriteId};
+use crate::id::{CheckpointId, WriteId};
 use crate::lease::Holder;
 use crate::redact::redact_text;
 
@@ -331,9 +333,9 @@ pub enum Conflict {
         /// Its parent.
         parent: CheckpointId,
         /// The manifest's hash that the child names.
-        wanted: Hash,
+        wanted: Digest,
         /// The manifest's hash in the log.
-        found: Hash,
+        found: Digest,
     },
     /// The id was published, retired or aborted before: a sweep may have given up on this attempt.
     #[error("checkpoint {id} is {state} already")]

@@ -1,9 +1,9 @@
-//! Names: checkpoints, writes, hashes.
+//! Names of checkpoints and of writes.
 
 use std::fmt;
 use std::str::FromStr;
 
-use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 /// Identifies one attempt to store a checkpoint, and the checkpoint once it is published. A UUID of
@@ -81,66 +81,6 @@ impl Ids for TimeIds {
     }
 }
 
-/// A BLAKE3 hash of 32 bytes; lower-case hexadecimal in JSON and in messages.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct Hash([u8; 32]);
-
-impl Hash {
-    /// The hash of no bytes at all, which stands before the first log entry.
-    #[must_use]
-    pub fn of_nothing() -> Self {
-        Self::of(&[])
-    }
-
-    /// The hash of `bytes`.
-    #[must_use]
-    pub fn of(bytes: &[u8]) -> Self {
-        Self(*blake3::hash(bytes).as_bytes())
-    }
-
-    /// Its 32 bytes.
-    #[must_use]
-    pub fn as_bytes(&self) -> &[u8; 32] {
-        &self.0
-    }
-}
-
-impl From<[u8; 32]> for Hash {
-    fn from(bytes: [u8; 32]) -> Self {
-        Self(bytes)
-    }
-}
-
-impl fmt::Display for Hash {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&blake3::Hash::from_bytes(self.0).to_hex())
-    }
-}
-
-impl fmt::Debug for Hash {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
-
-impl Serialize for Hash {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_str(self)
-    }
-}
-
-impl<'de> Deserialize<'de> for Hash {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let text = <std::borrow::Cow<'de, str>>::deserialize(deserializer)?;
-        let hash = blake3::Hash::from_hex(text.as_ref()).map_err(de::Error::custom)?;
-        if hash.to_hex().as_str() == text {
-            Ok(Self(*hash.as_bytes()))
-        } else {
-            Err(de::Error::custom("a hash is written in lower case"))
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -152,14 +92,5 @@ mod tests {
         assert!(id.to_string().to_uppercase().parse::<CheckpointId>().is_err());
         assert!(id.to_string().replace('-', "").parse::<CheckpointId>().is_err());
         assert!("".parse::<CheckpointId>().is_err());
-    }
-
-    #[test]
-    fn hashes_survive_json() {
-        let hash = Hash::of(b"abc");
-        let text = serde_json::to_string(&hash).unwrap();
-        assert_eq!(serde_json::from_str::<Hash>(&text).unwrap(), hash);
-        assert!(serde_json::from_str::<Hash>(&text.to_uppercase()).is_err());
-        assert!(serde_json::from_str::<Hash>("\"00\"").is_err());
     }
 }

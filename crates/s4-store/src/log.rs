@@ -2,12 +2,13 @@
 
 use bytes::Bytes;
 use object_store::path::Path;
+use s4_format::Digest;
 use tokio::time::Instant;
 
 use crate::entry::{Entry, MAX_ENTRY, Op};
 use crate::error::{CommitUnknown, Error, Result};
 use crate::failure::Failure;
-use crate::id::{Hash, WriteId};
+use crate::id::WriteId;
 use crate::io::is_permanent;
 use crate::replay::Known;
 use crate::state::State;
@@ -21,20 +22,20 @@ pub(crate) const VIEW_EVERY: u64 = 32;
 /// What stands in a slot of the log after a try to create it.
 pub(crate) enum Slot {
     Ours,
-    Other(Box<Entry>, Hash),
+    Other(Box<Entry>, Digest),
 }
 
 /// How a try to read a slot ended.
 pub(crate) enum Seen {
-    Entry(Box<Entry>, Hash),
+    Entry(Box<Entry>, Digest),
     Empty,
 }
 
 impl Inner {
-    pub(crate) async fn read_entry(&self, n: u64) -> Result<(Entry, Hash)> {
+    pub(crate) async fn read_entry(&self, n: u64) -> Result<(Entry, Digest)> {
         let key = self.layout.entry(n);
         let parse = |bytes: &Bytes| {
-            let (entry, hash) = (Entry::parse(key.as_ref(), n, bytes)?, Hash::of(bytes));
+            let (entry, hash) = (Entry::parse(key.as_ref(), n, bytes)?, Digest::of(bytes));
             self.recent.keep(n, hash, bytes);
             Ok((entry, hash))
         };
@@ -99,7 +100,7 @@ impl Inner {
             match slot {
                 Slot::Ours => {
                     self.reached("log.after").await;
-                    self.apply(&mut known, &entry, Hash::of(&bytes))?;
+                    self.apply(&mut known, &entry, Digest::of(&bytes))?;
                     known.own.committed(&entry, owed.is_some());
                     self.write_view(&mut known).await;
                     self.reached("log.viewed").await;
@@ -237,6 +238,6 @@ impl Inner {
     }
 }
 
-pub(crate) fn whose(ours: &Entry, other: Box<Entry>, hash: Hash) -> Slot {
+pub(crate) fn whose(ours: &Entry, other: Box<Entry>, hash: Digest) -> Slot {
     if other.write_id == ours.write_id { Slot::Ours } else { Slot::Other(other, hash) }
 }

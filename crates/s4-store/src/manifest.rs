@@ -4,10 +4,11 @@
 //! table as JSON; the caller's bytes up to the end. Its hash stands in the log.
 
 use bytes::{BufMut, Bytes, BytesMut};
+use s4_format::Digest;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
-use crate::id::{CheckpointId, Hash};
+use crate::id::CheckpointId;
 
 const MAGIC: [u8; 8] = *b"S4CKPT\0\x01";
 
@@ -24,7 +25,7 @@ pub struct ObjectInfo {
     /// Its bytes.
     pub len: u64,
     /// Their hash.
-    pub blake3: Hash,
+    pub blake3: Digest,
     /// What it holds, in a word of the caller's: `weights`, `optimizer`...
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub kind: String,
@@ -102,7 +103,8 @@ mod tests {
     #[test]
     fn is_read_as_it_was_written_and_every_cut_is_an_error() {
         let id = CheckpointId::new(TimeIds.next());
-        let object = |kind: &str| ObjectInfo { len: 7, blake3: Hash::of(b"x"), kind: kind.into() };
+        let object =
+            |kind: &str| ObjectInfo { len: 7, blake3: Digest::of(b"x"), kind: kind.into() };
         let manifest = Manifest {
             objects: vec![object("weights"), object("\u{e4}\"")],
             blob: Bytes::from_static(b"anything"),

@@ -6,9 +6,10 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use object_store::path::Path;
+use s4_format::Digest;
 
 use crate::error::{Error, Result};
-use crate::id::{CheckpointId, Hash};
+use crate::id::CheckpointId;
 use crate::io::too_short;
 use crate::layout::Part;
 use crate::manifest::{Manifest, ObjectInfo};
@@ -119,14 +120,14 @@ impl Reading {
 }
 
 /// BLAKE3 of the bytes, on a thread of its own if that takes long.
-pub(crate) async fn hash(bytes: Bytes) -> Hash {
+pub(crate) async fn hash(bytes: Bytes) -> Digest {
     if bytes.len() < HASH_ASIDE {
-        return Hash::of(&bytes);
+        return Digest::of(&bytes);
     }
     let copy = bytes.clone();
-    match tokio::task::spawn_blocking(move || Hash::of(&copy)).await {
+    match tokio::task::spawn_blocking(move || Digest::of(&copy)).await {
         Ok(hash) => hash,
         // The runtime is shutting down.
-        Err(_) => Hash::of(&bytes),
+        Err(_) => Digest::of(&bytes),
     }
 }

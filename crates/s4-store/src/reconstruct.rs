@@ -5,8 +5,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use s4_format::Digest;
+
 use crate::entry::{Entry, Op, Publish, Reference};
-use crate::id::{CheckpointId, Hash};
+use crate::id::CheckpointId;
 use crate::state::{Checkpoint, End, State};
 
 /// Operations by the number of the entry, that lead to `state` where those entries are lost.
@@ -101,7 +103,7 @@ fn listing(state: &State, checkpoint: &Checkpoint) -> Op {
 }
 
 /// A checkpoint that was replaced later: nothing but its name and manifest matters any more.
-fn stand_in(newest: &Checkpoint, id: CheckpointId, had: Hash, old: Option<Reference>) -> Op {
+fn stand_in(newest: &Checkpoint, id: CheckpointId, had: Digest, old: Option<Reference>) -> Op {
     Op::Publish(Publish {
         id,
         manifest_blake3: had,

@@ -11,11 +11,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use bytes::Bytes;
 use chrono::Utc;
 use object_store::path::Path;
+use s4_format::Digest;
 use serde::Serialize;
 
 use crate::entry::{Entry, Op};
 use crate::error::{LogDamage, Result};
-use crate::id::{CheckpointId, Hash, WriteId};
+use crate::id::{CheckpointId, WriteId};
 use crate::manifest::MAX_OBJECT;
 use crate::options::StoreOptions;
 use crate::place::Place;
@@ -213,7 +214,7 @@ impl Inner {
 
 impl Plan {
     /// Keeps an entry as it is stored, if it follows the one before.
-    fn keep(&mut self, entry: &Entry, hash: Hash) -> bool {
+    fn keep(&mut self, entry: &Entry, hash: Digest) -> bool {
         if entry.prev != self.state.head_hash {
             return false;
         }
@@ -252,7 +253,7 @@ impl Plan {
 
     fn push(&mut self, inner: &Inner, entry: &Entry) -> Result<()> {
         let bytes = Bytes::from(entry.to_bytes(inner.layout.entry(entry.n).as_ref())?);
-        (self.state.head, self.state.head_hash) = (entry.n, Hash::of(&bytes));
+        (self.state.head, self.state.head_hash) = (entry.n, Digest::of(&bytes));
         self.entries.insert(entry.n, bytes);
         Ok(())
     }

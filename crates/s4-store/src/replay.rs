@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures::{StreamExt, TryStreamExt};
+use s4_format::Digest;
 use tokio::time::Instant;
 
 use crate::commit::Own;
 use crate::entry::Entry;
 use crate::error::{Error, LogDamage, Result};
-use crate::id::Hash;
 use crate::log::Seen;
 use crate::state::State;
 use crate::store::Inner;
@@ -165,7 +165,7 @@ impl Inner {
     }
 
     /// Applies the next entry, and shows the state to others.
-    pub(crate) fn apply(&self, known: &mut Known, entry: &Entry, hash: Hash) -> Result<()> {
+    pub(crate) fn apply(&self, known: &mut Known, entry: &Entry, hash: Digest) -> Result<()> {
         let state = Arc::make_mut(&mut known.state);
         let applied = self.apply_to(state, entry, hash);
         state.settle();
@@ -173,7 +173,7 @@ impl Inner {
     }
 
     /// Applies the next of many entries.
-    fn apply_to(&self, state: &mut State, entry: &Entry, hash: Hash) -> Result<()> {
+    fn apply_to(&self, state: &mut State, entry: &Entry, hash: Digest) -> Result<()> {
         let key = self.layout.entry(entry.n).to_string();
         let applied = state.apply(&key, entry, hash);
         applied.map(drop).map_err(|_| self.damaged(LogDamage::Unlinked { entry: entry.n }))

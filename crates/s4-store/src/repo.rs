@@ -78,7 +78,7 @@ impl Repo {
             }
             None => return Err(Error::corrupt(key, "it names no layout")),
         }
-        serde_json::from_value(value).map_err(|e| Error::corrupt(key, e))
+        seal::parse(key, body)
     }
 }
 
@@ -95,5 +95,21 @@ mod tests {
         let bytes = repo.to_bytes("repo.json").unwrap();
         let error = Repo::parse("repo.json", &bytes).unwrap_err();
         assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+    }
+
+    #[test]
+    fn a_member_stands_once_also_where_it_is_unknown() {
+        let repo = Repo::new(Uuid::nil(), Mode::Many, ProbeReport::default(), "memory");
+        let body = serde_json::to_string(&repo).unwrap();
+        let with = |more: &str| {
+            let body = body.replacen('{', &format!("{{{more},"), 1);
+            let value: Box<serde_json::value::RawValue> = serde_json::from_str(&body).unwrap();
+            Repo::parse("repo.json", &seal::seal("repo.json", &value).unwrap())
+        };
+        assert_eq!(with(r#""later":{"a":1}"#).unwrap(), repo);
+        for twice in [r#""later":{"a":1,"a":1}"#, r#""later":1,"later":2"#, r#""created_ms":0"#] {
+            let error = with(twice).unwrap_err();
+            assert!(matches!(error, Error::Corrupt { .. }), "{error}");
+        }
     }
 }

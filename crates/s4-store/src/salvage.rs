@@ -9,10 +9,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use futures::{StreamExt, TryStreamExt};
+use s4_format::Digest;
 
 use crate::entry::Entry;
 use crate::error::{Error, LogDamage, Result};
-use crate::id::{CheckpointId, Hash};
+use crate::id::CheckpointId;
 use crate::layout::Part;
 use crate::state::State;
 use crate::store::Inner;
@@ -20,7 +21,7 @@ use crate::store::Inner;
 /// What there is at one number of the log.
 #[derive(Debug, Clone)]
 pub(crate) enum Slot {
-    Good(Box<Entry>, Hash),
+    Good(Box<Entry>, Digest),
     Bad(String),
 }
 
@@ -156,7 +157,7 @@ fn weave(anchor: &State, slots: &Slots, void: &BTreeSet<u64>) -> (State, Vec<Log
             link = None;
         }
         if *n == 1 {
-            link = Some(Hash::of_nothing());
+            link = Some(Digest::of(&[]));
         } else if *n == anchor.head() + 1 {
             link = Some(anchor.head_hash);
         }

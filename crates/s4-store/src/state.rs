@@ -7,15 +7,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use s4_format::Digest;
+use s4_format::limits::MAX_CHAIN;
 use serde::{Deserialize, Serialize};
 
 use crate::entry::{Entry, Op, Publish, Reference};
 use crate::error::{Conflict, Error, Result};
-use crate::id::{CheckpointId, Hash};
+use crate::id::CheckpointId;
 use crate::lineage::Lineage;
-
-/// The most checkpoints that a chain may have.
-pub const MAX_CHAIN: usize = 64;
 
 /// A checkpoint that is listed.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -81,7 +80,7 @@ pub enum End {
         /// That one.
         by: Reference,
         /// The manifest that it had.
-        had: Hash,
+        had: Digest,
     },
     /// It was never listed, or a sweep is about to delete it: it can never be listed again.
     Aborted,
@@ -101,7 +100,7 @@ impl End {
 #[derive(Debug, Clone)]
 pub struct State {
     pub(crate) head: u64,
-    pub(crate) head_hash: Hash,
+    pub(crate) head_hash: Digest,
     pub(crate) live: BTreeMap<CheckpointId, Checkpoint>,
     pub(crate) dead: BTreeMap<CheckpointId, Dead>,
     /// Entries that broke a rule since this state was last replayed from a view or from nothing.
@@ -121,7 +120,7 @@ impl Default for State {
     fn default() -> Self {
         Self {
             head: 0,
-            head_hash: Hash::of_nothing(),
+            head_hash: Digest::of(&[]),
             live: BTreeMap::new(),
             dead: BTreeMap::new(),
             void: Vec::new(),
@@ -133,7 +132,7 @@ impl Default for State {
 impl State {
     /// A state as it was stored, if the rules of the log can lead to it.
     pub(crate) fn stored(
-        (head, head_hash): (u64, Hash),
+        (head, head_hash): (u64, Digest),
         listed: Vec<Checkpoint>,
         ended: Vec<(CheckpointId, Dead)>,
     ) -> std::result::Result<Self, &'static str> {
@@ -242,7 +241,7 @@ impl State {
         &mut self,
         key: &str,
         entry: &Entry,
-        hash: Hash,
+        hash: Digest,
     ) -> Result<Option<Conflict>> {
         if entry.n != self.head + 1 || entry.prev != self.head_hash {
             return Err(Error::corrupt(

@@ -15,7 +15,7 @@ fn publish(step: u64, parent: Option<Reference>) -> Publish {
         parent,
         since_base: parent.map_or(0, |_| step as u32),
         replaces: None,
-        manifest_blake3: Hash::of(id.to_string().as_bytes()),
+        manifest_blake3: Digest::of(id.to_string().as_bytes()),
         manifest_len: 10,
         objects: 1,
         data_len: 100,
@@ -41,7 +41,7 @@ fn apply(state: &mut State, op: Op) -> Option<Conflict> {
     let bytes = entry.to_bytes("k").unwrap();
     let read = Entry::parse("k", entry.n, &bytes).unwrap();
     assert_eq!(read, entry);
-    let verdict = state.apply("k", &read, Hash::of(&bytes)).unwrap();
+    let verdict = state.apply("k", &read, Digest::of(&bytes)).unwrap();
     state.settle();
     verdict
 }
@@ -98,7 +98,7 @@ fn a_child_after_its_parent_retired_is_void() {
     let gone = Conflict::ParentGone { child: late.id, parent: base.id, state: "retired" };
     assert_eq!(apply(&mut state, Op::Publish(late.clone())), Some(gone));
     assert!(state.get(late.id).is_none());
-    let stranger = publish(3, Some(Reference { id: id(), manifest_blake3: Hash::of(b"") }));
+    let stranger = publish(3, Some(Reference { id: id(), manifest_blake3: Digest::of(b"") }));
     let verdict = apply(&mut state, Op::Publish(stranger));
     assert!(matches!(verdict, Some(Conflict::ParentGone { state: "unknown", .. })));
 }
@@ -107,7 +107,7 @@ fn a_child_after_its_parent_retired_is_void() {
 fn a_parent_with_another_manifest_is_refused() {
     let mut state = State::default();
     let [base, ..] = chain(&mut state);
-    let other = Reference { id: base.id, manifest_blake3: Hash::of(b"other") };
+    let other = Reference { id: base.id, manifest_blake3: Digest::of(b"other") };
     let verdict = apply(&mut state, Op::Publish(publish(9, Some(other))));
     assert!(matches!(verdict, Some(Conflict::ParentDiffers { .. })));
 }
@@ -145,7 +145,7 @@ fn a_replacement_takes_over_children_pin_and_place() {
     assert_eq!(apply(&mut state, Op::Publish(late.clone())), None);
     assert_eq!(ids(state.chain(late.id).unwrap()), [late.id, full.id]);
     // But not against a manifest that the old one never had.
-    let wrong = Reference { id: one.id, manifest_blake3: Hash::of(b"x") };
+    let wrong = Reference { id: one.id, manifest_blake3: Digest::of(b"x") };
     let verdict = apply(&mut state, Op::Publish(publish(5, Some(wrong))));
     assert!(matches!(verdict, Some(Conflict::ParentDiffers { .. })));
     // Replacing twice: the second one finds nothing to replace.
@@ -201,9 +201,9 @@ fn entries_follow_each_other() {
         at_ms: 0,
         op: Op::Publish(publish(1, None)),
     };
-    let hash = Hash::of_nothing();
+    let hash = Digest::of(&[]);
     assert!(state.apply("k", &entry(2, hash), hash).is_err());
-    assert!(state.apply("k", &entry(1, Hash::of(b"x")), hash).is_err());
+    assert!(state.apply("k", &entry(1, Digest::of(b"x")), hash).is_err());
     assert!(state.apply("k", &entry(1, hash), hash).is_ok());
 }
 
@@ -290,8 +290,8 @@ fn a_stored_state_is_what_it_was_or_is_refused() {
         State::stored(head, live.to_vec(), dead.to_vec()).unwrap_err()
     };
     let how = |by: CheckpointId| End::Replaced {
-        by: Reference { id: by, manifest_blake3: Hash::of(b"") },
-        had: Hash::of(b""),
+        by: Reference { id: by, manifest_blake3: Digest::of(b"") },
+        had: Digest::of(b""),
     };
     let circle: Vec<_> = (0..3).map(|_| id()).collect();
     let circle: Vec<_> =

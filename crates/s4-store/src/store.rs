@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
+use s4_format::Digest;
 use tokio::sync::{Mutex, OnceCell};
 use tokio::time::Instant;
 
@@ -11,7 +12,7 @@ use crate::commit::Recent;
 use crate::entry::{Entry, Op, Publish};
 use crate::error::{CommitUnknown, Conflict, Error, LogDamage, Result};
 use crate::failure::Failure;
-use crate::id::{CheckpointId, Hash};
+use crate::id::CheckpointId;
 use crate::io::{Io, is_permanent};
 use crate::layout::{Layout, Part};
 use crate::lease::{Holder, Lease};
@@ -77,7 +78,7 @@ impl Store {
             Err(e) => return Err(e),
         }
         // A new store over the remains of another one would mix their logs.
-        match why_absent(&io, &layout, place.name(), there.folder.is_some()).await {
+        match why_absent(&io, &layout, place.name()).await {
             Error::NoStore { .. } => {}
             other => return Err(other),
         }
@@ -124,12 +125,10 @@ impl Store {
         let layout = Layout::new(there.prefix.clone());
         let io = make_io(&there, &options);
         let repo = match read_repo(&io, &layout).await {
-            Err(Error::Missing { .. }) => {
-                match why_absent(&io, &layout, place.name(), there.folder.is_some()).await {
-                    Error::StoreExists { .. } => read_repo(&io, &layout).await?,
-                    other => return Err(other),
-                }
-            }
+            Err(Error::Missing { .. }) => match why_absent(&io, &layout, place.name()).await {
+                Error::StoreExists { .. } => read_repo(&io, &layout).await?,
+                other => return Err(other),
+            },
             other => other?,
         };
         let lease = lease_for(place, &there, &options, repo.mode);
@@ -513,7 +512,7 @@ impl Inner {
         let key = self.layout.part(about.id, Part::Manifest);
         let max = about.manifest_len.min(MAX_MANIFEST);
         let check = |bytes: &Bytes| {
-            if Hash::of(bytes) == about.manifest_blake3 {
+            if Digest::of(bytes) == about.manifest_blake3 {
                 Manifest::parse(key.as_ref(), about.id, bytes)
             } else {
                 Err(Error::corrupt(&key, "its hash is not the one in the log"))

@@ -7,12 +7,13 @@
 use std::collections::BTreeMap;
 
 use futures::{StreamExt, TryStreamExt};
+use s4_format::limits::MAX_CHAIN;
 
 use crate::entry::{Entry, Op, Publish};
 use crate::error::{Conflict, Error, Result};
 use crate::id::CheckpointId;
 use crate::layout::Part;
-use crate::state::{Checkpoint, End, MAX_CHAIN, State};
+use crate::state::{Checkpoint, End, State};
 use crate::store::{Inner, Store};
 
 /// How a checkpoint was listed before it was retired.

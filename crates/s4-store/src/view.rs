@@ -5,11 +5,12 @@
 
 use std::sync::Arc;
 
+use s4_format::Digest;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use crate::failure::Failure;
-use crate::id::{CheckpointId, Hash};
+use crate::id::CheckpointId;
 use crate::seal;
 use crate::state::{Checkpoint, Dead, State};
 use crate::store::Inner;
@@ -24,7 +25,7 @@ struct View {
     v: u32,
     repo: Uuid,
     head: u64,
-    head_hash: Hash,
+    head_hash: Digest,
     live: Vec<Checkpoint>,
     dead: Vec<(CheckpointId, Dead)>,
 }

@@ -8,6 +8,7 @@ use s4_format::index::TensorKind;
 
 use crate::error::{At, Error, ParentProblem, Result};
 use crate::fetch::Want;
+use crate::io::LOCAL_REQUEST;
 use crate::options::Meter;
 use crate::parent::{Parent, ParentRange, ParentTensor, Snapshot, SnapshotTensor};
 use crate::reader::Reader;
@@ -144,7 +145,7 @@ impl Reader {
 
     /// Whether this checkpoint, or an ancestor that is known, is slow to answer.
     pub(crate) fn any_remote(&self) -> bool {
-        self.request_size() > 1 << 20 || self.parent.get().is_some_and(|p| p.any_remote())
+        self.request_size() > LOCAL_REQUEST || self.parent.get().is_some_and(|p| p.any_remote())
     }
 }
 

@@ -5,7 +5,7 @@ use std::thread::JoinHandle;
 
 use crate::error::{Error, Result};
 use crate::interrupt;
-use crate::io::Sink;
+use crate::io::OpenSink;
 use crate::parallel::pool;
 
 /// Bytes that are hashed and written together: enough for several threads. Pieces end at multiples
@@ -18,7 +18,7 @@ const HELPERS: usize = 16;
 
 /// What is given back at the end.
 pub(crate) struct Back {
-    pub(crate) sink: Box<dyn Sink>,
+    pub(crate) sink: OpenSink,
     pub(crate) hasher: Box<blake3::Hasher>,
 }
 
@@ -128,6 +128,7 @@ mod tests {
     use std::sync::{Arc, Mutex};
 
     use super::*;
+    use crate::io::Sink;
 
     struct Kept {
         bytes: Arc<Mutex<Vec<u8>>>,
@@ -156,7 +157,7 @@ mod tests {
         written: u64,
     ) -> (Result<blake3::Hash>, Vec<u8>) {
         let bytes = Arc::<Mutex<Vec<u8>>>::default();
-        let sink = Box::new(Kept { bytes: Arc::clone(&bytes), limit });
+        let sink = OpenSink::Other(Box::new(Kept { bytes: Arc::clone(&bytes), limit }));
         let back = Back { sink, hasher: Box::default() };
         let mut behind = Behind::start(back, written, threads).unwrap();
         let put = parts.iter().try_for_each(|p| behind.put(p));

@@ -22,7 +22,10 @@
 //! ```
 //!
 //! A checkpoint may be stored as its difference from the one before ([`Parent`]), and in several
-//! objects instead of one file ([`ObjectSink`], [`ObjectSource`]).
+//! objects instead of one file ([`ObjectSink`], [`ObjectSource`]). Files may go to and come from what the
+//! caller brings ([`Sink`], [`ReadAt`]).
+//!
+//! [`copy`] copies whole checkpoints, and compares them.
 //!
 //! [`store::CheckpointStore`] keeps many checkpoints in a folder or a bucket.
 //!
@@ -34,6 +37,7 @@ mod adversarial;
 mod ancestors;
 mod behind;
 mod buffers;
+pub mod copy;
 #[cfg(feature = "cuda")]
 mod device;
 mod error;
@@ -63,7 +67,7 @@ pub use adversarial::adversarial;
 pub use device::{DeviceSource, Place, PlacedSource};
 pub use error::{Error, ParentProblem, Result};
 pub use interrupt::Interrupt;
-pub use io::{Source, StorageOptions, Target, is_url};
+pub use io::{ReadAt, Sink, Source, StorageOptions, Target};
 pub use memory::{Compressed, MemoryOptions, TensorCodec};
 pub use objects::{DataObject, ObjectOptions, ObjectSink, ObjectSource};
 pub use options::{
@@ -77,6 +81,6 @@ pub use s4_engine::cuda;
 pub use s4_engine::{CpuEngine, Preset, TensorView};
 pub use s4_format::{self as format, DType, Manifest};
 pub use s4_planes::Simd;
-pub use s4_store::{Cause, redact_url};
+pub use s4_store::{Cause, is_url, redact_url};
 pub use slice::Slice;
 pub use writer::{Contents, TensorSource, Writer, Written};

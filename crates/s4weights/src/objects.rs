@@ -4,8 +4,10 @@ use std::ops::Range;
 
 use bytes::Bytes;
 use s4_format::Digest;
+use s4_store::MAX_OBJECT;
 
 use crate::error::{Error, Result};
+use crate::io::REMOTE_REQUEST;
 
 /// Takes the data objects of a checkpoint, whole, one after the other. How they are named and kept
 /// is the implementor's matter; an object is asked for by its number again.
@@ -49,12 +51,7 @@ pub trait ObjectSource: Send + Sync {
     /// # Errors
     /// As [`ObjectSource::get_range`].
     fn fill(&self, number: u32, offset: u64, buf: &mut [u8]) -> Result<bool> {
-        let bytes = self.get_range(number, offset..offset.saturating_add(buf.len() as u64))?;
-        let enough = bytes.len() == buf.len();
-        if enough {
-            buf.copy_from_slice(&bytes);
-        }
-        Ok(enough)
+        fill_by_range(self, number, offset, buf)
     }
 
     /// A range of an object that is in memory, as a part of it; `None` if it is not, or not so much.
@@ -65,8 +62,23 @@ pub trait ObjectSource: Send + Sync {
 
     /// Bytes that one request should ask for: large where a request is slow to answer.
     fn request_size(&self) -> usize {
-        8 << 20
+        REMOTE_REQUEST
     }
+}
+
+/// [`ObjectSource::fill`] for sources that have no faster way.
+pub(crate) fn fill_by_range(
+    from: &(impl ObjectSource + ?Sized),
+    number: u32,
+    offset: u64,
+    buf: &mut [u8],
+) -> Result<bool> {
+    let bytes = from.get_range(number, offset..offset.saturating_add(buf.len() as u64))?;
+    let enough = bytes.len() == buf.len();
+    if enough {
+        buf.copy_from_slice(&bytes);
+    }
+    Ok(enough)
 }
 
 /// How a checkpoint is cut into objects.
@@ -83,7 +95,7 @@ impl Default for ObjectOptions {
 }
 
 impl ObjectOptions {
-    const ALLOWED: std::ops::RangeInclusive<usize> = 4 << 20..=64 << 20;
+    const ALLOWED: std::ops::RangeInclusive<usize> = 4 << 20..=MAX_OBJECT;
 
     pub(crate) fn check(self) -> Result<Self> {
         if Self::ALLOWED.contains(&self.bytes) {

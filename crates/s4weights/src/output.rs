@@ -10,7 +10,7 @@ use s4_format::manifest::Object;
 use crate::behind::{Back, Behind};
 use crate::buffers::{LargeBuffer, LargeBuffers};
 use crate::error::{Error, Result};
-use crate::io::Sink;
+use crate::io::OpenSink;
 use crate::objects::{DataObject, ObjectOptions, ObjectSink};
 use crate::parallel::pool;
 
@@ -81,7 +81,7 @@ struct Open {
 
 impl Output {
     /// One file.
-    pub(crate) fn file(sink: Box<dyn Sink>) -> Result<Self> {
+    pub(crate) fn file(sink: OpenSink) -> Result<Self> {
         let to = To::File { end: End::Here(Back { sink, hasher: Box::default() }), offset: 0 };
         let mut out = Self { to, chunk_bytes: 0 };
         out.put(&file::header())?;

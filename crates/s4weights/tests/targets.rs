@@ -7,9 +7,10 @@ use std::sync::Arc;
 
 use common::{Owned, mixed, save_to};
 use object_store::ObjectStoreExt;
+use s4weights::store::{CheckpointStore, StoreOptions};
 use s4weights::{
-    DType, Error, ReadOptions, Reader, Source, Target, TensorSource, WriteOptions, Writer,
-    adversarial,
+    DType, Error, ReadOptions, Reader, Source, StorageOptions, Target, TensorSource, WriteOptions,
+    Writer, adversarial,
 };
 
 fn names(dir: &Path) -> Vec<String> {
@@ -119,9 +120,14 @@ fn names_may_be_as_long_as_the_file_system_allows() {
 /// One code path: what a URL and options mean does not depend on what is kept there.
 #[test]
 fn urls_and_options_are_those_of_stores() {
+    let map = |options: &[(&str, &str)]| -> StorageOptions {
+        options.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect()
+    };
     let create = |url: &str, options: &[(&str, &str)]| {
-        let options = options.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
-        Writer::create(Target::Url(url.to_owned(), options), WriteOptions::default())
+        Writer::create(Target::Url(url.to_owned(), map(options)), WriteOptions::default())
+    };
+    let open = |url: &str, options: &[(&str, &str)]| {
+        CheckpointStore::open(url, &map(options), StoreOptions::default())
     };
     for (url, options, part) in [
         ("s3://bucket/a", &[("verify", "hush")][..], "`verify`"),
@@ -134,7 +140,9 @@ fn urls_and_options_are_those_of_stores() {
         ("nonsense://AKID:hush@bucket/a", &[], "nonsense://bucket/a"),
     ] {
         let Err(error) = create(url, options) else { panic!("{url}") };
+        let Err(of_store) = open(url, options) else { panic!("{url}") };
         let text = format!("{error} {error:?}");
+        assert_eq!(text, format!("{of_store} {of_store:?}"));
         assert!(text.contains(part), "{text}");
         assert!(part == "`verify`" || !text.contains("hush"), "{text}");
     }
@@ -145,7 +153,7 @@ fn urls_and_options_are_those_of_stores() {
 #[test]
 fn failures_of_requests_show_no_secrets() {
     let closed = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let options: std::collections::HashMap<String, String> = [
+    let options: StorageOptions = [
         ("endpoint_url", format!("http://{closed}")),
         ("key", "AKIDHUSH".into()),
         ("secret", "hush-secret".into()),
@@ -217,4 +225,107 @@ fn memory_urls_live_as_long_as_the_process() {
     check(Source::from("memory://bucket/a.s4w"), &mixed());
     let other = Reader::open(Source::from("memory://bucket/b.s4w"), ReadOptions::default());
     assert!(matches!(other, Err(Error::NotFound { .. })));
+}
+
+/// A place of an embedder's own: bytes that are there once they are whole.
+mod own {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::{Arc, Mutex};
+    use std::thread::{ThreadId, current};
+
+    use s4weights::{Error, ReadAt, Result, Sink};
+
+    #[derive(Clone, Default)]
+    pub(super) struct Place {
+        pub(super) published: Arc<Mutex<Option<Vec<u8>>>>,
+        pub(super) dropped: Arc<AtomicUsize>,
+    }
+
+    pub(super) struct Writing {
+        pub(super) to: Place,
+        pub(super) bytes: Vec<u8>,
+        /// More than this does not fit.
+        pub(super) room: usize,
+        /// The one thread that may write, if not any may.
+        pub(super) only: Option<ThreadId>,
+    }
+
+    impl Sink for Writing {
+        fn write(&mut self, bytes: &[u8]) -> Result<()> {
+            assert!(self.only.is_none_or(|id| id == current().id()));
+            if self.bytes.len() + bytes.len() > self.room {
+                let source = std::io::ErrorKind::StorageFull.into();
+                return Err(Error::Io { target: "slot".into(), action: "write", source });
+            }
+            self.bytes.extend_from_slice(bytes);
+            Ok(())
+        }
+
+        fn commit(mut self: Box<Self>) -> Result<()> {
+            let bytes = std::mem::take(&mut self.bytes);
+            *self.to.published.lock().expect("in a test") = Some(bytes);
+            Ok(())
+        }
+
+        fn may_move(&self) -> bool {
+            self.only.is_none()
+        }
+    }
+
+    impl Drop for Writing {
+        fn drop(&mut self) {
+            self.to.dropped.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    pub(super) struct Reading(pub(super) Vec<u8>);
+
+    impl ReadAt for Reading {
+        fn len(&self) -> u64 {
+            self.0.len() as u64
+        }
+
+        fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
+            let at = usize::try_from(offset).expect("in a test");
+            let Some(bytes) = self.0.get(at..at + buf.len()) else {
+                let source = std::io::ErrorKind::UnexpectedEof.into();
+                return Err(Error::Io { target: "slot".into(), action: "read", source });
+            };
+            buf.copy_from_slice(bytes);
+            Ok(())
+        }
+    }
+}
+
+#[test]
+fn an_embedder_brings_targets_and_sources_of_its_own() {
+    use std::sync::atomic::Ordering;
+    let place = own::Place::default();
+    let target = |room, only| {
+        let writing = own::Writing { to: place.clone(), bytes: vec![], room, only };
+        Target::Sink("slot 3".into(), Box::new(writing))
+    };
+    let noise = adversarial(DType::UInt8, 40 << 20).find(|p| p.0 == "random").unwrap().1;
+    let mut tensors = mixed();
+    tensors.push(Owned::new("large", DType::UInt8, &[noise.len() as u64], noise));
+    let (many, one) = (Some(4), Some(1));
+    let expected = common::save(&tensors, WriteOptions::default());
+    for (threads, only) in [(many, None), (many, Some(std::thread::current().id())), (one, None)] {
+        let options = WriteOptions { threads, ..WriteOptions::default() };
+        save_to(target(usize::MAX, only), &tensors, options).unwrap();
+        let bytes = place.published.lock().unwrap().take().unwrap();
+        assert!(bytes == expected);
+        check(Source::ReadAt("slot 3".into(), Box::new(own::Reading(bytes))), &tensors);
+    }
+    // What is given up, or does not fit, leaves nothing.
+    assert_eq!(place.dropped.load(Ordering::Relaxed), 3);
+    drop(Writer::create(target(usize::MAX, None), WriteOptions::default()).unwrap());
+    let full = save_to(target(1 << 20, None), &tensors, WriteOptions::default()).unwrap_err();
+    assert_eq!(full.cause(), Some(s4weights::Cause::DiskFull), "{full}");
+    assert_eq!(place.dropped.load(Ordering::Relaxed), 5);
+    assert!(place.published.lock().unwrap().is_none());
+    // Errors of a source are told as they are, with the name that it was given where there is none.
+    let cut = Box::new(own::Reading(expected[..expected.len() - 1].to_vec()));
+    let error = Reader::open(Source::ReadAt("slot 4".into(), cut), ReadOptions::default());
+    assert!(error.err().unwrap().to_string().starts_with("slot 4: "));
 }

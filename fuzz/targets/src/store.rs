@@ -7,7 +7,7 @@ use object_store::memory::InMemory;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
 use s4_store::testing::quick_options;
-use s4_store::{About, CheckOptions, Hash, Place, Reference, Store};
+use s4_store::{About, CheckOptions, Digest, Place, Reference, Store};
 use serde_json::{Map, Value, json};
 use tokio::runtime::{Builder, Runtime};
 
@@ -99,7 +99,7 @@ async fn exercise(objects: &Arc<InMemory>, len: usize) {
     let _ = bounded_async(input, store.check(&check, None)).await;
     // Writers: a delta of each id that was ever named, then what retires and pins.
     for k in 0..4 {
-        let parent = Reference { id: parse(id(k)), manifest_blake3: Hash::of(&[k]) };
+        let parent = Reference { id: parse(id(k)), manifest_blake3: Digest::of(&[k]) };
         let about = About { step: 7, parent: Some(parent), ..About::default() };
         let Ok(attempt) = store.begin().await else { break };
         let _ = attempt.publish(Bytes::from_static(b"x"), about).await;
@@ -139,7 +139,7 @@ async fn put(objects: &Arc<InMemory>, key: &str, bytes: Bytes) {
 
 /// `{...}` and its hash below it.
 fn seal(body: &[u8]) -> Bytes {
-    let tail = format!("\n\"blake3:{}\"\n", Hash::of(body));
+    let tail = format!("\n\"blake3:{}\"\n", Digest::of(body));
     [body, tail.as_bytes()].concat().into()
 }
 
@@ -170,7 +170,7 @@ where
 
 fn publish(k: u8, parent: Value, manifest: &[u8]) -> Value {
     let mut out = json!({
-        "id": id(k), "step": k, "manifest_blake3": Hash::of(manifest).to_string(),
+        "id": id(k), "step": k, "manifest_blake3": Digest::of(manifest).to_string(),
         "manifest_len": manifest.len(), "objects": 0, "data_len": 0,
     });
     if !parent.is_null() {
@@ -187,7 +187,7 @@ struct Log {
 
 impl Log {
     fn push(&mut self, op: Value) {
-        let prev = Hash::of(self.entries.last().map_or(&[][..], |b| b));
+        let prev = Digest::of(self.entries.last().map_or(&[][..], |b| b));
         let n = self.entries.len() + 1;
         let entry = json!({
             "v": 1, "n": n, "prev": prev.to_string(), "write_id": id((n % 256) as u8), "at_ms": n,
@@ -200,7 +200,7 @@ impl Log {
     fn reference(input: &mut Input<'_>) -> Value {
         let [k, wrong] = input.array();
         let k = k % 16;
-        let hash = if wrong % 8 == 7 { Hash::of(&[k, wrong]) } else { Hash::of(&[k]) };
+        let hash = if wrong % 8 == 7 { Digest::of(&[k, wrong]) } else { Digest::of(&[k]) };
         json!({"id": id(k), "manifest_blake3": hash.to_string()})
     }
 
@@ -252,7 +252,7 @@ impl Log {
             let [kind, k, other] = input.array();
             let (k, other) = (k % 16, other % 16);
             let reference =
-                |k: u8| json!({"id": id(k), "manifest_blake3": Hash::of(&[k]).to_string()});
+                |k: u8| json!({"id": id(k), "manifest_blake3": Digest::of(&[k]).to_string()});
             if kind % 2 == 0 {
                 let parent = if kind & 2 == 2 { reference(other) } else { Value::Null };
                 let base = if kind & 4 == 4 { json!(id(other)) } else { Value::Null };
@@ -261,7 +261,7 @@ impl Log {
                     "base": base, "pinned": kind & 8 == 8, "at_ms": 0,
                 }));
             } else {
-                let had = Hash::of(&[k]).to_string();
+                let had = Digest::of(&[k]).to_string();
                 let how = match kind >> 1 & 3 {
                     0 => json!("retired"),
                     1 => json!("aborted"),
@@ -271,7 +271,7 @@ impl Log {
             }
         }
         let head = self.entries.len();
-        let hash = Hash::of(self.entries.last().map_or(&[][..], |b| b)).to_string();
+        let hash = Digest::of(self.entries.last().map_or(&[][..], |b| b)).to_string();
         let fields = [
             ("v", json!(1)),
             ("repo", json!(REPO)),
@@ -303,7 +303,7 @@ pub(crate) fn documents() -> Vec<(u8, String)> {
         lines.lines().next().unwrap_or_default().to_owned()
     };
     let view = log.view(&mut Input::new(&[3, 0, 1, 2, 5, 2, 1, 4, 3, 1]));
-    let table = json!({"id": id(9), "objects": [{"len": 1, "blake3": Hash::of(b"x").to_string()}], "blob_len": 2});
+    let table = json!({"id": id(9), "objects": [{"len": 1, "blake3": Digest::of(b"x").to_string()}], "blob_len": 2});
     let table = table.to_string();
     let len = (table.len() as u32).to_le_bytes();
     let manifest = [&b"S4CKPT\0\x01"[..], &len, table.as_bytes(), b"ab"].concat();

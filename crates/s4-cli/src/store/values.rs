@@ -1,9 +1,8 @@
 //! `restore` and `rebase`: what reads and writes values.
 
-use std::collections::BTreeMap;
-
+use s4weights::copy::{CopyOptions, copy};
 use s4weights::store::{CheckpointId, StoreOptions};
-use s4weights::{Contents, Preset, Reader, Target, TensorSource, Writer};
+use s4weights::{Preset, Target, Writer};
 use serde::Serialize;
 
 use super::row::stored;
@@ -11,9 +10,6 @@ use super::{Place, select, text};
 use crate::error::{Failure, Result};
 use crate::progress::Bar;
 use crate::{Common, convert, say, to_json};
-
-/// Bytes of values that are in memory at once, unless one tensor is larger.
-const BATCH: u64 = 64 << 20;
 
 fn options(preset: Preset, common: &Common) -> StoreOptions {
     StoreOptions { preset, threads: common.threads, simd: common.simd, ..Default::default() }
@@ -55,7 +51,12 @@ pub(crate) fn restore(
     let raw_bytes = reader.tensors().map(|t| t.bytes).sum();
     bar.expect(raw_bytes);
     let tensors = match ending {
-        "s4w" => copy(reader, &output, common.write(preset, &Bar::new(true)))?,
+        "s4w" => {
+            let options = common.write(preset, &Bar::new(true));
+            let writer = Writer::create(Target::from(output.as_str()), options)?;
+            copy(reader, writer, &CopyOptions::default())?;
+            reader.tensors().len()
+        }
         _ => convert::to_safetensors(reader, &output)?,
     };
     drop(bar);
@@ -64,41 +65,6 @@ pub(crate) fn restore(
     }
     let tensors = text::count(tensors, "tensor");
     say(&format!("{output}: step {step}, {tensors}, {}", text::bytes(raw_bytes)))
-}
-
-/// Writes all of a checkpoint into one file that stands alone.
-fn copy(reader: &Reader, output: &str, options: s4weights::WriteOptions) -> Result<usize> {
-    let mut writer = Writer::create(Target::from(output), options)?;
-    let infos: Vec<_> = reader.tensors().collect();
-    let mut at = 0;
-    while at < infos.len() {
-        let mut sum = 0;
-        let fits = infos[at..].iter().take_while(|t| {
-            sum += t.bytes;
-            sum <= BATCH
-        });
-        let batch = &infos[at..at + fits.count().max(1)];
-        let values = batch.iter().map(|t| reader.read(t.name)).collect::<Result<Vec<_>, _>>()?;
-        let sources: Vec<_> = batch
-            .iter()
-            .zip(&values)
-            .map(|(t, data)| TensorSource { name: t.name, dtype: t.dtype, shape: t.shape, data })
-            .collect();
-        writer.write(&sources)?;
-        at += batch.len();
-    }
-    let manifest = reader.manifest();
-    let mut blobs = BTreeMap::new();
-    for name in manifest.blobs.keys() {
-        blobs.insert(name.clone(), reader.blob(name)?);
-    }
-    writer.finish(Contents {
-        tree: manifest.tree.clone(),
-        blobs,
-        metadata: manifest.metadata.clone(),
-        roles: manifest.roles.clone(),
-    })?;
-    Ok(infos.len())
 }
 
 #[derive(Serialize)]

@@ -71,6 +71,15 @@ impl Place {
     }
 }
 
+/// Whether a text names an object store or a `file:` URL rather than a path (`C:\x` is a path): every URL
+/// that [`Place::open_url`] knows does, also behind spaces.
+pub fn is_url(text: &str) -> bool {
+    let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '+' | '-' | '.');
+    text.trim_start().split_once("://").is_some_and(|(scheme, _)| {
+        scheme.starts_with(|c: char| c.is_ascii_alphabetic()) && scheme.chars().all(fits)
+    })
+}
+
 /// An object store of a provider.
 enum Remote {
     S3,
@@ -154,6 +163,12 @@ mod tests {
         assert_eq!(Place::open_url("memory://a/b", &none).unwrap().name(), "memory://a/b");
         for bad in ["ftp://x/y", "s3:///nobucket", "http://x/y", "file://host/x"] {
             assert!(matches!(Place::open_url(bad, &none), Err(Error::Argument(_))), "{bad}");
+        }
+        for url in ["memory://a/b", " memory://a/b", "file:///x/y", "FILE:///x"] {
+            assert!(is_url(url) && Place::open_url(url, &none).is_ok(), "{url}");
+        }
+        for no_url in ["3s://bucket/a", "./a://b", "a b://c", "://x"] {
+            assert!(!is_url(no_url) && Place::open_url(no_url, &none).is_err(), "{no_url}");
         }
     }
 

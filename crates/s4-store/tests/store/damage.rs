@@ -216,7 +216,7 @@ async fn a_view_that_contradicts_itself_is_not_followed() {
     let replaced = |id, other| serde_json::json!([id, {"entry": 1, "how": {"replaced": {"by": by(other), "had": hash}}}]);
     json["dead"] = serde_json::json!([replaced(ids[0], ids[1]), replaced(ids[1], ids[0])]);
     let body = json.to_string();
-    let sealed = format!("{body}\n\"blake3:{}\"\n", s4_store::Hash::of(body.as_bytes()));
+    let sealed = format!("{body}\n\"blake3:{}\"\n", s4_store::Digest::of(body.as_bytes()));
     faults.put(&view, sealed.into()).await.unwrap();
     let store = Store::open(&place, quick_options()).await.unwrap();
     assert_eq!(steps(&store).await, [1, 2]);

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
 use s4_store::testing::{FaultStore, quick_options, toy};
-use s4_store::{CheckpointId, Hash, Place, Store, SweepOptions};
+use s4_store::{CheckpointId, Digest, Place, Store, SweepOptions};
 use serde_json::json;
 
 use crate::counting::Counting;
@@ -26,7 +26,7 @@ fn now() -> SweepOptions {
 
 fn sealed(value: &serde_json::Value) -> Bytes {
     let body = value.to_string();
-    format!("{body}\n\"blake3:{}\"\n", Hash::of(body.as_bytes())).into()
+    format!("{body}\n\"blake3:{}\"\n", Digest::of(body.as_bytes())).into()
 }
 
 fn id(n: u64) -> String {
@@ -35,16 +35,16 @@ fn id(n: u64) -> String {
 
 /// A log that lists `n` checkpoints, and data for each, as a store would have them after long.
 async fn large(objects: &Counting, n: u64) {
-    let mut prev = Hash::of_nothing();
+    let mut prev = Digest::of(&[]);
     for n in 1..=n {
         let publish = json!({
-            "id": id(n), "step": n, "manifest_blake3": Hash::of(b"m"), "manifest_len": 1,
+            "id": id(n), "step": n, "manifest_blake3": Digest::of(b"m"), "manifest_len": 1,
             "objects": 1, "data_len": 1,
         });
         let entry = sealed(&json!({
             "v": 1, "n": n, "prev": prev, "write_id": id(n), "at_ms": 0, "op": {"publish": publish},
         }));
-        prev = Hash::of(&entry);
+        prev = Digest::of(&entry);
         objects.put(&Path::from(format!("s/log/{n:020}")), entry.into()).await.unwrap();
         for part in ["d-0", "manifest"] {
             let key = Path::from(format!("s/ck/{}/{part}", id(n)));

@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 
 /// Writes a local file under a temporary name in the same folder, or none; `commit` syncs it, renames it
 /// and syncs the folder.
-pub(super) struct FileSink {
+pub(crate) struct FileSink {
     name: String,
     out: Out,
 }
@@ -68,6 +68,27 @@ impl FileSink {
         };
         Ok(Self { out, name })
     }
+
+    /// As `write`, with the threads of a pool where they are faster than one.
+    #[cfg(target_os = "linux")]
+    pub(super) fn write_by(&mut self, pool: &ThreadPool, bytes: &[u8]) -> Result<()> {
+        if let Out::Temporary { file, mapped, .. } = &mut self.out
+            && let Some(by) = mapped.as_ref().filter(|m| m.suits(pool, bytes.len()))
+        {
+            let wrote = by.write(file.as_file_mut(), pool, bytes);
+            if wrote.map_err(|e| Error::io(&self.name, "write", e))? {
+                return Ok(());
+            }
+            *mapped = None;
+        }
+        self.write(bytes)
+    }
+
+    /// As `write`: several threads are no faster.
+    #[cfg(not(target_os = "linux"))]
+    pub(super) fn write_by(&mut self, _: &ThreadPool, bytes: &[u8]) -> Result<()> {
+        self.write(bytes)
+    }
 }
 
 /// The path that a chain of links ends at, whether there is a file or not: what opening it would open.
@@ -95,20 +116,6 @@ impl Sink for FileSink {
             Out::Direct(file) => file,
         };
         file.write_all(bytes).map_err(|e| Error::io(&self.name, "write", e))
-    }
-
-    #[cfg(target_os = "linux")]
-    fn write_by(&mut self, pool: &ThreadPool, bytes: &[u8]) -> Result<()> {
-        if let Out::Temporary { file, mapped, .. } = &mut self.out
-            && let Some(by) = mapped.as_ref().filter(|m| m.suits(pool, bytes.len()))
-        {
-            let wrote = by.write(file.as_file_mut(), pool, bytes);
-            if wrote.map_err(|e| Error::io(&self.name, "write", e))? {
-                return Ok(());
-            }
-            *mapped = None;
-        }
-        self.write(bytes)
     }
 
     fn commit(self: Box<Self>) -> Result<()> {
@@ -186,10 +193,6 @@ impl ReadAt for FileSource {
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         read_exact_at(&self.file, buf, offset).map_err(|e| Error::io(&self.name, "read", e))
     }
-
-    fn request_size(&self) -> usize {
-        1 << 20
-    }
 }
 
 #[cfg(unix)]
@@ -229,9 +232,5 @@ impl ReadAt for BytesSource {
             }
         }
         Ok(())
-    }
-
-    fn request_size(&self) -> usize {
-        1 << 20
     }
 }

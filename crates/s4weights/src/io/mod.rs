@@ -8,7 +8,6 @@ mod object;
 mod region;
 mod temporary;
 
-use std::collections::HashMap;
 use std::io::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -17,16 +16,17 @@ use std::time::Duration;
 use object_store::ObjectStore;
 use object_store::path::Path as ObjectPath;
 use rayon::ThreadPool;
-use s4_store::{Place, Retry, redact_url};
+use s4_store::{Place, Retry, is_url, redact_url};
 
 use crate::error::{Error, Result};
 
+pub use s4_store::StorageOptions;
+
 pub(crate) use file::read_exact_at;
 
-/// Options of an object store by name, the same as those of a checkpoint store: `object_store`'s names
-/// (`aws_region`, `endpoint`, ...), and what other tools call them (`key`, `endpoint_url`, `profile`, ...).
-/// What is not understood is an error.
-pub type StorageOptions = HashMap<String, String>;
+/// Bytes that one request asks for: of a file or memory, and of an object store, which is slow to answer.
+pub(crate) const LOCAL_REQUEST: usize = 1 << 20;
+pub(crate) const REMOTE_REQUEST: usize = 8 << 20;
 
 /// Where a file is written to.
 pub enum Target {
@@ -38,6 +38,8 @@ pub enum Target {
     Object(Arc<dyn ObjectStore>, ObjectPath),
     /// A stream; what is written cannot be taken back.
     Stream(Box<dyn Write + Send>),
+    /// A sink of the caller's own, and its name for messages.
+    Sink(String, Box<dyn Sink>),
 }
 
 /// Where a file is read from.
@@ -50,50 +52,135 @@ pub enum Source {
     Object(Arc<dyn ObjectStore>, ObjectPath),
     /// Bytes in memory.
     Bytes(bytes::Bytes),
+    /// A source of the caller's own, and its name for messages.
+    ReadAt(String, Box<dyn ReadAt>),
 }
 
-/// Takes bytes one after the other; nothing is visible before `commit`, and a sink that is dropped
-/// before leaves nothing behind.
-pub(crate) trait Sink: Send {
+/// Where the bytes of a file go to: implement it to write to what is no path, URL or stream.
+///
+/// Bytes come one after the other. Nothing is visible before [`Sink::commit`], and a sink that is dropped
+/// before leaves nothing behind: a save that fails, is cancelled or is given up just drops it.
+///
+/// ```
+/// use std::sync::{Arc, Mutex};
+/// use s4weights::{Reader, Result, Sink, Source, Target, Writer};
+///
+/// #[derive(Default)]
+/// struct Slot { bytes: Vec<u8>, published: Arc<Mutex<Option<Vec<u8>>>> }
+///
+/// impl Sink for Slot {
+///     fn write(&mut self, bytes: &[u8]) -> Result<()> {
+///         self.bytes.extend_from_slice(bytes);
+///         Ok(())
+///     }
+///     fn commit(self: Box<Self>) -> Result<()> {
+///         *self.published.lock().unwrap() = Some(self.bytes);
+///         Ok(())
+///     }
+/// }
+///
+/// let slot = Slot::default();
+/// let published = Arc::clone(&slot.published);
+/// let target = Target::Sink("slot 3".into(), Box::new(slot));
+/// Writer::create(target, Default::default())?.finish(Default::default())?;
+/// let bytes = published.lock().unwrap().take().unwrap();
+/// Reader::open(Source::Bytes(bytes.into()), Default::default())?;
+/// # Ok::<_, s4weights::Error>(())
+/// ```
+pub trait Sink: Send {
+    /// Takes all of `bytes`, which follow those of the call before.
+    ///
+    /// # Errors
+    /// What keeps them from being written, most often [`Error::Io`]. The sink is dropped then.
     fn write(&mut self, bytes: &[u8]) -> Result<()>;
-    /// As `write`, with the threads of a pool where they are faster than one.
-    fn write_by(&mut self, pool: &ThreadPool, bytes: &[u8]) -> Result<()> {
-        let _ = pool;
-        self.write(bytes)
-    }
+
+    /// Makes everything that was written durable, and then visible, at once.
+    ///
+    /// # Errors
+    /// What keeps it from being visible; nothing is then.
     fn commit(self: Box<Self>) -> Result<()>;
-    /// Whether another thread than the caller's may write. Not to a stream of the caller's.
+
+    /// Whether another thread than the caller's may call [`Sink::write`] while the caller goes on, one
+    /// call at a time. `true` unless told.
     fn may_move(&self) -> bool {
         true
     }
 }
 
-/// Gives ranges of bytes, from any thread.
-pub(crate) trait ReadAt: Send + Sync {
+/// Where the bytes of a file come from: implement it to read from what is no path, URL or bytes in memory.
+pub trait ReadAt: Send + Sync {
+    /// Bytes of the whole file.
     fn len(&self) -> u64;
-    /// Fills `buf` from `offset`; a range beyond the end is an error.
+
+    /// Whether it has no bytes.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Fills `buf` with the bytes from `offset` on. It is called from several threads at once.
+    ///
+    /// # Errors
+    /// If it cannot be read, or the range reaches beyond the end, most often [`Error::Io`].
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
-    /// Bytes that one request should ask for: large where a request is slow to answer.
-    fn request_size(&self) -> usize;
+
+    /// Bytes that one request should ask for: large where a request is slow to answer. 1 MiB unless told.
+    fn request_size(&self) -> usize {
+        LOCAL_REQUEST
+    }
 }
 
-/// Whether a text names an object store or a `file:` URL rather than a path (`C:\x` is a path).
-pub fn is_url(text: &str) -> bool {
-    let fits = |c: char| c.is_ascii_alphanumeric() || matches!(c, '+' | '-' | '.');
-    text.split_once("://").is_some_and(|(scheme, _)| {
-        scheme.starts_with(|c: char| c.is_ascii_alphabetic()) && scheme.chars().all(fits)
-    })
+/// An open target.
+pub(crate) enum OpenSink {
+    File(Box<file::FileSink>),
+    Other(Box<dyn Sink>),
+}
+
+impl OpenSink {
+    pub(crate) fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        match self {
+            Self::File(file) => file.write(bytes),
+            Self::Other(sink) => sink.write(bytes),
+        }
+    }
+
+    /// As `write`, with the threads of a pool where they are faster than one.
+    pub(crate) fn write_by(&mut self, pool: &ThreadPool, bytes: &[u8]) -> Result<()> {
+        match self {
+            Self::File(file) => file.write_by(pool, bytes),
+            Self::Other(sink) => sink.write(bytes),
+        }
+    }
+
+    pub(crate) fn commit(self) -> Result<()> {
+        match self {
+            Self::File(file) => file.commit(),
+            Self::Other(sink) => sink.commit(),
+        }
+    }
+
+    pub(crate) fn may_move(&self) -> bool {
+        match self {
+            Self::File(file) => file.may_move(),
+            Self::Other(sink) => sink.may_move(),
+        }
+    }
 }
 
 impl From<&str> for Target {
     fn from(text: &str) -> Self {
-        if is_url(text) { Self::Url(text.into(), HashMap::new()) } else { Self::Path(text.into()) }
+        match is_url(text) {
+            true => Self::Url(text.into(), StorageOptions::new()),
+            false => Self::Path(text.into()),
+        }
     }
 }
 
 impl From<&str> for Source {
     fn from(text: &str) -> Self {
-        if is_url(text) { Self::Url(text.into(), HashMap::new()) } else { Self::Path(text.into()) }
+        match is_url(text) {
+            true => Self::Url(text.into(), StorageOptions::new()),
+            false => Self::Path(text.into()),
+        }
     }
 }
 
@@ -102,18 +189,24 @@ enum Resolved {
     Remote(Arc<dyn ObjectStore>, ObjectPath),
 }
 
-/// A URL means the same as for a checkpoint store.
-fn resolve(url: &str, options: StorageOptions) -> Result<Resolved> {
-    let argument = |what: String| Error::Argument(what);
+/// The folder or object store that a URL and options name: the same for a file and for a checkpoint
+/// store.
+pub(crate) fn open_place(url: &str, options: &StorageOptions) -> Result<Place> {
+    Place::open_url(url, options).map_err(|e| match e {
+        s4_store::Error::Argument(what) => Error::Argument(what),
+        other => Error::Store { target: redact_url(url).into_owned(), source: Box::new(other) },
+    })
+}
+
+fn resolve(url: &str, options: &StorageOptions) -> Result<Resolved> {
     if !is_url(url) {
-        return Err(argument(format!("`{}` is not a URL", redact_url(url))));
+        return Err(Error::Argument(format!("`{}` is not a URL", redact_url(url))));
     }
-    let place = Place::open_url(url, &options.into_iter().collect());
-    let place = place.map_err(|e| argument(e.to_string()))?;
+    let place = open_place(url, options)?;
     match (place.as_folder(), place.as_objects()) {
         (Some(path), _) => Ok(Resolved::Local(path.to_owned())),
         (None, Some((store, path))) => Ok(Resolved::Remote(Arc::clone(store), path.clone())),
-        (None, None) => Err(argument(format!("{} holds no files", place.name()))),
+        (None, None) => Err(Error::Argument(format!("{} holds no files", place.name()))),
     }
 }
 
@@ -123,25 +216,25 @@ fn retry(deadline: Option<Duration>) -> Retry {
 
 /// Opens a target: its name for messages, and the sink. `deadline` is for each request to a server, with
 /// its repetitions.
-pub(crate) fn open_sink(
-    target: Target,
-    deadline: Option<Duration>,
-) -> Result<(String, Box<dyn Sink>)> {
-    let upload = |name: String, store, path| -> Result<(String, Box<dyn Sink>)> {
+pub(crate) fn open_sink(target: Target, deadline: Option<Duration>) -> Result<(String, OpenSink)> {
+    let upload = |name: String, store, path| -> Result<(String, OpenSink)> {
         let sink = object::UploadSink::create(&name, store, path, retry(deadline))?;
-        Ok((name, Box::new(sink)))
+        Ok((name, OpenSink::Other(Box::new(sink))))
     };
-    let file = |name: String, path: PathBuf| -> Result<(String, Box<dyn Sink>)> {
-        Ok((name, Box::new(file::FileSink::create(&path)?)))
+    let file = |name: String, path: PathBuf| -> Result<(String, OpenSink)> {
+        Ok((name, OpenSink::File(Box::new(file::FileSink::create(&path)?))))
     };
     match target {
         Target::Path(path) => file(path.display().to_string(), path),
-        Target::Url(url, options) => match resolve(&url, options)? {
+        Target::Url(url, options) => match resolve(&url, &options)? {
             Resolved::Local(path) => file(redact_url(&url).into_owned(), path),
             Resolved::Remote(store, path) => upload(redact_url(&url).into_owned(), store, path),
         },
         Target::Object(store, path) => upload(path.to_string(), store, path),
-        Target::Stream(stream) => Ok(("stream".into(), Box::new(file::StreamSink(stream)))),
+        Target::Stream(stream) => {
+            Ok(("stream".into(), OpenSink::Other(Box::new(file::StreamSink(stream)))))
+        }
+        Target::Sink(name, sink) => Ok((name, OpenSink::Other(sink))),
     }
 }
 
@@ -159,12 +252,13 @@ pub(crate) fn open_source(
     };
     match source {
         Source::Path(path) => file(path.display().to_string(), path),
-        Source::Url(url, options) => match resolve(&url, options)? {
+        Source::Url(url, options) => match resolve(&url, &options)? {
             Resolved::Local(path) => file(redact_url(&url).into_owned(), path),
             Resolved::Remote(store, path) => object(redact_url(&url).into_owned(), store, path),
         },
         Source::Object(store, path) => object(path.to_string(), store, path),
         Source::Bytes(bytes) => Ok(("bytes".into(), Box::new(file::BytesSource(bytes)))),
+        Source::ReadAt(name, source) => Ok((name, source)),
     }
 }
 

@@ -13,7 +13,7 @@ use s4_store::{Failure, Retrier, Retry};
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 
-use super::{ReadAt, Sink};
+use super::{REMOTE_REQUEST, ReadAt, Sink};
 use crate::error::{Error, Result};
 use crate::interrupt;
 
@@ -310,6 +310,6 @@ impl ReadAt for StoreSource {
     }
 
     fn request_size(&self) -> usize {
-        8 << 20
+        REMOTE_REQUEST
     }
 }

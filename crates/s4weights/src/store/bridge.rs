@@ -234,7 +234,7 @@ pub(crate) async fn upload(
 ) -> s4_store::Result<()> {
     while let Some(DataObject { number, group, bytes, blake3 }) = objects.recv().await {
         let kind = KINDS.get(usize::from(group)).copied().unwrap_or_default();
-        attempt.put_hashed(number, kind, bytes, blake3.0.into()).await?;
+        attempt.put_hashed(number, kind, bytes, blake3).await?;
     }
     Ok(())
 }

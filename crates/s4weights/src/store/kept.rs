@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use bytes::Bytes;
 
 use crate::error::{Error, Result};
-use crate::io::Source;
+use crate::io::{LOCAL_REQUEST, Source};
 use crate::objects::{DataObject, ObjectSink, ObjectSource};
 use crate::options::ReadOptions;
 use crate::reader::Reader;
@@ -101,6 +101,6 @@ impl ObjectSource for Objects {
     }
 
     fn request_size(&self) -> usize {
-        1 << 20
+        LOCAL_REQUEST
     }
 }

@@ -92,12 +92,7 @@ impl CheckpointStore {
     pub fn load_id(&self, id: CheckpointId, progress: Option<ProgressFn>) -> Result<Loaded> {
         let state = self.state()?;
         let chain = chain(&state, id).map_err(|e| self.error(e))?;
-        let options = ReadOptions {
-            threads: self.options.threads,
-            simd: self.options.simd,
-            progress,
-            ..ReadOptions::default()
-        };
+        let options = ReadOptions { progress, ..self.reading() };
         let reader = self.opener.open(&chain, &options)?;
         let missing = || self.error(StoreError::NoCheckpoint { what: id.to_string() });
         let checkpoint = chain.into_iter().next().ok_or_else(missing)?;

@@ -1,15 +1,16 @@
 //! Listing, keeping, deleting and checking.
 
 use s4_store::{
-    Checkpoint, CheckpointId, Entry, Finding, Holder, Inspector, ProbeReport, Reading,
-    RepairReport, Retention, StorageOptions, Store, SweepOptions, SweepReport, Verdict,
+    CheckReport, Checkpoint, CheckpointId, Entry, Holder, Inspector, ProbeReport, Reading,
+    RepairReport, Retention, StorageOptions, Store, SweepOptions, SweepReport,
 };
 
 use crate::error::{Error, Result};
+use crate::io::open_place;
 use crate::options::{Progress, ProgressFn, ReadOptions};
 use crate::store::bridge::{Asker, Bridge};
 use crate::store::open::Opener;
-use crate::store::{CheckpointStore, StoreOptions, place};
+use crate::store::{CheckpointStore, StoreOptions};
 
 /// How thorough a check is.
 #[derive(Clone, Default)]
@@ -22,32 +23,6 @@ pub struct CheckOptions {
     /// Told of the bytes of checkpoints that were checked, where data is read, and asked now and then
     /// whether to go on.
     pub progress: Option<ProgressFn>,
-}
-
-/// What a check saw.
-#[derive(Debug)]
-pub struct CheckReport {
-    /// What is wrong, with the checkpoint that it is about.
-    pub findings: Vec<Finding>,
-    /// Checkpoints that need a damaged one, and so cannot be restored though they are whole.
-    pub unusable: Vec<(CheckpointId, CheckpointId)>,
-    /// Each checkpoint that was asked for, once, from the oldest to the newest: whether it restores,
-    /// as far as was looked.
-    pub verdicts: Vec<(CheckpointId, Verdict)>,
-    /// Checkpoints that were checked.
-    pub checkpoints: usize,
-    /// Objects that were looked up.
-    pub objects: u64,
-    /// Bytes that were read and hashed.
-    pub bytes_read: u64,
-}
-
-impl CheckReport {
-    /// Whether nothing is wrong.
-    #[must_use]
-    pub fn is_clean(&self) -> bool {
-        self.findings.is_empty() && self.unusable.is_empty()
-    }
 }
 
 impl CheckpointStore {
@@ -126,7 +101,7 @@ impl CheckpointStore {
         options: StoreOptions,
         apply: bool,
     ) -> Result<RepairReport> {
-        let place = place(url, storage)?;
+        let place = open_place(url, storage)?;
         let bridge = Bridge::new(place.name())?;
         bridge.ask(async move { Store::repair(&place, options.requests, apply).await })
     }
@@ -172,15 +147,10 @@ impl CheckpointStore {
             part: None,
             only: options.only.clone(),
         };
-        let read = ReadOptions {
-            threads: self.options.threads,
-            simd: self.options.simd,
-            ..ReadOptions::default()
-        };
         let all = self.state()?.list().iter().map(|c| c.about.data_len).sum();
         let mut values = Values {
             opener: self.opener.clone(),
-            options: read,
+            options: self.reading(),
             tell: asker.callback(),
             progress: Progress { done: 0, total: all },
         };
@@ -190,16 +160,7 @@ impl CheckpointStore {
                 if read_data { Some(&mut values) } else { None };
             store.check(&below, inspector).await
         };
-        let report = self.opener.bridge.wait_asking(&asker, check)?;
-        let report = report.map_err(|e| self.error(e))?;
-        Ok(CheckReport {
-            findings: report.findings,
-            unusable: report.unusable,
-            verdicts: report.verdicts,
-            checkpoints: report.checkpoints,
-            objects: report.objects,
-            bytes_read: report.bytes_read,
-        })
+        self.opener.bridge.wait_asking(&asker, check)?.map_err(|e| self.error(e))
     }
 
     /// Finds out whether several writers are safe at a place, which need not hold a store. Of the
@@ -212,7 +173,7 @@ impl CheckpointStore {
         storage: &StorageOptions,
         options: StoreOptions,
     ) -> Result<ProbeReport> {
-        let place = place(url, storage)?;
+        let place = open_place(url, storage)?;
         let bridge = Bridge::new(place.name())?;
         bridge.ask(async move { place.probe(&options.requests).await })
     }

@@ -41,22 +41,24 @@ use std::sync::{Arc, Mutex};
 
 pub use s4_delta::policy::Reason;
 pub use s4_store::{
-    Best, Cause, Checkpoint, CheckpointId, CommitUnknown, Conflict, Entry, Error as StoreError,
-    Failure, Finding, Hash, Holder, Keep, LogDamage, Loss, Mode, Op, Place, ProbeLimits,
-    ProbeReport, Publish, Reference, RepairReport, Repo, Retention, Retry, State, StorageOptions,
-    SweepOptions, SweepReport, Swept, Verdict, Why, Writers,
+    Best, Cause, CheckReport, Checkpoint, CheckpointId, CommitUnknown, Conflict, Digest, Entry,
+    Error as StoreError, Failure, Finding, Holder, Keep, LogDamage, Loss, Mode, Op, Place,
+    ProbeLimits, ProbeReport, Publish, Reference, RepairReport, Repo, Retention, Retry, State,
+    StorageOptions, SweepOptions, SweepReport, Swept, Verdict, Why, Writers,
 };
 
 pub use load::{Loaded, Skipped, is_damage};
-pub use manage::{CheckOptions, CheckReport};
+pub use manage::CheckOptions;
 pub use save::{SaveOptions, Saved, WhyBase};
 
 use s4_engine::Preset;
+use s4_format::limits::MAX_CHAIN;
 use s4_planes::Simd;
 use s4_store::Store;
 
 use crate::buffers::LargeBuffers;
 use crate::error::{Error, Result};
+use crate::io::open_place;
 use crate::parent::{MemoryParent, Parent};
 use crate::reader::Reader;
 use bridge::Bridge;
@@ -135,7 +137,7 @@ impl StoreOptions {
         };
         within("max_chain", self.max_chain, MAX_SHARING)?;
         // A chain has the base as well.
-        within("max_hops", self.max_hops, s4_store::MAX_CHAIN as u32 - 1)
+        within("max_hops", self.max_hops, MAX_CHAIN as u32 - 1)
     }
 }
 
@@ -211,7 +213,7 @@ impl CheckpointStore {
     /// # Errors
     /// [`Error::Store`] if there is one, or if the place cannot hold one; [`Error::Argument`].
     pub fn create(url: &str, storage: &StorageOptions, options: StoreOptions) -> Result<Self> {
-        Self::create_at(&place(url, storage)?, options)
+        Self::create_at(&open_place(url, storage)?, options)
     }
 
     /// Opens a store.
@@ -219,7 +221,7 @@ impl CheckpointStore {
     /// # Errors
     /// [`Error::Store`] if there is none or if it cannot be read; [`Error::Argument`].
     pub fn open(url: &str, storage: &StorageOptions, options: StoreOptions) -> Result<Self> {
-        Self::open_at(&place(url, storage)?, options)
+        Self::open_at(&open_place(url, storage)?, options)
     }
 
     /// Opens a store to read it, also if its log is damaged: then it lists what can be proved, and
@@ -232,7 +234,7 @@ impl CheckpointStore {
         storage: &StorageOptions,
         options: StoreOptions,
     ) -> Result<Self> {
-        Self::open_read_only_at(&place(url, storage)?, options)
+        Self::open_read_only_at(&open_place(url, storage)?, options)
     }
 
     /// Opens a store, or creates it if there is none.
@@ -244,7 +246,7 @@ impl CheckpointStore {
         storage: &StorageOptions,
         options: StoreOptions,
     ) -> Result<Self> {
-        Self::open_or_create_at(&place(url, storage)?, options)
+        Self::open_or_create_at(&open_place(url, storage)?, options)
     }
 
     /// As [`CheckpointStore::create`], at a place of the caller's.
@@ -341,16 +343,4 @@ impl CheckpointStore {
     fn error(&self, source: s4_store::Error) -> Error {
         self.opener.bridge.error(source)
     }
-}
-
-/// A place by URL or path.
-fn place(url: &str, storage: &StorageOptions) -> Result<Place> {
-    let named = |source| Error::Store {
-        target: s4_store::redact_url(url).into_owned(),
-        source: Box::new(source),
-    };
-    Place::open_url(url, storage).map_err(|e| match e {
-        s4_store::Error::Argument(what) => Error::Argument(what),
-        other => named(other),
-    })
 }

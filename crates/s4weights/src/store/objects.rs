@@ -9,8 +9,8 @@ use bytes::Bytes;
 use s4_store::Reading;
 
 use crate::error::Result;
-use crate::io::read_exact_at;
-use crate::objects::ObjectSource;
+use crate::io::{LOCAL_REQUEST, REMOTE_REQUEST, read_exact_at};
+use crate::objects::{ObjectSource, fill_by_range};
 use crate::store::bridge::Bridge;
 
 /// Files of one checkpoint that are kept open.
@@ -58,16 +58,11 @@ impl ObjectSource for StoredObjects {
             return Ok(true);
         }
         // The store says what is wrong, if anything is.
-        let bytes = self.get_range(number, offset..offset.saturating_add(buf.len() as u64))?;
-        let enough = bytes.len() == buf.len();
-        if enough {
-            buf.copy_from_slice(&bytes);
-        }
-        Ok(enough)
+        fill_by_range(self, number, offset, buf)
     }
 
     fn request_size(&self) -> usize {
-        if self.local { 1 << 20 } else { 8 << 20 }
+        if self.local { LOCAL_REQUEST } else { REMOTE_REQUEST }
     }
 }
 

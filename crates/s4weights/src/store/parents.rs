@@ -9,7 +9,7 @@ use s4_store::{Checkpoint, Reference, State};
 
 use crate::error::{Error, Result};
 use crate::memory::{MemoryOptions, TensorCodec};
-use crate::options::ReadOptions;
+use crate::options::{ReadOptions, WriteOptions};
 use crate::parent::{MemoryParent, Snapshot};
 use crate::reader::Reader;
 use crate::store::save::{WhyBase, chain};
@@ -135,9 +135,16 @@ impl CheckpointStore {
         Ok((reference, values))
     }
 
+    /// How checkpoints are read.
     pub(crate) fn reading(&self) -> ReadOptions {
         let (threads, simd) = (self.options.threads, self.options.simd);
         ReadOptions { threads, simd, ..ReadOptions::default() }
+    }
+
+    /// How checkpoints are written.
+    pub(crate) fn writing(&self) -> WriteOptions {
+        let StoreOptions { preset, threads, simd, memory, .. } = self.options;
+        WriteOptions { preset, threads, simd, memory: Some(memory), ..WriteOptions::default() }
     }
 
     /// Bytes of memory for what is stored of a checkpoint, by its number since the base: none if its

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use s4_delta::policy::Reason;
-use s4_format::limits::MAX_OBJECTS;
+use s4_format::limits::{MAX_CHAIN, MAX_OBJECTS};
 use s4_store::{
     About, Attempt, Checkpoint, CheckpointId, Conflict, Error as StoreError, Resolution, Staged,
     State, Store,
@@ -318,15 +318,11 @@ impl CheckpointStore {
     ) -> Result<Written> {
         let Job { tensors, options, asker, staged, .. } = job;
         let write = WriteOptions {
-            preset: self.options.preset,
-            threads: self.options.threads,
-            simd: self.options.simd,
-            memory: Some(self.options.memory),
             parent,
             // The policy decides; this is what readers allow.
-            max_chain: Some(64),
-            deadline: None,
+            max_chain: Some(MAX_CHAIN as u32),
             progress: asker.callback(),
+            ..self.writing()
         };
         let objects = ObjectOptions { bytes: self.options.object_bytes };
         let target = self.opener.bridge.target();
