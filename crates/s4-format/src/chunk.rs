@@ -145,7 +145,7 @@ impl StreamEntry {
             at = end;
         }
         if at != chunk.len() {
-            let what = format!("{} bytes behind the last stream", chunk.len() - at);
+            let what = format!("{} bytes after the last stream", chunk.len() - at);
             return Err(Error::corrupt(what).in_part("chunk header"));
         }
         Ok(list)

@@ -1,5 +1,5 @@
 //! Telling a place that is known to hold no store from one that cannot be seen, or that has lost a part
-//! of its store: a run must not begin anew because of a typo or of a folder that is not mounted.
+//! of its store: a run must not start over because of a typo or of a folder that is not mounted.
 
 use crate::error::{Error, Result};
 use crate::io::Io;
@@ -26,7 +26,7 @@ pub(crate) async fn why_absent(io: &Io, layout: &Layout, place: &str, is_folder:
     }
 }
 
-/// What there is of a store.
+/// The first object of a store that is found, if any.
 async fn look(io: &Io, layout: &Layout, is_folder: bool) -> Result<Option<String>> {
     for part in [layout.log(), layout.checkpoints()] {
         match io.first_below(&part).await {

@@ -40,7 +40,7 @@ impl FromStr for CheckpointId {
     }
 }
 
-/// Identifies one write of a log entry: what tells our own entry from another's after an answer was
+/// Identifies one write of a log entry: what distinguishes our own entry from another's after an answer was
 /// lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
@@ -86,7 +86,7 @@ impl Ids for TimeIds {
 pub struct Hash([u8; 32]);
 
 impl Hash {
-    /// The hash of no bytes at all, which stands before the first log entry.
+    /// The hash of no bytes: what the first log entry names as the hash of the one before.
     #[must_use]
     pub fn of_nothing() -> Self {
         Self::of(&[])

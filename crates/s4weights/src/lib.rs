@@ -1,7 +1,7 @@
 //! Saves, loads and inspects lossless compressed checkpoints.
 //!
 //! A [`Writer`] takes named tensors and writes one `.s4w` file, front to back, to a path, an object
-//! store or a stream; a [`Reader`] brings back all of them, some of them, or slices. This crate
+//! store or a stream; a [`Reader`] restores all of them, some of them, or slices. This crate
 //! composes the crates below it: the format is `s4-format`, the work on values `s4-engine`.
 //!
 //! ```
@@ -21,13 +21,13 @@
 //! # Ok(()) }
 //! ```
 //!
-//! A checkpoint may be stored as its difference from the one before ([`Parent`]), and in several
+//! A checkpoint may be stored as a delta of the one before ([`Parent`]), and in several
 //! objects instead of one file ([`ObjectSink`], [`ObjectSource`]).
 //!
 //! [`store::CheckpointStore`] keeps many checkpoints in a folder or a bucket.
 //!
 //! What is deliberately absent: Python objects (the wheel's matter).
-// But for files that are mapped (`io/region.rs`, `io/mapped.rs`).
+// Except for files that are mapped (`io/region.rs`, `io/mapped.rs`).
 #![deny(unsafe_code)]
 
 mod adversarial;

@@ -34,7 +34,7 @@ use stream::{
 /// Codec `rans` (docs/codecs/rans.md).
 ///
 /// Encodes with the tensor's shared tables if the context has any, otherwise with tables of its
-/// own that stand in the stream: one, or one for each context byte that occurs. Decodes both
+/// own in the stream: one, or one for each context byte that occurs. Decodes both
 /// precisions, whichever it encodes with.
 #[derive(Debug, Clone, Copy)]
 pub struct Rans {
@@ -329,9 +329,7 @@ impl Codec for Rans {
         if carry.is_empty() {
             return Ok(());
         }
-        Err(Error::unsupported(
-            "rans stream that carries bytes of the stream behind it, on its own",
-        ))
+        Err(Error::unsupported("rans stream that carries bytes of the next stream, on its own"))
     }
 
     fn carry_len(&self, len: usize) -> usize {
