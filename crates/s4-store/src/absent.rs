@@ -26,7 +26,7 @@ pub(crate) async fn why_absent(io: &Io, layout: &Layout, place: &str, is_folder:
     }
 }
 
-/// The first object of a store that is found, if any.
+/// What there is of a store.
 async fn look(io: &Io, layout: &Layout, is_folder: bool) -> Result<Option<String>> {
     for part in [layout.log(), layout.checkpoints()] {
         match io.first_below(&part).await {

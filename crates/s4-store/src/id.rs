@@ -86,7 +86,7 @@ impl Ids for TimeIds {
 pub struct Hash([u8; 32]);
 
 impl Hash {
-    /// The hash of no bytes: what the first log entry names as the hash of the one before.
+    /// The hash of no bytes at all, which stands before the first log entry.
     #[must_use]
     pub fn of_nothing() -> Self {
         Self::of(&[])

@@ -21,7 +21,7 @@
 //! # Ok(()) }
 //! ```
 //!
-//! A checkpoint may be stored as a delta of the one before ([`Parent`]), and in several
+//! A checkpoint may be stored as its difference from the one before ([`Parent`]), and in several
 //! objects instead of one file ([`ObjectSink`], [`ObjectSource`]).
 //!
 //! [`store::CheckpointStore`] keeps many checkpoints in a folder or a bucket.

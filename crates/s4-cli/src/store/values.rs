@@ -66,7 +66,7 @@ pub(crate) fn restore(
     say(&format!("{output}: step {step}, {tensors}, {}", text::bytes(raw_bytes)))
 }
 
-/// Writes all of a checkpoint into one file that needs no other.
+/// Writes all of a checkpoint into one file that stands alone.
 fn copy(reader: &Reader, output: &str, options: s4weights::WriteOptions) -> Result<usize> {
     let mut writer = Writer::create(Target::from(output), options)?;
     let infos: Vec<_> = reader.tensors().collect();
