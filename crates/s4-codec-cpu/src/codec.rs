@@ -8,7 +8,7 @@ use s4_format::{CodecId, Error, Result};
 /// known before the stream is decoded.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Context<'a> {
-    /// Tables that the tensor's streams share, as its side data stores them; empty if none.
+    /// Tables that the tensor's streams share, as they stand in its side data; empty if none.
     pub tables: &'a [u8],
     /// One context byte for each symbol of the stream; empty if all have context 0.
     pub symbols: &'a [u8],
@@ -50,8 +50,8 @@ pub trait Codec: Debug + Send + Sync {
     /// `Corrupt`, `Truncated` or `Unsupported` if `src` is not a stream of `dst.len()` bytes.
     fn decode(&self, param: u8, ctx: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<()>;
 
-    /// How many bytes of the next stream a stream of `len` symbols can carry at hardly any cost. Most
-    /// codecs carry none.
+    /// How many bytes of the stream behind it a stream of `len` symbols can carry along and hardly
+    /// grow. Most codecs carry none.
     fn carry_len(&self, len: usize) -> usize {
         let _ = len;
         0

@@ -27,7 +27,7 @@ impl Zstd {
         Self { level, param: ONE_FRAME }
     }
 
-    /// The same encoder, writing blocks: what a GPU reads and writes in parallel.
+    /// The same encoder, writing blocks: what a GPU reads and writes side by side.
     #[must_use]
     pub fn in_blocks(self) -> Self {
         Self { param: Self::IN_BLOCKS, ..self }

@@ -41,7 +41,7 @@ pub(crate) struct Values<'a> {
 }
 
 /// Planes of differences with more symbols are coded in long segments: enough of them are left to
-/// run side by side, and differences take few bits, so that the cost of a segment matters.
+/// run side by side, and differences take few bits, so that the price of a segment tells.
 const LONG_PLANE: usize = 1 << 16;
 
 /// A plane to be coded.
@@ -50,7 +50,7 @@ struct PlaneJob<'a> {
     coding: PlaneCoding,
     /// The table that the tensor's chunks share.
     table: Option<&'a Table>,
-    /// The next stream, whose end it may carry.
+    /// The stream behind it, whose end it may carry.
     behind: &'a [u8],
     /// Whether it is of differences from a parent.
     delta: bool,
@@ -64,7 +64,7 @@ struct Coded {
     /// Whether the stream is in the buffer; else it is the plane itself.
     in_buffer: bool,
     shared: bool,
-    /// Bytes of the next stream that it carries.
+    /// Bytes of the stream behind it that it carries.
     carried: usize,
 }
 
@@ -317,7 +317,7 @@ impl CpuEngine {
         let sizes = Planes::new(layout, width, n)?;
         if layout == LayoutId::TOKEN {
             // Its planes cannot be made piece by piece; it is one of differences, which are copies.
-            return Err(s4_format::Error::unsupported("layout `token` without a residual"));
+            return Err(s4_format::Error::unsupported("layout `token` of values themselves"));
         }
         make_room(layout, sizes.sizes(), &mut scratch.planes);
         if layout == LayoutId::WHOLE {

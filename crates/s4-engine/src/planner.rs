@@ -47,7 +47,7 @@ pub struct TensorPlan {
     pub planes: Vec<PlaneCoding>,
     /// Values in each chunk but the last, as a power of two.
     pub chunk_log2: u8,
-    /// Side data that the chunks need, besides shared tables.
+    /// Side data that the chunks need, but for shared tables.
     pub side: s4_format::side::Side,
     /// For each plane a table that all chunks may share.
     pub(crate) shared: Vec<Option<Table>>,
@@ -132,8 +132,8 @@ impl CpuEngine {
         Ok(finish(dtype, bytes, best, Plan::direct))
     }
 
-    /// As [`CpuEngine::plan`], with a parent: the tensor is stored as its XOR with the parent's
-    /// values if that is clearly smaller, and otherwise as if there were no parent. Preset
+    /// As [`CpuEngine::plan`], with a parent: the tensor is stored as its exclusive or with the
+    /// parent's values if that is clearly smaller, and otherwise as if there were no parent. Preset
     /// `nvcomp` stores every tensor by itself.
     ///
     /// # Errors
@@ -203,7 +203,7 @@ impl CpuEngine {
         let mut best: Option<Candidate> = None;
         for &layout in tried {
             let mut c = self.candidate(layout, dtype.value_width(), sample, delta, scratch)?;
-            // Layouts are in ascending order of work: a slower one must be worth it.
+            // Layouts stand in ascending order of work: a slower one must be worth it.
             if best.as_ref().is_none_or(|b| c.cost < b.cost - b.cost / 256) {
                 // Where all but the exponents are noise, sign and all, no other layout is smaller.
                 let noise = c.planes.iter().skip(1).all(|p| p.2);

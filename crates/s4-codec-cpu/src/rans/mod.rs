@@ -34,7 +34,7 @@ use stream::{
 /// Codec `rans` (docs/codecs/rans.md).
 ///
 /// Encodes with the tensor's shared tables if the context has any, otherwise with tables of its
-/// own in the stream: one, or one for each context byte that occurs. Decodes both
+/// own that stand in the stream: one, or one for each context byte that occurs. Decodes both
 /// precisions, whichever it encodes with.
 #[derive(Debug, Clone, Copy)]
 pub struct Rans {
