@@ -16,7 +16,7 @@ pub struct ChunkRecord {
     pub object: u32,
     /// Bytes on disk, at most [`MAX_CHUNK_BYTES`].
     pub len: u32,
-    /// Whether the chunk is its values as they are, without header and streams.
+    /// Whether the frame is the bare values, without header and streams.
     pub plain: bool,
     /// CRC-32C of the chunk's header and of its streams that are not `raw`, in this order
     /// ([`StreamList::crc`]): of all that a decoder interprets. The other bytes are those of the
