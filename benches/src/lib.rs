@@ -1,11 +1,26 @@
-//! What the benchmarks share: real tensors, and how long to measure.
+//! What the benchmarks share: real tensors, states of training runs, a server, and how long to measure.
 //!
-//! `cargo xtask bench` runs them and writes their table. Every rate counts the raw bytes of the
-//! tensor, so that stages can be compared with each other and with the memory copy beside them.
-//! (`peers.py` measures whole codecs against those of others.)
+//! `cargo xtask bench` runs the benchmarks of kernels and writes their table. Every rate counts the raw
+//! bytes of the tensor, so that stages can be compared with each other and with the memory copy beside
+//! them. (`peers.py` measures whole codecs against those of others.) Whole paths are programs of their own,
+//! run as `cargo run --release -p s4-benches --bin NAME`:
 //!
-//! Deliberately absent: made-up data. The speed of a kernel may not depend on the values, but that
-//! of an entropy coder does.
+//! | program | measures |
+//! |---|---|
+//! | `chains` | size and time to restore of chains of checkpoints, by number of hops |
+//! | `deltas` | size and speed of checkpoints stored as the difference from an earlier one |
+//! | `upload` | saving to an S3 server, beside uploading the same bytes raw |
+//! | `steps` | saving a state step by step into a store, and restoring each |
+//! | `peak` | one save or load, for a look at its memory |
+//! | `gpu` | the CUDA engine and nvCOMP; `cargo xtask bench --gpu` runs it |
+//!
+//! Deliberately absent: made-up data for kernels and codecs. The speed of a kernel may not depend on the
+//! values, but that of an entropy coder does. `upload`, `steps` and `peak` need states of any size: theirs
+//! are made as AdamW would make them ([`adam`]).
+
+pub mod adam;
+pub mod s3;
+pub mod states;
 
 use std::fs;
 use std::path::Path;

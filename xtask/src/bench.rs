@@ -12,7 +12,7 @@ use crate::python::Venv;
 /// Where results are written, below the workspace's root.
 const RESULTS: &str = "benches/results";
 
-/// What the figures in README.md stand between.
+/// The marks around the figures in README.md.
 const MARKS: [&str; 2] = ["<!-- figures -->", "<!-- end of figures -->"];
 
 /// What to measure, and on what.
@@ -101,7 +101,7 @@ fn gpu_paths(root: &Path) -> Result<Option<String>> {
     Ok(None)
 }
 
-/// Replaces what stands between the marks of README.md by the newest summary.
+/// Replaces the text between the marks in README.md with the newest summary.
 fn update_readme(root: &Path) -> Result<()> {
     let (readme, summary) = (root.join("README.md"), root.join(RESULTS).join("summary.md"));
     let read = |path: &Path| fs::read_to_string(path).map_err(|e| Error::at(path, &e));

@@ -5,7 +5,7 @@ use std::path::Path;
 use crate::error::Result;
 use crate::proc;
 use crate::python::Venv;
-use crate::servers::{BUCKET, Servers};
+use crate::servers::{BUCKET, Kind, Servers};
 
 /// Prepares the environment and runs `examples/demo.py` in it.
 ///
@@ -17,11 +17,11 @@ pub(crate) fn run(root: &Path) -> Result<String> {
     // A row of the demo's table; the demo says so where it is missing.
     venv.install_peers("zipnn")?;
     // Stopped when this function ends.
-    let (_servers, endpoint) = Servers::start_s3(root)?;
+    let servers = Servers::start(root, &[Kind::S3])?;
     let mut demo = proc::command(root, venv.python());
     // ZipNN still uses a part of torch that warns of its end.
     demo.args(["-W", "ignore::FutureWarning", "examples/demo.py", "--folder", ".demo"]);
-    demo.args(["--s3", &endpoint, "--bucket", BUCKET]);
+    demo.args(["--s3", &servers.s3_url(), "--bucket", BUCKET]);
     proc::run(&mut demo)?;
     Ok("killed and resumed runs, with files, in a folder and over S3, ended in the unbroken run's \
         state, bit for bit"

@@ -19,7 +19,7 @@ const PTX: &str = "crates/s4-codec-gpu/kernels/s4.ptx";
 /// What to do with the PTX.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Compare with what stands in the tree, and change nothing
+    /// Compare with the file in the tree, and change nothing
     #[arg(long)]
     check: bool,
 }

@@ -1,8 +1,8 @@
 //! The project's own verbs: `cargo xtask <verb>`.
 //!
-//! A machine needs Rust and Python (3.10 or later, with `venv` and `pip`); what else a verb needs it
-//! installs into folders of the project (`.venv`, `.venv-peers`, `target`). Every job of CI is one
-//! of these verbs, so what fails there fails here in the same way.
+//! A machine needs Rust and Python (3.10 or later, with `venv` and `pip`). What else a verb needs, and no
+//! more, it installs into folders of the project (`.venv`, `.venv-peers`, `.venv-servers`, `.venv-lint`,
+//! `target`). Every job of CI is one of these verbs, so what fails there fails here in the same way.
 //!
 //! Deliberately absent: knowledge of how anything is compressed. The verbs start other programs
 //! and read what they print.
@@ -11,6 +11,7 @@ mod bench;
 mod ci;
 mod demo;
 mod error;
+mod features;
 mod fuzz;
 mod kernels;
 mod lint;
@@ -41,7 +42,7 @@ struct Args {
 enum Verb {
     /// Run every test: Rust, documentation, command line, Python (builds the wheel first)
     Test(test::Args),
-    /// Train a small GPT, kill it half way, resume it, prove that not a bit differs
+    /// Train a small GPT, kill it halfway, resume it, prove that not a bit differs
     Demo,
     /// Measure the kernels, and s4weights beside its peers
     Bench(bench::Args),

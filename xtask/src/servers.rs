@@ -25,7 +25,19 @@ pub(crate) const BUCKET: &str = "s4test";
 /// Time for a server to come up, on a slow machine.
 const PATIENCE: Duration = Duration::from_secs(90);
 
+/// A server that a verb can ask for: what nobody asks for is not installed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Speaks S3's protocol; from the Python package index.
+    S3,
+    /// Speaks Azure's; from the npm registry, with Node.
+    Azure,
+    /// Speaks S3's, and lets creates race; built from the Rust index.
+    Racing,
+}
+
 /// Running servers. Dropped, they are stopped.
+#[derive(Default)]
 pub(crate) struct Servers {
     running: Vec<Server>,
 }
@@ -37,49 +49,48 @@ struct Server {
 }
 
 impl Servers {
-    /// Installs the servers into `.venv-servers` where they are missing, starts them, and waits until
+    /// Installs these servers into `.venv-servers` where they are missing, starts them, and waits until
     /// they answer.
     ///
     /// # Errors
     /// If one cannot be installed or does not come up.
-    pub(crate) fn start(root: &Path) -> Result<Self> {
+    pub(crate) fn start(root: &Path, wanted: &[Kind]) -> Result<Self> {
+        let mut servers = Self::default();
+        if wanted.is_empty() {
+            return Ok(servers);
+        }
         let venv = Venv::servers(root)?;
-        let azurite = install_azurite(root, &venv)?;
-        let mut servers = Self { running: Vec::new() };
-        servers.spawn_ministack(root, &venv)?;
-        servers.spawn("azurite", |port| {
-            let mut command = proc::command(root, &azurite.node);
-            command.arg(&azurite.program).args(["--inMemoryPersistence", "--silent"]);
-            command.args(["--skipApiVersionCheck", "--disableTelemetry"]);
-            command.args(["--blobHost", "127.0.0.1", "--blobPort", &port.to_string()]);
-            command
-        })?;
+        for kind in wanted {
+            match kind {
+                Kind::S3 => servers.spawn_ministack(root, &venv)?,
+                Kind::Azure => servers.spawn_azurite(root, &venv)?,
+                Kind::Racing => servers.spawn_racing(root, &venv)?,
+            }
+        }
         servers.wait_until_ready()?;
         servers.make_buckets(root, &venv)?;
         Ok(servers)
     }
 
-    /// As [`Self::start`], just one that speaks S3's protocol; also gives its address.
-    ///
-    /// # Errors
-    /// If it cannot be installed or does not come up.
-    pub(crate) fn start_s3(root: &Path) -> Result<(Self, String)> {
-        let venv = Venv::servers(root)?;
-        let mut servers = Self { running: Vec::new() };
-        servers.spawn_ministack(root, &venv)?;
-        servers.wait_until_ready()?;
-        servers.make_buckets(root, &venv)?;
-        let url = servers.s3().map(Server::url).next().unwrap_or_default();
-        Ok((servers, url))
+    /// The address of the one that speaks S3's protocol; empty if it was not asked for.
+    pub(crate) fn s3_url(&self) -> String {
+        self.s3().map(Server::url).next().unwrap_or_default()
     }
 
-    /// Starts the server whose creates race, too, which is built first where it is missing.
-    ///
-    /// # Errors
-    /// If it cannot be built or does not come up.
-    pub(crate) fn add_racing(&mut self, root: &Path) -> Result<()> {
+    fn spawn_azurite(&mut self, root: &Path, venv: &Venv) -> Result<()> {
+        let azurite = install_azurite(root, venv)?;
+        self.spawn("azurite", |port| {
+            let mut command = proc::command(root, &azurite.node);
+            command.arg(&azurite.program).args(["--inMemoryPersistence", "--silent"]);
+            command.args(["--skipApiVersionCheck", "--disableTelemetry"]);
+            command.args(["--blobHost", "127.0.0.1", "--blobPort", &port.to_string()]);
+            command
+        })
+    }
+
+    fn spawn_racing(&mut self, root: &Path, venv: &Venv) -> Result<()> {
         let (name, version) = RACING;
-        let folder = Venv::servers(root)?.folder().join(name);
+        let folder = venv.folder().join(name);
         let program = install_racing(root, &folder)?;
         // A bucket is a folder.
         let data = folder.join("data");
@@ -91,7 +102,7 @@ impl Servers {
             command
         })?;
         println!("{name} {version} is the one that must be found out");
-        self.wait_until_ready()
+        Ok(())
     }
 
     fn spawn_ministack(&mut self, root: &Path, venv: &Venv) -> Result<()> {
@@ -107,10 +118,11 @@ impl Servers {
     /// The variables by which the tests find the servers.
     pub(crate) fn environment(&self) -> Vec<(&'static str, String)> {
         let s3 = self.s3().map(|s| format!("{}={}", s.name, s.url())).collect::<Vec<_>>();
+        let s3 = (!s3.is_empty()).then(|| ("S4_TEST_S3", s3.join(",")));
         let azure = self.azure().map(|url| ("S4_TEST_AZURE", url));
         let racing = self.running.iter().find(|s| s.name == RACING.0);
         let racing = racing.map(|s| ("S4_TEST_S3_RACING", s.url()));
-        [("S4_TEST_S3", s3.join(","))].into_iter().chain(azure).chain(racing).collect()
+        s3.into_iter().chain(azure).chain(racing).collect()
     }
 
     fn s3(&self) -> impl Iterator<Item = &Server> {
@@ -244,7 +256,12 @@ fn find_node(root: &Path, venv: &Venv) -> Result<(PathBuf, PathBuf)> {
 
 #[cfg(test)]
 mod tests {
-    use super::free_port;
+    use super::{Servers, free_port};
+
+    #[test]
+    fn without_servers_the_tests_are_told_of_none() {
+        assert!(Servers::default().environment().is_empty());
+    }
 
     #[test]
     fn a_free_port_can_be_listened_to() {

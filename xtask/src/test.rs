@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::kernels;
 use crate::proc;
 use crate::python::Venv;
-use crate::servers::Servers;
+use crate::servers::{Kind, Servers};
 
 /// What to test.
 #[derive(Default, clap::Args)]
@@ -15,6 +15,9 @@ pub(crate) struct Args {
     /// Only this side of the project
     #[arg(value_enum)]
     side: Option<Side>,
+    /// Install and start no servers: the tests that need one are left out
+    #[arg(long)]
+    no_servers: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -33,9 +36,14 @@ pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
     if args.side.is_none() {
         said.push(kernels::check(root)?);
     }
-    // What has to be installed is, while the tests are compiled.
+    let wanted: &[Kind] = match (args.no_servers, rust_side) {
+        (true, _) => &[],
+        (false, true) => &[Kind::S3, Kind::Azure, Kind::Racing],
+        (false, false) => &[Kind::S3],
+    };
+    // What has to be installed is installed while the tests are compiled.
     let servers = std::thread::scope(|scope| {
-        let installing = scope.spawn(|| install(root, rust_side, python_side));
+        let installing = scope.spawn(|| install(root, wanted, python_side));
         let compiled = if rust_side { compile(root) } else { Ok(()) };
         let servers = installing.join().map_err(|_| Error::new("installing panicked"))?;
         compiled.and(servers)
@@ -49,12 +57,9 @@ pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
     Ok(said.join("; "))
 }
 
-/// Installs what the tests need, and starts the servers that both sides test the store against.
-fn install(root: &Path, rust_side: bool, python_side: bool) -> Result<Servers> {
-    let mut servers = Servers::start(root)?;
-    if rust_side {
-        servers.add_racing(root)?;
-    }
+/// Installs what the tests need, and starts the servers that the store is tested against.
+fn install(root: &Path, wanted: &[Kind], python_side: bool) -> Result<Servers> {
+    let servers = Servers::start(root, wanted)?;
     if python_side {
         Venv::main(root)?;
     }

@@ -19,6 +19,7 @@ pub(crate) fn run(root: &Path) -> Result<String> {
     let mut findings = directions::check(&packages);
     findings.extend(files::check(root, &texts));
     findings.extend(directions::check_docs(&packages)?);
+    findings.extend(directions::check_features(&packages));
     findings.extend(specs::check(root)?);
     for finding in &findings {
         println!("tidy: {finding}");

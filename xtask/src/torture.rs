@@ -4,7 +4,7 @@ use std::path::Path;
 
 use crate::error::Result;
 use crate::proc;
-use crate::servers::Servers;
+use crate::servers::{Kind, Servers};
 
 /// Which attacks to run, and for how long.
 #[derive(clap::Args)]
@@ -46,8 +46,11 @@ impl Attack {
 /// # Errors
 /// If a server does not start, or the store breaks a promise.
 pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
-    let mut servers = Servers::start(root)?;
-    servers.add_racing(root)?;
+    let wanted: &[Kind] = match args.attack {
+        None | Some(Attack::Liars) => &[Kind::S3, Kind::Racing],
+        Some(_) => &[Kind::S3],
+    };
+    let servers = Servers::start(root, wanted)?;
     let mut attack = proc::cargo(root);
     attack.envs(servers.environment());
     // Built as for the tests, which it is one of.

@@ -232,8 +232,8 @@ impl<C: Copy, D: Copy> Api<C, D> {
         self.check("scratch to decompress", status).map(|()| answer)
     }
 
-    /// Enqueues the compression of a batch on `stream`, a `CUstream`. What each block came to stands
-    /// in the statuses when the stream is done.
+    /// Enqueues the compression of a batch on `stream`, a `CUstream`. The statuses hold the outcome of each
+    /// block when the stream is done.
     ///
     /// # Errors
     /// `Call` if the arguments are refused or the work cannot be enqueued.
@@ -270,8 +270,8 @@ impl<C: Copy, D: Copy> Api<C, D> {
         self.check("compress", status)
     }
 
-    /// Enqueues the decompression of a batch on `stream`, a `CUstream`. What each block came to
-    /// stands in the statuses when the stream is done.
+    /// Enqueues the decompression of a batch on `stream`, a `CUstream`. The statuses hold the outcome
+    /// of each block when the stream is done.
     ///
     /// # Errors
     /// `Call` if the arguments are refused or the work cannot be enqueued.

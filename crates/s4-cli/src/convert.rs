@@ -100,7 +100,7 @@ pub(crate) fn compress(
     Ok(writer.finish(contents)?)
 }
 
-/// Reads and checks the header: where the data starts, and what there is.
+/// Reads and checks the header: where the data starts, and which tensors there are.
 fn read_header(path: &str, file: &mut File) -> Result<(u64, Metadata)> {
     let bad = |source| Failure::Safetensors { file: path.to_owned(), source };
     let io = |e| named(path, e);

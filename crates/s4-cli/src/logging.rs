@@ -8,7 +8,7 @@ use crate::visible::Stderr;
 /// The environment variable that says what is told: `off`, `error`, `warn`, `info`, `debug`, `trace`.
 const VARIABLE: &str = "S4_LOG";
 
-/// Tells of warnings, or of what flags and environment ask for. A program that runs this one in its own
+/// Prints warnings, or what flags and environment ask for. A program that runs this one in its own
 /// process and has a subscriber keeps it.
 ///
 /// # Errors

@@ -94,7 +94,7 @@ fn check(
     fault: bool,
 ) -> Result<()> {
     if fault {
-        // The first byte behind the header belongs to the first chunk.
+        // The first byte after the header belongs to the first chunk.
         if let Some(byte) = file.get_mut(17).filter(|_| !data.is_empty()) {
             *byte ^= 0x10;
         }

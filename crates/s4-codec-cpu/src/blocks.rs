@@ -1,4 +1,4 @@
-//! Planes cut into blocks with a size table (docs/codecs/blocks.md): the frame of every bitstream
+//! Planes cut into blocks with a size table (docs/codecs/blocks.md): the container of every bitstream
 //! that a GPU codes in batches of blocks.
 
 use std::ops::Range;
@@ -72,7 +72,7 @@ impl<'a> Blocks<'a> {
         Ok(blocks)
     }
 
-    /// The sizes as they stand in the table.
+    /// The sizes in the table.
     fn sizes(&self) -> impl Iterator<Item = usize> + 'a {
         let (table, _) = self.src.as_chunks::<4>();
         table.iter().take(self.len.div_ceil(self.block)).map(|s| u32::from_le_bytes(*s) as usize)
@@ -179,7 +179,7 @@ mod tests {
         for cut in 0..good.len() {
             assert!(Blocks::parse(&good[..cut], 25, 10).is_err(), "cut at {cut}");
         }
-        // (A size that is larger by less than the gap behind the block is the codec's to refuse.)
+        // (A size that is larger by less than the gap after the block is the codec's to refuse.)
         for at in (0..16).chain(26..32).chain(42..48) {
             for byte in [0x80, 0xff] {
                 let mut bad = good.clone();

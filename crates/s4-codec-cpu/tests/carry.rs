@@ -1,4 +1,4 @@
-//! `rans` streams that carry the end of the stream behind them.
+//! `rans` streams that carry the end of the next stream.
 
 use proptest::prelude::*;
 use s4_codec_cpu::rans::{Counts, Place, Precision, Table, Tables, write_tables};

@@ -21,7 +21,7 @@
 //   4. s4_encode_crcs (chunks, results, frames, capacity)  grid = 2 x count, block = kCrcThreads
 //
 // Afterwards `results` holds one `EncodeResult` for each chunk, `*total` the bytes of `frames` in use, and
-// `frames` the frames, one behind the other in the order of the batch, each at a multiple of 16, gaps
+// `frames` the frames, consecutive and in the order of the batch, each at a multiple of 16, gaps
 // zero. `frames` is 16-byte aligned; it may be mapped host memory for 3., but 4. reads it again. A
 // capacity of the sum of `round_up(n * width, 16)` over the batch is always enough; of a frame that
 // passes `capacity` nothing is written, and its status becomes `kNoRoom`. `scratch` and the values are in
@@ -137,7 +137,7 @@ struct EncodeChunk {
 };
 static_assert(sizeof(EncodeChunk) == 56, "");
 
-// A stream of a frame, as it stands in the frame's header.
+// A stream of a frame, as the frame's header has it.
 struct StreamEntry {
   u8 codec;   // `Codec`
   u8 param;

@@ -130,7 +130,7 @@ __device__ __forceinline__ u32 crc_words(u32 state, const u32* words, u32 count,
   const u32 rows = (count + kCrcThreads - 1) / kCrcThreads, blocks = (rows + kCrcRows - 1) / kCrcRows;
   const int in_front = static_cast<int>(blocks * kCrcRows * kCrcThreads - count);
   const CrcColumn column{words, static_cast<int>(threadIdx.x) - in_front, state};
-  // One batch is always under way.
+  // One batch is always in flight.
   u32 h[kCrcRows] = {}, even[kCrcBatch], odd[kCrcBatch];
   crc_load(column, 0, even);
 #pragma unroll 1
@@ -168,7 +168,7 @@ struct CrcPart {
   u32 len;
 };
 
-// CRC-32C of `parts` spans one behind the other, of which `part(i)` names one. All threads of a block of
+// CRC-32C of `parts` consecutive spans, of which `part(i)` names one. All threads of a block of
 // kCrcThreads; the answer is everyone's. It reads whole words, but only such as lie within a span.
 template <bool kApart, class Part>
 __device__ __forceinline__ u32 crc_of_parts(u32 parts, const Part& part, CrcShared& shared) {

@@ -43,7 +43,7 @@ __device__ __forceinline__ u32 load_u32(const u8* p) { return load_u16(p) | load
 
 // The table of a stream: its own, or one that the host vouches for.
 struct TableBytes {
-  const SharedTable* shared;  // null: the table stands in the stream
+  const SharedTable* shared;  // null: the table is in the stream
   const u8* own;              // its symbols, frequencies behind them
   u32 kept;
 
@@ -55,7 +55,7 @@ struct TableBytes {
   }
 };
 
-// Reads what stands before the table into `h`; table and word counts fit into the stream if the answer is
+// Reads what precedes the table into `h`; table and word counts fit into the stream if the answer is
 // `kOk`. `head`: the first bytes of the stream. Any thread, on its own.
 template <u32 kBits, u32 kMaxSegments>
 __device__ __forceinline__ Status read_fixed(const u8* head, u32 len, u32 n, const SharedTable* table, Fixed& h) {
@@ -173,10 +173,10 @@ struct WordSource {
 
   Shared buffer;       // kBytes, of this warp, 16-byte aligned
   Shared cursor;       // the next word
-  const u8* next;      // the lane's part of the piece behind the one that is under way
+  const u8* next;      // the lane's part of the piece after the one in flight
   int rest;            // words from there to the end of the segment; negative behind it
   u32 below;           // mask of the lower lanes
-  uint4 ahead;         // the lane's part of the piece under way
+  uint4 ahead;         // the lane's part of the piece in flight
 
   // The `count` words from offset `at` of a 16-byte aligned stream on.
   __device__ __forceinline__ WordSource(u16* buffer_, const u8* stream, u32 at, u32 count)

@@ -2,7 +2,7 @@
 // file that is compiled, for sm_75 and later.
 //
 // The blocks a multiprocessor that the bounds of the fused kernels ask for were the fastest on an H200: fewer
-// registers than they leave mean spills, fewer blocks too little to do while loads are under way.
+// registers than they leave mean spills, fewer blocks too little to do while loads are in flight.
 
 #include "abi.h"
 #include "blocks.cuh"

@@ -31,7 +31,7 @@ const fn stands_at(text: &[u8], at: usize, what: &[u8]) -> bool {
     i == what.len()
 }
 
-/// A decimal number, and where it ends, with a `u` behind it.
+/// A decimal number with the suffix `u`, and where it ends.
 const fn number(text: &[u8], mut at: usize) -> (u64, usize) {
     let mut value = 0;
     assert!(text[at].is_ascii_digit(), "a number of the header that is not decimal");
@@ -206,7 +206,7 @@ pub struct EncodeResult {
     pub status: u8,
     /// Zero.
     pub reserved: u64,
-    /// The streams; zero behind the last one.
+    /// The streams; zero after the last one.
     pub stream: [ResultStream; MAX_PLANES],
 }
 

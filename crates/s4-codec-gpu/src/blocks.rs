@@ -1,4 +1,4 @@
-//! Chunks whose planes a library codes in blocks: what `kernels/blocks.cuh` does before and behind it.
+//! Chunks whose planes a library codes in blocks: what `kernels/blocks.cuh` does before and after it.
 
 use bytemuck::{Pod, Zeroable};
 

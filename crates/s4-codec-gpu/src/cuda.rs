@@ -145,7 +145,7 @@ mod tests {
             }
             Err(e) => {
                 assert!(matches!(e, GpuError::Unavailable { .. }), "{e}");
-                assert!(e.to_string().starts_with("no CUDA here: "), "{e}");
+                assert!(e.to_string().starts_with("CUDA is not available: "), "{e}");
             }
         }
     }

@@ -151,7 +151,7 @@ impl Device {
         if ordinal.unsigned_abs() != self.ordinal() {
             return bad("memory of another device than");
         }
-        // Memory mapped piece by piece reports the piece: there a range may go on behind it.
+        // Memory mapped piece by piece reports the piece: there a range may continue after it.
         let end = start.saturating_add(size as u64);
         if size > 0 && address.checked_add(bytes).is_none_or(|e| e > end) && !self.goes_on(end) {
             return bad("more than was allocated there on");

@@ -6,7 +6,7 @@ use cudarc::driver::{DriverError, sys};
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum GpuError {
     /// There is no CUDA that can be used: work on the CPU.
-    #[error("no CUDA here: {reason}")]
+    #[error("CUDA is not available: {reason}")]
     Unavailable {
         /// Why: no driver, too old a driver, no device.
         reason: String,

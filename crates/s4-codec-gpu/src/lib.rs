@@ -1,14 +1,14 @@
 //! The CUDA handle, the project's kernels, and codecs of GPU libraries.
 //!
-//! - [`Cuda`] finds the driver and its devices at run time; where there is none it says so. A
+//! - [`Cuda`] finds the driver and its devices at run time; where there is none it says why. A
 //!   [`Device`] is used on its primary context, a framework's [`Stream`]s are borrowed, [`Pool`]s hand
 //!   out scratch within a budget, [`Pinned`] memory is the host's end of copies.
-//! - `kernels/` holds the CUDA sources and `s4.ptx`, which is made of them and serves every driver of
+//! - `kernels/` holds the CUDA sources and `s4.ptx`, which is compiled from them and runs on every driver of
 //!   CUDA 12.0 and later. [`abi`] mirrors what `kernels/abi.h` says of calling them; a [`Stream`] queues
 //!   the encoding and decoding of batches of chunks, the same bytes as the CPU's.
 //! - [`nvcomp`] has the codecs of nvCOMP.
 //!
-//! Everything builds without CUDA. What is deliberately absent: plans, tensors, how memory is shared out
+//! Everything builds without CUDA. What is deliberately absent: plans, tensors, how memory is divided
 //! among chunks (`s4-engine`).
 
 pub mod abi;

@@ -276,7 +276,7 @@ impl Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         if let Ok(_current) = self.device.enter() {
-            // SAFETY: allocated in `new`. The driver waits for copies that are under way.
+            // SAFETY: allocated in `new`. The driver waits for copies that are in flight.
             let _ = unsafe { result::free_host(self.start.cast()) };
         }
     }

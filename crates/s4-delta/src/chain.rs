@@ -7,7 +7,7 @@ use std::hash::Hash;
 use s4_format::Error;
 
 /// The chain of `head`: its base first, then each checkpoint after its parent, `head` last.
-/// `parent` tells the parent of a checkpoint, `None` for a base; it is asked once for each
+/// `parent` returns the parent of a checkpoint, `None` for a base; it is called once for each
 /// checkpoint of the chain.
 ///
 /// # Errors

@@ -20,14 +20,14 @@ use s4_planes::{Kernels, Width};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Residual {
-    /// The exclusive or of the bits. It is its own inverse.
+    /// The XOR of the bits. It is its own inverse.
     Xor,
     /// The difference in the order of values, zigzag-coded: see [`Kernels::sub_values`].
     Sub,
 }
 
 impl Residual {
-    /// The id that stands in a plan.
+    /// Its id in a plan.
     pub fn id(self) -> ResidualId {
         match self {
             Self::Xor => ResidualId::XOR,

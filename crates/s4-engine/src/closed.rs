@@ -7,7 +7,7 @@ use s4_planes::Simd;
 
 use crate::{CpuEngine, Preset};
 
-/// How to get out of it.
+/// Advice appended to errors about closed codecs.
 const WAY_OUT: &str = "or have `s4w transcode --trusted` turn the file into an open one on a machine \
                        with a GPU and nvCOMP";
 
@@ -122,7 +122,7 @@ use crate::cuda::nvcomp as gpu;
 mod gpu {
     use super::{ClosedCodec, CodecId, Codecs};
 
-    /// What there is none of.
+    /// Uninhabited: without CUDA there is no GPU.
     pub(super) enum Gpu {}
 
     pub(super) fn open() -> Result<Gpu, String> {

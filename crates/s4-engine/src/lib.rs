@@ -1,7 +1,7 @@
 //! Plans, encodes and decodes tensors into chunks.
 //!
-//! A [`CpuEngine`] takes one chunk at a time and holds no threads: who calls it from many threads
-//! gets parallel work, and the same bytes whatever the number of threads. The planner looks at fixed
+//! A [`CpuEngine`] takes one chunk at a time and has no threads: called from many threads it works in
+//! parallel, and gives the same bytes for any number of threads. The planner looks at fixed
 //! positions of a tensor and compares integer costs, so that the choice too depends on nothing but
 //! the data, the preset and the version.
 //!
@@ -36,7 +36,7 @@ pub use planner::{ParentSample, PlanJob, parent_probes};
 pub use predict::InputValues;
 pub use scratch::Scratch;
 
-/// How much is tried to make a tensor smaller: the one knob.
+/// How much effort goes into making a tensor smaller: the one knob.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Preset {
     /// Planes, coded order 0: keeps up with the link.

@@ -26,7 +26,7 @@ fn encode(engine: &CpuEngine, view: &TensorView<'_>, plan: Option<TensorPlan>) -
     let size = view.dtype.value_width() << plan.chunk_log2;
     let mut chunks = vec![];
     for chunk in 0..view.data.len().div_ceil(size) as u64 {
-        // A frame is appended, whatever stands before it.
+        // A frame is appended to whatever precedes it.
         let mut frame = vec![0xa5; 5];
         let e = engine
             .encode(&EncodeJob { view, plan: &plan, chunk, inputs: &[] }, &mut scratch, &mut frame)

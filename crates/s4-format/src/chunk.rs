@@ -16,7 +16,7 @@ pub struct ChunkRecord {
     pub object: u32,
     /// Bytes on disk, at most [`MAX_CHUNK_BYTES`].
     pub len: u32,
-    /// Whether the chunk is its values as they are, without header and streams.
+    /// Whether the frame is the bare values, without header and streams.
     pub plain: bool,
     /// CRC-32C of the chunk's header and of its streams that are not `raw`, in this order
     /// ([`StreamList::crc`]): of all that a decoder interprets. The other bytes are those of the
@@ -145,7 +145,7 @@ impl StreamEntry {
             at = end;
         }
         if at != chunk.len() {
-            let what = format!("{} bytes behind the last stream", chunk.len() - at);
+            let what = format!("{} bytes after the last stream", chunk.len() - at);
             return Err(Error::corrupt(what).in_part("chunk header"));
         }
         Ok(list)

@@ -22,7 +22,7 @@ pub fn crc32c_append(crc: u32, bytes: &[u8]) -> u32 {
     u32::try_from(digest.finalize()).unwrap_or(0)
 }
 
-/// CRC-32C of several parts as if they stood one behind the other.
+/// CRC-32C of the concatenation of several parts.
 pub(crate) fn crc32c_of_parts<'a>(parts: impl Iterator<Item = &'a [u8]>) -> u32 {
     parts.fold(0, crc32c_append)
 }

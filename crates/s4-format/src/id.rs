@@ -30,7 +30,7 @@ macro_rules! ids {
             $( $(#[$vdoc])* pub const $konst: Self = Self($code); )*
             /// Every id of this kind that the format names, in ascending order.
             pub const ALL: &'static [Self] = &[$(Self($code)),*];
-            /// The name that stands in the specification, or `None` for an id it does not know.
+            /// The name in the specification, or `None` for an id it does not know.
             pub fn name(self) -> Option<&'static str> {
                 match self.0 { $( $code => Some($text), )* _ => None }
             }
@@ -144,7 +144,7 @@ ids! {
     ResidualId, "residual" {
         /// The element itself.
         ID = 0, "id", Open;
-        /// The exclusive or of the bits.
+        /// The XOR of the bits.
         XOR = 1, "xor", Open;
         /// The difference in the order of values, zigzag-coded.
         SUB = 2, "sub", Open;

@@ -166,7 +166,7 @@ fn parse_inner(bytes: &[u8], end: u64, plans: usize) -> Result<Vec<Tensor>> {
     let dims = c.take(dims_len.checked_mul(8).ok_or_else(|| Error::limit("dimensions"))?)?;
     let names = c.take(names_len)?;
     if c.rest() != 0 {
-        return Err(Error::corrupt(format!("{} bytes behind the names", c.rest())));
+        return Err(Error::corrupt(format!("{} bytes after the names", c.rest())));
     }
     let pools = Pools { dims, names };
     check_pools(records)?;

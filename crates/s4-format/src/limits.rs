@@ -1,6 +1,6 @@
 //! Limits of the format: nothing larger is written, and nothing larger is believed when read.
 
-/// Values in a chunk: `2^16` at least (but for the last of a tensor), `2^18` at most.
+/// Values in a chunk: `2^16` at least (except the last of a tensor), `2^18` at most.
 pub const CHUNK_LOG2: std::ops::RangeInclusive<u8> = 16..=18;
 /// Bytes of an encoded chunk: the largest raw chunk (`2^18` values of 8 bytes) and its header.
 pub const MAX_CHUNK_BYTES: usize = (8 << 18) + 4096;

@@ -187,7 +187,7 @@ impl Manifest {
     /// read it where [`Self::require_closed`] says that it can be read.
     ///
     /// # Errors
-    /// As [`Self::parse`], but for closed bitstreams.
+    /// As [`Self::parse`], except that closed bitstreams are no error.
     pub fn parse_closed(json: &[u8], end: u64) -> Result<Self> {
         Self::parse_inner(json, end).map_err(|e| e.in_part("manifest"))
     }
@@ -224,7 +224,7 @@ impl Manifest {
         }
         for s in m.blobs.values().chain([&m.tensors.section]) {
             if s.offset.checked_add(s.bytes).is_none_or(|e| e > end) {
-                return Err(Error::corrupt("section lies behind the manifest"));
+                return Err(Error::corrupt("section reaches beyond the manifest's start"));
             }
         }
         // They lie before `end`, as was found.
@@ -242,7 +242,7 @@ impl Manifest {
         if m.objects.iter().filter(own).count() > 1
             || m.objects.iter().find(own).is_some_and(|o| o.bytes > end)
         {
-            return Err(Error::corrupt("objects"));
+            return Err(Error::corrupt("two unnamed objects, or one beyond the manifest"));
         }
         for (at, c) in m.closed_codecs.iter().enumerate() {
             let twice = m.closed_codecs[..at].iter().any(|before| before.codec == c.codec);

@@ -26,7 +26,7 @@ pub struct Input {
     pub region: Option<Vec<[u64; 2]>>,
 }
 
-/// Predictor, residual and layout of a tensor. The codec of each stream stands in each chunk.
+/// Predictor, residual and layout of a tensor. The codec of each stream is in the header of each chunk.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Plan {
@@ -47,8 +47,8 @@ impl Plan {
         Self { predictor: PredictorId::NONE, residual: ResidualId::ID, layout, inputs: vec![] }
     }
 
-    /// The plan of a tensor that is stored as its exclusive or with tensor number `tensor` of the
-    /// checkpoint whose manifest has the hash `manifest`.
+    /// The plan of a tensor that is stored as its XOR with tensor number `tensor` of the checkpoint
+    /// whose manifest has the hash `manifest`.
     pub fn delta(layout: LayoutId, manifest: Digest, tensor: u32) -> Self {
         Self {
             predictor: PredictorId::PARENT,

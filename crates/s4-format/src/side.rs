@@ -1,7 +1,7 @@
 //! Side data of a tensor: what its chunks need besides themselves.
 //!
-//! Side data stands before the chunk table in the tensor's block: sections of a kind, a length and
-//! as many bytes, each padded with zeros to a multiple of 8.
+//! Side data precedes the chunk table in the tensor's block: sections of a kind, a length and as many
+//! bytes, each padded with zeros to a multiple of 8.
 
 use crate::error::{Error, Result};
 use crate::limits::MAX_SIDE;
@@ -80,7 +80,7 @@ impl Side {
             let data = c.take(len)?.to_vec();
             c.take(len.next_multiple_of(8) - len)?;
             if side.sections.iter().any(|s| s.0 == kind) {
-                return Err(Error::corrupt(format!("side data section {kind} stands twice")));
+                return Err(Error::corrupt(format!("side data section {kind} appears twice")));
             }
             if kind != SideKind::TABLES.0 && kind != SideKind::RANK1.0 {
                 return Err(Error::unsupported(format!("side data section of kind {kind}")));

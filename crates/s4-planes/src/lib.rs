@@ -16,7 +16,7 @@
 //!
 //! Written in vector instructions: `fields` and `bytes` of 2 and 4 bytes for AVX-512, AVX2 and NEON,
 //! `fields-sign` of 2 and 4 bytes for AVX-512 and AVX2. XOR and the differences are portable code,
-//! compiled for each set. The rest is scalar, and so is `token`, but for BMI2 where there is AVX2.
+//! compiled for each set. The rest is scalar, and so is `token`, which uses BMI2 where there is AVX2.
 //!
 //! What is deliberately absent: allocation, names of tensors, dtypes (callers pick a layout and a
 //! [`Width`]), and errors. Sizes are the caller's to get right, and are asserted: a wrong size is

@@ -13,7 +13,7 @@ const ENOENT: i32 = 2;
 /// This one differs between systems.
 const ETIMEDOUT: i32 = if cfg!(target_os = "macos") { 60 } else { 110 };
 
-/// The exception that tells Python of an error. What a Python stream raised is passed on as it is.
+/// The exception that reports an error to Python. What a Python stream raised is passed on as it is.
 pub(crate) fn to_python(py: Python<'_>, error: Error) -> PyErr {
     match error {
         Error::Format { target, source } => {

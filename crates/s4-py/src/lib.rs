@@ -3,7 +3,7 @@
 //! command line.
 //!
 //! All native work runs detached from the interpreter, on threads that end with the call, so that
-//! other Python threads go on and a process may fork between calls. It is stopped by Ctrl-C, its panics
+//! other Python threads can continue and a process may fork between calls. Ctrl-C stops it, its panics
 //! become exceptions (`watch`), and what it logs goes to Python's `logging` (`log`).
 //!
 //! What is deliberately absent: Python objects and PyTorch, which the package's Python part knows.

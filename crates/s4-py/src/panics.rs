@@ -11,7 +11,7 @@ use crate::errors::raise;
 /// Where the last panic was, and what it said.
 static LAST: Mutex<Option<String>> = Mutex::new(None);
 
-/// Notes where panics happen: what is caught tells only what they say.
+/// Notes where panics happen: what is caught has only their message.
 pub(crate) fn note_places() {
     let usual = panic::take_hook();
     panic::set_hook(Box::new(move |info| {

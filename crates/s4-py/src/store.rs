@@ -200,7 +200,7 @@ impl Store {
         Ok(retired.iter().map(ToString::to_string).collect())
     }
 
-    /// Writes a checkpoint anew as a base. Returns the entry, as JSON.
+    /// Rewrites a checkpoint as a base. Returns the entry, as JSON.
     fn rebase(&self, py: Python<'_>, id: &str, callback: Option<Py<PyAny>>) -> PyResult<String> {
         let id = parse_id(id)?;
         let new = self.watcher.run(py, callback, || self.inner.rebase(id, Some(progress())))?;

@@ -225,7 +225,7 @@ fn run_aside<T: Send>(
     let job = move || {
         WATCH.set(Some(Watch::new(has_callback, Ask::There(questions))));
         let outcome = catch_unwind(AssertUnwindSafe(|| interrupt.watch(work)));
-        // The channel's end tells the other thread that this one is done.
+        // The end of the channel shows the other thread that this one is done.
         WATCH.set(None);
         outcome
     };

@@ -20,7 +20,7 @@ pub(crate) type Tensor = (String, String, Vec<u64>, usize, usize);
 /// Writes one file. It cannot be used any more after `finish`, `abort` or an error.
 #[pyclass(frozen, module = "s4weights._core")]
 pub(crate) struct Writer {
-    // Taken out while a call is under way, and for good by the last one.
+    // Taken out while a call runs, and for good by the last one.
     inner: Mutex<Option<s4weights::Writer>>,
     watcher: Watcher,
 }
@@ -99,7 +99,7 @@ impl Writer {
         serde_json::to_string(&report).map_err(to_value_error)
     }
 
-    /// Leaves nothing behind.
+    /// Removes everything that was written.
     fn abort(&self, py: Python<'_>) -> PyResult<()> {
         let writer = self.lock().take();
         self.watcher.run(py, None, || {

@@ -18,22 +18,23 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
 
 @without_gpu
 def test_cuda_that_is_not_there_is_an_error_that_says_why(path: Path) -> None:
-    with pytest.raises(s4weights.S4Error, match=r'device="cuda": .*no CUDA here: .*"auto"'):
+    refusal = r'device="cuda": .*CUDA is not available: .*"auto"'
+    with pytest.raises(s4weights.S4Error, match=refusal):
         s4weights.save([torch.ones(2)], path, device="cuda")
     assert not path.exists()
     s4weights.save([torch.ones(2)], path)
-    with pytest.raises(s4weights.S4Error, match="no CUDA here"):
+    with pytest.raises(s4weights.S4Error, match="CUDA is not available"):
         s4weights.load(path, device="cuda")
-    with pytest.raises(s4weights.S4Error, match="no CUDA here"):
+    with pytest.raises(s4weights.S4Error, match="CUDA is not available"):
         s4weights.load_into([torch.ones(2)], path, device="cuda")
-    with pytest.raises(s4weights.S4Error, match="no CUDA here"):
+    with pytest.raises(s4weights.S4Error, match="CUDA is not available"):
         _core.CudaEngine(1 << 28)
 
 
 @without_gpu
 def test_falling_back_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_device, "_warned", False)
-    with pytest.warns(UserWarning, match="copied through host memory: .*no CUDA here"):
+    with pytest.warns(UserWarning, match="copied through host memory: .*CUDA is not available"):
         assert _device.Compute("auto", None).engine({0}) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -19,7 +19,7 @@ import s4weights
 from s4weights import CheckpointStore
 url = sys.argv[1]
 def failing(store, step=7):
-    # Not finite: refused when the save is under way already.
+    # Not finite: refused when the save is running already.
     return store.save_checkpoint({}, step, {"loss": float("nan")}, blocking=False)
 """
 

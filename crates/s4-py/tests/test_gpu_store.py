@@ -129,7 +129,7 @@ def test_a_snapshot_is_the_state_at_the_call(tmp_path: Path, no_copies: None) ->
     stream = torch.cuda.Stream()
     with CheckpointStore(tmp_path, device="cuda") as store, torch.cuda.stream(stream):
         for step in range(4):
-            # Work that is under way on the caller's stream belongs to the state.
+            # Work that is queued on the caller's stream belongs to the state.
             torch.cuda._sleep(100_000_000)
             train(state)
             pending = store.save_checkpoint(state, step, blocking=False)

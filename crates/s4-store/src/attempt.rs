@@ -24,7 +24,7 @@ const LOOK_UP: usize = 4;
 /// Object numbers are below this: far more than a manifest has room for.
 const MAX_NUMBER: u32 = 1 << 21;
 
-/// What a writer says of a checkpoint.
+/// A checkpoint as its writer describes it.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct About {
     /// The training step.
@@ -32,10 +32,10 @@ pub struct About {
     /// What it is a delta of: [`Checkpoint::reference`] of that one.
     pub parent: Option<Reference>,
     /// How many checkpoints the writer has made since the base, this one counted; 0 for a base. It is
-    /// kept with the checkpoint, so that whoever goes on knows where in its chain that is, also when
-    /// those between are gone.
+    /// kept with the checkpoint, so that a later writer knows its number in the chain, even when those
+    /// between are gone.
     pub since_base: u32,
-    /// The checkpoint whose content this full one also holds, and whose place it takes.
+    /// The checkpoint whose content this full one also holds, and which it replaces.
     pub replaces: Option<Reference>,
     /// Bytes of the tensors before compression.
     pub raw_len: u64,
@@ -45,7 +45,7 @@ pub struct About {
     pub tags: BTreeMap<String, String>,
 }
 
-/// Data objects on their way. Dropped, it stops; what was uploaded is an orphan that a sweep finds.
+/// A checkpoint that is being uploaded. Dropped, it stops; what was uploaded is left for a sweep.
 #[derive(Debug)]
 pub struct Attempt {
     inner: Arc<Inner>,
@@ -94,7 +94,7 @@ impl Attempt {
     }
 
     /// Uploads an object of at most [`MAX_OBJECT`] bytes in the background and returns its number.
-    /// Waits while uploads hold as much memory as they may.
+    /// Waits while uploads use up their memory budget.
     ///
     /// # Errors
     /// [`Error::Limit`] if it is too large; the failure of an earlier upload.
@@ -176,8 +176,8 @@ impl Attempt {
         Ok(())
     }
 
-    /// Begins to look, beside the uploads, whether all objects are there that a delta of `parent` needs.
-    /// [`Attempt::stage`] does so if this was not called, and tells what was found. Must be called within
+    /// Begins to check, during the uploads, that all objects are there which a delta of `parent` needs.
+    /// [`Attempt::stage`] does so if this was not called, and returns what was found. Must be called within
     /// a tokio runtime.
     pub fn expect_parent(&mut self, parent: Reference) {
         if self.parent.as_ref().is_some_and(|(begun, _)| *begun == parent) {
@@ -247,8 +247,8 @@ impl Attempt {
         self.stage(blob, about).await?.publish().await
     }
 
-    /// Stops the uploads and deletes what was uploaded. What a request that is still on its way
-    /// leaves behind is swept later.
+    /// Stops the uploads and deletes what was uploaded. What a request in flight leaves behind is swept
+    /// later.
     ///
     /// # Errors
     /// If objects cannot be deleted.
@@ -271,13 +271,13 @@ impl Staged {
         Reference { id: self.publish.id, manifest_blake3: self.publish.manifest_blake3 }
     }
 
-    /// The way to its objects, to check what was stored before it is published.
+    /// Reads its objects, to check what was stored before it is published.
     #[must_use]
     pub fn reading(&self) -> Reading {
         Reading::new(Arc::clone(&self.inner), self.publish.id, self.manifest.clone())
     }
 
-    /// Lists the checkpoint: the one moment when it comes to be, whole.
+    /// Lists the checkpoint, atomically.
     ///
     /// # Errors
     /// [`Error::Conflict`] if its parent was retired meanwhile, or a sweep gave up on this attempt;
@@ -339,7 +339,7 @@ impl Inner {
     }
 
     /// Checks that all checkpoints of a parent's chain are there. What the log says of the parent is
-    /// checked before the commit, and is no matter of this.
+    /// checked before the commit, not here.
     async fn check_parent(&self, child: CheckpointId, parent: Reference) -> Result<()> {
         let chain: Vec<Publish> = {
             let known = self.known.lock().await;

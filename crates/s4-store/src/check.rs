@@ -27,7 +27,7 @@ pub struct CheckOptions {
     pub only: Vec<CheckpointId>,
 }
 
-/// Code of the caller's that looks into a checkpoint whose objects are all as they were stored.
+/// A caller's own check of a checkpoint whose objects are all as they were stored.
 #[async_trait::async_trait]
 pub trait Inspector: Send {
     /// Checks one checkpoint, whose chain is given as in [`State::chain`]; an error is a finding.
@@ -38,13 +38,13 @@ pub trait Inspector: Send {
         reading: &Reading,
     ) -> std::result::Result<(), CallbackError>;
 
-    /// Called when a checkpoint was checked, whatever came of it.
+    /// Called when a checkpoint was checked, whatever the result.
     fn checked(&mut self, checkpoint: &Checkpoint) {
         let _ = checkpoint;
     }
 }
 
-/// Whether a checkpoint restores, as far as a check tells.
+/// Whether a checkpoint restores, as far as a check can say.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
     /// It does.
@@ -265,7 +265,7 @@ impl Store {
         }
     }
 
-    /// The checkpoints that can be restored as far as `report` tells, from the oldest to the newest.
+    /// The checkpoints that can be restored according to `report`, from the oldest to the newest.
     ///
     /// # Errors
     /// If the log cannot be read.

@@ -6,7 +6,7 @@
 //! next one, and reads both back before it acknowledges anything.
 //!
 //! Of two versions of an entry the one counts that the next entry names by its hash. Whoever knows its
-//! bytes puts it back, and the other writer commits again behind what is there. What a writer
+//! bytes puts it back, and the other writer commits again after what is there. What a writer
 //! acknowledged and does not find any more it lists again.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -31,7 +31,7 @@ const REMEMBERED: usize = 16;
 const NEAR: Duration = Duration::from_secs(60);
 /// How long it may take others to put the log in order, before and after a commit.
 const PATIENCE: (Duration, Duration) = (Duration::from_secs(10), Duration::from_secs(60));
-/// How many entries before the newest are looked for, alone and while others are at work.
+/// How many entries before the newest are read again, alone and while other writers are active.
 const BEFORE: (u64, u64) = (1, 4);
 /// How many entries after one that does not fit tell what should be there.
 const AFTER: u64 = 8;
@@ -48,7 +48,7 @@ pub(crate) struct Own {
     owed: VecDeque<Entry>,
     /// When an entry of another writer was seen to come.
     others: Option<Instant>,
-    /// The state was read anew since, from a log that had changed.
+    /// The state was read again since, from a log that had changed.
     pub(crate) reread: bool,
 }
 
@@ -75,7 +75,7 @@ impl Recent {
 }
 
 impl Own {
-    /// Whether other writers are at work.
+    /// Whether other writers are active.
     pub(crate) fn others_are_near(&self) -> bool {
         self.others.is_some_and(|at| at.elapsed() < NEAR)
     }
@@ -161,7 +161,7 @@ impl Inner {
         Error::Gone { place: self.name.clone(), what }
     }
 
-    /// Reads entries side by side; some may be absent.
+    /// Reads entries in parallel; some may be absent.
     async fn read_some(&self, numbers: Range<u64>) -> Result<Entries> {
         let read = |n| async move {
             let seen = self.read_slot(n).await.map_err(|e| self.unreadable(n, e))?;
@@ -175,7 +175,7 @@ impl Inner {
         Ok(there.collect())
     }
 
-    /// As `read_some`, but for those that are damaged.
+    /// As `read_some`, without those that are damaged.
     async fn read_good(&self, numbers: Range<u64>) -> Result<Entries> {
         let mut good = Entries::new();
         let reads = numbers.map(|n| self.read_some(n..n + 1));
@@ -208,7 +208,7 @@ impl Inner {
     }
 
     /// Puts entry `n` back where another writer overwrote it after the next one had been written, which
-    /// names it by its hash: that writer finds out, and commits again behind what is there. Gives the
+    /// names it by its hash: that writer finds out, and commits again after what is there. Gives the
     /// entry, if its bytes are known and the next one is still there.
     async fn put_back(&self, n: u64, wanted: Digest) -> Result<Option<Box<Entry>>> {
         let Some(bytes) = self.recent.get(n, wanted) else { return Ok(None) };
@@ -233,7 +233,7 @@ impl Inner {
         Ok(Some(entry))
     }
 
-    /// Reads the log anew after an entry turned out to be another one than was known, and notes what
+    /// Reads the log again after an entry turned out to be another one than was known, and notes what
     /// this process committed and must commit again.
     async fn recover(&self, known: &mut Known) -> Result<()> {
         self.check_repo().await?;
@@ -349,7 +349,7 @@ impl Inner {
     }
 
     /// Reads an entry that was created, and those around it, once more, and puts the one before it back if
-    /// another writer overwrote it. `settle` is given while other writers are at work: the time that
+    /// another writer overwrote it. `settle` is given while other writers are active: the time that
     /// creating took, after which a late write of theirs is there.
     pub(crate) async fn read_back(&self, entry: &Entry, settle: Option<Duration>) -> Result<Slot> {
         let settle = settle.filter(|_| self.folder.is_none());
@@ -416,7 +416,7 @@ impl Inner {
         if !matches!(slot, Slot::Ours) {
             return Ok(Look::Slot(slot));
         }
-        // Ours may have overwritten one that others went on behind: theirs counts, and so does what it
+        // Ours may have overwritten one that others have continued from: theirs counts, and so does what it
         // follows. They put it back.
         if let Seen::Entry(next, _) = next?
             && next.prev != hash
@@ -433,6 +433,6 @@ enum Look {
     Slot(Slot),
     /// Ours; but what follows it follows another one.
     Overtook,
-    /// Ours, behind an entry that is not the one that it names any more.
+    /// Ours, after an entry that is no longer the one that it names.
     Unlinked,
 }

@@ -60,7 +60,7 @@ pub enum Op {
     Unretire {
         /// What its writer said when it was published.
         about: Box<Publish>,
-        /// Its place in time ([`crate::Checkpoint::order`]).
+        /// Its position in time ([`crate::Checkpoint::order`]).
         order: u64,
         /// Its writer's clock when it was published, in milliseconds since 1970.
         published_ms: i64,
@@ -97,7 +97,7 @@ pub struct Publish {
     /// choose parents by it ([`crate::About::since_base`]); no rule of the log looks at it.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub since_base: u32,
-    /// The checkpoint whose content this full one also holds, and whose place it takes.
+    /// The checkpoint whose content this full one also holds, and which it replaces.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replaces: Option<Reference>,
     /// BLAKE3 of the object `manifest`.
@@ -119,7 +119,7 @@ pub struct Publish {
     pub tags: BTreeMap<String, String>,
 }
 
-/// A checkpoint, pinned down by its manifest.
+/// A checkpoint, identified by its manifest's hash.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Reference {

@@ -42,7 +42,7 @@ pub enum Error {
     /// The place cannot hold a store safely: choose another one, or the option that is named.
     #[error("refused: {0}")]
     Refused(String),
-    /// Too many answers were lost to find out what the place can do: try again when it works.
+    /// Too many answers were lost to find out what the place can do: try again later.
     #[error(
         "could not find out within {limit:?} whether several writers are safe at {place}: {last}; \
          nothing was changed, try again when the place answers reliably"
@@ -80,7 +80,7 @@ pub enum Error {
         /// Who holds it now, if anybody does.
         holder: Option<Box<Holder>>,
     },
-    /// What this process knows to be in the store is there no longer; nothing was listed.
+    /// What this process knows to be in the store is gone; nothing was listed.
     #[error(
         "{place} is not what it was: {what}; nothing was saved. Was the folder removed, its file system \
          unmounted, or the bucket emptied? Bring it back, or create a new store elsewhere"
@@ -126,7 +126,7 @@ pub enum Error {
     #[error("{0}")]
     CommitUnknown(Box<CommitUnknown>),
     /// The log has an entry that cannot be relied on. Nothing is written to such a store;
-    /// [`crate::Store::open_read_only`] lists what can be proved, [`crate::Store::repair`] mends it.
+    /// [`crate::Store::open_read_only`] lists what can be proved, [`crate::Store::repair`] repairs it.
     #[error(
         "the log is damaged: {damage}. Nothing is written to {place} until `s4w store repair` has \
          mended it (it says first what that loses); opened read-only, the store lists what still restores"
@@ -172,7 +172,7 @@ pub enum Error {
         /// Why, and what to do next.
         source: Failure,
     },
-    /// Nothing worked until the deadline.
+    /// No try succeeded before the deadline.
     #[error("could not {action} {key} within {limit:?}: {last}")]
     Deadline {
         /// `read`, `write`, `list`...
@@ -184,7 +184,7 @@ pub enum Error {
         /// The last failure.
         last: Failure,
     },
-    /// Code of the caller's that the store called (a rebase, a check) failed.
+    /// A caller's function that the store called (a rebase, a check) failed.
     #[error("{0}")]
     Callback(Box<dyn std::error::Error + Send + Sync>),
     /// A local file system's own failure.
@@ -254,7 +254,7 @@ impl Error {
     }
 }
 
-/// What to do next, to be put behind a system's own words.
+/// What to do next, to be appended to the system's own message.
 fn advice(error: &std::io::Error) -> String {
     Cause::of_io(error).advice().map(|advice| format!("; {advice}")).unwrap_or_default()
 }

@@ -221,7 +221,7 @@ fn of_http(kind: HttpErrorKind) -> Cause {
     }
 }
 
-/// What the variant alone tells.
+/// What follows from the variant alone.
 fn of_variant(error: &StoreError) -> Option<Cause> {
     Some(match error {
         StoreError::NotFound { .. } => Cause::NotFound,

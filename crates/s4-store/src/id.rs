@@ -40,7 +40,7 @@ impl FromStr for CheckpointId {
     }
 }
 
-/// Identifies one write of a log entry: what tells our own entry from another's after an answer was
+/// Identifies one write of a log entry: what distinguishes our own entry from another's after an answer was
 /// lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]

@@ -80,7 +80,7 @@ impl Io {
         self.retrier.run("write", key.as_ref(), bytes.len() as u64, put).await
     }
 
-    /// One try to create an object. The error tells nothing about whether it was created.
+    /// One try to create an object. The error does not say whether it was created.
     pub(crate) async fn create_once(&self, key: &Path, bytes: Bytes) -> object_store::Result<()> {
         self.store.put_opts(key, bytes.into(), PutMode::Create.into()).await.map(drop)
     }
@@ -104,7 +104,7 @@ impl Io {
     }
 
     /// Reads a whole object and checks it, twice if need be: bytes may be damaged on their way, and a
-    /// second copy tells whether they are damaged where they lie.
+    /// second copy shows whether they are damaged where they are stored.
     pub(crate) async fn get_checked<T>(
         &self,
         key: &Path,

@@ -1,11 +1,11 @@
 //! The lease of a store that allows one writer at a time.
 //!
-//! It needs no more of an object store than PUT, LIST and DELETE whose effects are seen at once. Whoever
-//! wants to write puts a claim of its own, and then lists: if nothing else is there it is the holder,
-//! else it withdraws. Of two that do so at the same time at least one sees the other, so both may
-//! withdraw, and never both hold. A lease that was not renewed for [`EXPIRES`], by the object store's own
+//! It needs only PUT, LIST and DELETE of an object store, with effects that are seen at once. A process that
+//! wants to write puts a claim, and then lists: if nothing else is there it becomes the holder, otherwise it
+//! withdraws. Of two that do so at the same time at least one sees the other, so both may withdraw, but never
+//! do both hold the lease. A lease that was not renewed for [`EXPIRES`], by the object store's own
 //! clock, is dead and is removed by the next holder. A holder looks for its lease before each commit;
-//! if it was too late with renewing, it asks for it anew.
+//! if it renewed too late, it asks for it again.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -30,7 +30,7 @@ const EXPIRES: Duration = Duration::from_secs(60);
 const RELIES: Duration = Duration::from_secs(45);
 /// How often it is renewed.
 const RENEWS: Duration = Duration::from_secs(15);
-/// How often a process that waits for the lease looks.
+/// How often a process that waits for the lease checks it.
 const LOOKS: Duration = Duration::from_secs(2);
 /// How long two that claim at once wait for each other, about.
 const YIELDS: Duration = Duration::from_millis(100);
@@ -42,7 +42,7 @@ const MAX_LEASE: u64 = 4 << 10;
 /// Who holds the lease of a store that allows one writer at a time.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holder {
-    /// The machine's name, as it calls itself.
+    /// The machine's own name for itself.
     pub host: String,
     /// The process there.
     pub pid: u32,
@@ -163,7 +163,7 @@ impl Lease {
         }
     }
 
-    /// Gives the lease back.
+    /// Deletes this process's lease.
     pub(crate) async fn release(&self) -> Result<()> {
         match self.held.lock().await.take() {
             Some(_) => self.io.delete(&self.key(HELD)).await,
@@ -251,7 +251,7 @@ impl Lease {
         }
     }
 
-    /// Looks whether the lease is still there, and renews it if that is due.
+    /// Checks that the lease is still there, and renews it if that is due.
     async fn keep(&self, renewed: Stamp) -> Result<Stamp> {
         let key = self.key(HELD);
         let listed = self.io.list(&self.layout.leases(), None).await?;

@@ -1,8 +1,8 @@
-//! The checkpoint store: chains of checkpoints in a folder or a bucket, published atomically, never
-//! losing what is needed.
+//! The checkpoint store: chains of checkpoints in a folder or a bucket, published atomically, of which
+//! nothing that is needed is ever deleted.
 //!
-//! A [`Store`] keeps opaque data objects and an opaque manifest for each checkpoint. What lists them
-//! is a log of small objects, each created once and never changed; creating the next one is the only
+//! A [`Store`] keeps opaque data objects and an opaque manifest for each checkpoint. They are listed by a
+//! log of small objects, each created once and never changed; creating the next one is the only
 //! way to change anything, and every reader replays the same entries by the same rules ([`State`]).
 //! `docs/store.md` describes the objects, the protocol, and why it is safe.
 //!
@@ -26,12 +26,12 @@
 //! ```
 //!
 //! Futures need a tokio runtime with time and I/O. A future that is dropped stops where it is: data of
-//! an unfinished attempt stays behind for a sweep, and a commit that was under way is in the log or
+//! an unfinished attempt stays behind for a sweep, and a commit that was in flight is in the log or
 //! not.
 //!
 //! Deliberately absent: compression and the meaning of the bytes; multipart uploads, which object
 //! stores keep and bill when a client dies; locks, which a paused process outlives (the lease of a
-//! store with one writer at a time is no more than a guard against a second one); decisions by the
+//! store with one writer at a time merely guards against a second one); decisions that depend on the
 //! clock of a client.
 #![forbid(unsafe_code)]
 

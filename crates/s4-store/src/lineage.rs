@@ -1,4 +1,4 @@
-//! Indexes of a state: who is a delta of whom, and what stands for a checkpoint that was replaced.
+//! Indexes of a state: which checkpoint is a delta of which, and what replaced which.
 //!
 //! Each rule of the log is checked with a few look-ups here, so replaying a log takes time in
 //! proportion to its length, whatever its entries say.
@@ -94,7 +94,7 @@ impl Lineage {
         self.children.get(&self.family(id)).into_iter().flatten().copied()
     }
 
-    /// Tells deltas whose base was replaced what they are a delta of now. Once for many entries, since
+    /// Updates deltas whose base was replaced: what they are a delta of now. Once for many entries, since
     /// a checkpoint may have many deltas and be replaced many times.
     pub(crate) fn settle(&mut self, live: &mut BTreeMap<CheckpointId, Checkpoint>) {
         for family in std::mem::take(&mut self.moved) {

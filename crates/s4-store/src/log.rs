@@ -19,7 +19,7 @@ use crate::view;
 /// opening a store costs at most.
 pub(crate) const VIEW_EVERY: u64 = 32;
 
-/// What stands in a slot of the log after a try to create it.
+/// What a slot of the log holds after an attempt to create it.
 pub(crate) enum Slot {
     Ours,
     Other(Box<Entry>, Digest),

@@ -1,7 +1,7 @@
 //! The object `manifest`: a table of the data objects, then bytes that mean nothing here.
 //!
 //! `S4CKPT`, a byte 0, a byte with the version; 4 bytes: length of the table, little-endian; the
-//! table as JSON; the caller's bytes up to the end. Its hash stands in the log.
+//! table as JSON; the caller's bytes up to the end. The log names its hash.
 
 use bytes::{BufMut, Bytes, BytesMut};
 use s4_format::Digest;

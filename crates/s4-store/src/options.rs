@@ -1,12 +1,12 @@
-//! How a store behaves: values that are passed in.
+//! Options of a store.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::id::{Ids, TimeIds};
 
-/// When failed requests are repeated. Only requests that may be repeated are, and only after failures
-/// that may pass: not after a 403, for a bucket that does not exist, or on a full disk.
+/// When failed requests are retried: only those that may be repeated, and only after failures that may be
+/// temporary (not after a 403, for a bucket that does not exist, or on a full disk).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Retry {
     /// Most tries of one request, at least 1. The deadline usually comes first. The client of a cloud
@@ -16,11 +16,11 @@ pub struct Retry {
     pub first_pause: Duration,
     /// The longest pause.
     pub longest_pause: Duration,
-    /// As long as the server was never reached: how long to go on. It may be the address that is wrong.
-    /// At most `deadline`.
+    /// How long to retry as long as the server was never reached: the address may be wrong. At most
+    /// `deadline`.
     pub first_contact: Duration,
-    /// Time for one request with all its repetitions, and for one commit. The body of a request may
-    /// take longer as long as it moves: a second more for each 64 KiB.
+    /// Time limit of one request, retries included, and of one commit. The body of a request may take longer
+    /// as long as it makes progress: a second more for each 64 KiB.
     pub deadline: Duration,
 }
 
@@ -37,7 +37,7 @@ impl Default for Retry {
 }
 
 impl Retry {
-    /// Requests that are repeated for this long and no longer, also before the first answer.
+    /// Requests are retried for this long, even before the first answer.
     #[must_use]
     pub fn within(deadline: Duration) -> Self {
         Self { first_contact: deadline, deadline, ..Self::default() }
@@ -54,7 +54,7 @@ impl Retry {
 /// How many processes a new store is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Writers {
-    /// Any number. A store is refused where that is not proved to be safe: the object store must
+    /// Any number. A store is refused where the probe does not show that to be safe: the object store must
     /// create an object only if it is absent.
     #[default]
     Many,
@@ -78,10 +78,10 @@ impl std::str::FromStr for Writers {
     }
 }
 
-/// How thoroughly a place is tried before a store for several writers is created there.
+/// How thoroughly a place is probed before a store for several writers is created there.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ProbeLimits {
-    /// Races that must come to a clean end, however long that takes.
+    /// Races that must end with clear answers, however long that takes.
     pub least_rounds: u32,
     /// Races at most.
     pub most_rounds: u32,
@@ -105,19 +105,19 @@ pub trait CrashPoints: std::fmt::Debug + Send + Sync {
 /// Options of an open store.
 #[derive(Debug, Clone)]
 pub struct StoreOptions {
-    /// Repetition of failed requests.
+    /// When failed requests are retried.
     pub retry: Retry,
-    /// Bytes of objects that may be on their way at once; what a slow link may hold in memory.
+    /// Bytes of objects in flight at once: what a slow link may hold in memory.
     pub upload_memory: usize,
-    /// Requests on their way at once, for reading and looking up.
+    /// Requests in flight at once, for reading and looking up.
     pub concurrency: usize,
-    /// Bytes per second that uploads may use together; `None` for all there is.
+    /// Bytes per second of all uploads together; `None`: no limit.
     pub bandwidth: Option<u64>,
     /// How many processes a store that is created is for. One that exists says so itself.
     pub writers: Writers,
-    /// How thoroughly a place is tried.
+    /// How thoroughly a place is probed.
     pub probe: ProbeLimits,
-    /// Use a local folder even if it lies on a file system whose guarantees are known to be too weak.
+    /// Use a local folder even if it is on a file system whose guarantees are known to be too weak.
     pub allow_network_fs: bool,
     /// Where ids come from.
     pub ids: Arc<dyn Ids>,

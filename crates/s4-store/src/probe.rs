@@ -1,8 +1,8 @@
 //! Finds out whether an object store creates an object only if it is absent.
 //!
-//! Some servers ignore the condition, and some check it and then write, which two writers can slip
-//! through: nothing but trying shows it. So the store is tried, one write after the other and in many
-//! races, in objects of the probe's own. Only clean answers count: a race in which an answer was lost
+//! Some servers ignore the condition, and some check it and then write, which lets two writers slip through:
+//! only a test shows it. So the object store is tested, by consecutive writes and in many races, with objects
+//! of the probe's own. Only clean answers count: a race in which an answer was lost
 //! proves nothing, and is run again under another key.
 
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use crate::failure::Failure;
 use crate::io::is_permanent;
 use crate::options::{ProbeLimits, StoreOptions};
 
-/// Races on their way at once.
+/// Races in flight at once.
 const SIDE_BY_SIDE: usize = 8;
 /// One race of this many has many writers, and one has large bodies.
 const VARIETY: u32 = 8;
@@ -37,7 +37,7 @@ const SMALL: usize = 512;
 const PATIENCE: Duration = Duration::from_secs(30);
 /// What is said of bytes that nobody wrote.
 const DAMAGED: &str = "what was read is damaged";
-/// How often progress is told.
+/// How often progress is reported.
 const TELL: Duration = Duration::from_secs(2);
 
 /// What the probe found.
@@ -47,7 +47,7 @@ pub struct ProbeReport {
     pub refuses_second: bool,
     /// No race had two winners or another's bytes.
     pub survives_races: bool,
-    /// Races that came to a clean end, of 3 to 16 writers each.
+    /// Races that ended with clear answers, of 3 to 16 writers each.
     pub rounds: u32,
     /// Races that went wrong.
     pub bad_rounds: u32,

@@ -67,7 +67,7 @@ impl Reading {
             if hash(bytes.clone()).await == info.blake3 {
                 return Ok(bytes);
             }
-            // Bytes may be damaged on their way: a second copy tells.
+            // Bytes may be damaged in transit: a second copy shows it.
             if !std::mem::take(&mut again) {
                 return Err(Error::corrupt(key, "its hash is not the one in the manifest"));
             }
@@ -86,7 +86,7 @@ impl Reading {
         }
         if let Some(path) = self.local_path(n) {
             let found = tokio::task::spawn_blocking(move || std::fs::metadata(path)).await;
-            // What is wrong besides, reading tells.
+            // Whatever else is wrong shows when it is read.
             let size = found.ok().and_then(|found| found.ok()).map(|m| m.len());
             if let Some(size) = size.filter(|&size| size < range.end) {
                 return Err(too_short(&key, size, range.end));
@@ -94,7 +94,7 @@ impl Reading {
         }
         let end = range.end;
         match self.inner.io.get_range(&key, range).await {
-            // Servers refuse a range that begins behind the end of an object.
+            // Servers refuse a range that begins after the end of an object.
             Err(e @ Error::Storage { .. }) => match self.inner.io.head(&key).await {
                 Ok(meta) if meta.size < end => Err(too_short(&key, meta.size, end)),
                 _ => Err(e),

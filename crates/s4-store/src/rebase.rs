@@ -36,9 +36,9 @@ pub trait Rebaser: Send {
 }
 
 impl Store {
-    /// Writes a full checkpoint with the content of `id`, verifies it and puts it in the other's
-    /// place: one log entry lists the new one, with its step, metrics, tags, pin and place in time,
-    /// takes the old one off the list, and makes deltas of the old one deltas of the new.
+    /// Writes a full checkpoint with the content of `id`, verifies it and replaces the old one by it: one
+    /// log entry lists the new one, with the same step, metrics, tags, pin and position in time, takes the
+    /// old one off the list, and makes deltas of the old one deltas of the new.
     ///
     /// # Errors
     /// [`Error::Callback`] with the rebaser's own; [`Error::Conflict`] if the checkpoint was retired

@@ -1,4 +1,4 @@
-//! What log entries must have said, as far as a view tells.
+//! What log entries must have said, as far as a view shows it.
 //!
 //! A view names the entry that listed each checkpoint, with all that this entry said of it, and the
 //! entry that ended each other one.

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 
 /// A URL without user, password, query and fragment; other text as it is.
 ///
-/// What looks like a password in pieces (`s3://key:sec/ret@bucket`) hides everything behind the scheme.
+/// What looks like a password in pieces (`s3://key:sec/ret@bucket`) hides everything after the scheme.
 #[must_use]
 pub fn redact_url(text: &str) -> Cow<'_, str> {
     let Some((scheme, rest)) = text.split_once("://") else { return Cow::Borrowed(text) };

@@ -110,7 +110,7 @@ impl Inner {
         }
     }
 
-    /// Gives up attempts, as the log stands when the entry is created: what was published in the
+    /// Gives up attempts by the state of the log when the entry is created: what was published in the
     /// meantime stays.
     pub(crate) async fn abort_orphans(
         &self,

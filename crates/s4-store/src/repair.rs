@@ -1,6 +1,6 @@
 //! Mending a damaged log.
 //!
-//! What is left of the log is tied together anew: an entry that cannot be read becomes what a view says
+//! What is left of the log is linked again: an entry that cannot be read becomes what a view says
 //! of it, or a `fence`; entries after it keep their numbers and what they do, and name the new hash of
 //! the entry before. Whatever is overwritten or removed is copied aside first. Entries are written from
 //! the lowest to the highest, so that a log that is half mended is seen to be damaged, by the same
@@ -30,7 +30,7 @@ use crate::view;
 /// Entries after a gap of more than this are no part of the log: they are put aside.
 const LONGEST_GAP: u64 = 10_000;
 
-/// Something that a repair cannot bring back.
+/// Something that a repair cannot recover.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Loss {
     /// The log entry that said it.
@@ -52,13 +52,13 @@ pub struct RepairReport {
     pub listed: Vec<Checkpoint>,
     /// What is lost.
     pub losses: Vec<Loss>,
-    /// Entries that are written anew, and do what they did.
+    /// Entries that are rewritten, and do what they did.
     pub rewritten: Vec<u64>,
     /// Entries that are written from what a view knows of them.
     pub reconstructed: Vec<u64>,
     /// Numbers that are taken by an entry that does nothing.
     pub fenced: Vec<u64>,
-    /// Entries far behind the end of the log, which are removed.
+    /// Entries far after the end of the log, which are removed.
     pub removed: Vec<u64>,
     /// Data that no entry of the log names, with its bytes: perhaps of checkpoints that were lost. A
     /// sweep gives it up when it is older than the grace.
@@ -142,7 +142,7 @@ impl Inner {
         plan.pins(self, survey, ours, now)?;
         for n in &removed {
             let good = survey.slots.read.get(n);
-            let why = "it is far behind the end of the log".to_owned();
+            let why = "it is far after the end of the log".to_owned();
             plan.lose(*n, good.and_then(published), why);
         }
         plan.missed(survey);
@@ -315,7 +315,7 @@ fn entry_published(entry: &Entry) -> Option<(CheckpointId, u64)> {
     }
 }
 
-/// The last number of the log, and the numbers that are too far behind it.
+/// The last number of the log, and the numbers that are too far after it.
 fn split(taken: &BTreeSet<u64>, known: u64) -> (u64, Vec<u64>) {
     let mut last = known;
     for n in taken {

@@ -86,7 +86,7 @@ impl Inner {
         self.replay_from(State::default()).await
     }
 
-    /// Applies all entries after a state: those that a listing shows, side by side, then what came
+    /// Applies all entries after a state: those that a listing shows, in parallel, then what came
     /// after it, one by one. A listing may be stale; a missing answer to a read is the end. The last
     /// entry of the state itself is read, too: it must be the one that the state ends with.
     async fn replay_from(&self, mut state: State) -> Result<State> {
@@ -119,8 +119,8 @@ impl Inner {
         Ok(state)
     }
 
-    /// Brings `known` up to date. Where the log does not go on as this process knows it, it is read
-    /// anew: it may have been mended, or put back, since.
+    /// Brings `known` up to date. Where the log does not continue as this process knows it, it is read
+    /// again: it may have been repaired, or put back, since.
     pub(crate) async fn refresh(&self, known: &mut Known) -> Result<()> {
         if known.damage.is_empty() {
             match self.advance(known).await {

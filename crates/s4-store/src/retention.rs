@@ -18,7 +18,7 @@ pub struct Retention {
     pub keep_every: Option<u64>,
     /// The best by a metric.
     pub best: Vec<Best>,
-    /// These, as long as they are listed: the one a run was resumed from, for one.
+    /// These, as long as they are listed: for example the one that a run was resumed from.
     pub protect: Vec<CheckpointId>,
 }
 
@@ -55,7 +55,7 @@ pub enum Keep {
     NoRules,
 }
 
-/// What a policy makes of a state.
+/// What a policy decides about a state.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Plan {
     /// What stays, and why.
@@ -65,7 +65,7 @@ pub struct Plan {
 }
 
 impl Retention {
-    /// What the policy makes of a state.
+    /// What the policy decides about a state.
     ///
     /// # Errors
     /// [`Error::Argument`] if checkpoints would go although none has a metric by which the best are to
@@ -160,7 +160,7 @@ impl Store {
     pub async fn apply_retention(&self, policy: &Retention) -> Result<Vec<CheckpointId>> {
         let mut retired = Vec::new();
         let build = |state: &State| {
-            // Planned anew for every try: another writer may have published a child.
+            // Planned again for every try: another writer may have published a child.
             let mut ids = policy.plan(state)?.retire;
             ids.truncate(MAX_IDS);
             let op = Op::Retire { ids, reason: "retention".into() };

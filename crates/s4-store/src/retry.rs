@@ -115,7 +115,7 @@ impl Retrier {
         }
     }
 
-    /// Tells of troubles that last, once in a while: `since` as of the next try.
+    /// Reports failures that persist, from time to time. `since`: for how long, as of the next try.
     fn tell(&self, action: &str, key: &str, failure: &Failure, since: Duration, end: Instant) {
         tracing::debug!(key, %failure, "could not {action}, trying again");
         if since < WARN_AFTER {

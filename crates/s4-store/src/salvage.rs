@@ -18,7 +18,7 @@ use crate::layout::Part;
 use crate::state::State;
 use crate::store::Inner;
 
-/// What there is at one number of the log.
+/// What was found at one number of the log.
 #[derive(Debug, Clone)]
 pub(crate) enum Slot {
     Good(Box<Entry>, Digest),
@@ -145,7 +145,7 @@ impl Inner {
     }
 }
 
-/// Applies what can be read of the log after `anchor`, but for the entries in `void`.
+/// Applies what can be read of the log after `anchor`, without the entries in `void`.
 fn weave(anchor: &State, slots: &Slots, void: &BTreeSet<u64>) -> (State, Vec<LogDamage>) {
     let mut state = anchor.clone();
     let mut damage = slots.gaps(slots.taken.last().copied().unwrap_or(0).max(anchor.head()));

@@ -1,6 +1,6 @@
 //! JSON that carries its own hash: `{...}\n"blake3:<hex>"\n`.
 //!
-//! A log entry's hash stands in the entry after it, so the newest one has nobody to vouch for it;
+//! The next log entry names a log entry's hash, so nothing vouches for the newest one;
 //! the same is true of `repo.json` and of hints. Both lines are JSON: any tool can read them.
 
 use s4_format::Digest;

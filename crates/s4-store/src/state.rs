@@ -3,7 +3,7 @@
 //! Every reader and writer replays the same entries by the same rules, so all agree on what is
 //! listed. An entry that breaks a rule is void: it keeps its number and changes nothing. Writers
 //! check the rules against the whole log before they create the entry that would come next, so
-//! nothing void is ever acknowledged; but safety does not rest on their care.
+//! nothing void is ever acknowledged; but safety does not depend on that.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -23,7 +23,7 @@ pub struct Checkpoint {
     pub about: Publish,
     /// The log entry that published it.
     pub entry: u64,
-    /// Its place in time: the entry that published it, or that published what it replaces.
+    /// Its position in time: the entry that published it, or that published what it replaces.
     pub order: u64,
     /// The listed checkpoint that it is a delta of. Another one than `about.parent` where that was
     /// replaced by a full checkpoint with the same content.
@@ -75,7 +75,7 @@ pub struct Dead {
 pub enum End {
     /// It was listed and then retired. It can be listed again until a sweep gives it up.
     Retired,
-    /// It was listed; another one with the same content took its place.
+    /// It was listed; another one with the same content replaced it.
     Replaced {
         /// That one.
         by: Reference,
@@ -169,7 +169,7 @@ impl State {
     }
 
     /// The newest checkpoint: the last one published, whatever its step, so that a run which went
-    /// back to an earlier step resumes where it really was. A replacement is as old as the original.
+    /// back to an earlier step resumes where it was. A replacement is as old as the original.
     #[must_use]
     pub fn latest(&self) -> Option<&Checkpoint> {
         self.live.values().max_by_key(|c| (c.order, c.entry))
@@ -286,7 +286,7 @@ impl State {
         self.head = entry.n;
     }
 
-    /// The newest of those that took a checkpoint's place; itself if none did.
+    /// The last of a checkpoint's successive replacements; itself if there is none.
     pub(crate) fn stands_for(&self, id: CheckpointId) -> CheckpointId {
         self.lineage.newest(id)
     }
@@ -325,7 +325,7 @@ impl State {
         Ok(())
     }
 
-    /// The listed checkpoint that stands for `parent`: itself, or what replaced it.
+    /// The listed checkpoint that `parent` resolves to: itself, or what replaced it.
     pub(crate) fn find_parent(
         &self,
         child: CheckpointId,

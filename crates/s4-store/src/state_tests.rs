@@ -140,7 +140,7 @@ fn a_replacement_takes_over_children_pin_and_place() {
     assert_eq!(ids(state.chain(two.id).unwrap()), [two.id, full.id]);
     assert_eq!(apply(&mut state, retire(&[base.id])), None, "nothing needs the base any more");
 
-    // A writer that was at work against the old one may still publish: the content is the same.
+    // A writer that was saving a delta of the old one may still publish: the content is the same.
     let late = publish(4, Some(reference(&one)));
     assert_eq!(apply(&mut state, Op::Publish(late.clone())), None);
     assert_eq!(ids(state.chain(late.id).unwrap()), [late.id, full.id]);

@@ -51,7 +51,7 @@ pub(crate) struct Inner {
     pub(crate) lease: Option<Arc<Lease>>,
 }
 
-/// What became of a commit whose outcome was unknown.
+/// The outcome of a commit, once it is known.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Resolution {
     /// It is in the log.
@@ -61,7 +61,7 @@ pub enum Resolution {
 }
 
 impl Store {
-    /// Creates a store, after probing what the place can do.
+    /// Creates a store, after probing the place.
     ///
     /// # Errors
     /// [`Error::StoreExists`]; [`Error::Refused`] where a store would not be safe;
@@ -111,11 +111,11 @@ impl Store {
         Self::open_as(place, options, false).await
     }
 
-    /// Opens a store to read it, also if its log is damaged: then it lists what can be proved, and
-    /// [`Store::log_damage`] tells what is wrong. Nothing is ever written.
+    /// Opens a store to read it, even if its log is damaged: then it lists what can be proved, and
+    /// [`Store::log_damage`] says what is wrong. Nothing is ever written.
     ///
     /// # Errors
-    /// As [`Store::open`], but for [`Error::LogDamaged`].
+    /// As [`Store::open`], except [`Error::LogDamaged`].
     pub async fn open_read_only(place: &Place, options: StoreOptions) -> Result<Self> {
         Self::open_as(place, options, true).await
     }
@@ -240,7 +240,7 @@ impl Store {
         self.read_manifest(checkpoint).await
     }
 
-    /// As [`Store::read`], for a checkpoint taken from a state: no look at the log.
+    /// As [`Store::read`], for a checkpoint of a state that is known: the log is not read.
     ///
     /// # Errors
     /// [`Error::Corrupt`] or [`Error::Missing`] if it is damaged.
@@ -260,7 +260,7 @@ impl Store {
         })
     }
 
-    /// Takes checkpoints off the list, and with them nothing else: their data stays until a sweep.
+    /// Takes checkpoints off the list, and does nothing else: their data stays until a sweep.
     /// Returns how many were listed and now are not.
     ///
     /// # Errors
@@ -275,8 +275,8 @@ impl Store {
         Ok(done)
     }
 
-    /// Checks that all may go, and puts those that need others before these, so that a large set can
-    /// go in several entries.
+    /// Checks that all may be retired, and puts deltas before their parents, so that a large set can be
+    /// retired in several entries.
     async fn retire_order(&self, ids: &[CheckpointId]) -> Result<Vec<CheckpointId>> {
         let state = self.state().await?;
         state.check(&Op::Retire { ids: ids.to_vec(), reason: String::new() })?;
@@ -332,7 +332,7 @@ impl Store {
         self.inner.delete_checkpoint(id).await.map(drop)
     }
 
-    /// Tries the place of this store again, whatever was found when it was created. Changes nothing.
+    /// Probes the place of this store again, whatever was found when it was created. Changes nothing.
     ///
     /// # Errors
     /// As [`Place::probe`].
@@ -340,9 +340,9 @@ impl Store {
         self.inner.probe().await
     }
 
-    /// Tries the place again and, where several writers are proved to be safe, opens a store that allows
-    /// one writer at a time to any number: the one change that is ever made to `repo.json`. This handle
-    /// has the lease meanwhile; later it can only read. Open the store again to write to it.
+    /// Probes the place again and, where several writers are safe, opens a store that allows one writer at a
+    /// time to any number: the only change that is ever made to `repo.json`. This handle has the lease
+    /// meanwhile; afterwards it can only read. Open the store again to write to it.
     ///
     /// No process of a version that knows no lease may write to the store meanwhile.
     ///
@@ -359,8 +359,8 @@ impl Store {
         released.map(|()| found)
     }
 
-    /// Ends writing: gives back the lease, if this handle has one, which the next write takes again. Where
-    /// other writers are at work it looks once more whether what it committed is there, and sees to it.
+    /// Ends writing: deletes the lease, if this handle has one; the next write takes it again. While other
+    /// writers are active it checks once more that what it committed is there, and makes sure of it.
     ///
     /// # Errors
     /// If the lease cannot be removed (it expires by itself then); if the log cannot be read;
@@ -377,8 +377,8 @@ impl Store {
         Ok(())
     }
 
-    /// Removes the lease of whoever else holds it, and names them. Only for processes that are known to
-    /// be dead: one that lives finds out before its next commit, and loses its save.
+    /// Removes leases of other processes, and names these. Only for processes that are known to be dead: one
+    /// that is alive notices before its next commit, and loses its save.
     ///
     /// # Errors
     /// [`Error::Argument`] for a store that allows many writers, which has none.
@@ -399,8 +399,8 @@ impl Store {
 }
 
 impl Place {
-    /// Finds out whether several writers are safe here. No store need be here; a folder is created.
-    /// Progress is told as `tracing` events if it takes long.
+    /// Finds out whether several writers are safe in this place, with or without a store. A folder is created.
+    /// If it takes long, progress is reported as `tracing` events.
     ///
     /// # Errors
     /// [`Error::ProbeDisturbed`] if too few trials had clean answers until the deadline of
@@ -501,7 +501,7 @@ impl Inner {
     }
 
     /// Whether the log is written with conditional creates. Where one writer at a time is allowed they
-    /// are no more than another guard.
+    /// are merely another guard.
     pub(crate) fn creates_entries(&self) -> bool {
         let repo = &self.repo;
         repo.mode == Mode::Many || (repo.probe.refuses_second && repo.probed_at == self.server)
@@ -527,7 +527,7 @@ impl Inner {
         Ok(manifest)
     }
 
-    /// Requests on their way at once.
+    /// Requests in flight at once.
     pub(crate) fn concurrency(&self) -> usize {
         self.options.concurrency.max(1)
     }

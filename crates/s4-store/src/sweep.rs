@@ -26,8 +26,8 @@ pub const SHORTEST_GRACE: Duration = Duration::from_secs(24 * 3600);
 /// What a sweep may do.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SweepOptions {
-    /// How long data stays after its checkpoint was retired, so that whoever began to read it can
-    /// finish; and how long an attempt must have been silent before it is given up.
+    /// How long data stays after its checkpoint was retired, so that readers can finish; and how long an
+    /// attempt must have been silent before it is given up.
     pub grace: Duration,
     /// The caller knows that nothing else uses the store: any grace is allowed.
     pub exclusive: bool,
@@ -47,7 +47,7 @@ impl Default for SweepOptions {
 pub enum Why {
     /// Its checkpoint was retired longer ago than the grace.
     Retired,
-    /// Another checkpoint took its place longer ago than the grace.
+    /// Another checkpoint replaced it longer ago than the grace.
     Replaced,
     /// Its attempt was given up.
     Aborted,
@@ -84,7 +84,7 @@ pub struct SweepReport {
     pub waiting: Vec<Swept>,
     /// What could not be deleted or given up, and why; a later sweep tries again.
     pub failed: Vec<(String, String)>,
-    /// Keys in `ck/` that are none of ours: never touched. (Folders of listed checkpoints are not
+    /// Keys in `ck/` that do not belong to a store: never touched. (Folders of listed checkpoints are not
     /// looked into.)
     pub foreign: Vec<String>,
 }
@@ -140,7 +140,7 @@ struct Facts {
 
 impl Store {
     /// Deletes the data of checkpoints that were retired, and of attempts that were given up; gives
-    /// up attempts that have been silent for long. Safe beside writers and readers, and to repeat.
+    /// up attempts that have been silent for long. Safe while writers and readers are active, and to repeat.
     ///
     /// # Errors
     /// [`Error::Argument`] if the grace is too short; [`Error::ReadOnly`] unless it is a dry run; if

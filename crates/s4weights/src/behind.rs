@@ -22,7 +22,7 @@ pub(crate) struct Back {
     pub(crate) hasher: Box<blake3::Hasher>,
 }
 
-/// A sink at work on a thread that ends with it.
+/// A sink that runs on a thread of its own, which ends with it.
 pub(crate) struct Behind {
     piece: Vec<u8>,
     /// Bytes until the piece is full.
@@ -71,7 +71,7 @@ impl Behind {
         Ok(Self { piece: vec![], room, full: Some(full), empty, thread: Some(thread) })
     }
 
-    /// Takes bytes to be hashed and written. What goes wrong there, [`Behind::finish`] tells.
+    /// Takes bytes to be hashed and written. [`Behind::finish`] reports what fails.
     pub(crate) fn put(&mut self, mut bytes: &[u8]) -> Result<()> {
         while !bytes.is_empty() {
             if self.piece.capacity() == 0 {

@@ -46,8 +46,7 @@ impl LargeBuffers {
         LargeBuffer { bytes, room, home: Arc::downgrade(&self.0) }
     }
 
-    /// Tells that nothing is needed for a while: the system may take back the memory of what nobody uses
-    /// (on Linux), if it runs short.
+    /// Lets the system reclaim the memory of idle buffers if it runs short (on Linux).
     pub(crate) fn rest(&self) {
         for buffer in &mut lock(&self.0).buffers {
             advise(buffer.spare_capacity_mut(), Advice::NotNeeded);
@@ -76,7 +75,7 @@ impl Idle {
         self.shrink();
     }
 
-    /// Lets go of the oldest until all together are no more than was said, or none is idle.
+    /// Frees the oldest until the rest fits the budget, or none is idle.
     fn shrink(&mut self) {
         let mut gone = 0;
         for buffer in &self.buffers {

@@ -1,7 +1,7 @@
 //! Which bytes of a checkpoint's objects hold chunks: none of them those of two.
 //!
 //! A chunk table is 24 bytes a chunk. If several chunks could lie in the same bytes, a small file would
-//! be worth any number of values, each decoded anew.
+//! be worth any number of values, each decoded again.
 
 use std::collections::BTreeMap;
 
@@ -106,7 +106,7 @@ mod tests {
         extents.add(&[chunk(1, 16, 40), chunk(0, 48, 48)]).unwrap();
         extents.add(&[chunk(0, 20, 0)]).unwrap();
         assert_eq!(extents.0, BTreeMap::from([((0, 16), 100), ((1, 16), 56)]));
-        // Only what starts behind the padding follows.
+        // Only what starts after the padding follows.
         extents.add(&[chunk(1, 57, 1)]).unwrap();
         assert_eq!(extents.0.len(), 3);
     }

@@ -15,7 +15,7 @@ use crate::options::{Meter, thread_count};
 use crate::parallel::pool;
 use crate::reader::{LoadedBlock, Reader};
 
-/// Requests under way at once where they are slow to answer.
+/// Requests in flight at once where answers are slow.
 const REMOTE_REQUESTS: usize = 8;
 
 /// Requests of no more bytes than this are asked for where they are cheap.
@@ -222,7 +222,7 @@ impl Reader {
                 self.run_span(span, blocks, &self.idle, &mut |bytes| meter.add(bytes))
             });
         };
-        // Workers tell this thread what they have done; it tells the caller, who may cancel.
+        // Workers report to this thread what they have done; it reports to the caller, who may cancel.
         let (tell, told) = channel::<Result<u64>>();
         let stop = AtomicBool::new(false);
         pool.in_place_scope(|scope| {

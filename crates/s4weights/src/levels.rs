@@ -27,8 +27,8 @@ impl Level<'_> {
     }
 }
 
-/// A tensor with chunks of its own, the one that it is a difference from, and so on, down to one that
-/// stands by itself.
+/// A tensor with chunks of its own, the one that it is a delta of, and so on, down to one that is no
+/// delta.
 pub(crate) struct Levels<'a> {
     pub(crate) chunked: Vec<Level<'a>>,
     /// The last one, and its number, if it is a small tensor in a pack.

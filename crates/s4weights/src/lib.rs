@@ -1,7 +1,7 @@
 //! Saves, loads and inspects lossless compressed checkpoints.
 //!
 //! A [`Writer`] takes named tensors and writes one `.s4w` file, front to back, to a path, an object
-//! store or a stream; a [`Reader`] brings back all of them, some of them, or slices. This crate
+//! store or a stream; a [`Reader`] restores all of them, some of them, or slices. This crate
 //! composes the crates below it: the format is `s4-format`, the work on values `s4-engine`.
 //!
 //! ```
@@ -30,7 +30,7 @@
 //! [`store::CheckpointStore`] keeps many checkpoints in a folder or a bucket.
 //!
 //! What is deliberately absent: Python objects (the wheel's matter).
-// But for files that are mapped (`io/region.rs`, `io/mapped.rs`).
+// Except for files that are mapped (`io/region.rs`, `io/mapped.rs`).
 #![deny(unsafe_code)]
 
 mod adversarial;

@@ -41,7 +41,7 @@ pub struct Compressed {
 /// How to work on a tensor in memory.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct MemoryOptions {
-    /// How much is tried to make it smaller.
+    /// How much effort goes into making it smaller.
     pub preset: Preset,
     /// Threads; `None`: as many as the machine has cores.
     pub threads: Option<usize>,

@@ -1,7 +1,7 @@
 //! Tensors that the checkpoints of a chain cut into chunks of different sizes.
 //!
 //! Chunks of one size are read one by one, down the chain: each is wanted once. Of a larger chunk each of
-//! the smaller ones that lie in it would want a part, on every level anew. Such tensors are restored
+//! the smaller ones that lie in it would want a part, again on every level. Such tensors are restored
 //! block by block instead, from the base up, in one buffer: a block has as many values as the largest
 //! chunk that there can be, so that every chunk of every level lies in one block and is read once.
 

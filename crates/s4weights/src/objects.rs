@@ -9,11 +9,11 @@ use s4_store::MAX_OBJECT;
 use crate::error::{Error, Result};
 use crate::io::REMOTE_REQUEST;
 
-/// Takes the data objects of a checkpoint, whole, one after the other. How they are named and kept
-/// is the implementor's matter; an object is asked for by its number again.
+/// Takes the data objects of a checkpoint, whole, one after the other. Their names and storage are up to
+/// the implementor; a reader asks for an object by its number.
 ///
 /// The writer is blocked as long as a call lasts: an implementor that uploads in the background
-/// bounds how much it has under way, and reports what failed at the next call, or to whoever
+/// bounds how much it has in flight, and reports what failed at the next call, or to whoever
 /// publishes the checkpoint. What was put for a checkpoint that is never finished is garbage.
 pub trait ObjectSink: Send {
     /// Takes an object. Numbers start at 0 and come in any order, each once.
@@ -27,13 +27,13 @@ pub trait ObjectSink: Send {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct DataObject {
-    /// What it is asked for by.
+    /// Its number: a reader asks for it by this.
     pub number: u32,
     /// The group that its tensors are of, for those who keep groups apart.
     pub group: u8,
     /// What it holds.
     pub bytes: Bytes,
-    /// BLAKE3 of the bytes, which stands in the manifest.
+    /// BLAKE3 of the bytes, as the manifest has it.
     pub blake3: Digest,
 }
 
@@ -46,7 +46,7 @@ pub trait ObjectSource: Send + Sync {
     /// What keeps the bytes from being read.
     fn get_range(&self, number: u32, range: Range<u64>) -> Result<Bytes>;
 
-    /// Fills `buf` from a place in object `number`; tells whether there were as many bytes.
+    /// Fills `buf` from an offset of object `number`; returns whether there were as many bytes.
     ///
     /// # Errors
     /// As [`ObjectSource::get_range`].
@@ -60,7 +60,7 @@ pub trait ObjectSource: Send + Sync {
         None
     }
 
-    /// Bytes that one request should ask for: large where a request is slow to answer.
+    /// Bytes that one request should ask for: many where answers are slow.
     fn request_size(&self) -> usize {
         REMOTE_REQUEST
     }

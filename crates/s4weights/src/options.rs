@@ -13,7 +13,7 @@ use crate::interrupt;
 use crate::parent::Parent;
 use crate::reader::Reader;
 
-/// How far an operation has come, in bytes of tensor values.
+/// Progress of an operation, in bytes of tensor values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Progress {
     /// Bytes done.
@@ -22,12 +22,12 @@ pub struct Progress {
     pub total: u64,
 }
 
-/// Told of progress from the calling thread; `false` cancels the operation.
+/// Called with the progress, on the calling thread; `false` cancels the operation.
 pub type ProgressFn = Arc<dyn Fn(Progress) -> bool + Send + Sync>;
 
-/// Finds the parent of a checkpoint: opens the checkpoint whose manifest has this hash. It is asked
-/// when a value that is stored as a difference is first wanted, and at most once by each reader, but
-/// for threads that ask at the same time.
+/// Finds the parent of a checkpoint: opens the checkpoint whose manifest has this hash. Each reader calls
+/// it once, when a value that is stored as a delta is first read (more often only if several threads do so
+/// at the same time).
 pub type ParentResolver = Arc<dyn Fn(&Digest) -> Result<Arc<Reader>> + Send + Sync>;
 
 /// Most checkpoints of a chain that a writer adds to, unless told.
@@ -36,7 +36,7 @@ pub const DEFAULT_MAX_CHAIN: u32 = 16;
 /// Options of a [`crate::Writer`].
 #[derive(Clone, Default)]
 pub struct WriteOptions {
-    /// How much is tried to make tensors smaller.
+    /// How much effort goes into making tensors smaller.
     pub preset: Preset,
     /// Threads that encode; `None`: as many as the machine has cores.
     pub threads: Option<usize>,
@@ -44,12 +44,12 @@ pub struct WriteOptions {
     pub simd: Option<Simd>,
     /// Bytes of buffers to keep within; `None`: 256 MiB.
     pub memory: Option<usize>,
-    /// The checkpoint before: tensors that are smaller as their difference from it are stored so.
+    /// The previous checkpoint: tensors that are smaller as deltas of it are stored so.
     pub parent: Option<Arc<dyn Parent>>,
     /// Most checkpoints of a chain; `None`: [`DEFAULT_MAX_CHAIN`]. Readers allow 64.
     pub max_chain: Option<u32>,
-    /// Time for a request to an object store with all its repetitions; `None`: 5 minutes. While a
-    /// server was never reached it is asked for half a minute at most, unless a time is given.
+    /// Time limit of a request to an object store, retries included; `None`: 5 minutes, or half a minute as
+    /// long as the server was never reached.
     pub deadline: Option<Duration>,
     /// Told of progress.
     pub progress: Option<ProgressFn>,
@@ -66,8 +66,7 @@ pub struct ReadOptions {
     pub deadline: Option<Duration>,
     /// Told of progress.
     pub progress: Option<ProgressFn>,
-    /// Finds the parent of a checkpoint that holds differences. Without it, tensors that are stored
-    /// by themselves can be read.
+    /// Finds the parent of a delta. Without it, only tensors that are no deltas can be read.
     pub parents: Option<ParentResolver>,
     /// Whether the file is known to come from a program that is trusted. Only then are closed
     /// bitstreams of a vendor decoded, on a GPU: the vendor's decoders are not safe on other bytes.
@@ -98,12 +97,12 @@ impl fmt::Debug for ReadOptions {
     }
 }
 
-/// The number of threads: what was asked for, or the cores of the machine.
+/// The number of threads: as requested, or the cores of the machine.
 pub(crate) fn thread_count(asked: Option<usize>) -> usize {
     asked.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, Into::into)).max(1)
 }
 
-/// The vector instructions: what was asked for, or the best there are.
+/// The vector instructions: as requested, or the best of the machine.
 pub(crate) fn simd(asked: Option<Simd>) -> Result<Simd> {
     match asked {
         None => Ok(Simd::detect()),
@@ -112,7 +111,7 @@ pub(crate) fn simd(asked: Option<Simd>) -> Result<Simd> {
     }
 }
 
-/// Counts bytes and tells the caller.
+/// Counts bytes and reports them to the caller.
 pub(crate) struct Meter {
     pub(crate) callback: Option<ProgressFn>,
     pub(crate) done: u64,

@@ -1,4 +1,4 @@
-//! Where a writer's bytes go: chunks, then the index behind them or apart from them.
+//! Where a writer's bytes go: chunks, then the index, after them or apart from them.
 
 use bytes::Bytes;
 use rayon::ThreadPool;
@@ -143,7 +143,7 @@ impl Output {
         Ok(())
     }
 
-    /// Tells that all chunks are written; gives the objects that hold them.
+    /// Ends the chunks; gives the objects that hold them.
     pub(crate) fn end_chunks(&mut self) -> Result<Vec<Object>> {
         self.align()?;
         self.write_here()?;

@@ -23,7 +23,7 @@ impl Class {
         if dtype.form() != Form::Float {
             return Self { dtype, group, negative: false, magnitude: 0 };
         }
-        // Sign and the eight bits below it stand at the top of every float.
+        // The sign and the eight bits below it are at the top of every float.
         let tops =
             data.chunks_exact(width).map(|v| u16::from_le_bytes([v[width - 2], v[width - 1]]));
         let (sign, largest) = tops.fold((0, 0), |(s, m), t| (s | t, m.max(t & 0x7fff)));

@@ -1,4 +1,4 @@
-//! The checkpoint before, as a writer sees it: where differences are taken from.
+//! The parent of a checkpoint, as a writer sees it.
 
 use std::collections::HashMap;
 use std::hint::black_box;
@@ -35,9 +35,9 @@ pub struct ParentRange<'a> {
     pub to: &'a mut [u8],
 }
 
-/// The checkpoint that differences are taken from: an open [`crate::Reader`], values still in memory
-/// ([`MemoryParent`]), or what a caller makes. It is named by the hash of its manifest; what it
-/// gives must be the values of that checkpoint.
+/// The checkpoint that deltas are computed from: an open [`crate::Reader`], values still in memory
+/// ([`MemoryParent`]), or a caller's implementation. It is identified by the hash of its manifest, and must
+/// return the values of that checkpoint.
 pub trait Parent: Send + Sync {
     /// BLAKE3 of its manifest.
     fn digest(&self) -> Digest;
@@ -45,7 +45,7 @@ pub trait Parent: Send + Sync {
     /// Checkpoints from it down to its base, both counted: 1 if it is a base.
     fn depth(&self) -> u32;
 
-    /// The tensor of this name, if there is one and its values can be had.
+    /// The tensor of this name, if there is one and its values are available.
     fn find(&self, name: &str) -> Option<ParentTensor<'_>>;
 
     /// Fills ranges of tensors that [`Parent::find`] gave. Called from many threads at once.
@@ -64,8 +64,8 @@ pub trait Parent: Send + Sync {
         Ok(None)
     }
 
-    /// Whether many ranges are read much faster by one call than by many. Such a parent is asked
-    /// for the ranges of many chunks at once, and finds threads of its own.
+    /// Whether one call for many ranges is much faster than many calls. Such a parent is given the ranges of
+    /// many chunks at once, and uses threads of its own.
     fn is_remote(&self) -> bool {
         false
     }
@@ -79,8 +79,8 @@ pub trait Parent: Send + Sync {
     }
 }
 
-/// What a checkpoint's values must be: enough to tell whether values in memory are still its own.
-/// A [`crate::Writer`] gives one when it is done, and a [`crate::Reader`] on request.
+/// The checksums of a checkpoint's values: enough to check whether values in memory are still those.
+/// A [`crate::Writer`] returns one when it is done, and a [`crate::Reader`] on request.
 #[derive(Debug, Clone)]
 pub struct Snapshot {
     pub(crate) digest: Digest,
@@ -111,7 +111,7 @@ impl Snapshot {
         self.depth
     }
 
-    /// Names of the tensors that differences can be taken from: all but small ones, in any order.
+    /// Names of the tensors that deltas can be computed from: all except small ones, in any order.
     pub fn tensors(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
@@ -123,9 +123,9 @@ impl SnapshotTensor {
     }
 }
 
-/// A parent whose values are still in memory, as they are or compressed. Every whole chunk that is
-/// taken from it is compared with the checkpoint's checksum first, so that values which changed
-/// since are an error and never a wrong difference.
+/// A parent whose values are still in memory, raw or compressed. Every whole chunk that is read from it
+/// is compared with the checkpoint's checksum first, so values that have changed since are an error and
+/// never a wrong delta.
 pub struct MemoryParent {
     snapshot: Arc<Snapshot>,
     budget: usize,
@@ -138,7 +138,7 @@ pub struct MemoryParent {
 enum Held {
     /// Memory of the caller's, which may change.
     Theirs(Bytes),
-    /// Memory that nothing changes.
+    /// Memory that never changes.
     Own(Bytes),
     Compressed(Arc<TensorCodec>, Compressed),
 }
@@ -171,8 +171,8 @@ impl MemoryParent {
         self.insert(name, values, Held::Theirs)
     }
 
-    /// As [`MemoryParent::hold`], of bytes that nothing changes any more: differences are taken from them
-    /// where they lie, and not from a copy of each part.
+    /// As [`MemoryParent::hold`], for bytes that no longer change: deltas are computed from them in place,
+    /// without a copy of each part.
     ///
     /// # Errors
     /// As [`MemoryParent::hold`].
@@ -213,7 +213,7 @@ impl MemoryParent {
         Ok(())
     }
 
-    /// Keeps a tensor's values compressed, if the budget allows; tells whether it did.
+    /// Keeps a tensor's values compressed, if the budget allows; returns whether it did.
     ///
     /// # Errors
     /// [`Error::Argument`] if there are not as many bytes as the tensor has, [`Error::Parent`] if

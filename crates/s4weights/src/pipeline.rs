@@ -355,7 +355,7 @@ impl Encoder<'_> {
                 ranges.extend(items[job.item].parent_range(job.chunk, &mut frame.parent));
             }
             if let Err(e) = parent.read(&mut ranges) {
-                // The first frame is looked at first: nothing behind it is written.
+                // The first frame is looked at first: nothing after it is written.
                 frames.iter_mut().take(1).for_each(|f| f.chunk = None);
                 if let Some(first) = frames.first_mut() {
                     first.chunk = Some(Err(e));

@@ -51,17 +51,17 @@ pub struct Reader {
     pub(crate) options: ReadOptions,
     /// Numbers of the tensors that the caller sees, in the order of names.
     by_name: Vec<u32>,
-    /// Tensors that the caller sees; packs stand behind them.
+    /// Tensors that the caller sees; packs follow them.
     named: usize,
     blocks: Mutex<Blocks>,
     /// The parent, once it is known.
     pub(crate) parent: OnceLock<Arc<Reader>>,
-    /// Another checkpoint of the same values that this one took the place of.
+    /// Another checkpoint of the same values that this one replaced.
     pub(crate) stands_for: OnceLock<manifest::Parent>,
     pub(crate) idle: Mutex<Vec<Buffers>>,
 }
 
-/// Blocks that were read, by tensor, and where their chunks lie.
+/// Tensor blocks that were read, by tensor, and where their chunks are.
 #[derive(Default)]
 struct Blocks {
     loaded: HashMap<usize, Arc<LoadedBlock>>,
@@ -126,7 +126,7 @@ impl Reader {
         }
         let named = tensors.iter().take_while(|t| !t.name.is_empty()).count();
         if tensors[named..].iter().any(|t| !t.name.is_empty()) {
-            let e = s4_format::Error::corrupt("packs do not stand behind all other tensors");
+            let e = s4_format::Error::corrupt("a pack precedes a named tensor");
             return Err(e.in_part("tensor table")).at(&name);
         }
         let plan = |t: &Tensor| &manifest.plans[usize::from(t.plan)];
@@ -270,7 +270,7 @@ impl Reader {
     }
 
     /// Fills every want. What does not match its checksums in objects of a store is read once more
-    /// before it is called damaged: bytes may be damaged on their way.
+    /// before it is called damaged: bytes may be damaged in transit.
     fn fetch_checked(
         &self,
         mut wants: Vec<Want<'_>>,
@@ -313,7 +313,7 @@ impl Reader {
     }
 
     /// Side data and chunk tables of tensors with chunks of their own. Adjacent ones are read
-    /// together, and kept.
+    /// together, and cached.
     pub(crate) fn blocks(&self, tensors: &[usize]) -> Result<HashMap<usize, Arc<LoadedBlock>>> {
         let mut blocks = self.blocks.lock().unwrap_or_else(|e| e.into_inner());
         let Blocks { loaded: kept, extents } = &mut *blocks;

@@ -1,4 +1,4 @@
-//! Checks a file, and tells what is in it.
+//! Checks a file, and reports what is in it.
 
 use std::collections::BTreeSet;
 

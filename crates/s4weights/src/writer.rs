@@ -24,7 +24,7 @@ use crate::parent::{Snapshot, SnapshotTensor};
 use crate::pipeline::{Buffers, Coded, Large};
 use crate::report::{Report, Totals};
 
-/// Plans that a manifest can number; the last ones are left to tensors stored by themselves.
+/// Plans that a manifest can number; the last ones are reserved for tensors that are no deltas.
 const MAX_DELTAS: usize = 65_000;
 
 /// A tensor to be written.
@@ -53,7 +53,7 @@ pub struct Contents {
     pub roles: Option<Roles>,
 }
 
-/// Writes one checkpoint. A file that is dropped before [`Writer::finish`] leaves nothing behind.
+/// Writes one checkpoint. Dropped before [`Writer::finish`], it leaves no file behind.
 pub struct Writer {
     pub(crate) name: String,
     pub(crate) out: Output,
@@ -85,8 +85,8 @@ pub struct Written {
     pub report: Report,
     /// Hash and checksums: with the values still in memory, the parent of the next checkpoint.
     pub snapshot: Snapshot,
-    /// Of a checkpoint in objects, what finds the chunks in them: bytes to be kept beside them, and
-    /// to be given to [`crate::Reader::open_objects`]. `None` for a file.
+    /// The index of a checkpoint in objects: bytes to be kept beside these, and to be passed to
+    /// [`crate::Reader::open_objects`]. `None` for a file.
     pub index: Option<Bytes>,
 }
 
@@ -103,7 +103,7 @@ impl Writer {
     }
 
     /// Starts a checkpoint in objects. `name` is for messages. Memory holds one object for each
-    /// group of tensors, and what the sink has under way.
+    /// group of tensors, and what the sink has in flight.
     ///
     /// # Errors
     /// As [`Writer::create`].
@@ -113,7 +113,7 @@ impl Writer {
         objects: ObjectOptions,
         options: WriteOptions,
     ) -> Result<Self> {
-        // Enough for what a sink that lets go of objects has under way.
+        // Enough for what a sink that releases its objects has in flight.
         let buffers = LargeBuffers::new(objects.bytes.saturating_mul(4));
         Self::create_objects_in(name, sink, objects, options, buffers)
     }
@@ -315,7 +315,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Makes the block of a tensor whose chunks are written; blocks follow behind all chunks.
+    /// Makes the block of a tensor whose chunks are written; tensor blocks follow all chunks.
     fn close_block(
         &mut self,
         number: usize,
@@ -350,8 +350,8 @@ impl Writer {
     /// Writes the index and publishes the file.
     ///
     /// # Errors
-    /// `Io` if the target fails; nothing is visible then. `Argument` if chunks are in objects:
-    /// their index is wanted.
+    /// `Io` if the target fails; nothing is visible then. `Argument` if chunks are in objects, whose index
+    /// only [`Writer::complete`] returns.
     pub fn finish(self, contents: Contents) -> Result<Report> {
         let written = self.complete(contents)?;
         match written.index {
@@ -412,7 +412,7 @@ impl Writer {
         Ok(Written { report, snapshot, index })
     }
 
-    /// Whether a tensor is stored as a difference: else the checkpoint is a base.
+    /// Whether any tensor is stored as a delta: otherwise the checkpoint is a base.
     fn has_deltas(&self) -> bool {
         self.plans.iter().any(|p| p.parent().is_some())
     }

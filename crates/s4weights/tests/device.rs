@@ -153,7 +153,7 @@ fn damage_is_named_by_tensor_and_chunk() {
     let path = dir.path().join("x.s4w");
     write_host(&path, &tensors, WriteOptions::default());
     let mut bytes = std::fs::read(&path).unwrap();
-    // Chunks of large tensors stand first: packs are closed behind them.
+    // Chunks of large tensors come first: packs are closed after them.
     bytes[400] ^= 1;
     std::fs::write(&path, bytes).unwrap();
     let reader = Reader::open(path.as_path().into(), Default::default()).unwrap();

@@ -208,7 +208,7 @@ fn damaged_short_and_missing_objects_are_errors() {
     assert!(matches!(read_all(), Err(Error::Io { .. })));
     objects.set(0, clean);
     reader.verify().unwrap();
-    // The index alone tells what there is, and says where the rest is.
+    // The index alone shows what there is, and says where the rest is.
     let alone = Reader::open(Source::Bytes(index.clone()), ReadOptions::default()).unwrap();
     assert_eq!(alone.tensors().len(), tensors.len());
     assert!(alone.read("w").unwrap_err().to_string().contains("objects"));

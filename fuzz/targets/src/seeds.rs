@@ -81,7 +81,7 @@ fn streams(out: &mut Vec<Seed>) {
             let Some(stream) = encode(&Rans::new(Simd::Scalar), param, plane) else { continue };
             out.push(("rans", [&[choice, 0], &len[..], &[0], &stream].concat()));
         }
-        // Two blocks, the sizes of which stand in front.
+        // Two blocks, after their sizes.
         let table = [&3u32.to_le_bytes()[..], &2u32.to_le_bytes(), &[0; 8], &[1; 19]].concat();
         out.push(("stored", [&[2], &200u16.to_le_bytes()[..], &[0, 99, 0], &table].concat()));
     }

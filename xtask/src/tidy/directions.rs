@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use crate::error::{Error, Result};
+use crate::features;
 use crate::proc;
 
 /// Each crate with the crates directly below it. A crate may depend on whatever is below it, at
@@ -36,6 +37,8 @@ pub(super) struct Package {
     name: String,
     /// Dependencies of every kind, those of tests included.
     dependencies: Vec<String>,
+    /// Features that it declares, the default set left out.
+    features: Vec<String>,
     /// Root files of its libraries and programs.
     roots: Vec<PathBuf>,
 }
@@ -62,6 +65,9 @@ fn package(value: &Value) -> Package {
             .iter()
             .map(|d| text(&d["name"]).to_owned())
             .collect(),
+        features: value["features"]
+            .as_object()
+            .map_or_else(Vec::new, |all| all.keys().filter(|f| *f != "default").cloned().collect()),
         roots: array(&value["targets"])
             .iter()
             .filter(is_root)
@@ -88,6 +94,16 @@ pub(super) fn check(packages: &[Package]) -> Vec<String> {
         }
     }
     findings
+}
+
+/// Findings: features of the crates that the list of combinations does not know.
+pub(super) fn check_features(packages: &[Package]) -> Vec<String> {
+    let listed = |p: &Package, f: &String| features::lists(&p.name, f);
+    packages
+        .iter()
+        .flat_map(|p| p.features.iter().filter(|f| !listed(p, f)).map(move |f| (p, f)))
+        .map(|(p, f)| format!("{}: no combination in xtask/src/features.rs has `{f}`", p.name))
+        .collect()
 }
 
 /// Findings: crates whose root file does not open with documentation.
@@ -135,13 +151,21 @@ mod tests {
 
     fn package(name: &str, dependencies: &[&str]) -> Package {
         let dependencies = dependencies.iter().map(|d| (*d).to_owned()).collect();
-        Package { name: name.to_owned(), dependencies, roots: Vec::new() }
+        Package { name: name.to_owned(), dependencies, features: Vec::new(), roots: Vec::new() }
     }
 
     #[test]
     fn down_is_allowed_at_any_distance() {
         let all = [package("s4-format", &["serde"]), package("s4-engine", &["s4-format", "rayon"])];
         assert!(check(&all).is_empty());
+    }
+
+    #[test]
+    fn a_feature_that_is_never_checked_alone_is_found() {
+        let mut one = package("s4-engine", &[]);
+        one.features = vec!["cuda".into(), "new".into()];
+        let findings = check_features(&[one]);
+        assert_eq!(findings, ["s4-engine: no combination in xtask/src/features.rs has `new`"]);
     }
 
     #[test]

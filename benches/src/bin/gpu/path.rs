@@ -32,7 +32,7 @@ struct Frame {
     at: usize,
 }
 
-/// Tensors as they were encoded: frames one behind the other, as in a file.
+/// Tensors as they were encoded: consecutive frames, as in a file.
 struct Coded {
     frames: Vec<Frame>,
     bytes: Vec<u8>,

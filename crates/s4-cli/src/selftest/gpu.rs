@@ -1,6 +1,7 @@
 //! Holds every CUDA device against the processor: the same frames, and values that come back both ways.
 
-use s4weights::cuda::{CodedTensor, Cuda, CudaEngine, CudaOptions, DeviceInfo};
+use s4_engine::cuda::testing::{CodedTensor, Copies};
+use s4weights::cuda::{Cuda, CudaEngine, CudaOptions, DeviceInfo};
 use s4weights::{CpuEngine, DType, Preset, Simd, TensorView, adversarial};
 
 use super::library;
@@ -24,7 +25,7 @@ pub(super) enum Fault {
     LibraryValues,
 }
 
-/// Every fault, but for those that need nvCOMP where there is none.
+/// Every fault; without those that need nvCOMP where it is missing.
 fn faults(library: bool) -> &'static [Fault] {
     let all = &[Fault::Frame, Fault::Values, Fault::LibraryFrame, Fault::LibraryValues];
     if library { all } else { &all[..2] }
@@ -146,8 +147,8 @@ impl Both {
             let first = cases.first().map_or("", |c| c.name.as_str());
             Failure::Test(format!("device {}, tensors from `{first}` on: {e}", self.ordinal))
         };
-        let mut coded =
-            self.engine.encode_copies(self.ordinal, preset, &views).map_err(|e| failed(&e))?;
+        let copies = Copies::new(&self.engine, self.ordinal).map_err(|e| failed(&e))?;
+        let mut coded = copies.encode(preset, &views).map_err(|e| failed(&e))?;
         if fault == Some(Fault::Frame) {
             damage(coded.iter_mut().flat_map(|c| &mut c.chunks).map(|c| &mut c.1));
         }
@@ -156,8 +157,7 @@ impl Both {
             by_cpu.push(self.check_frames(preset, case, by_device)?);
         }
         // The processor's frames: the device reads what it did not write.
-        let mut back =
-            self.engine.decode_copies(self.ordinal, &views, &by_cpu).map_err(|e| failed(&e))?;
+        let mut back = copies.decode(None, &views, &by_cpu).map_err(|e| failed(&e))?;
         if fault == Some(Fault::Values) {
             damage(back.iter_mut());
         }

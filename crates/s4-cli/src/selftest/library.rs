@@ -1,7 +1,8 @@
 //! Preset `nvcomp`: what a device writes is read by the device and by the host's route, and the other way
 //! round.
 
-use s4weights::cuda::{CodedTensor, CudaEngine, DeviceInfo};
+use s4_engine::cuda::testing::{CodedTensor, Copies};
+use s4weights::cuda::{CudaEngine, DeviceInfo};
 use s4weights::{CpuEngine, DType, Preset, Simd};
 
 use super::gpu::{Case, Fault, cases, damage, differs};
@@ -62,8 +63,8 @@ impl Both<'_> {
             let first = cases.first().map_or("", |c| c.name.as_str());
             Failure::Test(format!("device {}, tensors from `{first}` on: {e}", self.ordinal))
         };
-        let coded = self.engine.encode_copies(self.ordinal, Preset::Nvcomp, &views);
-        let mut by_device = coded.map_err(|e| failed(&e))?;
+        let copies = Copies::new(self.engine, self.ordinal).map_err(|e| failed(&e))?;
+        let mut by_device = copies.encode(Preset::Nvcomp, &views).map_err(|e| failed(&e))?;
         if fault == Some(Fault::LibraryFrame) {
             damage(by_device.iter_mut().flat_map(|c| &mut c.chunks).map(|c| &mut c.1));
         }
@@ -72,8 +73,7 @@ impl Both<'_> {
             by_host.push(self.check_frames(case, device)?);
         }
         for (frames, of) in [(&by_device, "the device"), (&by_host, "the host's route")] {
-            let trusted = self.trusted.as_ref();
-            let back = self.engine.decode_copies_with(self.ordinal, trusted, &views, frames);
+            let back = copies.decode(self.trusted.as_ref(), &views, frames);
             let mut back = back.map_err(|e| failed(&e))?;
             if fault == Some(Fault::LibraryValues) {
                 damage(back.iter_mut());

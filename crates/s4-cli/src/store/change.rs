@@ -125,7 +125,7 @@ fn obstacle(state: &State, going: &[Checkpoint]) -> Result<()> {
     let parent = child.base.and_then(|b| state.get(b)).map_or(0, Checkpoint::step);
     let step = child.step();
     Err(Failure::Conflict(format!(
-        "step {parent} is needed by step {step}, which is stored as a difference from it: retire both, \
+        "step {parent} is needed by step {step}, which is a delta of it: retire both, \
          or make step {step} a base first with `s4w store rebase`"
     )))
 }

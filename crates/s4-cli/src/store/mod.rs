@@ -158,7 +158,7 @@ pub(crate) enum Verb {
         #[arg(long)]
         json: bool,
     },
-    /// Make a base of a checkpoint that is stored as a difference, so that what it needs can go
+    /// Make a base of a delta, so that what it needs can be retired
     Rebase {
         #[command(flatten)]
         place: Place,

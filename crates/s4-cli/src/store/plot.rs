@@ -257,7 +257,7 @@ fn dearest(svg: &mut Svg, f: &Figures, costs: &[Cost], top: f64) {
     }
 }
 
-/// The end of a long name, which tells more than its beginning.
+/// The end of a long name, which says more than its beginning.
 fn shorten(name: &str, most: usize) -> String {
     let count = name.chars().count();
     match count > most {

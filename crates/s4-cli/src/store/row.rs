@@ -12,7 +12,7 @@ use super::text;
 pub(crate) struct Row {
     pub(crate) step: u64,
     pub(crate) id: CheckpointId,
-    /// `base`, or `delta`: stored as differences.
+    /// `base` or `delta`.
     pub(crate) kind: &'static str,
     /// What it is a delta of.
     pub(crate) of: Option<CheckpointId>,

@@ -33,7 +33,7 @@ pub(crate) fn count(n: usize, what: &str) -> String {
     format!("{n} {what}{}", if n == 1 { "" } else { "s" })
 }
 
-/// Lines with columns as wide as they need to be: to the right, but for those in `left`.
+/// A table with columns as wide as they need to be: aligned right, except those in `left`.
 pub(crate) fn table(head: &[&str], rows: &[Vec<String>], left: &[usize]) -> String {
     let width = |i: usize| {
         let cells = rows.iter().filter_map(|row| row.get(i)).map(|c| c.chars().count());

@@ -267,7 +267,7 @@ impl Deferred {
         if offset >= len {
             out.dst.copy_within(from..from + len, start);
         } else {
-            // What stands is repeated: twice as much each time.
+            // What has been written is repeated: twice as much each time.
             let mut done = 0;
             while done < len {
                 let more = (offset + done).min(len - done);

@@ -1,4 +1,4 @@
-//! The writer of a page: bits go to 32 lanes, and words stand in the order in which a decoder takes
+//! The writer of a page: bits go to 32 lanes, and words are in the order in which a decoder takes
 //! them.
 
 use super::LANES;
@@ -17,9 +17,9 @@ struct Lane {
     bits: u64,
     /// Bits in `bits`: fewer than 32 between calls.
     filled: u32,
-    /// Where the word that is being filled stands.
+    /// Position of the word that is being filled.
     word: usize,
-    /// Where the word after it stands, if the decoder takes it before this one is full.
+    /// Position of the word after it, if the decoder takes it before this one is full.
     ahead: Option<usize>,
 }
 

@@ -229,9 +229,7 @@ impl Codec for Rans {
         if carry.is_empty() {
             return Ok(());
         }
-        Err(Error::unsupported(
-            "rans stream that carries bytes of the stream behind it, on its own",
-        ))
+        Err(Error::unsupported("rans stream that carries bytes of the next stream, on its own"))
     }
 
     fn decode_carrying(

@@ -16,7 +16,7 @@ pub(super) const SEGMENT_LOG2: u8 = 14;
 pub(super) const LONG_SEGMENT_LOG2: u8 = 15;
 /// Bytes that the states of a segment take.
 pub(super) const STATES_LEN: usize = 4 * LANES;
-/// Where states start in the encoder and end in the decoder, but for the word that they carry.
+/// Where states start in the encoder and end in the decoder, without the word that they carry.
 pub(super) const START: u32 = 1 << 16;
 /// Bytes that the states of a segment carry.
 pub(super) const CARRY_LEN: usize = 2 * LANES;
@@ -111,7 +111,7 @@ pub(super) struct Stream<'a> {
     src: &'a [u8],
     /// The tables that its symbols are coded with.
     pub(super) tables: Vec<Table>,
-    /// Whether its states carry bytes of the stream behind it.
+    /// Whether its states carry bytes of the next stream.
     pub(super) carries: bool,
     /// Number of symbols.
     symbols: usize,

@@ -1,4 +1,4 @@
-//! Tables of frequencies: what they hold and how they stand in a stream.
+//! Tables of frequencies: what they hold and how a stream stores them.
 
 use s4_format::{Error, Result};
 
@@ -72,7 +72,7 @@ impl Table {
     /// A table of `entries`, in this order, in which the escape gets what they leave of `2^P`.
     ///
     /// # Errors
-    /// `Corrupt` if a symbol stands twice, a frequency is 0 (or above 255 with `P = 8`), or they
+    /// `Corrupt` if a symbol occurs twice, a frequency is 0 (or above 255 with `P = 8`), or they
     /// add up to more than `2^P`.
     pub fn new(precision: Precision, entries: &[Entry]) -> Result<Self> {
         let total = precision.total();
@@ -139,7 +139,7 @@ impl Table {
         Ok((table, len))
     }
 
-    /// Appends the table to `dst` as it stands in a stream.
+    /// Appends the table to `dst` as a stream stores it.
     pub fn write(&self, dst: &mut Vec<u8>) {
         let at = dst.len();
         dst.resize(at + self.encoded_len(), 0);

@@ -17,7 +17,7 @@ impl Spare {
     pub(super) const NEW: Self = Self([0; SPARE]);
 }
 
-/// Where a decoder stands in the words of a segment.
+/// Position of a decoder in the words of a segment.
 ///
 /// `next` and `limit` lie in one readable object, the stream or a [`Spare`], and so does `end` or
 /// what follows it; `next <= end` after every successful [`Words::check`].

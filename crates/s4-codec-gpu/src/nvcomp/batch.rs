@@ -1,6 +1,6 @@
 //! Blocks of host memory, coded on the device in one call of a codec: up, coded, and back.
 //!
-//! Both directions are the same but for what a block's output may be: [`Direction`].
+//! Both directions are the same except for what a block's output may be: [`Direction`].
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -251,7 +251,7 @@ impl Call<'_> {
     fn fill(&self, items: &[&Item]) {
         let parts = &self.parts;
         let base = self.device.address();
-        // SAFETY: this call's alone, and nothing is under way on it.
+        // SAFETY: this call's alone, and no work on it is in flight.
         let bytes = unsafe { self.pinned.slice_mut(0, parts.answers_at()) };
         let (mut at, mut to, mut number) = (parts.data_at(), parts.out_at(), 0);
         for item in items {

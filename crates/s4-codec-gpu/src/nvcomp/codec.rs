@@ -64,8 +64,8 @@ pub trait GpuCodec: Debug + Send + Sync {
     /// As [`Self::encode_needs`].
     fn decode_needs(&self, shape: Shape, stream: u64) -> Result<Needs>;
 
-    /// Enqueues the encoding of a batch. When the stream is done, the sizes and, if asked for, the
-    /// statuses stand in the arrays: a status other than success means that the block's output is void.
+    /// Enqueues the encoding of a batch. When the stream is done, the arrays hold the sizes and,
+    /// if asked for, the statuses: a status other than success means that the block's output is void.
     ///
     /// # Errors
     /// `Scratch` if there is too little scratch memory, or what the library says.

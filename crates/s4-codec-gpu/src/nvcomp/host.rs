@@ -1,6 +1,6 @@
 //! Planes in host memory, coded on a GPU: nvCOMP behind the trait of the CPU's codecs.
 //!
-//! Planes that several threads bring at the same time are coded together, by one call of the library:
+//! Planes that several threads submit at the same time are coded together, by one call of the library:
 //! the thread that finds a free lane takes along what others wait for.
 
 use std::collections::BTreeMap;
@@ -201,7 +201,7 @@ fn lane_full(lane: &Lane, waiting: &mut Vec<Arc<Ticket>>) -> Vec<Arc<Ticket>> {
     batch
 }
 
-/// Does the work of tickets that go together, and tells each.
+/// Does the work of tickets that go together, and answers each.
 ///
 /// # Safety
 /// As [`Lane::run`].

@@ -182,12 +182,12 @@ impl Device {
             assert!(bytes[at..place.start].iter().all(|b| *b == 0xa5), "wrote before {place:?}");
             at = place.end;
         }
-        assert!(bytes[at..].iter().all(|b| *b == 0xa5), "wrote behind the last block");
+        assert!(bytes[at..].iter().all(|b| *b == 0xa5), "wrote after the last block");
         Outcome { blocks, statuses }
     }
 }
 
-/// Places for blocks, each at a multiple of 16 bytes with at least 16 bytes behind it.
+/// Places for blocks, each at a multiple of 16 bytes with at least 16 bytes after it.
 struct Places {
     memory: Memory,
     places: Vec<Range<usize>>,

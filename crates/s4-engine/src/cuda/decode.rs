@@ -41,7 +41,7 @@ impl<'s, 'a> Decoder<'s, 'a> {
     }
 
     /// Decodes frames into device `ordinal`: `fill` writes them, `len` bytes together, into pinned
-    /// memory. The work is under way when this returns; its errors may come from a later call.
+    /// memory. The work is queued when this returns; its errors may come from a later call.
     ///
     /// # Errors
     /// `Gpu`: pieces that are not on that device, too many bytes, the driver. `Format`: a chunk that is
@@ -60,7 +60,7 @@ impl<'s, 'a> Decoder<'s, 'a> {
     }
 
     /// Copies values that need no decoding: `fill` writes them into pinned memory. As with
-    /// [`Decoder::push`] the copy is under way when this returns.
+    /// [`Decoder::push`] the copy is queued when this returns.
     ///
     /// # Errors
     /// As [`Decoder::push`].
@@ -146,7 +146,7 @@ impl Launch {
     }
 }
 
-/// What is under way in a slot.
+/// The work in flight in a slot.
 pub(super) struct Busy<'a> {
     pub(super) jobs: Vec<DecodeJob<'a>>,
     pub(super) frames: Frames,
@@ -302,7 +302,7 @@ impl<'s, 'a> Lane<'s, 'a> {
                     // They were forgotten just now.
                     None => side_tables(job.spec.side).of(job.tensor)?,
                 };
-                // The sets of a launch lie in front of it.
+                // The sets of a launch precede it.
                 let at =
                     self.session.meta(slot) + (busy.meta + launch.tables.len() * TABLES) as u64;
                 let at = tables.is_some().then_some(at);
@@ -454,7 +454,7 @@ pub(super) fn has_one_place(job: &DecodeJob<'_>) -> bool {
     matches!(&job.pieces[..], [p] if p.to.bytes() == job.bytes)
 }
 
-/// The spans that bring a chunk's pieces from its values to their places.
+/// The spans that copy a chunk's pieces from its values to their destinations.
 pub(super) fn cut_pieces(job: &DecodeJob<'_>, values: u64, spans: &mut Vec<CopySpan>) {
     job.pieces.iter().for_each(|p| cut(values + p.from, p.to, spans));
 }

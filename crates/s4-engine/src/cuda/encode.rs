@@ -31,7 +31,7 @@ pub struct DeviceFrame<'a> {
     pub tensor: usize,
     /// Number of the chunk within it.
     pub chunk: u64,
-    /// What stands in its record.
+    /// Its record's content.
     pub encoded: EncodedChunk,
     /// The frame, as the CPU engine writes it.
     pub bytes: &'a [u8],
@@ -340,7 +340,7 @@ impl<'a> Lane<'a> {
         Ok(())
     }
 
-    /// The next chunk of this device's tensors; `None` behind the last one.
+    /// The next chunk of this device's tensors; `None` after the last one.
     pub(super) fn next<E: From<CudaError>>(
         &mut self,
         parents: &dyn ParentValues<E>,

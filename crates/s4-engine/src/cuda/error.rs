@@ -8,7 +8,7 @@ pub enum CudaError {
     /// The device or its driver: also budgets that are too small, and pointers that are none.
     #[error(transparent)]
     Gpu(#[from] GpuError),
-    /// A tensor's data: which chunk and stream stands in the source.
+    /// A tensor's data. The source names the chunk and the stream.
     #[error("tensor number {tensor}: {source}")]
     Format {
         /// Number of the tensor in the caller's list.

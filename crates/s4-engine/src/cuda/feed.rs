@@ -30,8 +30,8 @@ impl<'a> Decoder<'_, 'a> {
 
     /// As [`Decoder::push`], for many batches, whose frames are filled in by the threads of a pool
     /// while the batches before are queued and decoded. `fill` gets the number of a batch, where a
-    /// part of its frames starts, and the part: of `part` bytes, but for the last one. `queued` is
-    /// called on this thread, in order, once a batch is under way. Without a pool this thread fills.
+    /// part of its frames starts, and the part: of `part` bytes, except the last one. `queued` is
+    /// called on this thread, in order, once a batch is queued. Without a pool this thread fills.
     ///
     /// # Errors
     /// As [`Decoder::push`]; those of `queued`.

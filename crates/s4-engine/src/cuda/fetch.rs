@@ -115,7 +115,7 @@ fn start(session: &Session<'_>, spans: &[CopySpan]) -> Result<()> {
     let Worker { compute, slots, .. } = &*session.worker;
     let (frames, meta) = (session.frames(0), session.meta(0));
     let (pinned, at) = (&slots[0].pinned, session.pinned_meta());
-    // SAFETY: nothing is under way: every batch is waited for.
+    // SAFETY: nothing is in flight: every batch is waited for.
     let to = unsafe { pinned.slice_mut(at, spans.len() * SPAN) };
     for (to, span) in to.chunks_exact_mut(SPAN).zip(spans) {
         let span = CopySpan { to: frames + span.to, ..*span };

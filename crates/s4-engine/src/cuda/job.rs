@@ -89,7 +89,7 @@ pub(super) fn check(ordinal: u32, len: usize, room: usize, jobs: &[DecodeJob<'_>
     for job in jobs {
         let end = job.at.checked_add(job.record.len as usize);
         if end.is_none_or(|end| end > len) {
-            return Err(s4_format::Error::truncated("frame passes the bytes that were read")
+            return Err(s4_format::Error::truncated("frame exceeds the bytes that were read")
                 .in_chunk(job.chunk))
             .of(job.tensor);
         }

@@ -6,10 +6,9 @@
 //! memory. It keeps within a budget of device memory and one of pinned memory.
 //!
 //! What the kernels lack (`zstd`, `token`) is copied to the host and done by the CPU engine: the same
-//! bytes. What is deliberately absent: predictors but the parent, threads of its own, where frames are
+//! bytes. What is deliberately absent: predictors other than the parent, threads of its own, where frames are
 //! kept.
 
-mod copies;
 mod decode;
 mod encode;
 mod error;
@@ -21,6 +20,9 @@ mod parent;
 mod plan;
 mod route;
 mod tensor;
+#[cfg(feature = "testing")]
+#[doc(hidden)]
+pub mod testing;
 mod worker;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -33,7 +35,6 @@ use s4_format::DType;
 use s4_format::manifest::ClosedCodec;
 use s4_planes::Simd;
 
-pub use copies::CodedTensor;
 pub use decode::Decoder;
 pub use encode::DeviceFrame;
 pub use error::{CudaError, Result};
@@ -68,7 +69,7 @@ impl Default for CudaOptions {
     }
 }
 
-/// Who did how many chunks.
+/// Chunk counts by executor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Chunks {
     /// By the kernels.
@@ -175,7 +176,7 @@ impl CudaEngine {
         &self.cuda
     }
 
-    /// Who did how many chunks, of all calls so far.
+    /// Chunk counts by executor, over all calls so far.
     pub fn chunks(&self) -> Chunks {
         let Counters { device, host, refused } = &self.host.chunks;
         let read = |n: &AtomicU64| n.load(Ordering::Relaxed);
@@ -263,7 +264,7 @@ impl CudaEngine {
         parent: &ParentSample<'_>,
         scratch: &mut Scratch,
     ) -> s4_format::Result<TensorPlan> {
-        // Both samples lie one behind the other.
+        // Both samples are consecutive.
         let width = dtype.value_width() as u64;
         let probes = planner::parent_probes(dtype, bytes / width);
         let probed = probes.iter().map(|r| (r.end - r.start) * width).sum::<u64>();
@@ -277,8 +278,8 @@ impl CudaEngine {
         self.host.cpu.plan_difference(dtype, len, probes.to_vec(), parent, scratch, plan)
     }
 
-    /// Copies values to the host: for each item, in order, its number and the bytes of its parts one
-    /// behind the other, in batches. An item has at most 2 MiB.
+    /// Copies values to the host: for each item, in order, its number and the consecutive bytes of its
+    /// parts, in batches. An item has at most 2 MiB.
     ///
     /// # Errors
     /// `Gpu`; those of `sink`.
@@ -312,8 +313,8 @@ impl CudaEngine {
     }
 
     /// As [`CudaEngine::encode`], where some tensors are differences from a parent, as their plans
-    /// say. The parents' values are brought to the device in front of each group of chunks, and are
-    /// decoded there if frames are given.
+    /// say. The parents' values are uploaded before each group of chunks, and are decoded on the device if
+    /// frames are given.
     ///
     /// # Errors
     /// As [`CudaEngine::encode`]; `Gpu` of type `Argument` for parents of another size than their

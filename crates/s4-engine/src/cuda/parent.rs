@@ -175,7 +175,7 @@ impl Levels {
             let routed = decode_route(&f.spec, &f.record, &f.bytes, to.bytes);
             let Some((route, mut chunk)) = routed else { return false };
             let Ok(tables) = self.tables_of(f) else { return false };
-            // Only the first one stands by itself; and scratch is for frames that became smaller.
+            // Only the first one is no delta; and scratch is for frames that became smaller.
             if f.is_delta() != (level > 0) || f.bytes.len() as u64 > to.bytes {
                 return false;
             }

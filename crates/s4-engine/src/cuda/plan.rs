@@ -1,4 +1,4 @@
-//! Plans of many tensors, side by side.
+//! Plans of many tensors, made in parallel.
 
 use std::sync::{Mutex, MutexGuard};
 

@@ -83,7 +83,7 @@ pub(super) fn plan_tables(plan: &TensorPlan) -> Option<[SharedTable; MAX_PLANES]
 pub(super) fn side_tables(side: &Side) -> Result<Option<[SharedTable; MAX_PLANES]>> {
     let bytes = SharedTables::parse(side.get(SideKind::TABLES))?;
     let parse = |i: usize| {
-        // Which precision it is stands in the streams; a table is of one only.
+        // The streams say which precision it is; a table is of one only.
         [Precision::P8, Precision::P12].into_iter().find_map(|precision| {
             let (table, len) = Table::parse(precision, bytes.plane(i)).ok()?;
             (len == bytes.plane(i).len()).then_some(table)
@@ -121,7 +121,7 @@ pub(super) fn decode_route(
     (chunk.crc_encoded, chunk.crc_raw) = (record.crc_encoded, record.crc_raw);
     if record.plain {
         chunk.plain = 1;
-        // The values' checksum stands there twice.
+        // Both checksums are that of the values.
         let sound = frame.len() as u64 == bytes && record.crc_encoded == record.crc_raw;
         return sound.then_some((Route::Composed, chunk));
     }

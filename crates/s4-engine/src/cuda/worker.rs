@@ -7,7 +7,7 @@ use s4_format::limits::MAX_CHUNK_BYTES;
 
 use super::tensor::DeviceMemory;
 
-/// Groups of chunks under way at once: one is encoded, one copied, one handed on.
+/// Groups of chunks in flight at once: one is encoded, one copied, one handed on.
 pub(super) const SLOTS: usize = 3;
 /// The most bytes of values that one group has: more would only take longer to begin.
 const MOST: u64 = 32 << 20;
@@ -60,7 +60,7 @@ impl Sizes {
 
 /// One place of the ring.
 pub(super) struct Slot {
-    /// Frames, and behind them descriptors and results.
+    /// Frames, then descriptors and results.
     pub(super) pinned: Arc<Pinned>,
     /// The kernels are done, and what they say has arrived.
     pub(super) worked: Event,
@@ -106,7 +106,7 @@ impl Worker {
     }
 }
 
-/// A worker at work: it has its device memory, and gives it back when dropped.
+/// A worker in use: it has its device memory, and returns it when dropped.
 pub(super) struct Session<'a> {
     pub(super) worker: MutexGuard<'a, Worker>,
     arena: Option<DeviceBuffer>,
@@ -194,7 +194,7 @@ impl<'a> Session<'a> {
 impl Drop for Session<'_> {
     fn drop(&mut self) {
         let Worker { compute, copy, up, pool, .. } = &*self.worker;
-        // Nothing may be under way on memory that goes away. An error was reported before, or is of
+        // No work may be in flight on memory that goes away. An error was reported before, or is of
         // a device that is gone.
         let _ = compute.synchronize().and(copy.synchronize()).and(up.synchronize());
         self.arena = None;

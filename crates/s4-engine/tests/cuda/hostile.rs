@@ -100,7 +100,7 @@ fn damaged_frames_with_mended_checksums_are_judged_as_on_the_cpu() {
             all.extend((0..rounds).map(|_| damage(i, host, e, &mut random)));
         }
     }
-    // Good frames behind them, so that all of them are looked at.
+    // Good frames after them, so that all of them are looked at.
     all.extend((0..8).map(|_| Damaged {
         source: 0,
         frame: encoded[0].chunks[0].1.clone(),
@@ -199,7 +199,7 @@ fn decode_all(
         assert!(found[at..*place].iter().all(|b| *b == 0xee), "written in front of {place}");
         at = place + len;
     }
-    assert!(found[at..].iter().all(|b| *b == 0xee), "written behind the last frame");
+    assert!(found[at..].iter().all(|b| *b == 0xee), "written after the last frame");
     let value = |(i, e): (usize, Option<CudaError>)| match e {
         Some(e) => Err(e),
         None => {

@@ -105,7 +105,7 @@ fn churn(gpu: &Gpu, tensors: &[Racing], stop: &AtomicBool) {
     let mut next = places(tensors);
     while !stop.load(Ordering::Relaxed) {
         let (t, version, first, len) = next();
-        // SAFETY: nothing is under way on the pinned memory; the rest as above.
+        // SAFETY: nothing is in flight on the pinned memory; the rest as above.
         unsafe {
             pinned.slice_mut(0, len).copy_from_slice(&version[first..first + len]);
             stream.copy_to_device(&pinned, 0, len, t.upload.address + first as u64).unwrap();

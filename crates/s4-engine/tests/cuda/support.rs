@@ -69,7 +69,7 @@ impl Gpu {
     pub(crate) fn upload(&self, bytes: &[u8], skew: u64) -> Upload {
         let buffer = self.pool.alloc(&self.stream, bytes.len() as u64 + skew, "a test").unwrap();
         let pinned = Pinned::new(&self.device, bytes.len()).unwrap();
-        // SAFETY: nothing is under way on either memory, and the copy is waited for.
+        // SAFETY: nothing is in flight on either memory, and the copy is waited for.
         unsafe {
             pinned.slice_mut(0, bytes.len()).copy_from_slice(bytes);
             let to = buffer.address() + skew;
@@ -284,7 +284,7 @@ pub(crate) fn decode(
     Ok(to.iter().map(|u| gpu.download(u.address, u.bytes)).collect())
 }
 
-/// Frames one behind the other, as in a file.
+/// Consecutive frames, as in a file.
 #[derive(Default)]
 pub(crate) struct Span<'a> {
     pub(crate) bytes: Vec<u8>,

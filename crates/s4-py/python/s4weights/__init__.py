@@ -7,7 +7,7 @@
     s4weights.save({"model": model.state_dict(), "step": step}, "step100.s4w")
     checkpoint = s4weights.load("step100.s4w", map_location="cuda")
 
-`CheckpointStore` keeps many checkpoints of a run, most as small differences from an earlier one::
+`CheckpointStore` keeps many checkpoints of a run, most as small deltas of an earlier one::
 
     with s4weights.CheckpointStore("runs/a") as store:
         store.save_checkpoint({"model": model.state_dict()}, step, blocking=False)
@@ -15,10 +15,11 @@
         checkpoint = store.load_checkpoint()
 
 Tensors on CUDA devices are encoded and decoded where they are. `load_into` fills tensors that are
-there already. `verify` checks a file without PyTorch, and `inspect` tells what is in it.
+there already. `verify` checks a file without PyTorch, and `inspect` shows what is in it.
 
-All functions may be called from several threads at once, and so may the methods of a store; what
-they are given (tensors, streams) is the caller's to guard. Ctrl-C stops any call within a second.
+All functions may be called from several threads at once, and so may the methods of a store;
+their arguments (tensors, streams) are the caller's to protect. Ctrl-C interrupts any call within
+a second.
 Warnings go to the logger ``s4weights`` and those below it, such as ``s4weights.store``; a program
 that has not set up `logging` sees them on stderr.
 """

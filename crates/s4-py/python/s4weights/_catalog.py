@@ -64,7 +64,7 @@ class Catalog(ABC):
 
     def undelete(self, ids: str | Iterable[str]) -> Entries:
         """Lists checkpoints again that were deleted, or that retention took off the list, by their
-        ids, together with those that they are differences from. Possible until `gc` has given up
+        ids, together with those that they are deltas of. Possible until `gc` has given up
         their data: `ConflictError` after that. Returns what is listed again.
         """
         self._settle()
@@ -103,7 +103,7 @@ class Catalog(ABC):
 
         Args:
             dry_run: only tell what would be deleted.
-            grace: lets whoever reads a checkpoint, or saves one, finish.
+            grace: time for running loads and saves to finish.
             exclusive: nobody else uses the store now: any grace will do.
         """
         self._settle()
@@ -112,8 +112,8 @@ class Catalog(ABC):
         return report
 
     def rebase(self, step: int | str, *, progress: ProgressArgument = None) -> CheckpointEntry:
-        """Writes a difference anew as a base, which takes its place once every value was compared.
-        Then what it was a difference from can be deleted.
+        """Rewrites a delta as a base, which replaces it once every value has been compared.
+        Then what it was a delta of can be deleted.
         """
         self._settle()
         found = self._find(step)

@@ -148,7 +148,7 @@ class Store:
         """Retires what a policy does not keep."""
 
     def rebase(self, id: str, callback: Progress | None) -> str:
-        """Writes a checkpoint anew as a base."""
+        """Rewrites a checkpoint as a base."""
 
     def sweep(self, grace_s: float, exclusive: bool, dry_run: bool) -> str:
         """Deletes what nothing needs."""
@@ -197,7 +197,7 @@ class Writer:
         metadata: Mapping[str, str],
         roles: str | None,
     ) -> str:
-        """Makes the file visible and tells, as JSON, what was written."""
+        """Makes the file visible and returns, as JSON, what was written."""
 
     def abort(self) -> None:
         """Leaves nothing behind. Does nothing after `finish`."""
@@ -243,4 +243,4 @@ class Reader:
         """What the file says of itself, as JSON."""
 
     def verify(self) -> str:
-        """Reads and compares everything; tells, as JSON, what was checked."""
+        """Reads and compares everything; returns, as JSON, what was checked."""

@@ -15,7 +15,7 @@ class CheckpointEntry:
         id: names it, also among several of one step.
         bytes: what it takes in the store.
         raw_bytes: what its tensors take in memory.
-        kind: ``"base"``, or ``"delta"`` for a difference from another checkpoint.
+        kind: ``"base"``, or ``"delta"`` of another checkpoint.
         parent: the ``id`` of that one.
         since_base: its number among those that share its base, which is 0.
         metrics: numbers that retention can choose by.

@@ -244,8 +244,8 @@ def is_broken(stream: bytes) -> bool:
 
 
 def find_refused(stream: bytes) -> list[tuple[str, str]]:
-    """Key path and name of each global that is not allowed, in order, but for very many of them;
-    empty if it cannot tell.
+    """Key path and name of each global that is not allowed, in order, up to a limit; empty if
+    that cannot be told.
     """
     from torch import _weights_only_unpickler as restricted
 

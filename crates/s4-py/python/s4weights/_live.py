@@ -60,7 +60,7 @@ def _in_child() -> None:
 
 
 def _failures() -> list[str]:
-    """Waits for all saves, and tells which failed that nobody has asked about."""
+    """Waits for all saves, and returns those that failed and that nobody has asked about."""
     failed = []
     for pending in sorted(_live, key=lambda p: p.step):
         error = pending.committed.exception()

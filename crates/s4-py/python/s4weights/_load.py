@@ -135,7 +135,7 @@ def verify(
         What was checked.
 
     Raises:
-        CorruptDataError: something is damaged; it tells what and where.
+        CorruptDataError: something is damaged; it says what and where.
         S4Error: another of its kinds.
     """
     reader = require_s4w(open_source(f, storage_options, threads, trusted))

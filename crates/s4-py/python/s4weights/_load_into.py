@@ -45,13 +45,13 @@ def load_into(
     storage_options: Mapping[str, str] | None = None,
 ) -> None:
     """Fills tensors, on the host or on CUDA devices, with those of a ``.s4w`` file: no second copy
-    of them is ever in memory, but for those that are not contiguous. It may be called from several
-    threads at once, to fill different tensors.
+    of them is ever in memory, except of those that are not contiguous. Several threads may call
+    it at once, to fill different tensors.
 
     Args:
         state_dict: what leads to the tensors: a state dict, a module, containers of those. Tensors
             are matched by their key paths, such as ``model.layers.0.weight``. Other values are
-            left as they are; ``load(f, "meta")`` tells what the file has of them.
+            left as they are; ``load(f, "meta")`` shows what the file has of them.
         f: as in `load`.
         strict: whether both sides must have the same tensors.
         weights_only: as in `load`.

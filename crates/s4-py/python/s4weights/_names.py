@@ -34,7 +34,7 @@ def join(path: str, key: object) -> str:
     """The path of what lies under ``key`` of the object at ``path``: ``model.layers.0.weight``."""
     text = key if type(key) is str else _label(key)
     path = f"{path}.{text}" if path else text
-    # Objects may be nested without end; the end of a path tells more than its beginning.
+    # Objects may be nested without end; the end of a path says more than its beginning.
     return path if len(path) <= MAX_PATH else f"...{path[-MAX_PATH // 2 :]}"
 
 
@@ -73,7 +73,7 @@ def _clean(path: str) -> str:
     if path.isascii() and "\0" not in path and len(path) < MAX_NAME - 16:
         return path
     raw = path.replace("\0", "\\0").encode("utf-8", "backslashreplace")
-    # The end tells more than the beginning; 16 bytes are left for a suffix of `take`.
+    # The end says more than the beginning; 16 bytes are left for a suffix of `take`.
     return raw[-(MAX_NAME - 16) :].decode("utf-8", "ignore")
 
 

@@ -1,6 +1,6 @@
 """The pickle form: PyTorch's own pickle stream, with the storages taken out.
 
-The stream is what `torch.save` writes as ``data.pkl``: each storage stands there as the persistent
+The stream is what `torch.save` writes as ``data.pkl``: each storage is replaced by the persistent
 id ``("storage", storage type, key, location, elements)``, and the key is the number of a tensor of
 the file. It is loaded through PyTorch's restricted unpickler, or, with ``weights_only=False``, in
 full.

@@ -2,7 +2,7 @@
 
 A training checkpoint is usually ``{"model": ..., "optimizer": optimizer.state_dict(), ...}``. Its
 tensors are stored in two groups, so that weights can be read without the optimizer's state, and the
-file tells which moment belongs to which weight. A wrong guess costs some ratio, and nothing else.
+file says which moment belongs to which weight. A wrong guess costs some ratio, and nothing else.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class _Table:
         self._groups: list[dict[str, float]] = []
 
     def add(self, optimizer: dict[Any, Any]) -> None:
-        """Parameters stand in the order of the model's, as `torch.optim` has them."""
+        """Parameters are in the model's order, as in `torch.optim`."""
         for group in optimizer["param_groups"]:
             if not isinstance(group, dict) or not isinstance(group.get("params"), list):
                 continue

@@ -48,7 +48,7 @@ def open_source(
 
 
 def require_s4w(source: _core.Reader | Foreign) -> _core.Reader:
-    """The reader, or an error that tells what the file is instead."""
+    """The reader, or an error that says what the file is instead."""
     if isinstance(source, Foreign):
         what = "a safetensors file" if source.is_safetensors else "not a .s4w file"
         raise UnsupportedFormatError(f"{source.file!r} is {what}")

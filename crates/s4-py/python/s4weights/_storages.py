@@ -165,7 +165,7 @@ def _write_batch(
 
 
 class StorageReader:
-    """Fetches storages from a file, many at a time, and brings them to where they belong."""
+    """Fetches storages from a file, many at a time, and copies them to their destinations."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class StorageReader:
         return len(self._infos)
 
     def info(self, number: int) -> _core.TensorInfo:
-        """Name, dtype, shape and bytes of a storage as the file tells them."""
+        """Name, dtype, shape and bytes of a storage, as the file has them."""
         if not 0 <= number < len(self._infos):
             raise CorruptDataError(f"object refers to tensor {number} of {len(self._infos)}")
         return self._infos[number]
@@ -322,7 +322,7 @@ def _allocate(nbytes: int, device: torch.device | None = None) -> torch.UntypedS
     import torch
 
     if device is not None and device.type != "cpu":
-        # If there is no room, PyTorch's own error tells what takes it.
+        # If there is no room, PyTorch's own error says what takes it.
         return torch.UntypedStorage(nbytes, device=device)
     try:
         return torch.UntypedStorage(nbytes)

@@ -43,15 +43,15 @@ _stores: weakref.WeakSet[CheckpointStore] = weakref.WeakSet()
 class CheckpointStore(Catalog):
     """Checkpoints of one run, or of several, in a local folder or below a URL.
 
-    Most are stored as their difference from an earlier one, so chosen that restoring reads few of
-    them. Each is listed whole or not at all; what was saved is never changed. The first save
-    creates the store if there is none.
+    Most are stored as deltas of an earlier one, chosen such that restoring reads few of them. Each
+    is listed whole or not at all; what was saved is never changed. The first save creates the store
+    if there is none.
 
     Any thread may call any method, several at once: saves wait for each other, and `close` waits
     for them. A function that a save calls (``progress=``), or a signal handler that runs within
     one, must not save to the same store or close it: that raises `RuntimeError`. After a fork the
-    child has a connection of its own, and saves that ran in the background go on in the parent
-    only.
+    child has a connection of its own, and saves that ran in the background continue in the parent
+    process only.
 
     A save in the background that fails is logged at once, and raised by the next call that waits
     for it: a save, a load or `close`. If none comes, the process says so on stderr when it ends,
@@ -59,26 +59,26 @@ class CheckpointStore(Catalog):
 
     Args:
         url: a folder or a URL such as ``s3://bucket/runs/a``.
-        retention: what stays listed after each save; ``None``: everything. An integer stands for
+        retention: what stays listed after each save; ``None``: everything. An integer means
             ``Retention(keep_last=...)``.
-        max_chain: most checkpoints that share one base, itself counted (16); 1 for bases only.
-        max_hops: most differences that restoring one reads besides its base (2). Each takes as long
-            as the base, or up to twice as long. Fewer make larger differences: with 1 all are from
-            the base, with ``max_chain - 1`` each is from the checkpoint before.
+        max_chain: most checkpoints that share one base, including it (16); 1 for bases only.
+        max_hops: most deltas that restoring a checkpoint reads besides its base (2). Each takes as
+            long as the base, or up to twice as long. Fewer hops make larger deltas: with 1 all are
+            deltas of the base, with ``max_chain - 1`` each is one of the previous checkpoint.
         preset: ``"fast"``, ``"balanced"`` or ``"small"``.
         storage_options: settings of the object store, such as ``{"region": "eu-west-1"}``.
         threads: native threads; ``None`` means one for each core.
-        parent_memory: bytes of host memory to keep values in that later saves are differences from
-            (1 GiB): of the base, and of one checkpoint more for each further hop, in equal shares,
+        parent_memory: bytes of host memory for the values that later saves are deltas of (1 GiB):
+            those of the base and of one more checkpoint for each further hop, in equal shares,
             compressed if need be. What does not fit its share is read back at every save. A save
             takes some 250 MiB besides.
         bandwidth: bytes a second that uploads may use.
-        allow_network_fs: use a folder on a network file system all the same.
-        timeout: seconds for which a request that fails, or is not answered, is repeated before the
-            call fails (300). It bounds each request with its repetitions and each commit, not a
-            whole save.
+        allow_network_fs: use a folder on a network file system anyway.
+        timeout: seconds for which a request that fails, or is not answered, is retried before the
+            call fails (300). It limits each request with its retries, and each commit, not a whole
+            save.
         writers: how many processes may write to a store that is created by this: ``"many"``, which
-            is refused where the object store is not proved to be safe for that, or ``"single"``,
+            is refused where the object store does not prove to be safe for that, or ``"single"``,
             which is guarded by a lease.
         read_only: never write, and list what can be proved of a store whose log is damaged.
         device: where tensors on CUDA devices are encoded and decoded, as in `save`. What is stored is
@@ -118,7 +118,7 @@ class CheckpointStore(Catalog):
             raise ValueError(f"writers={writers!r}: 'many' or 'single' expected")
         self._read_only = read_only
         options = dict(storage_options or {})
-        # Where the options stand in the native constructor is told here alone.
+        # The order of the native constructor's arguments is known here alone.
         self._connect: Callable[[str], _core.Store] = lambda mode: _core.Store(
             self.url,
             "open_read_only" if read_only else mode,
@@ -236,7 +236,7 @@ class CheckpointStore(Catalog):
                 Tensors on CUDA devices are encoded instead, which takes the memory of what they
                 become until it is uploaded; one that another writer's clean-up keeps from being
                 listed then is not tried a second time.
-            base: write no difference.
+            base: write no delta.
             progress: as in `save`; called from the background if that is where the save runs.
             metadata: free text to keep with the object.
             pickle_module: as in `save`.

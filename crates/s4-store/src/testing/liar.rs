@@ -63,7 +63,7 @@ struct Gaps {
 }
 
 impl Liar {
-    /// A store that does what `inner` does, but for this lie.
+    /// A store that does what `inner` does, except for this lie.
     #[must_use]
     pub fn new(inner: Arc<dyn ObjectStore>, lie: Lie) -> Self {
         Self { inner, lie, shared: Arc::default() }
@@ -76,7 +76,7 @@ impl Liar {
         self
     }
 
-    /// Sets whether it tells the truth, as it does not do at first.
+    /// Sets whether it tells the truth. At first it does not.
     pub fn set_honest(&self, honest: bool) {
         self.shared.honest.store(honest, Ordering::SeqCst);
     }

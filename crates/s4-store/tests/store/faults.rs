@@ -172,7 +172,7 @@ async fn every_request_of_a_sweep() {
     every_request("sweep", Writers::Many, None, sweep).await;
 }
 
-/// One fault is survived without the caller noticing, but for a crash or a refusal.
+/// One fault, unless it is a crash or a refusal, is survived without the caller noticing.
 #[tokio::test(start_paused = true)]
 async fn one_fault_is_nothing_a_caller_sees() {
     let calm = start().await;

@@ -73,7 +73,7 @@ async fn flip_everything(view: bool) -> (u32, u32) {
                 ) => {}
                 Err(other) => panic!("{key}, byte {i}: {other:?}"),
             }
-            // Whoever checks sees it in any case, but for the view, which is a hint.
+            // A check sees it in any case, unless it is in the view, which is a hint.
             let is_view = key.as_ref().ends_with("logck");
             let clean = match Store::open(&place, options.clone()).await {
                 Ok(store) => {

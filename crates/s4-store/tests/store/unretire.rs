@@ -31,7 +31,7 @@ async fn a_retired_checkpoint_comes_back_as_it_was() {
     for (now, was) in after.iter_mut().zip(&before) {
         now.entry = was.entry;
     }
-    assert_eq!(after, before, "but for the entry that lists it");
+    assert_eq!(after, before, "except for the entry that lists it");
     // Entries with the new operation are of version 2, all others of version 1.
     for entry in store.log(1).await.unwrap() {
         let bytes = faults.get(&key(entry.n)).await.unwrap().bytes().await.unwrap();

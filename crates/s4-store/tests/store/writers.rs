@@ -132,7 +132,7 @@ async fn a_store_that_lies_is_caught() {
     }
 }
 
-/// One that looks and writes in one go, but for one create in 25.
+/// One that checks and writes atomically, except for one create in 25.
 #[tokio::test(start_paused = true)]
 async fn a_server_that_seldom_checks_too_early_is_caught() {
     let mut caught = 0;

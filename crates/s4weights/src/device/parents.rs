@@ -13,7 +13,7 @@ use crate::error::Result;
 use crate::levels::Level;
 use crate::parent::{Parent, ParentRange};
 
-/// Requests under way at once where they are slow to answer, at least.
+/// Least requests in flight at once where answers are slow.
 const TOGETHER: usize = 64;
 
 /// The parents of some tensors.
@@ -142,7 +142,7 @@ impl<'a> Parents<'a> {
         Ok(())
     }
 
-    /// The levels whose frames a chunk needs, the one that stands by itself first.
+    /// The levels whose frames a chunk needs, the one that is no delta first.
     fn needed<'b>(levels: &'b [Level<'a>], chunk: u64) -> impl Iterator<Item = &'b Level<'a>> {
         let deltas = levels.iter().take_while(|l| l.is_delta(chunk)).count();
         levels[..levels.len().min(deltas + 1)].iter().rev()

@@ -220,7 +220,7 @@ impl Call<'_> {
         Ok(())
     }
 
-    /// Reads spans into pinned memory, requests side by side, and has them decoded.
+    /// Reads spans into pinned memory, with parallel requests, and has them decoded.
     fn push<'b>(
         &'b self,
         spans: Vec<Span<'b>>,

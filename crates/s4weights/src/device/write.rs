@@ -99,7 +99,7 @@ impl Writer {
 
     /// Writes tensors of the host and of devices: the bytes that one call of
     /// [`Writer::write_grouped`] writes for the same values in the same order. Values on devices are
-    /// encoded there: as differences, too, for which the parent's values are brought there.
+    /// encoded there: as deltas, too, for which the parent's values are uploaded.
     ///
     /// # Errors
     /// As [`Writer::write_grouped`]; `Device`.

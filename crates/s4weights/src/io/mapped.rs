@@ -49,7 +49,7 @@ impl Mapped {
         pool.current_num_threads() >= least && bytes >= LEAST_BYTES
     }
 
-    /// Appends bytes where the file's cursor is, at its end, and moves the cursor behind them.
+    /// Appends bytes where the file's cursor is, at its end, and moves the cursor after them.
     /// `false`: this file cannot be written so, and the cursor is where it was.
     ///
     /// # Errors
@@ -88,7 +88,7 @@ impl Mapped {
     }
 
     /// Sees to it that the file has the pages of a block, which starts at `at`, from its byte
-    /// `first` on; those in front of it are written.
+    /// `first` on; those before it are written.
     fn secure(&self, file: &File, at: u64, first: usize, block: &mut [u8]) -> io::Result<()> {
         if block.len() == HUGE && self.huge.load(Ordering::Relaxed) {
             // A huge page takes the place of one page at least.

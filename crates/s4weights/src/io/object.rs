@@ -20,7 +20,7 @@ use crate::interrupt;
 /// Bytes of a part: larger files are uploaded in parts. 10,000 parts are what S3 allows.
 const PART: usize = 32 << 20;
 const MAX_PARTS: usize = 10_000;
-/// Parts under way at once: with the one being filled, what an upload holds in memory.
+/// Parts in flight at once: with the one being filled, what an upload holds in memory.
 const IN_FLIGHT: usize = 3;
 /// How long giving up an upload may take, and how long if the caller wants to stop.
 const ABORT: Duration = Duration::from_secs(10);

@@ -66,7 +66,7 @@ pub fn is_damage(error: &Error) -> bool {
 
 impl CheckpointStore {
     /// Opens the newest checkpoint of a step; `None`: the newest of all. Of its chain only manifests
-    /// are read, side by side.
+    /// are read, in parallel.
     ///
     /// # Errors
     /// [`Error::Store`] if there is none or the log cannot be read; [`Error::Checkpoint`] if it, or

@@ -65,40 +65,39 @@ use bridge::Bridge;
 use open::Opener;
 use parents::Line;
 
-/// Checkpoints that share a base, unless told.
+/// Checkpoints that share a base, by default.
 pub const DEFAULT_STORE_CHAIN: u32 = 16;
 
-/// Differences that a restore reads, unless told. Each takes about as long as the base (float32), or up
-/// to twice as long (bfloat16, saved at every step): `docs/measurements.md` has figures.
+/// Deltas that a restore reads, by default. Each takes about as long as the base (float32), or up to
+/// twice as long (bfloat16, saved at every step): `docs/measurements.md` has figures.
 pub const DEFAULT_STORE_HOPS: u32 = 2;
 
 /// Checkpoints that may share a base.
 const MAX_SHARING: u32 = 4096;
 
-/// How a store is used. What it is was decided when it was created.
+/// How a store is used. (What it is was decided when it was created.)
 #[derive(Debug, Clone)]
 pub struct StoreOptions {
-    /// How much is tried to make tensors smaller.
+    /// How much effort goes into making tensors smaller.
     pub preset: Preset,
     /// Threads that encode and decode; `None`: as many as the machine has cores.
     pub threads: Option<usize>,
     /// Vector instructions; `None`: the best that the machine has.
     pub simd: Option<Simd>,
-    /// Most checkpoints that share one base, itself counted: 1 to 4096. 1 means bases only. A new base
-    /// comes sooner when differences no longer pay, or when most tensors are new.
+    /// Most checkpoints that share one base, including it: 1 to 4096. 1 means bases only. A new base
+    /// comes sooner when deltas no longer pay, or when most tensors are new.
     pub max_chain: u32,
-    /// Most differences that a restore reads besides the base: 1 to 63. The fewer, the larger the
-    /// differences: with 1 each is taken from the base, with `max_chain - 1` or more from the
-    /// checkpoint before ([`s4_delta::Tree`]).
+    /// Most deltas that a restore reads besides the base: 1 to 63. The fewer, the larger the deltas: with
+    /// 1 each is a delta of the base, with `max_chain - 1` or more of the previous checkpoint
+    /// ([`s4_delta::Tree`]).
     pub max_hops: u32,
     /// What stays listed after a save; `None`: everything.
     pub retention: Option<Retention>,
-    /// Bytes of memory to keep the values in that later saves are differences from, besides the
-    /// buffers of a save (memory that is free again is used by later saves, and the system may take it
-    /// back before that): of the base, and of one checkpoint more for each further hop. Each has an
-    /// equal share, where its values lie as they are if they fit, compressed if that fits, and else
-    /// not at all: then they are read back from the store, at every save. Of tensors on devices what
-    /// was stored is kept.
+    /// Bytes of memory for the values that later saves are deltas of, besides the buffers of a save (which
+    /// later saves reuse, and which the system may reclaim before that): those of the base, and of one more
+    /// checkpoint for each further hop. Each has an equal share. In it values are kept raw if they fit, or
+    /// else compressed if that fits, or else not at all: then every save reads them back from the store.
+    /// For tensors on devices, their frames are kept.
     pub parent_memory: usize,
     /// Bytes of buffers for encoding.
     pub memory: usize,
@@ -145,7 +144,7 @@ impl StoreOptions {
 pub struct CheckpointStore {
     opener: Opener,
     options: StoreOptions,
-    /// Where saving stands. Locked for as long as a save lasts.
+    /// What this handle saved last. Locked for as long as a save lasts.
     line: Mutex<Line>,
     /// What was opened last.
     opened: Mutex<Option<Reference>>,
@@ -155,10 +154,10 @@ pub struct CheckpointStore {
     process: u32,
 }
 
-/// The values of a checkpoint, for differences from it.
+/// The values of a checkpoint, for deltas of it.
 #[derive(Clone)]
 pub(crate) enum ParentValues {
-    /// In memory, as they are or compressed.
+    /// In memory, raw or compressed.
     Memory(Arc<MemoryParent>),
     /// In the frames of the checkpoint and those that it needs: in memory, or in the store.
     Frames(Arc<Reader>),
@@ -181,7 +180,7 @@ impl ParentValues {
     }
 }
 
-/// How long the end of a store waits until its lease is given back; else that expires.
+/// How long closing a store waits for its lease to be deleted; after that it expires.
 const RELEASE: std::time::Duration = std::time::Duration::from_secs(5);
 
 impl Drop for CheckpointStore {
@@ -225,10 +224,10 @@ impl CheckpointStore {
     }
 
     /// Opens a store to read it, also if its log is damaged: then it lists what can be proved, and
-    /// [`CheckpointStore::log_damage`] tells what is wrong. Whatever would write fails.
+    /// [`CheckpointStore::log_damage`] says what is wrong. Whatever would write fails.
     ///
     /// # Errors
-    /// As [`CheckpointStore::open`], but for a damaged log.
+    /// As [`CheckpointStore::open`], except that a damaged log is no error.
     pub fn open_read_only(
         url: &str,
         storage: &StorageOptions,

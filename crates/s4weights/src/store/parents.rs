@@ -17,7 +17,7 @@ use crate::store::sources::Sources;
 use crate::store::{CheckpointStore, ParentValues, StoreOptions};
 use crate::writer::TensorSource;
 
-/// Where the saving of one handle stands.
+/// What one handle saved last, and what it keeps for the next save.
 #[derive(Default)]
 pub(crate) struct Line {
     /// What was saved last.
@@ -86,7 +86,7 @@ impl CheckpointStore {
             Choice::Base(reason) => return Ok(Err(WhyBase::Policy(reason))),
             Choice::Delta { number, parent } => (number, parent),
         };
-        // The chain stands the other way round.
+        // The chain is in the opposite order.
         let chain = &chain[chain.len() - 1 - parent..];
         let (reference, values) = match self.values(line, chain, tensors) {
             Ok(found) => found,
@@ -161,7 +161,7 @@ impl CheckpointStore {
     }
 
     /// Lets go of values that are no parent's any more once checkpoint `number` since the base is saved
-    /// (0: a base); tells whether that one will be.
+    /// (0: a base); returns whether that one will be.
     pub(crate) fn is_parent_later(&self, line: &mut Line, number: u32) -> bool {
         let tree = self.options.tree();
         let later = |h: &Held| tree.last_child(h.number).is_some_and(|last| last > number);

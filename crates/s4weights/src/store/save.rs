@@ -1,4 +1,4 @@
-//! Saving: as a difference from the checkpoint before, or as a base.
+//! Saving: as a delta, or as a base.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -39,11 +39,11 @@ pub struct SaveOptions<'a> {
     pub tags: BTreeMap<String, String>,
     /// Write a base, whatever the policy says.
     pub base: bool,
-    /// Told of progress, from the calling thread; it may stop the save until that is published.
+    /// Called with the progress, on the calling thread; can cancel the save until it is published.
     pub progress: Option<ProgressFn>,
-    /// Called once, from the calling thread, when the values that lie on devices are not needed any
-    /// more. What they became waits in memory then, as much as there is, until it is uploaded. A save
-    /// that cannot be published after that, because another writer retired its parent, fails.
+    /// Called once, on the calling thread, when the values on devices are no longer needed. By then all of
+    /// their frames are in memory, waiting to be uploaded. A save that cannot be published after that,
+    /// because another writer retired its parent, fails.
     pub staged: Option<&'a dyn Fn()>,
 }
 
@@ -54,7 +54,7 @@ pub struct Saved {
     pub checkpoint: Checkpoint,
     /// Counts and sizes. `bytes_out` leaves out the store's own table of objects.
     pub report: Report,
-    /// Why it is a base; `None` if it is a difference.
+    /// Why it is a base; `None` if it is a delta.
     pub why_base: Option<WhyBase>,
     /// What the store's retention took off the list.
     pub retired: Vec<CheckpointId>,
@@ -68,9 +68,9 @@ pub enum WhyBase {
     Asked,
     /// The policy wanted one.
     Policy(Reason),
-    /// The values of the checkpoint before could not be used, for this reason.
+    /// The values of the previous checkpoint could not be used, for this reason.
     Parent(String),
-    /// No tensor was smaller as a difference.
+    /// No tensor was smaller as a delta.
     NothingGained,
 }
 
@@ -94,7 +94,7 @@ struct Ready {
     kept: Option<ParentValues>,
 }
 
-/// A save under way.
+/// A save in progress.
 struct Job<'a> {
     step: u64,
     tensors: Sources<'a>,
@@ -193,7 +193,7 @@ impl CheckpointStore {
                 Err(e) if had_parent && is_parents(&e) => {
                     tracing::warn!(
                         store = self.name(), step = job.step, error = %e,
-                        "the checkpoint before cannot be used: saving as a base. `s4w store verify` tells \
+                        "the checkpoint before cannot be used: saving as a base. `s4w store verify` shows \
                          what is damaged"
                     );
                     why_base = Some(WhyBase::Parent(e.to_string()));

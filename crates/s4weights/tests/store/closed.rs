@@ -53,7 +53,7 @@ fn closed_streams_are_decoded_only_of_objects_whose_hash_matches() {
     let id = store.latest().unwrap().unwrap().id();
     let object = &objects(folder.path(), id)[0];
     let sound = std::fs::read(object).unwrap();
-    // Far behind the first chunk, of which a part is read: the object is compared as a whole.
+    // Far after the first chunk, of which a part is read: the object is compared as a whole.
     let mut bytes = sound.clone();
     let last = bytes.len() - 40;
     bytes[last] ^= 1;

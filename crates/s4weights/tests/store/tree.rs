@@ -171,7 +171,7 @@ fn two_writers_each_follow_their_own_line() {
         assert_eq!(State::load(&one, Some(100 + n)).unwrap(), b);
     }
     assert_eq!(parents[0], SIXTEEN[1..9]);
-    // The second one began behind the first one's first delta, as number 2.
+    // The second one began after the first one's first delta, as number 2.
     let n = Some;
     assert_eq!(parents[1], [n(0), n(0), n(0), n(103), n(103), n(103), n(0), n(107)]);
     let list = one.list().unwrap();

@@ -84,7 +84,7 @@ impl Parts {
         self.table[at..at + bytes.len()].copy_from_slice(bytes);
     }
 
-    /// Adds dimensions behind all others; gives the number of the first.
+    /// Adds dimensions after all others; gives the number of the first.
     fn add_dimensions(&mut self, dims: &[u64]) -> u8 {
         let field = |at: usize| u32::from_le_bytes(self.table[at..at + 4].try_into().unwrap());
         let (records, before) = (field(0) as usize, field(4));

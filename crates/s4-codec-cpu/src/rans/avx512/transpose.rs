@@ -2,7 +2,7 @@
 //!
 //! The kernels work on two segments, `a` and `b`, at once. A step's register holds the symbols of
 //! 32 lanes of both, interleaved: byte `2l` is lane `l` of `a`, byte `2l + 1` lane `l` of `b`. In
-//! memory a lane's 8 symbols of a block stand side by side.
+//! memory a lane's 8 symbols of a block are adjacent.
 
 use std::arch::x86_64::*;
 
@@ -48,7 +48,7 @@ static UNZIP_WORDS: [[u8; 64]; 2] = [unzip(2, 0), unzip(2, 1)];
 /// Even and odd double words.
 static UNZIP_DWORDS: [[u8; 64]; 2] = [unzip(4, 0), unzip(4, 1)];
 
-/// A block's symbols of one segment, `a` (0) or `b` (1), as they stand in memory.
+/// A block's symbols of one segment, `a` (0) or `b` (1), in memory order.
 ///
 /// Three rounds of pairing: steps 0 and 1 of each lane, steps 0 to 3, steps 0 to 7.
 #[inline]
@@ -74,7 +74,7 @@ pub(super) fn to_symbols(steps: &[__m512i; RUN], segment: usize) -> [__m512i; RO
 }
 
 /// The rows of a block of one segment as four registers: the words of register `k` are the
-/// symbols of steps `2k` and `2k + 1`, lane by lane. The inverse of [`to_symbols`] but for its
+/// symbols of steps `2k` and `2k + 1`, lane by lane. The inverse of [`to_symbols`] without its
 /// first round.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]

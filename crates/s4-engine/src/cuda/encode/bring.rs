@@ -1,4 +1,4 @@
-//! What the differences of a group are taken from, brought to the device in front of them.
+//! The parent's values of a group of deltas, uploaded before the group.
 
 use bytes::Bytes;
 use s4_codec_gpu::abi::status;
@@ -149,7 +149,7 @@ impl Lane<'_> {
         parent::decode_frames(cpu, frames, job.chunk, bytes, &mut self.scratch).of(job.tensor)
     }
 
-    /// The parent's values of a chunk, brought here.
+    /// The parent's values of a chunk, copied to the host.
     pub(super) fn parent_here<E: From<CudaError>>(
         &mut self,
         job: &Job,
@@ -240,5 +240,5 @@ fn after(at: u64, len: usize) -> Option<u64> {
 }
 
 fn more_than_said() -> CudaError {
-    GpuError::Argument("parents of chunks that are more than was said before".into()).into()
+    GpuError::Argument("more parents of chunks than were announced".into()).into()
 }

@@ -26,7 +26,7 @@ pub(super) struct Job {
     pub(super) statuses: (usize, usize),
 }
 
-/// What is under way in one slot.
+/// The work in flight in one slot.
 pub(super) struct Group {
     pub(super) slot: usize,
     pub(super) jobs: Vec<Job>,
@@ -56,7 +56,7 @@ pub(super) struct Room {
 
 pub(super) const TABLES: u64 = (MAX_PLANES * size_of::<abi::SharedTable>()) as u64;
 pub(super) const PER_CHUNK: u64 = (size_of::<EncodeChunk>() + size_of::<EncodeResult>()) as u64;
-/// Bytes in front of the results: how many bytes of frames there are.
+/// Bytes before the results: how many bytes of frames there are.
 pub(super) const TOTAL: u64 = 16;
 pub(super) const SPAN: u64 = size_of::<CopySpan>() as u64;
 

@@ -3,7 +3,7 @@
 //! The library's encoders take milliseconds for a block, however few there are, and much scratch memory
 //! for each: speed comes from many blocks at once. So the engine's whole budget of device memory is shared
 //! out to lanes, each with a stream of its own and a group of chunks; all of a group's planes are coded by
-//! one call for each codec, and the lanes' calls run side by side.
+//! one call for each codec, and the lanes' calls run in parallel.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -359,7 +359,7 @@ impl<'a> Lanes<'a> {
         }
     }
 
-    /// Brings the first group's frames to the host, and gives its lane new work.
+    /// Copies the first group's frames to the host, and gives its lane new work.
     fn fetch(&mut self) -> Result<()> {
         let Some(group) = self.under_way.front() else { return Ok(()) };
         let (lane, places) = (group.lane, Places::of(&group.load));
@@ -409,7 +409,7 @@ impl<'a> Lanes<'a> {
         bytes.chunks_exact(size).map(bytemuck::pod_read_unaligned).collect()
     }
 
-    /// The next chunk of this device's tensors; `None` behind the last one.
+    /// The next chunk of this device's tensors; `None` after the last one.
     pub(in crate::cuda) fn next(&mut self) -> Result<Option<DeviceFrame<'_>>> {
         if self.under_way.front().is_some_and(|g| self.handed == g.jobs.len()) {
             self.under_way.pop_front();

@@ -4,14 +4,11 @@
 //! run in order, and saves them into a store once for each number of hops. `--threads N`: restores with
 //! so many threads (1 unless told); `--all`: a line for each checkpoint.
 
-#[path = "common/states.rs"]
-mod states;
-
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use s4_benches::states::{Outcome, State};
 use s4weights::store::{Checkpoint, CheckpointStore, SaveOptions, StorageOptions, StoreOptions};
-use states::{Outcome, State};
 
 const USAGE: &str = "usage: chains --data DIR [--threads N] [--all]";
 /// Restores of each checkpoint, of which the fastest counts.

@@ -1,14 +1,11 @@
-//! Saves a state that moves as training moves it, step by step, into a store, and measures saving,
-//! and restoring at every depth of the chain.
+//! Time and size of saving a state that changes as training changes it into a store, step by step, and
+//! of restoring it at every depth of the chain.
 //!
-//! `store URL MIB [OPTION=VALUE...]`: a folder or URL, the size of the state, storage options.
-
-#[path = "common/adam.rs"]
-mod adam;
+//! `steps URL MIB [OPTION=VALUE...]`: a folder or URL, the size of the state, storage options.
 
 use std::time::Instant;
 
-use adam::{State, sources};
+use s4_benches::adam::{State, sources};
 use s4weights::store::{CheckpointStore, SaveOptions, StorageOptions, StoreOptions};
 
 type Failure = Box<dyn std::error::Error>;
@@ -16,7 +13,7 @@ type Failure = Box<dyn std::error::Error>;
 fn main() -> Result<(), Failure> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [url, mib, rest @ ..] = arguments.as_slice() else {
-        return Err("usage: store URL MIB [OPTION=VALUE...]".into());
+        return Err("usage: steps URL MIB [OPTION=VALUE...]".into());
     };
     let pairs = rest.iter().filter_map(|o| o.split_once('='));
     let storage: StorageOptions = pairs.map(|(k, v)| (k.to_owned(), v.to_owned())).collect();

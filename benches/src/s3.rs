@@ -1,5 +1,5 @@
-//! As much of an S3 server as a store needs, in this process. It takes any signature, and forgets
-//! what data objects hold.
+//! As much of an S3 server as a store needs, in this process. It accepts any signature, and keeps only
+//! the size of data objects.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -23,15 +23,20 @@ const KEPT: usize = 1 << 20;
 /// Size and, of small ones, content.
 type Objects = BTreeMap<String, (usize, Option<Bytes>)>;
 
-/// A running server.
-pub(crate) struct Server {
+/// A running server. Dropped, it stops.
+#[derive(Debug)]
+pub struct Server {
     objects: Arc<Mutex<Objects>>,
     port: u16,
     _runtime: Runtime,
 }
 
 impl Server {
-    pub(crate) fn start() -> std::io::Result<Self> {
+    /// Starts one, on a free port of the loopback interface.
+    ///
+    /// # Errors
+    /// If its threads or its port are refused.
+    pub fn start() -> std::io::Result<Self> {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
         let listener = runtime.block_on(tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0)))?;
@@ -48,12 +53,13 @@ impl Server {
         Ok(Self { objects, port, _runtime: runtime })
     }
 
-    pub(crate) fn url(&self) -> String {
+    /// Its address.
+    pub fn url(&self) -> String {
         format!("http://127.0.0.1:{}", self.port)
     }
 
-    /// Drops what uploads of raw bytes left.
-    pub(crate) fn forget(&self) {
+    /// Forgets the objects below `raw/`.
+    pub fn forget(&self) {
         lock(&self.objects).retain(|key, _| !key.starts_with("raw/"));
     }
 }

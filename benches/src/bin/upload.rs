@@ -6,17 +6,13 @@
 //! time is the whole process's, and the least of all calls: with few cores it decides, and other load on
 //! the machine changes it less than the clock.
 
-#[path = "common/adam.rs"]
-mod adam;
-#[path = "common/s3.rs"]
-mod s3;
-
 use std::time::{Duration, Instant};
 
-use adam::{State, sources};
 use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt};
 use object_store::ObjectStoreExt;
+use s4_benches::adam::{State, sources};
+use s4_benches::s3;
 use s4weights::store::{CheckpointStore, Place, SaveOptions, StorageOptions, StoreOptions};
 
 type Outcome<T> = Result<T, Box<dyn std::error::Error>>;

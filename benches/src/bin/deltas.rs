@@ -4,20 +4,17 @@
 //! K, and stores each step K by itself and as its difference from step 0. `--threads N`: with so many
 //! threads (1 unless told). Fails if a tensor, or a whole checkpoint, is larger as a difference.
 
-#[path = "common/states.rs"]
-mod states;
-
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use bytes::Bytes;
+use s4_benches::states::{Outcome, State};
 use s4weights::{
     Contents, MemoryParent, Preset, ReadOptions, Reader, Source, Target, WriteOptions, Writer,
     Written,
 };
-use states::{Outcome, State};
 
 const CALLS: usize = 9;
 

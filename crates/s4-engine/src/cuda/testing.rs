@@ -1,7 +1,7 @@
-//! Tensors of the host by way of a device: copied there, worked on and copied back.
+//! Tensors in host memory, encoded and decoded on a device: copied there, worked on and copied back.
 //!
-//! For self-tests, and for tests that hold both engines against each other. Who has tensors in device
-//! memory uses [`CudaEngine::encode`] and [`CudaEngine::decode`], which copy no values.
+//! For self-tests, which hold a device against the CPU engine; no part of the crate's API. Who has tensors
+//! in device memory uses [`CudaEngine::encode`] and [`CudaEngine::decode`], which copy no values.
 
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ pub struct CodedTensor {
     pub plan: TensorPlan,
     /// Side data, shared tables included if a chunk uses them.
     pub side: Side,
-    /// What each chunk became, and its frame.
+    /// The record and the frame of each chunk.
     pub chunks: Vec<(EncodedChunk, Vec<u8>)>,
 }
 
@@ -58,7 +58,7 @@ impl CodedTensor {
         Self::new(plan, chunks)
     }
 
-    /// Decodes the tensor on the CPU; `view` says its type and size.
+    /// Decodes the tensor on the CPU; `view` gives its dtype and shape.
     ///
     /// # Errors
     /// As [`CpuEngine::decode`].
@@ -107,15 +107,28 @@ impl CodedTensor {
     }
 }
 
-/// A device with a stream and memory of its own.
-struct Place {
+/// An engine and one of its devices, with a stream and memory for copies.
+#[derive(Debug)]
+pub struct Copies<'a> {
+    engine: &'a CudaEngine,
     device: Arc<Device>,
     stream: Arc<Stream>,
     pool: Arc<Pool>,
 }
 
-impl Place {
-    fn copy_there(&self, bytes: &[u8]) -> Result<DeviceBuffer> {
+impl<'a> Copies<'a> {
+    /// The device of this ordinal.
+    ///
+    /// # Errors
+    /// `Gpu`.
+    pub fn new(engine: &'a CudaEngine, ordinal: u32) -> Result<Self> {
+        let device = engine.cuda().device(ordinal)?;
+        let stream = Arc::new(Stream::new(&device)?);
+        let pool = Pool::new(&device, u64::MAX)?;
+        Ok(Self { engine, device, stream, pool })
+    }
+
+    fn upload(&self, bytes: &[u8]) -> Result<DeviceBuffer> {
         let buffer = self.pool.alloc(&self.stream, bytes.len() as u64, "a copy of a tensor")?;
         let pinned = Pinned::new(&self.device, bytes.len())?;
         // SAFETY: memory that only this call knows; the copy is waited for.
@@ -127,7 +140,7 @@ impl Place {
         Ok(buffer)
     }
 
-    fn copy_back(&self, buffer: &DeviceBuffer) -> Result<Vec<u8>> {
+    fn download(&self, buffer: &DeviceBuffer) -> Result<Vec<u8>> {
         let len = usize::try_from(buffer.bytes()).unwrap_or(usize::MAX);
         let pinned = Pinned::new(&self.device, len)?;
         // SAFETY: as above.
@@ -143,38 +156,23 @@ impl Place {
         // nothing else meanwhile; what was queued before was waited for.
         unsafe { DeviceMemory::new(self.device.ordinal(), buffer.address(), buffer.bytes(), 0) }
     }
-}
 
-impl CudaEngine {
-    fn place(&self, ordinal: u32) -> Result<Place> {
-        let device = self.cuda.device(ordinal)?;
-        let stream = Arc::new(Stream::new(&device)?);
-        let pool = Pool::new(&device, u64::MAX)?;
-        Ok(Place { device, stream, pool })
-    }
-
-    /// Copies tensors to a device and encodes them there.
+    /// Copies tensors to the device and encodes them there.
     ///
     /// # Errors
     /// As [`CudaEngine::plan`] and [`CudaEngine::encode`].
-    pub fn encode_copies(
-        &self,
-        ordinal: u32,
-        preset: Preset,
-        tensors: &[TensorView<'_>],
-    ) -> Result<Vec<CodedTensor>> {
-        let place = self.place(ordinal)?;
-        let there = tensors.iter().map(|t| place.copy_there(t.data));
-        let there = there.collect::<Result<Vec<_>>>()?;
-        let on_device = tensors.iter().zip(&there).map(|(t, buffer)| DeviceTensor {
+    pub fn encode(&self, preset: Preset, tensors: &[TensorView<'_>]) -> Result<Vec<CodedTensor>> {
+        let uploads = tensors.iter().map(|t| self.upload(t.data));
+        let uploads = uploads.collect::<Result<Vec<_>>>()?;
+        let on_device = tensors.iter().zip(&uploads).map(|(t, buffer)| DeviceTensor {
             dtype: t.dtype,
             shape: t.shape,
-            memory: place.memory(buffer),
+            memory: self.memory(buffer),
         });
         let on_device: Vec<_> = on_device.collect();
-        let plans = self.plan(preset, &on_device, None)?;
+        let plans = self.engine.plan(preset, &on_device, None)?;
         let mut chunks: Vec<Vec<_>> = tensors.iter().map(|_| vec![]).collect();
-        self.encode::<CudaError>(&on_device, &plans, |frame| {
+        self.engine.encode::<CudaError>(&on_device, &plans, |frame| {
             chunks[frame.tensor].push((frame.encoded, frame.bytes.to_vec()));
             Ok(())
         })?;
@@ -182,27 +180,14 @@ impl CudaEngine {
         coded.map(|(i, (plan, chunks))| CodedTensor::new(plan, chunks).of(i)).collect()
     }
 
-    /// Decodes tensors on a device and copies their values back. The views say types and sizes.
+    /// Decodes tensors on the device and copies their values back. The views give dtypes and shapes,
+    /// `trusted` is what [`CudaEngine::decode_with`] takes.
     ///
     /// # Errors
-    /// As [`CudaEngine::decode`]; `Argument` if the lists differ in length, or a tensor has another
-    /// number of chunks than its size asks for.
-    pub fn decode_copies(
+    /// As [`CudaEngine::decode`]; `Argument` if the lists differ in length, or a tensor has another number
+    /// of chunks than its size asks for.
+    pub fn decode(
         &self,
-        ordinal: u32,
-        tensors: &[TensorView<'_>],
-        coded: &[CodedTensor],
-    ) -> Result<Vec<Vec<u8>>> {
-        self.decode_copies_with(ordinal, None, tensors, coded)
-    }
-
-    /// As [`CudaEngine::decode_copies`], with what [`CudaEngine::decode_with`] takes.
-    ///
-    /// # Errors
-    /// As [`CudaEngine::decode_copies`].
-    pub fn decode_copies_with(
-        &self,
-        ordinal: u32,
         trusted: Option<&Trusted>,
         tensors: &[TensorView<'_>],
         coded: &[CodedTensor],
@@ -214,12 +199,12 @@ impl CudaEngine {
             let what = "encoded tensors that are not those of the views";
             return Err(GpuError::Argument(what.into()).into());
         }
-        let place = self.place(ordinal)?;
-        // No zeros: what is not written is seen.
-        let there = tensors.iter().map(|t| place.copy_there(&vec![0xee; t.data.len()]));
-        let there = there.collect::<Result<Vec<_>>>()?;
-        let memory: Vec<_> = there.iter().map(|b| place.memory(b)).collect();
-        self.decode_with::<CudaError>(&memory, trusted, |decoder| {
+        let ordinal = self.device.ordinal();
+        // Not zeros: values that were not written must show.
+        let buffers = tensors.iter().map(|t| self.upload(&vec![0xee; t.data.len()]));
+        let buffers = buffers.collect::<Result<Vec<_>>>()?;
+        let memory: Vec<_> = buffers.iter().map(|b| self.memory(b)).collect();
+        self.engine.decode_with::<CudaError>(&memory, trusted, |decoder| {
             let mut span = Span::default();
             for (number, (t, c)) in tensors.iter().zip(coded).enumerate() {
                 for chunk in 0..c.chunks.len() {
@@ -231,11 +216,11 @@ impl CudaEngine {
             }
             span.push(decoder, ordinal)
         })?;
-        there.iter().map(|b| place.copy_back(b)).collect()
+        buffers.iter().map(|b| self.download(b)).collect()
     }
 }
 
-/// Frames one behind the other, as they lie in a file.
+/// Consecutive frames, as they are in a file.
 #[derive(Default)]
 struct Span<'a> {
     bytes: Vec<u8>,

@@ -5,17 +5,27 @@ use std::path::Path;
 use s4weights::{DType, TensorSource};
 use safetensors::{Dtype, SafeTensors};
 
-pub(crate) type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
+/// Any error: for programs that print it and stop.
+pub type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
 /// The tensors of a file, by name.
-pub(crate) struct State(Vec<(String, DType, Vec<u64>, Vec<u8>)>);
+#[derive(Debug)]
+pub struct State(Vec<(String, DType, Vec<u64>, Vec<u8>)>);
 
 impl State {
-    pub(crate) fn read(path: &Path) -> Outcome<Self> {
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// If it cannot be read, is no safetensors file, or has a tensor of a dtype that is not benchmarked.
+    pub fn read(path: &Path) -> Outcome<Self> {
         Self::parse(&std::fs::read(path)?)
     }
 
-    pub(crate) fn parse(file: &[u8]) -> Outcome<Self> {
+    /// Parses a file.
+    ///
+    /// # Errors
+    /// As [`State::read`].
+    pub fn parse(file: &[u8]) -> Outcome<Self> {
         let mut tensors = vec![];
         for (name, view) in SafeTensors::deserialize(file)?.tensors() {
             let dtype = match view.dtype() {
@@ -32,18 +42,15 @@ impl State {
         Ok(Self(tensors))
     }
 
-    pub(crate) fn sources(&self) -> Vec<TensorSource<'_>> {
+    /// The tensors to save.
+    pub fn sources(&self) -> Vec<TensorSource<'_>> {
         let list = self.0.iter();
         list.map(|(name, dtype, shape, data)| TensorSource { name, dtype: *dtype, shape, data })
             .collect()
     }
 
-    /// Whether these are its values, in the order of `names`.
-    pub(crate) fn equals<'a>(
-        &self,
-        names: impl Iterator<Item = &'a str>,
-        values: &[Vec<u8>],
-    ) -> bool {
+    /// Whether `values`, in the order of `names`, are its values.
+    pub fn equals<'a>(&self, names: impl Iterator<Item = &'a str>, values: &[Vec<u8>]) -> bool {
         let all = names.zip(values).zip(&self.0);
         values.len() == self.0.len()
             && all.into_iter().all(|((name, v), t)| name == t.0 && *v == t.3)

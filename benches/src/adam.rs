@@ -1,17 +1,20 @@
-//! A state that moves as training moves it.
+//! A state that changes as AdamW changes one: values of any size, where `testdata` is too small.
 
 use s4weights::{DType, TensorSource};
 
-/// Weights, first and second moments of an optimizer.
-pub(crate) struct State([Vec<f32>; 3]);
+/// Weights, and the first and second moments of an optimizer.
+#[derive(Debug)]
+pub struct State([Vec<f32>; 3]);
 
 impl State {
-    pub(crate) fn new(values: usize) -> Self {
+    /// Weights of about a normal distribution, and moments of zero: so many values of each.
+    pub fn new(values: usize) -> Self {
         let weights = (0..values).map(|i| 0.05 * bell(i as u64)).collect();
         Self([weights, vec![0.0; values], vec![0.0; values]])
     }
 
-    pub(crate) fn step(&mut self, step: u64) {
+    /// Takes one training step, with gradients that depend on the number of the step.
+    pub fn step(&mut self, step: u64) {
         let [weights, first, second] = &mut self.0;
         for (i, w) in weights.iter_mut().enumerate() {
             let g = 0.01 * bell((i as u64) ^ (step + 1).wrapping_mul(0x517c_c1b7_2722_0a95));
@@ -21,13 +24,14 @@ impl State {
         }
     }
 
-    pub(crate) fn bytes(&self) -> Vec<Vec<u8>> {
+    /// Copies of the three tensors, little-endian.
+    pub fn bytes(&self) -> Vec<Vec<u8>> {
         self.0.iter().map(|t| t.iter().flat_map(|v| v.to_le_bytes()).collect()).collect()
     }
 }
 
-/// What is saved of a state.
-pub(crate) fn sources<'a>(bytes: &'a [Vec<u8>], shape: &'a [u64]) -> Vec<TensorSource<'a>> {
+/// The tensors to save, of what [`State::bytes`] gave.
+pub fn sources<'a>(bytes: &'a [Vec<u8>], shape: &'a [u64]) -> Vec<TensorSource<'a>> {
     let named = ["w", "m", "v"].iter().zip(bytes);
     named.map(|(name, data)| TensorSource { name, dtype: DType::Float32, shape, data }).collect()
 }

@@ -1,0 +1,34 @@
+//! The combinations of features that must build. A build of the whole workspace has the features that any
+//! crate asks for; here each crate is built by itself.
+
+use std::path::Path;
+
+use crate::error::Result;
+use crate::proc;
+
+/// Each crate that has features, with every combination of them. (`tidy` finds a feature that is in none.)
+const COMBINATIONS: [(&str, &[&str]); 5] = [
+    ("s4-engine", &[]),
+    ("s4-engine", &["cuda"]),
+    ("s4-engine", &["cuda", "testing"]),
+    ("s4weights", &[]),
+    ("s4weights", &["cuda"]),
+];
+
+/// Whether a combination of the crate has the feature.
+pub(crate) fn lists(name: &str, feature: &str) -> bool {
+    COMBINATIONS.iter().any(|(of, features)| *of == name && features.contains(&feature))
+}
+
+/// Checks that the crates build with each combination, without generating code.
+///
+/// # Errors
+/// If one does not.
+pub(crate) fn check(root: &Path) -> Result<String> {
+    for (name, features) in COMBINATIONS {
+        let mut check = proc::cargo(root);
+        check.args(["check", "--locked", "--package", name, "--no-default-features"]);
+        proc::run(check.arg("--features").arg(features.join(",")))?;
+    }
+    Ok(format!("{} combinations of features build", COMBINATIONS.len()))
+}
