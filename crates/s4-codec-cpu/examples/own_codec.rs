@@ -5,7 +5,7 @@
 //! (`s4_engine::CpuEngine::with_codecs`).
 
 use s4_codec_cpu::testing::{Side, conformance};
-use s4_codec_cpu::{Codec, Context, Encoded, Simd, open_codecs};
+use s4_codec_cpu::{Codec, Context, Encoded, Simd, Symbols, Workspace, open_codecs};
 use s4_format::{CodecId, Error, Result};
 
 /// 240 and above are never assigned by the format: no other reader decodes them.
@@ -20,12 +20,13 @@ impl Codec for Runs {
         RUNS
     }
 
-    fn bound(&self, len: usize) -> usize {
+    fn bound(&self, _: u8, len: usize) -> usize {
         2 * len
     }
 
-    fn encode(&self, _: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<Encoded> {
-        if dst.len() < self.bound(src.len()) {
+    fn encode(&self, symbols: &Symbols<'_>, dst: &mut [u8], _: &mut Workspace) -> Result<Encoded> {
+        let src = symbols.bytes;
+        if dst.len() < self.bound(0, src.len()) {
             return Err(Error::limit("a destination below the bound"));
         }
         let mut len = 0;
@@ -34,12 +35,18 @@ impl Codec for Runs {
             dst[len + 1] = run[0];
             len += 2;
         }
-        Ok(Encoded { len, param: 0 })
+        Ok(Encoded::of(len))
     }
 
-    fn decode(&self, param: u8, _: Context<'_>, src: &[u8], dst: &mut [u8]) -> Result<()> {
-        if param != 0 {
-            return Err(Error::unsupported(format!("codec `runs` with parameter {param}")));
+    fn decode(
+        &self,
+        ctx: Context<'_>,
+        src: &[u8],
+        dst: &mut [u8],
+        _: &mut Workspace,
+    ) -> Result<()> {
+        if ctx.param != 0 {
+            return Err(Error::unsupported(format!("codec `runs` with parameter {}", ctx.param)));
         }
         let (pairs, rest) = src.as_chunks::<2>();
         if !rest.is_empty() {
@@ -64,15 +71,16 @@ impl Codec for Runs {
 
 fn main() -> Result<()> {
     // Round trips, small destinations, flipped and missing bytes: panics if the contract is broken.
-    conformance(&Runs, Side::NONE, |_| true);
+    conformance(&Runs, Side::of(0), |_| true);
 
     let codecs = open_codecs(Simd::detect()).with(Runs);
     let plane = [[7; 300].as_slice(), &[9; 20]].concat();
     let codec = codecs.get(RUNS)?;
-    let mut stream = vec![0; codec.bound(plane.len())];
-    let encoded = codec.encode(Context::default(), &plane, &mut stream)?;
+    let (ctx, mut work) = (Context::default(), Workspace::default());
+    let mut stream = vec![0; codec.bound(ctx.param, plane.len())];
+    let encoded = codec.encode(&Symbols::new(&plane, ctx), &mut stream, &mut work)?;
     let mut back = vec![0; plane.len()];
-    codec.decode(encoded.param, Context::default(), &stream[..encoded.len], &mut back)?;
+    codec.decode(ctx, &stream[..encoded.len], &mut back, &mut work)?;
     assert!(back == plane);
     println!("{} bytes became {}", plane.len(), encoded.len);
     Ok(())
