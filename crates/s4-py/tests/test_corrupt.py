@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 import s4weights
 from s4weights import _core
+from s4weights._select import select
 from test_map_location import write_tree
 
 OBJ = {
@@ -109,6 +111,17 @@ BAD_TREES: list[Any] = [
     {"root": {"torch.device": "nonsense"}},
     {"root": {"odict": [], "attrs": {"dict": [[1, 2]]}}},
     {"root": {"odict": [], "attrs": 3}},
+    {"root": {"dict": [], "odict": []}},
+    {"root": {"tensor": 0, "int": "0x1"}},
+    {"root": {"tensor": 0, "attrs": {"dict": []}}},
+    {"root": {"dict": [], "more": 1}},
+    {"root": {"attrs": {"dict": []}}},
+    {"root": 1, "more": 2},
+    '{"root": {"tensor": 0, "tensor": 0}}',
+    '{"root": 1, "root": 2}',
+    '{"root": [{"int": "0x1", "\\u0069nt": "0x2"}]}',
+    '{"root": "\\ud800"}',
+    '{"root": {"dict": [["\\udfff", 1]]}}',
     '{"root": ' + "[" * 100_000 + "]" * 100_000 + "}",
     '{"root": 1' + "0" * 5000 + "}",
 ]
@@ -119,6 +132,15 @@ def test_bad_trees(tree: Any, path: Path) -> None:
     write_tree(path, tree, t=torch.arange(6.0))
     with pytest.raises(s4weights.CorruptDataError):
         s4weights.load(path)
+
+
+@pytest.mark.parametrize("bad", [{"dict": [], "set": []}, {"list": []}, {"int": "0x1", "more": 1}])
+def test_bad_trees_are_refused_where_they_are_not_wanted(bad: Any) -> None:
+    tree: Any = {"root": {"dict": [["a", 1], ["b", [bad]]]}}
+    with pytest.raises(s4weights.CorruptDataError):
+        select(json.dumps(tree), ["a"])
+    tree["root"]["dict"].pop()
+    assert select(json.dumps(tree), ["a"]) == (json.dumps(tree), frozenset())
 
 
 def test_trees_that_are_no_json(path: Path) -> None:

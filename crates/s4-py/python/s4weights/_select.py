@@ -8,6 +8,7 @@ from typing import Any
 
 from ._errors import CorruptDataError
 from ._names import join
+from ._tree import kind_of, parse_tree
 
 _PAIRS = ("dict", "odict")
 _ITEMS = ("tuple", "set", "frozenset")
@@ -24,9 +25,11 @@ def select(text: str, keys: Iterable[str]) -> tuple[str, frozenset[int]]:
         raise TypeError("keys: a list of key paths expected, not one string")
     wanted = list(keys)
     try:
-        root = json.loads(text)["root"]
+        root = parse_tree(text)
         selection = _Selection(wanted, list(_tensor_nodes(root)))
         chosen = selection.choose(root, "")
+    except CorruptDataError:
+        raise
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise CorruptDataError(f"corrupt data (tree): {error!r}") from error
     missing = [key for key in wanted if key not in selection.found]
@@ -41,11 +44,12 @@ def _tensor_nodes(node: Any) -> Iterator[dict[str, Any]]:
         for item in node:
             yield from _tensor_nodes(item)
     elif isinstance(node, dict):
-        if "tensor" in node:
+        kind = kind_of(node)
+        if kind == "tensor":
             yield node
-        for kind in (*_PAIRS, *_ITEMS, "attrs"):
-            if kind in node:
-                yield from _tensor_nodes(node[kind])
+        for part in (*_PAIRS, *_ITEMS, "attrs"):
+            if part in node:
+                yield from _tensor_nodes(node[part])
 
 
 class _Selection:

@@ -72,6 +72,25 @@ MAX_SIZE = 1 << 63
 
 _SAFE_INT = 1 << 53
 
+#: Kinds of nodes, and the members that a node of each may have besides the one that names it.
+_KINDS: dict[str, frozenset[str]] = {
+    "int": frozenset(),
+    "float": frozenset(),
+    "complex": frozenset(),
+    "bytes": frozenset(),
+    "bytearray": frozenset(),
+    "tuple": frozenset(),
+    "set": frozenset(),
+    "frozenset": frozenset(),
+    "dict": frozenset(),
+    "odict": frozenset(["attrs"]),
+    "torch.Size": frozenset(),
+    "torch.dtype": frozenset(),
+    "torch.device": frozenset(),
+    "tensor": frozenset(["dtype", "shape", "offset", "stride", "device", "grad", "parameter"]),
+    "same": frozenset(),
+}
+
 _short_repr = reprlib.Repr()
 _short_repr.maxstring = _short_repr.maxother = 200
 
@@ -287,6 +306,23 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
+def parse_tree(text: str) -> Any:
+    """The root node. The native reader has checked that no object has a member twice, and that no
+    text has half of a surrogate pair."""
+    tree = json.loads(text, parse_constant=_no_constant)
+    if type(tree) is not dict or tree.keys() != {"root"}:
+        raise CorruptDataError("corrupt data (tree): an object with one member, `root`, expected")
+    return tree["root"]
+
+
+def kind_of(node: dict[str, Any]) -> str:
+    """The one member of a node that names its kind."""
+    kinds = [member for member in node if member in _KINDS]
+    if len(kinds) == 1 and (len(node) == 1 or node.keys() - kinds <= _KINDS[kinds[0]]):
+        return kinds[0]
+    raise CorruptDataError(f"corrupt data (tree): no node has the members {_brief(list(node))}")
+
+
 class TreeDecoder:
     """Builds the object that a tree describes. Nothing in a tree is executed."""
 
@@ -317,7 +353,7 @@ class TreeDecoder:
     def decode(self, text: str) -> Any:
         """The object. Raises `CorruptDataError` if the text is not a tree."""
         try:
-            return self._node(json.loads(text, parse_constant=_no_constant)["root"])
+            return self._node(parse_tree(text))
         except (LookupError, TypeError, ValueError, RecursionError, struct.error) as error:
             if isinstance(error, CorruptDataError):
                 raise
@@ -337,7 +373,7 @@ class TreeDecoder:
             return self._items(node)
         if not isinstance(node, dict):
             return node
-        kind = next((key for key in node if key in self._kinds), "")
+        kind = kind_of(node)
         return self._kinds[kind](node[kind], node)
 
     def _items(self, value: Any) -> list[Any]:
