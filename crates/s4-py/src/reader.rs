@@ -9,9 +9,10 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyTuple};
 use s4weights::format::manifest::Form;
-use s4weights::{ReadOptions, Source, StorageOptions};
+use s4weights::{ReadOptions, Source, StorageOptions, check_storage_options};
 
 use crate::device::{self, CudaEngine, DeviceRequest};
+use crate::errors::to_python;
 use crate::watch::{Watcher, progress};
 
 /// Number, address, bytes.
@@ -48,6 +49,9 @@ impl Reader {
         trusted: bool,
     ) -> PyResult<Self> {
         let watcher = Watcher::of(url.as_deref());
+        if url.is_none() {
+            check_storage_options(&storage_options).map_err(|e| to_python(py, e))?;
+        }
         let source = match (path, url, data) {
             (Some(path), None, None) => Source::Path(path),
             (None, Some(url), None) => Source::Url(url, storage_options),

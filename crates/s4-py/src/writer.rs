@@ -7,9 +7,12 @@ use std::sync::{Mutex, PoisonError};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
-use s4weights::{DType, Preset, StorageOptions, Target, TensorSource, WriteOptions};
+use s4weights::{
+    DType, Preset, StorageOptions, Target, TensorSource, WriteOptions, check_storage_options,
+};
 
 use crate::device::{self, CudaEngine, PlacedTensor};
+use crate::errors::to_python;
 use crate::sink::PySink;
 use crate::store::contents;
 use crate::watch::{Watcher, progress};
@@ -38,6 +41,9 @@ impl Writer {
         storage_options: StorageOptions,
     ) -> PyResult<Self> {
         let watcher = Watcher::of(url.as_deref());
+        if url.is_none() {
+            check_storage_options(&storage_options).map_err(|e| to_python(py, e))?;
+        }
         let target = match (path, url, stream) {
             (Some(path), None, None) => Target::Path(path),
             (None, Some(url), None) => Target::Url(url, storage_options),

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,28 @@ def saved(obj: Any = OBJ) -> bytes:
     stream = io.BytesIO()
     s4weights.save(obj, stream)
     return stream.getvalue()
+
+
+def test_options_mean_the_same_everywhere(tmp_path: Path) -> None:
+    """As for a store: what a path has no use for may be there, a slip may not."""
+    path, url = str(tmp_path / "a.s4w"), f"memory://options/{tmp_path.name}.s4w"
+    known, slip = {"region": "eu-west-1", "verify": "x"}, {"endpont_url": "hush"}
+    uses: tuple[Callable[[Any], Any], ...] = (
+        lambda place: s4weights.save(OBJ, place, storage_options=slip),
+        lambda place: s4weights.load(place, storage_options=slip),
+        lambda place: s4weights.verify(place, storage_options=slip),
+    )
+    for place in (path, Path(path), url, f"file://{path}"):
+        s4weights.save(OBJ, place, storage_options=known)
+        assert_identical(s4weights.load(place, storage_options=known), OBJ)
+        for use in uses:
+            with pytest.raises(ValueError, match=r"`endpont_url`.*`endpoint_url`") as caught:
+                use(place)
+            assert "hush" not in str(caught.value)
+    store = s4weights.CheckpointStore(tmp_path / "store", storage_options=known)
+    store.save_checkpoint(OBJ, 1)
+    with pytest.raises(ValueError, match="`endpont_url`"):
+        s4weights.CheckpointStore(tmp_path / "store", storage_options=slip).list()
 
 
 def test_paths(tmp_path: Path) -> None:

@@ -239,6 +239,14 @@ mod tests {
     }
 
     #[test]
+    fn metrics_are_kept_to_the_last_bit() {
+        let metrics: BTreeMap<_, _> =
+            (1..500).map(|i| (i.to_string(), 0.1 / f64::from(i))).collect();
+        let json = serde_json::to_string(&metrics).unwrap();
+        assert_eq!(serde_json::from_str::<BTreeMap<String, f64>>(&json).unwrap(), metrics);
+    }
+
+    #[test]
     fn a_newer_version_is_refused_by_name_whatever_it_holds() {
         for body in [r#"{"v":3,"op":{"dance":{}}}"#, r#"{"v":0}"#, "{}", "[1]"] {
             let e = Entry::parse("k", 1, &sealed(body)).unwrap_err();

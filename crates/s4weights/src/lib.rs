@@ -67,7 +67,7 @@ pub use adversarial::adversarial;
 pub use device::{DeviceSource, Place, PlacedSource};
 pub use error::{Error, ParentProblem, Result};
 pub use interrupt::Interrupt;
-pub use io::{ReadAt, Sink, Source, StorageOptions, Target};
+pub use io::{ReadAt, Sink, Source, StorageOptions, Target, check_storage_options};
 pub use memory::{Compressed, MemoryOptions, TensorCodec};
 pub use objects::{DataObject, ObjectOptions, ObjectSink, ObjectSource};
 pub use options::{

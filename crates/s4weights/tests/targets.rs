@@ -146,6 +146,9 @@ fn urls_and_options_are_those_of_stores() {
         assert!(text.contains(part), "{text}");
         assert!(part == "`verify`" || !text.contains("hush"), "{text}");
     }
+    let slip = s4weights::check_storage_options(&map(&[("endpont_url", "hush")])).unwrap_err();
+    assert!(slip.to_string().contains("`endpoint_url`") && !slip.to_string().contains("hush"));
+    s4weights::check_storage_options(&map(&[("verify", "x"), ("account_key", "y")])).unwrap();
     create("s3://bucket/a", &[("key", "k"), ("secret", "s"), ("region_name", "r")]).unwrap();
 }
 

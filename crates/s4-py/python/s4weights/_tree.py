@@ -18,14 +18,14 @@ array                                  a list
                                        attributes as a dict, may be absent
 ``{"torch.Size": [2, 3]}``             likewise ``{"torch.dtype": "float32"}`` and
                                        ``{"torch.device": "cuda:0"}``
-``{"tensor": 7}``                      tensor 7 of the file as it is there, on the CPU,
+``{"tensor": 7}``                      tensor 7 of the file as it stands there, on the CPU,
                                        without gradient
 ``{"tensor": 7, ...}``                 a view of it, or more about it: ``dtype``; ``shape``;
                                        ``offset`` and ``stride`` in elements (absent: 0 and
                                        row-major); ``device`` that it was on; ``grad`` if it
                                        requires a gradient; ``parameter`` if it is a
                                        ``torch.nn.Parameter``
-``{"same": 3}``                        the same object as the fourth tensor node
+``{"same": 3}``                        the very object that the fourth tensor node stands for
 =====================================  =====================================================
 
 The tree is ``{"root": node}``. An object that does not fit (`NotPlain`) is pickled instead: the
@@ -72,14 +72,23 @@ MAX_SIZE = 1 << 63
 
 _SAFE_INT = 1 << 53
 
-#: Names of kinds of nodes, and members that a node may have besides the one that names its kind.
-_KINDS = frozenset(
-    "tensor dict odict tuple set frozenset int float complex bytes bytearray same".split()
-    + ["torch.Size", "torch.dtype", "torch.device"]
-)
-_MORE = {
+#: Kinds of nodes, and the members that a node of each may have besides the one that names it.
+_KINDS: dict[str, frozenset[str]] = {
+    "int": frozenset(),
+    "float": frozenset(),
+    "complex": frozenset(),
+    "bytes": frozenset(),
+    "bytearray": frozenset(),
+    "tuple": frozenset(),
+    "set": frozenset(),
+    "frozenset": frozenset(),
+    "dict": frozenset(),
     "odict": frozenset(["attrs"]),
-    "tensor": frozenset("dtype shape offset stride device grad parameter".split()),
+    "torch.Size": frozenset(),
+    "torch.dtype": frozenset(),
+    "torch.device": frozenset(),
+    "tensor": frozenset(["dtype", "shape", "offset", "stride", "device", "grad", "parameter"]),
+    "same": frozenset(),
 }
 
 _short_repr = reprlib.Repr()
@@ -308,11 +317,9 @@ def parse_tree(text: str) -> Any:
 
 def kind_of(node: dict[str, Any]) -> str:
     """The one member of a node that names its kind."""
-    kinds = _KINDS.intersection(node)
-    if len(kinds) == 1:
-        (kind,) = kinds
-        if len(node) == 1 or node.keys() - kinds <= _MORE.get(kind, frozenset()):
-            return kind
+    kinds = [member for member in node if member in _KINDS]
+    if len(kinds) == 1 and (len(node) == 1 or node.keys() - kinds <= _KINDS[kinds[0]]):
+        return kinds[0]
     raise CorruptDataError(f"corrupt data (tree): no node has the members {_brief(list(node))}")
 
 

@@ -14,7 +14,7 @@ use crate::error::{Error, Result};
 const KIND: &str = "Azure";
 
 /// Names of the options, besides those of the client: for those who mistype one.
-const NAMES: [&str; 23] = [
+pub(super) const NAMES: [&str; 23] = [
     "access_key",
     "account_key",
     "account_name",

@@ -14,7 +14,7 @@ use crate::error::Result;
 const KIND: &str = "Google Cloud Storage";
 
 /// Names of the options, besides those of the client: for those who mistype one.
-const NAMES: [&str; 12] = [
+pub(super) const NAMES: [&str; 12] = [
     "anon",
     "application_credentials",
     "base_url",

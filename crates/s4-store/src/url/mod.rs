@@ -42,7 +42,7 @@ impl Place {
     pub fn open_url(url: &str, options: &StorageOptions) -> Result<Self> {
         // `C:\x` is a path and no URL.
         if !url.contains("://") {
-            no_slips(options)?;
+            check_options(options)?;
             return Ok(Self::folder(url));
         }
         let name = redact_url(url).into_owned();
@@ -52,7 +52,7 @@ impl Place {
         let remote = remote(&parsed).map_err(bad)?;
         check_parts(&parsed).map_err(bad)?;
         let Some((scheme, path)) = remote else {
-            no_slips(options)?;
+            check_options(options)?;
             if parsed.scheme() == "file" {
                 let path = parsed.to_file_path().map_err(|()| bad("it names no local folder"))?;
                 return Ok(Self::folder(path));
@@ -119,12 +119,18 @@ fn check_parts(url: &Url) -> std::result::Result<(), &'static str> {
     Ok(())
 }
 
-/// Where options do nothing they may be there all the same, for a place that is one in the cloud at other
-/// times. A name that means nothing anywhere is a slip.
-fn no_slips(options: &StorageOptions) -> Result<()> {
+/// Checks options where they do nothing. They may be there all the same, for a place that is one in the
+/// cloud at other times; a name that means nothing anywhere is a slip.
+///
+/// # Errors
+/// [`Error::Argument`] with the name, and which one may be meant.
+pub fn check_options(options: &StorageOptions) -> Result<()> {
     let known = |name: &str| s3::knows(name) || gcs::knows(name) || azure::knows(name);
     match options.keys().find(|name| !known(name)) {
-        Some(name) => Err(option::unknown("any kind of storage", name, &client::NAMES)),
+        Some(name) => {
+            let all = [&client::NAMES[..], &s3::NAMES, &gcs::NAMES, &azure::NAMES].concat();
+            Err(option::unknown("any kind of storage", name, &all))
+        }
         None => Ok(()),
     }
 }

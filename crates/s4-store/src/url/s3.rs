@@ -16,7 +16,7 @@ const KIND: &str = "S3";
 const OWNER: &str = "x-amz-expected-bucket-owner";
 
 /// Names of the options, besides those of the client: for those who mistype one.
-const NAMES: [&str; 43] = [
+pub(super) const NAMES: [&str; 43] = [
     "access_key_id",
     "addressing_style",
     "anon",

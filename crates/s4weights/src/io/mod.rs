@@ -189,6 +189,15 @@ enum Resolved {
     Remote(Arc<dyn ObjectStore>, ObjectPath),
 }
 
+/// Checks the options of an object store where a path, a stream or bytes are used instead, for which they
+/// mean nothing: their names, as for a checkpoint store in a folder.
+///
+/// # Errors
+/// `Argument` for a name that means nothing anywhere.
+pub fn check_storage_options(options: &StorageOptions) -> Result<()> {
+    s4_store::check_options(options).map_err(|e| Error::Argument(e.to_string()))
+}
+
 /// The folder or object store that a URL and options name: the same for a file and for a checkpoint
 /// store.
 pub(crate) fn open_place(url: &str, options: &StorageOptions) -> Result<Place> {
