@@ -18,14 +18,14 @@ array                                  a list
                                        attributes as a dict, may be absent
 ``{"torch.Size": [2, 3]}``             likewise ``{"torch.dtype": "float32"}`` and
                                        ``{"torch.device": "cuda:0"}``
-``{"tensor": 7}``                      tensor 7 of the file as it stands there, on the CPU,
+``{"tensor": 7}``                      tensor 7 of the file as it is there, on the CPU,
                                        without gradient
 ``{"tensor": 7, ...}``                 a view of it, or more about it: ``dtype``; ``shape``;
                                        ``offset`` and ``stride`` in elements (absent: 0 and
                                        row-major); ``device`` that it was on; ``grad`` if it
                                        requires a gradient; ``parameter`` if it is a
                                        ``torch.nn.Parameter``
-``{"same": 3}``                        the very object that the fourth tensor node stands for
+``{"same": 3}``                        the same object as the fourth tensor node
 =====================================  =====================================================
 
 The tree is ``{"root": node}``. An object that does not fit (`NotPlain`) is pickled instead: the
