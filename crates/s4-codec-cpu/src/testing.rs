@@ -57,7 +57,8 @@ pub fn conformance(codec: &dyn Codec, side: Side<'_>, accepts: impl Fn(&[u8]) ->
             Err(Error::Unsupported { what, .. }) => assert!(!accepts(&data), "{name}: {what}"),
             Err(error) => panic!("{name} of {} bytes: {error}", data.len()),
         }
-        if accepts(&data) {
+        // Of the long ones, the one that is most like what is coded.
+        if accepts(&data) && (data.len() < 10_000 || name == "skewed") {
             variants(codec, name, &symbols, &mut used);
         }
     }

@@ -45,9 +45,9 @@ pub struct DecodeJob<'a> {
     pub inputs: &'a [InputValues<'a>],
 }
 
-/// What is known beside the streams themselves.
+/// What is given beside the streams themselves.
 #[derive(Clone, Copy)]
-struct Known<'a> {
+struct Given<'a> {
     prediction: Option<&'a Prediction<'a>>,
     inputs: &'a [&'a [u8]],
 }
@@ -120,25 +120,26 @@ impl CpuEngine {
         let tensor = Tensor { dtype: spec.dtype, shape: spec.shape, side: spec.side };
         let first = job.chunk << spec.chunk_log2;
         let Some(prediction) = self.prediction(spec.plan, tensor, first)? else {
-            let nothing = Known { prediction: None, inputs: &[] };
+            let nothing = Given { prediction: None, inputs: &[] };
             return self.decode_streams(spec, nothing, streams, scratch, dst);
         };
         prediction.check_inputs(dst.len(), inputs)?;
         let (prediction, len) = (&prediction, dst.len());
         if !inputs.iter().any(InputValues::is_destination) {
             let parts = &parts(inputs, 0, &[], len)[..inputs.len()];
-            let known = Known { prediction: Some(prediction), inputs: parts };
-            self.decode_streams(spec, known, streams, scratch, dst)?;
-            prediction.add(inputs, &mut scratch.predicted, dst)?;
+            let given = Given { prediction: Some(prediction), inputs: parts };
+            self.decode_streams(spec, given, streams, scratch, dst)?;
+            prediction.restore(inputs, &mut scratch.predicted, dst)?;
             return Ok(None);
         }
         // What the destination holds is still needed: residuals go elsewhere.
         let mut residuals = std::mem::take(&mut scratch.residuals);
         let to = sized(&mut residuals, len);
         let parts = &parts(inputs, 0, dst, len)[..inputs.len()];
-        let known = Known { prediction: Some(prediction), inputs: parts };
-        let done = self.decode_streams(spec, known, streams, scratch, to);
-        let done = done.and_then(|_| prediction.add_over(inputs, &mut scratch.predicted, to, dst));
+        let given = Given { prediction: Some(prediction), inputs: parts };
+        let done = self.decode_streams(spec, given, streams, scratch, to);
+        let done =
+            done.and_then(|_| prediction.restore_over(inputs, &mut scratch.predicted, to, dst));
         scratch.residuals = residuals;
         done.map(|()| None)
     }
@@ -148,7 +149,7 @@ impl CpuEngine {
     fn decode_streams(
         &self,
         spec: &TensorSpec<'_>,
-        known: Known<'_>,
+        given: Given<'_>,
         streams: &StreamList<'_>,
         scratch: &mut Scratch,
         dst: &mut [u8],
@@ -160,7 +161,7 @@ impl CpuEngine {
         let mut sizes = planes.sizes().to_vec();
         let tables = SharedTables::parse(spec.side.get(SideKind::TABLES))?;
         let mut stored = [Stored::Decoded; MAX_PLANES];
-        let has_contexts = |i| known.prediction.is_some_and(|p| p.has_contexts(layout, i));
+        let has_contexts = |i| given.prediction.is_some_and(|p| p.has_contexts(layout, i));
         scratch.carry.clear();
         for (i, (entry, bytes)) in streams.items().iter().enumerate() {
             // The second plane of `token` is as long as the tokens of the first one say.
@@ -187,7 +188,7 @@ impl CpuEngine {
                 }
             }
             let mut contexts = std::mem::take(&mut scratch.contexts);
-            known.contexts(layout, &sizes, &stored[..i], scratch, sizes[i], &mut contexts)?;
+            given.contexts(layout, &sizes, &stored[..i], scratch, sizes[i], &mut contexts)?;
             let Scratch { planes, joined, carry, tail, work, .. } = &mut *scratch;
             let ctx = Context { param: entry.param, tables: tables.plane(i), contexts: &contexts };
             let to = if layout == LayoutId::BYTES {
@@ -213,11 +214,11 @@ impl CpuEngine {
             return Err(Error::corrupt("the last stream carries bytes of another")
                 .in_stream(sizes.len() - 1));
         }
-        split.merge(&sizes, &stored, known.prediction.is_none(), scratch, dst)
+        split.merge(&sizes, &stored, given.prediction.is_none(), scratch, dst)
     }
 }
 
-impl Known<'_> {
+impl Given<'_> {
     /// The contexts of a plane's symbols, `len` of them or none, from the planes before it.
     fn contexts(
         &self,

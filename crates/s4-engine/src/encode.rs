@@ -120,7 +120,7 @@ impl CpuEngine {
             Some(prediction) => {
                 let mut residuals = std::mem::take(&mut scratch.residuals);
                 let to = sized(&mut residuals, src.len());
-                let crc = prediction.take_away(src, job.inputs, &mut scratch.predicted, to);
+                let crc = prediction.residuals(src, job.inputs, &mut scratch.predicted, to);
                 let split = crc.and_then(|crc| layout.split(to, scratch).map(|()| crc));
                 scratch.residuals = residuals;
                 split?

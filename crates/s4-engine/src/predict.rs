@@ -73,7 +73,7 @@ impl Prediction<'_> {
 
     /// Writes what is left of values after prediction into `to`, which is as long. Gives the CRC-32C of
     /// the values, which may change meanwhile.
-    pub(crate) fn take_away(
+    pub(crate) fn residuals(
         &self,
         src: &[u8],
         inputs: &[&[u8]],
@@ -102,9 +102,9 @@ impl Prediction<'_> {
         self.check(len, inputs.iter().map(|input| input.len(len)))
     }
 
-    /// Undoes [`Prediction::take_away`]: makes the residuals in `values` values. No input lies there, and
+    /// Undoes [`Prediction::residuals`]: makes the residuals in `values` values. No input lies there, and
     /// all were checked.
-    pub(crate) fn add(
+    pub(crate) fn restore(
         &self,
         inputs: &[InputValues<'_>],
         room: &mut Vec<u8>,
@@ -125,7 +125,7 @@ impl Prediction<'_> {
 
     /// As [`Prediction::add`], where an input lies in `values`, which become the chunk's own. `residuals`,
     /// of which there are as many, are used up.
-    pub(crate) fn add_over(
+    pub(crate) fn restore_over(
         &self,
         inputs: &[InputValues<'_>],
         room: &mut Vec<u8>,

@@ -35,7 +35,7 @@ type MakeEncoder = fn(&[Table]) -> Option<Encoder>;
 type Decode = unsafe fn(&mut Decoding<'_>) -> Option<Result<()>>;
 
 /// A row of the table: what it is for, and its kernels, if it has any for that direction.
-struct Kernels {
+struct Row {
     precision: Precision,
     /// Most tables of a stream.
     tables: usize,
@@ -45,9 +45,9 @@ struct Kernels {
 }
 
 /// Every kernel, the fastest first. Plain Rust takes any tables, so every stream has one.
-const KERNELS: &[Kernels] = &[
+const KERNELS: &[Row] = &[
     #[cfg(target_arch = "x86_64")]
-    Kernels {
+    Row {
         precision: Precision::P8,
         tables: 1,
         simd: Simd::Avx512,
@@ -55,7 +55,7 @@ const KERNELS: &[Kernels] = &[
         decode: Some(decode_in_registers),
     },
     #[cfg(target_arch = "x86_64")]
-    Kernels {
+    Row {
         precision: Precision::P12,
         tables: 1,
         simd: Simd::Avx512,
@@ -63,7 +63,7 @@ const KERNELS: &[Kernels] = &[
         decode: Some(by_slots::<singles::Decoder>),
     },
     #[cfg(target_arch = "x86_64")]
-    Kernels {
+    Row {
         precision: Precision::P8,
         tables: 1,
         simd: Simd::Avx2,
@@ -71,7 +71,7 @@ const KERNELS: &[Kernels] = &[
         decode: Some(by_slots::<avx2::Decoder<8>>),
     },
     #[cfg(target_arch = "x86_64")]
-    Kernels {
+    Row {
         precision: Precision::P8,
         tables: MAX_TABLES,
         simd: Simd::Avx2,
@@ -79,21 +79,21 @@ const KERNELS: &[Kernels] = &[
         decode: Some(by_slots::<avx2::Decoder<8>>),
     },
     #[cfg(target_arch = "x86_64")]
-    Kernels {
+    Row {
         precision: Precision::P12,
         tables: MAX_TABLES,
         simd: Simd::Avx2,
         encode: None,
         decode: Some(by_slots::<avx2::Decoder<12>>),
     },
-    Kernels {
+    Row {
         precision: Precision::P8,
         tables: MAX_TABLES,
         simd: Simd::Scalar,
         encode: Some(|tables| Some(Encoder::Scalar8(scalar::Encoder::new(tables)))),
         decode: Some(decode_scalar::<8>),
     },
-    Kernels {
+    Row {
         precision: Precision::P12,
         tables: MAX_TABLES,
         simd: Simd::Scalar,
@@ -103,7 +103,7 @@ const KERNELS: &[Kernels] = &[
 ];
 
 /// The rows for a stream on a machine that has `simd`.
-fn rows(precision: Precision, tables: usize, simd: Simd) -> impl Iterator<Item = &'static Kernels> {
+fn rows(precision: Precision, tables: usize, simd: Simd) -> impl Iterator<Item = &'static Row> {
     KERNELS.iter().filter(move |row| {
         row.precision == precision && tables <= row.tables && includes(simd, row.simd)
     })
@@ -130,7 +130,7 @@ pub(super) fn decode(precision: Precision, simd: Simd, job: &mut Decoding<'_>) -
     let tables = job.stream.tables.len();
     // SAFETY: the machine has the instructions, as `Rans::new` has checked; the contexts are as they
     // should be, which the caller has checked.
-    let run = |row: &Kernels| unsafe { row.decode?(job) };
+    let run = |row: &Row| unsafe { row.decode?(job) };
     rows(precision, tables, simd).find_map(run).unwrap_or_else(|| Err(no_kernel()))
 }
 

@@ -9,14 +9,14 @@ use super::{Tables, check_contexts};
 use crate::Symbols;
 
 /// Sets of shared tables that are remembered: one for each plane of a layout.
-const KNOWN: usize = 8;
+const CACHED: usize = 8;
 
 /// Memory of one thread.
 #[derive(Default)]
 pub(super) struct State {
     /// What each segment of the stream that is decoded carries.
     pub(super) carries: Vec<Carry>,
-    known: Known,
+    cache: TableCache,
     /// For each context the counts of the stream that is encoded, and tables of its own.
     counts: Vec<Counts>,
     own: Vec<Table>,
@@ -25,13 +25,13 @@ pub(super) struct State {
 /// Shared tables that were read before, with the bytes that they were read from: the chunks of a
 /// tensor use the same ones again and again.
 #[derive(Default)]
-struct Known {
+struct TableCache {
     sets: Vec<(Vec<u8>, Vec<Table>)>,
     /// The set that makes room for the next one.
     oldest: usize,
 }
 
-impl Known {
+impl TableCache {
     /// The tables that `bytes` hold.
     fn get(&mut self, precision: Precision, bytes: &[u8]) -> Result<&[Table]> {
         let same = |(read, tables): &(Vec<u8>, Vec<Table>)| {
@@ -42,9 +42,9 @@ impl Known {
         }
         let set = (bytes.to_vec(), parse_tables(precision, bytes)?);
         let at = self.oldest;
-        self.oldest = (at + 1) % KNOWN;
+        self.oldest = (at + 1) % CACHED;
         match self.sets.get_mut(at) {
-            Some(known) => *known = set,
+            Some(place) => *place = set,
             None => self.sets.push(set),
         }
         Ok(&self.sets[at].1)
@@ -64,7 +64,7 @@ impl State {
     ) -> Result<Tables<'_>> {
         let shared = match symbols.context.tables {
             [] => None,
-            bytes => Some(self.known.get(precision, bytes)?),
+            bytes => Some(self.cache.get(precision, bytes)?),
         };
         if let Some(list) = shared.filter(|_| !symbols.own_tables) {
             return Ok(Tables { list, place: Place::Shared });
