@@ -20,15 +20,16 @@ pub(crate) fn lists(name: &str, feature: &str) -> bool {
     COMBINATIONS.iter().any(|(of, features)| *of == name && features.contains(&feature))
 }
 
-/// Checks that the crates build with each combination, without generating code.
+/// Checks that the crates build with each combination, without generating code and without a warning.
 ///
 /// # Errors
-/// If one does not.
+/// If one does not, or warns.
 pub(crate) fn check(root: &Path) -> Result<String> {
     for (name, features) in COMBINATIONS {
         let mut check = proc::cargo(root);
-        check.args(["check", "--locked", "--package", name, "--no-default-features"]);
-        proc::run(check.arg("--features").arg(features.join(",")))?;
+        check.args(["clippy", "--locked", "--package", name, "--no-default-features"]);
+        check.arg("--features").arg(features.join(","));
+        proc::run(check.args(["--", "-D", "warnings"]))?;
     }
     Ok(format!("{} combinations of features build", COMBINATIONS.len()))
 }

@@ -20,6 +20,25 @@ const PARENT_CHUNKS: u64 = 4;
 /// What one more plan costs in the manifest, in bits: a delta has to save more.
 const PLAN_BITS: u64 = 8 * 160;
 
+// Thresholds are parts of what is compared: 128 means one in 128.
+
+/// A delta must save this part of the tensor stored by itself: it is read together with its parents.
+const DELTA_GAIN: u64 = 128;
+/// A layout must save this part of the one before it in [`layouts`], which is faster.
+const LAYOUT_GAIN: u64 = 256;
+/// Zstandard must save this part of the other layouts' cost: it is the slowest to decode.
+const ZSTD_GAIN: u64 = 20;
+/// A plane that entropy coding makes smaller by less than this part is noise, and not worth the time.
+const NOISE_GAIN: u64 = 50;
+/// Rans in pairs (P = 8) may lose this part of the plane to P = 12: one renormalisation for two symbols is
+/// much the faster.
+const PAIRS_LOSS: u64 = 50;
+/// As [`PAIRS_LOSS`] for a delta, of the bits of all its planes: coarse frequencies waste a larger part of
+/// planes that take few bits.
+const PAIRS_LOSS_OF_ALL: u64 = 128;
+/// What entropy coding costs, as a part of a bit for each value: it is most of a decoder's work.
+const RANS_WORK: u64 = 8;
+
 /// The tensor of a parent checkpoint that a tensor may be stored as its difference from.
 #[derive(Debug, Clone, Copy)]
 pub struct ParentSample<'a> {
@@ -144,9 +163,9 @@ impl CpuEngine {
         self.kernels.xor(&mut sample, parent.values);
         let delta = self.best(dtype, &sample, true, scratch)?;
         let saved = alone.saturating_sub(delta.as_ref().map_or(u64::MAX, |d| d.bits));
-        // A delta is read together with its parents: it must be worth it, here and as a whole.
+        // It must be worth it here, in the sample, and as a whole.
         let whole = saved.saturating_mul(values) / ((sample.len() / width) as u64).max(1);
-        if saved == 0 || saved < alone / 128 || whole <= PLAN_BITS {
+        if saved == 0 || saved < alone / DELTA_GAIN || whole <= PLAN_BITS {
             return direct(scratch);
         }
         let plan = |layout| Plan::delta(layout, parent.manifest, parent.tensor);
@@ -166,8 +185,7 @@ impl CpuEngine {
         let mut best: Option<Candidate> = None;
         for &layout in tried {
             let mut c = self.candidate(layout, dtype.value_width(), sample, delta, scratch)?;
-            // Layouts stand in ascending order of work: a slower one must be worth it.
-            if best.as_ref().is_none_or(|b| c.cost < b.cost - b.cost / 256) {
+            if best.as_ref().is_none_or(|b| c.cost < b.cost - b.cost / LAYOUT_GAIN) {
                 // Where all but the exponents are noise, sign and all, no other layout is smaller.
                 let noise = c.planes.iter().skip(1).all(|p| p.2);
                 if delta {
@@ -204,10 +222,10 @@ impl CpuEngine {
         for i in 0..planes {
             let plane = plane(i);
             let dense = layout == LayoutId::FIELDS_SIGN && i == 2;
-            let may_lose = |pairs: u64| if delta { all / 128 } else { pairs / 50 };
+            let may_lose =
+                |pairs: u64| if delta { all / PAIRS_LOSS_OF_ALL } else { pairs / PAIRS_LOSS };
             let (coding, counts, cost) = choose(plane, dense, may_lose);
-            // Entropy coding a plane is most of the work: it must save an eighth of a bit more.
-            let work = if precision(coding).is_some() { values as u64 / 8 } else { 0 };
+            let work = if precision(coding).is_some() { values as u64 / RANS_WORK } else { 0 };
             c.planes.push((coding, counts, cost == 8 * plane.len() as u64));
             c.cost += cost + work;
             // A plane that repeats a short unit is stored as that, whatever is planned.
@@ -215,8 +233,7 @@ impl CpuEngine {
         }
         if layout == LayoutId::WHOLE {
             let bits = 8 * self.zstd_len(sample, scratch)? as u64;
-            // Zstandard is the slowest to decode: it must save a twentieth.
-            if bits < c.cost - c.cost / 20 {
+            if bits < c.cost - c.cost / ZSTD_GAIN {
                 c.planes[0].0 = PlaneCoding::ZSTD;
                 (c.cost, c.bits) = (bits, bits.min(c.bits));
             }
@@ -337,14 +354,12 @@ fn choose(plane: &[u8], dense: bool, may_lose: impl Fn(u64) -> u64) -> (PlaneCod
     }
     let raw = plane.len() as u64 * if dense { 7 } else { 8 };
     let noise = if dense { PlaneCoding::BITS7 } else { PlaneCoding::RAW };
-    // A plane that loses less than a fiftieth is noise; coding it is not worth the time.
-    let worth = |bits: u64| bits < raw - raw / 50;
+    let worth = |bits: u64| bits < raw - raw / NOISE_GAIN;
     let least = entropy(&counts);
     if !worth(least) {
         return (noise, counts, raw);
     }
     let pairs = cost(&counts, &counts.table(Precision::P8));
-    // One renormalisation for two symbols is much the faster.
     let much_less = pairs.saturating_sub(may_lose(pairs));
     let singles = match least < much_less {
         true => cost(&counts, &counts.table(Precision::P12)),

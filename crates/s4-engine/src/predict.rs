@@ -123,7 +123,7 @@ impl Prediction<'_> {
         Ok(())
     }
 
-    /// As [`Prediction::add`], where an input lies in `values`, which become the chunk's own. `residuals`,
+    /// As [`Prediction::restore`], where an input lies in `values`, which become the chunk's own. `residuals`,
     /// of which there are as many, are used up.
     pub(crate) fn restore_over(
         &self,

@@ -232,6 +232,7 @@ impl Writer {
     }
 
     /// The number that the next tensor gets.
+    #[cfg(feature = "cuda")]
     pub(crate) fn next_number(&self) -> usize {
         self.tensors.len()
     }

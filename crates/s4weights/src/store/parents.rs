@@ -150,14 +150,9 @@ impl CheckpointStore {
     /// Bytes of memory for what is stored of a checkpoint, by its number since the base: none if its
     /// values are kept, or if nothing becomes a difference from it.
     pub(crate) fn room_for_stored(&self, tensors: Sources<'_>, number: u32) -> usize {
-        match tensors {
-            Sources::Host(_) => 0,
-            #[cfg(feature = "cuda")]
-            Sources::Placed(..) => match self.options.tree().last_child(number) {
-                Some(_) => self.options.share(),
-                None => 0,
-            },
-        }
+        let placed = !matches!(tensors, Sources::Host(_));
+        let is_parent = self.options.tree().last_child(number).is_some();
+        if placed && is_parent { self.options.share() } else { 0 }
     }
 
     /// Lets go of values that are no parent's any more once checkpoint `number` since the base is saved
