@@ -55,6 +55,11 @@ pub(crate) struct Kit {
 
 /// Bytes of chunks after which further ones share their places, so that inputs stay small.
 const MAX_DATA: usize = 1 << 20;
+/// Bytes of chunk tables and side data after which further tensors keep the block that they named before,
+/// for the same reason.
+const MAX_BLOCKS: usize = 1 << 20;
+/// Bytes of all chunks after which no further tensor gets some of its own.
+const MAX_FILE: usize = 4 << 20;
 
 impl Kit {
     /// Takes a sound file apart.
@@ -119,15 +124,23 @@ impl Kit {
     pub(crate) fn assemble(mut self) -> Vec<u8> {
         let mut out = header().to_vec();
         let mut blocks = vec![];
+        let mut room = MAX_BLOCKS;
         for t in 0..self.records.len() {
-            let Some(Some(block)) = self.blocks.get(t) else {
+            let Some(block) = self
+                .blocks
+                .get(t)
+                .and_then(Option::as_ref)
+                .filter(|_| room > 0 && out.len() < MAX_FILE)
+            else {
                 blocks.push(None);
                 continue;
             };
             let count = block.chunks.len();
             // A tensor that grew has its chunks again and again.
             let wanted = if count == 0 { None } else { self.wanted_chunks(t) };
-            blocks.push(Some(self.place_chunks(t, block, wanted.unwrap_or(count), &mut out)));
+            let made = self.place_chunks(t, block, wanted.unwrap_or(count), &mut out);
+            room = room.saturating_sub(made.len());
+            blocks.push(Some(made));
         }
         let data_end = out.len();
         for (t, block) in blocks.iter().enumerate() {
