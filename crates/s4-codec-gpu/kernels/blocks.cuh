@@ -69,7 +69,7 @@ __device__ __forceinline__ void split_planes(const EncodeChunk& c, EncodeResult&
   if (threadIdx.x < planes)
     shared.planes.at[threadIdx.x] = c.scratch + plane_at(c.layout, c.width, c.n, threadIdx.x);
   __syncthreads();
-  split_chunk(c.layout, c.width, ValueSpan{c.values, nullptr, c.n, kId}, shared.planes);
+  split_chunk(c.layout, c.width, ValueSpan{c.values, c.n}, Direct{}, shared.planes);
 #pragma unroll 1
   for (u32 i = 0; i < planes; i++) {
     const u32 size = plane_size(c.layout, c.width, c.n, i);
@@ -124,12 +124,8 @@ __device__ __forceinline__ void gather_blocks(const CodedPlane& plane, u8* to) {
 __device__ __forceinline__ void gather_planes(const EncodeChunk& c, EncodeResult& result, const CodedPlane* coded,
                                               u8* frames, u64 capacity) {
   if (!has_room(result, capacity)) return;
-  u8* to = frames + result.offset;
-  if (result.plain) {
-    copy_bytes(c.values, to, result.len);
-    if (threadIdx.x < round_up(result.len, 16) - result.len) to[result.len + threadIdx.x] = 0;
-    return;
-  }
+  u8* const to = frames + result.offset;
+  if (result.plain) return write_plain(c.values, result.len, to);
   write_frame_header(result, to);
   u32 at = header_len(result.streams);
 #pragma unroll 1

@@ -189,4 +189,10 @@ __device__ __forceinline__ void copy_bytes(const u8* from, u8* to, u64 len) {
     for (u64 i = done + threadIdx.x; i < len; i += blockDim.x) to[i] = from[i];
 }
 
+// Writes the frame of a chunk that is plain: its values. All threads.
+__device__ __forceinline__ void write_plain(const u8* values, u32 len, u8* to) {
+  copy_bytes(values, to, len);
+  if (threadIdx.x < round_up(len, 16) - len) to[len + threadIdx.x] = 0;
+}
+
 }  // namespace s4

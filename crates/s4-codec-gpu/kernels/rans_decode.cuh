@@ -266,4 +266,37 @@ __device__ __forceinline__ void pop_block(u32& x, Words& words, Shared entries, 
   }
 }
 
+// One table with P = 8 for all symbols: an `AlignedTable`.
+struct PairTable {
+  Shared entries;
+
+  template <class Words>
+  __device__ __forceinline__ void pop(u32& x, Words& words, u32, u32* symbols) const {
+    pop_block(x, words, entries, symbols);
+  }
+};
+
+// Decodes every `kWarps`-th segment of a stream; false if one is not sound. `tables` decodes eight symbols of
+// each lane at a time, and `target` takes them, and the words that the final states carry. `buffer`: of this
+// warp. One warp.
+template <u32 kWarps, class Words, u32 kMaxSegments, class Tables, class Target>
+__device__ __forceinline__ bool decode_segments(const Header<kMaxSegments>& h, const Tables& tables,
+                                                const Target& target, u16* buffer) {
+#pragma unroll 1
+  for (u32 i = uniform_warp_id(); i < h.fixed.segments; i += kWarps) {
+    const u32 at = h.segment_at[i], first = i << h.fixed.segment_log2;
+    u32 x = target.load_state(at + 4 * lane_id());
+    Words words(buffer, target.stream(), at + kStatesBytes, h.words[i]);
+    const u32 end = min(target.symbols() - first, 1u << h.fixed.segment_log2) + first;
+    bool sound = __all_sync(kAllLanes, x >= kLow) != 0;
+    if (sound) {
+      target.blocks(first, end, [&](u32 from, u32* symbols) { tables.pop(x, words, from, symbols); });
+      sound = words.all_taken();
+    }
+    if (!__all_sync(kAllLanes, sound && x - kLow < (h.fixed.carried > 0 ? kLow : 1))) return false;
+    target.store_carried(i, static_cast<u16>(x));
+  }
+  return true;
+}
+
 }  // namespace s4
