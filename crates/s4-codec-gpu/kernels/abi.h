@@ -94,6 +94,8 @@ enum Status : u32 {
 };
 
 constexpr u32 kMaxPlanes = 8;
+constexpr u32 kMaxInputs = 4;  // of a chunk
+constexpr u32 kMaxTables = 16;  // of a stream
 
 constexpr u32 kFusedThreads2 = 256, kFusedThreads4 = 128;
 constexpr u32 kComposedThreads = 256;
@@ -118,13 +120,22 @@ struct SharedTable {
 };
 static_assert(sizeof(SharedTable) == 776, "");
 
+// The tables that the streams of one plane may share. None: a null pointer, and 0 of them.
+struct TableSet {
+  const SharedTable* at;  // 8-byte aligned
+  u32 count;              // at most kMaxTables
+  u32 reserved;
+};
+static_assert(sizeof(TableSet) == 16, "");
+
+// What values are predicted from: as many bytes as the chunk has, at any address.
+constexpr u32 kParent = 0;  // of `inputs`: the parent's values; null with residual `id`
+
 constexpr u32 kKeepPlanes = 1;  // EncodeChunk::flags, fused: raw planes go through scratch (see below)
 
 // A chunk to encode, 8-byte aligned.
 struct EncodeChunk {
   const u8* values;           // n * width bytes, at any address; fast if 16-byte aligned
-  const u8* parent;           // as many bytes to predict from, at any address; null with residual `id`
-  const SharedTable* tables;  // one for each plane, or null; 8-byte aligned
   u8* scratch;                // 16-byte aligned; sizes below; not shared with another chunk of the batch
   u32 n;                      // values, at least 1
   u8 width;                   // 1, 2, 4, 8
@@ -134,8 +145,12 @@ struct EncodeChunk {
   u8 coding[kMaxPlanes];      // `Coding` of each plane
   u32 flags;
   u32 reserved1;
+  const u8* inputs[kMaxInputs];  // what the values are predicted from
+  u64 first;                  // index of the first value in its tensor
+  u64 cols;                   // values in a row of the tensor, its last dimension; 0 if it has one dimension
+  TableSet tables[kMaxPlanes];
 };
-static_assert(sizeof(EncodeChunk) == 56, "");
+static_assert(sizeof(EncodeChunk) == 216, "");
 
 // A stream of a frame, as the frame's header has it.
 struct StreamEntry {
@@ -174,8 +189,6 @@ static_assert(sizeof(DecodeStream) == 12, "");
 struct DecodeChunk {
   const u8* frame;            // 16-byte aligned, readable up to the next multiple of 16; may be mapped memory
   u8* values;                 // n * width bytes, at any address; fast if 16-byte aligned
-  const u8* parent;           // null with residual `id`
-  const SharedTable* tables;  // one for each plane, or null; 8-byte aligned
   u8* scratch;                // composed, not plain: 16-byte aligned; fused: unused
   u32 frame_len;
   u32 n;                      // values, at least 1
@@ -188,8 +201,12 @@ struct DecodeChunk {
   u32 crc_encoded;
   u32 crc_raw;
   DecodeStream streams[kMaxPlanes];
+  const u8* inputs[kMaxInputs];  // as when it was encoded
+  u64 first;                  // index of the first value in its tensor
+  u64 cols;                   // values in a row of the tensor, its last dimension; 0 if it has one dimension
+  TableSet tables[kMaxPlanes];
 };
-static_assert(sizeof(DecodeChunk) == 160, "");
+static_assert(sizeof(DecodeChunk) == 320, "");
 
 struct CopySpan {
   const u8* from;

@@ -9,7 +9,8 @@
 //   6. s4_encode_crcs                                               as in abi.h
 //
 // Of a chunk's scratch memory 1. writes, and 5. reads, `split_scratch` bytes: plane i lies where `plane_at`
-// says. Codings are not looked at. `planes` has kMaxPlanes entries for each chunk, and is read from 3. on.
+// says. Codings, inputs and tables are not looked at. `planes` has kMaxPlanes entries for each chunk, and is
+// read from 3. on.
 //
 // In step 3 a plane that repeats a short unit becomes `const`, whatever the library made of it; one that was
 // coded becomes its stream if that is shorter than the plane; all others stay raw. A block of such a plane

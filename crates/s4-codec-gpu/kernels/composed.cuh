@@ -21,7 +21,7 @@ struct ComposedShared {
 // Whether the descriptor is in range: what follows divides and allots by it.
 __device__ __forceinline__ bool fits(const EncodeChunk& c, u32 planes) {
   if (planes == 0 || c.n == 0 || static_cast<u64>(c.n) * c.width > kMaxPlaneBytes) return false;
-  if (c.residual > kSub || (c.residual != kId) != (c.parent != nullptr)) return false;
+  if (c.residual > kSub || (c.residual != kId) != (c.inputs[kParent] != nullptr)) return false;
   for (u32 i = 0; i < planes; i++) {
     const u32 coding = c.coding[i];
     if (coding != kCodeRaw && coding != kCodeBits7 && coding != kCodeRans8 && coding != kCodeRans12) return false;
@@ -58,7 +58,7 @@ __device__ __forceinline__ void encode_planes(const EncodeChunk& c, u32 planes, 
     const PlaneJob job{shared.planes.at[i],
                        plane_size(c.layout, c.width, c.n, i),
                        c.coding[i],
-                       c.tables == nullptr ? nullptr : c.tables + i,
+                       only_table(c.tables[i]),
                        shared.coded[i + 1],
                        streams + plane_at(c.layout, c.width, c.n, i),
                        segments};
@@ -127,7 +127,7 @@ struct DecodeState {
 __device__ __forceinline__ bool fits(const DecodeChunk& c, u32 planes) {
   if (planes == 0 || planes != c.planes) return false;
   if (c.n == 0 || static_cast<u64>(c.n) * c.width > kMaxDecodeBytes) return false;
-  return c.residual <= kSub && (c.residual != kId) == (c.parent != nullptr);
+  return c.residual <= kSub && (c.residual != kId) == (c.inputs[kParent] != nullptr);
 }
 
 __device__ __forceinline__ DecodeState make_state(const DecodeChunk& c) {
@@ -164,8 +164,7 @@ __device__ __forceinline__ Status decode_stream(const DecodeChunk& c, u32 i, Dec
   }
   s.planes.at[i] = s.buffers + plane_at(c.layout, c.width, c.n, i);
   tail = 0;
-  const PlaneTarget to{stream, s.planes.at[i], size, c.tables == nullptr ? nullptr : c.tables + i,
-                       s.carries[i % 2]};
+  const PlaneTarget to{stream, s.planes.at[i], size, only_table(c.tables[i]), s.carries[i % 2]};
   return decode_plane(e.codec, e.param, to, tail, shared);
 }
 

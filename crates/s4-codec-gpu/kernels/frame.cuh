@@ -38,6 +38,11 @@ __device__ __forceinline__ u32 plane_at(u32 layout, u32 width, u32 n, u32 i) {
   return at;
 }
 
+// The tensor's table for a plane that has one; null if it has none, or several.
+__device__ __forceinline__ const SharedTable* only_table(const TableSet& set) {
+  return set.count == 1 ? set.at : nullptr;
+}
+
 // ---- constant planes ----
 
 // What a plane is looked at first: nearly every one that is not a repeated unit is refused by it.

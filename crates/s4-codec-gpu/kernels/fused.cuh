@@ -180,7 +180,7 @@ __device__ __forceinline__ u32 encode_e(const EncodeChunk& c, u32 start, bool ca
   const u32 n = c.n;
   const u32* counts = shared.u.count.counts;
   make_model(counts, n <= kCountAll, kTotal, shared.model);
-  const bool tensors = choose_table(counts, c.tables, n, kTotal, shared.model);
+  const bool tensors = choose_table(counts, only_table(c.tables[0]), n, kTotal, shared.model);
   Coder* const table = shared.coders.get();
   const bool round = make_coders(shared.model, table);
   const Segments<false> segments{n};

@@ -242,7 +242,7 @@ __device__ __forceinline__ Status decode_streams(const DecodeChunk& c, const Fus
   if (at < min(chunk.stream_len, kStaged))
     *reinterpret_cast<uint4*>(shared.head + at) = __ldg(reinterpret_cast<const uint4*>(chunk.stream + at));
   __syncthreads();
-  const Status read = read_header<8>(shared.head, chunk.stream_len, chunk.n, c.tables, shared.header,
+  const Status read = read_header<8>(shared.head, chunk.stream_len, chunk.n, only_table(c.tables[0]), shared.header,
                                      shared.entries.get());
   if (read != kOk) return read;
   if (shared.chunk.a_len + shared.header.fixed.carried != shared.chunk.n) return kCorrupt;

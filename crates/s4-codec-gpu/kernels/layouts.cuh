@@ -245,7 +245,7 @@ struct Difference {
   __device__ __forceinline__ static bool suits(const EncodeChunk& c) { return c.residual != kId; }
   template <class Chunk>
   __device__ __forceinline__ static Difference of(const Chunk& c) {
-    return Difference{c.parent, c.residual};
+    return Difference{c.inputs[kParent], c.residual};
   }
   template <int kWidth>
   __device__ __forceinline__ void take(u32 at, u32 left, Uint<kWidth>* v) const {

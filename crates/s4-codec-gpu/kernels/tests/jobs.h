@@ -23,6 +23,12 @@ static void for_runs(const std::vector<uint32_t>& kinds, const Body& body) {
   }
 }
 
+// Tables, one for each of the first planes.
+static void add_tables(Input& in, Memory& pool, uint32_t count, s4::TableSet* to) {
+  for (uint32_t i = 0; i < count; i++)
+    to[i] = {reinterpret_cast<s4::SharedTable*>(pool.add(in.bytes(sizeof(s4::SharedTable)))), 1, 0};
+}
+
 // ---- encode ----
 
 struct EncodeItem {
@@ -39,10 +45,9 @@ static s4::EncodeChunk read_encode(Input& in, Memory& pool, std::vector<uint32_t
   kinds.push_back(item.kind);
   s4::EncodeChunk c{};
   const size_t bytes = size_t(item.n) * item.width;
-  if (item.tables > 0)
-    c.tables = reinterpret_cast<s4::SharedTable*>(pool.add(in.bytes(item.tables * sizeof(s4::SharedTable))));
+  add_tables(in, pool, item.tables, c.tables);
   c.values = pool.add(in.bytes(bytes), item.skew);
-  if (item.residual != 0) c.parent = pool.add(in.bytes(bytes), item.skew * 3 % 16);
+  if (item.residual != 0) c.inputs[s4::kParent] = pool.add(in.bytes(bytes), item.skew * 3 % 16);
   const uint64_t planes =
       item.flags & s4::kKeepPlanes ? s4::round_up64(uint64_t(item.n) * (item.width - 1), 32) : 0;
   c.scratch = pool.add(item.kind == 2   ? s4::kFusedScratch2 + planes
@@ -121,12 +126,11 @@ static s4::DecodeChunk read_decode(Input& in, Memory& pool, std::vector<uint32_t
   check = item.check;
   s4::DecodeChunk c{};
   const size_t bytes = size_t(item.n) * item.width;
-  if (item.tables > 0)
-    c.tables = reinterpret_cast<s4::SharedTable*>(pool.add(in.bytes(item.tables * sizeof(s4::SharedTable))));
+  add_tables(in, pool, item.tables, c.tables);
   Bytes frame = in.bytes(item.frame_len);
   frame.resize(s4::round_up64(frame.size(), 16), 0xa5);  // readable, but nothing that counts
   c.frame = pool.add(frame);
-  if (item.residual != 0) c.parent = pool.add(in.bytes(bytes), item.skew * 3 % 16);
+  if (item.residual != 0) c.inputs[s4::kParent] = pool.add(in.bytes(bytes), item.skew * 3 % 16);
   c.values = pool.add(bytes, item.skew);
   c.scratch = pool.add(item.kind == 0 ? s4::composed_decode_scratch(item.n, item.width, item.frame_len) : 0);
   c.frame_len = item.frame_len;
