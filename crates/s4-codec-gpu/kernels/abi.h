@@ -56,6 +56,10 @@
 //   composed       plain chunks, and any with streams raw, const, bits, rans (P = 8 or 12, one table), up to
 //                  kMaxDecodeBytes of values
 //
+// Kernels that predict from a place in the tensor, from other inputs, or with several tables a plane find what
+// they need in the descriptors' last fields; those above use the parent (input 0) and one table a plane, and
+// ignore the rest. docs/gpu-kernels.md says what they are instances of.
+//
 // OTHERS:
 //   s4_copy_spans (spans)         grid = spans, block = kCopyThreads: packs small tensors and takes them
 //                                 apart again. One block copies a span: keep them below 1 MiB.
@@ -128,8 +132,9 @@ struct TableSet {
 };
 static_assert(sizeof(TableSet) == 16, "");
 
-// What values are predicted from: as many bytes as the chunk has, at any address.
-constexpr u32 kParent = 0;  // of `inputs`: the parent's values; null with residual `id`
+// Of a chunk's inputs:
+constexpr u32 kParent = 0;    // the parent's values, n * width bytes at any address; null with residual `id`
+constexpr u32 kContexts = 1;  // contexts.cuh: a context for each symbol, 16-byte aligned; null if there are none
 
 constexpr u32 kKeepPlanes = 1;  // EncodeChunk::flags, fused: raw planes go through scratch (see below)
 
@@ -141,7 +146,7 @@ struct EncodeChunk {
   u8 width;                   // 1, 2, 4, 8
   u8 layout;                  // `Layout`
   u8 residual;                // `Residual`
-  u8 reserved0;
+  u8 contexts;                // bit i: the symbols of plane i have contexts (contexts.cuh; else ignored)
   u8 coding[kMaxPlanes];      // `Coding` of each plane
   u32 flags;
   u32 reserved1;
@@ -197,7 +202,8 @@ struct DecodeChunk {
   u8 residual;
   u8 plain;                   // 1: the frame is the values
   u8 planes;                  // number of streams: that of the layout
-  u8 reserved[3];
+  u8 contexts;                // as when it was encoded
+  u8 reserved[2];
   u32 crc_encoded;
   u32 crc_raw;
   DecodeStream streams[kMaxPlanes];
@@ -248,6 +254,14 @@ S4_ANYWHERE constexpr u64 residual_encode_scratch(u64 n, u64 width) {
 // `frame_len` as in the descriptor.
 S4_ANYWHERE constexpr u64 composed_decode_scratch(u64 n, u64 width, u64 frame_len) {
   return planes_bytes(n, width) + round_up64(frame_len, 16) + 3 * (round_up64(n * width / 64, 16) + 64);
+}
+
+// The kernels of contexts.cuh: the same, the tables of a stream, and to decode their entries with P = 12.
+S4_ANYWHERE constexpr u64 contexts_encode_scratch(u64 n, u64 width) {
+  return residual_encode_scratch(n, width) + kMaxTables * sizeof(SharedTable);
+}
+S4_ANYWHERE constexpr u64 contexts_decode_scratch(u64 n, u64 width, u64 frame_len) {
+  return composed_decode_scratch(n, width, frame_len) + kMaxTables * (4u << 12);
 }
 
 }  // namespace s4

@@ -46,21 +46,6 @@ struct SplitShared {
   u8 head[kHeadBytes];
 };
 
-// The unit that a plane repeats, 0 if there is none. All threads; begins and ends with a barrier.
-__device__ __forceinline__ u32 constant_unit(const u8* plane, u32 size, SplitShared& shared) {
-  const auto get = [&](u32 i) { return plane[i]; };
-  __syncthreads();
-  if (warp_id() == 0) {
-    const u32 unit = head_unit(size, get, shared.head);
-    if (lane_id() == 0) shared.unit = unit;
-  }
-  __syncthreads();
-  const u32 unit = shared.unit;
-  __syncthreads();
-  if (unit == 0 || size <= kHeadBytes) return unit;
-  return repeats_unit(size, get, unit) ? unit : 0;
-}
-
 __device__ __forceinline__ void split_planes(const EncodeChunk& c, EncodeResult& result) {
   __shared__ SplitShared shared;
   const u32 planes = planes_of(c.layout, c.width);

@@ -58,7 +58,9 @@ __device__ __forceinline__ void encode_planes(const EncodeChunk& c, u32 planes, 
     const PlaneJob job{shared.planes.at[i],
                        plane_size(c.layout, c.width, c.n, i),
                        c.coding[i],
-                       only_table(c.tables[i]),
+                       c.tables[i],
+                       Context::contexts_of(c, i),
+                       reinterpret_cast<SharedTable*>(c.scratch + residual_encode_scratch(c.n, c.width)),
                        shared.coded[i + 1],
                        streams + plane_at(c.layout, c.width, c.n, i),
                        segments};
@@ -75,7 +77,7 @@ template <class Predict, class Context>
 __device__ __forceinline__ void encode_composed(const EncodeChunk& c, EncodeResult& result) {
   __shared__ ComposedShared<Context> shared;
   const u32 planes = planes_of(c.layout, c.width);
-  const bool good = fits(c, planes) && Predict::suits(c);
+  const bool good = fits(c, planes) && Predict::suits(c) && Context::suits(c, planes);
   const bool codes = good && may_shrink(c, planes, shared.plane);
   if (codes) {
     if (threadIdx.x < planes)
@@ -164,7 +166,8 @@ __device__ __forceinline__ Status decode_stream(const DecodeChunk& c, u32 i, Dec
   }
   s.planes.at[i] = s.buffers + plane_at(c.layout, c.width, c.n, i);
   tail = 0;
-  const PlaneTarget to{stream, s.planes.at[i], size, only_table(c.tables[i]), s.carries[i % 2]};
+  const PlaneTarget to{stream, s.planes.at[i], size, c.tables[i], Context::contexts_of(c, i), Context::entries_of(c),
+                       s.carries[i % 2]};
   return decode_plane(e.codec, e.param, to, tail, shared);
 }
 
@@ -176,7 +179,7 @@ __device__ __forceinline__ Status decode_chunk(const DecodeChunk& c, PlaneDecode
     copy_bytes(c.frame, c.values, c.frame_len);
     return kOk;
   }
-  if (!fits(c, planes)) return kUnsupported;
+  if (!fits(c, planes) || !Context::suits(c, planes)) return kUnsupported;
   DecodeState s = make_state(c);
   u32 tail = 0;
 #pragma unroll 1

@@ -81,6 +81,23 @@ __device__ __forceinline__ bool repeats_unit(u32 n, const Get& get, u32 unit) {
   return true;
 }
 
+// The unit that a plane repeats, 0 if there is none. `shared` has a `head` and a `unit`. All threads; begins and
+// ends with a barrier.
+template <class SharedMemory>
+__device__ __forceinline__ u32 constant_unit(const u8* plane, u32 size, SharedMemory& shared) {
+  const auto get = [&](u32 i) { return plane[i]; };
+  __syncthreads();
+  if (warp_id() == 0) {
+    const u32 unit = head_unit(size, get, shared.head);
+    if (lane_id() == 0) shared.unit = unit;
+  }
+  __syncthreads();
+  const u32 unit = shared.unit;
+  __syncthreads();
+  if (unit == 0 || size <= kHeadBytes) return unit;
+  return repeats_unit(size, get, unit) ? unit : 0;
+}
+
 // ---- results ----
 
 __device__ __forceinline__ u32 header_len(u32 streams) { return round_up(8 * streams, 16); }

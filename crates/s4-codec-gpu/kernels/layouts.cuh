@@ -236,7 +236,7 @@ struct Direct {
   __device__ __forceinline__ void take(u32, u32, Uint<kWidth>*) const {}
 };
 
-// The XOR with the parent's values, or the difference from them. A decoder takes the values themselves, too.
+// The XOR with the parent's values, or the difference from them. The decoder has this for residual `id`, too.
 struct Difference {
   static constexpr bool kSparse = true;
   const u8* parent;

@@ -29,7 +29,9 @@ struct PlaneTarget {
   StreamBytes from;
   u8* plane;                 // 16-byte aligned
   u32 size;                  // at least 1
-  const SharedTable* table;  // or null
+  TableSet tables;           // the tensor's
+  const u8* contexts;        // of each symbol, 16-byte aligned; null: all are 0
+  u32* entries;              // scratch memory, for contexts.cuh
   u8* carry;                 // what the stream carries: 64 bytes for each 4096 symbols; null if nothing
 
   __device__ __forceinline__ u32 symbols() const { return size; }
@@ -92,10 +94,14 @@ struct DecodeOneTable {
       return kBits == 8 ? pairs.get() : wide;
     }
   };
+  __device__ __forceinline__ static bool suits(const DecodeChunk&, u32) { return true; }
+  __device__ __forceinline__ static const u8* contexts_of(const DecodeChunk&, u32) { return nullptr; }
+  __device__ __forceinline__ static u32* entries_of(const DecodeChunk&) { return nullptr; }
+
   // Reads a stream's header and table. All threads; all return the same; ends with a barrier.
   template <u32 kBits>
   __device__ __forceinline__ static Status read(const PlaneTarget& to, PlaneDecodeShared<DecodeOneTable>& shared) {
-    return read_header<kBits>(to.from.at, to.from.len, to.size, to.table, shared.header,
+    return read_header<kBits>(to.from.at, to.from.len, to.size, only_table(to.tables), shared.header,
                               shared.entries.template get<kBits>());
   }
   template <u32 kBits>

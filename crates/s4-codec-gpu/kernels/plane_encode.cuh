@@ -27,7 +27,7 @@ struct Coded {
 
 template <class Context>
 struct PlaneShared {
-  u32 coders[256 * Context::kMost];
+  typename Context::Coders coders;
   u32 words[kMostPlaneSegments];
   u32 unit;
   u8 head[kHeadBytes];
@@ -46,7 +46,9 @@ struct PlaneJob {
   const u8* plane;            // 16-byte aligned
   u32 size;                   // at least 1
   u32 coding;
-  const SharedTable* table;   // or null
+  TableSet tables;            // the tensor's
+  const u8* contexts;         // of each symbol, 16-byte aligned; null: all are 0
+  SharedTable* own;           // where contexts.cuh makes tables
   Coded behind;               // the next stream; length 0 if there is none
   u8* stream;                 // where a stream goes: `size` bytes, 16-byte aligned
   u8* segments;               // kSegmentScratch for each segment
@@ -58,8 +60,8 @@ __device__ __forceinline__ void push_plane_symbol(u32& x, u32 coder) {
   x = (quotient << kBits) + (coder >> 13 & 0xfff) + (x - quotient * freq);
 }
 
-// Codes eight symbols of each lane by their coders.
-template <u32 kBits>
+// Codes eight symbols of each lane by their coders. `kLoneEscapes`: two may need no bits at all.
+template <u32 kBits, bool kLoneEscapes>
 __device__ __forceinline__ void push_plane_block(u32& x, WordSink& sink, const u32* c, const u32* symbols) {
   u32 left = 0;
 #pragma unroll
@@ -68,7 +70,8 @@ __device__ __forceinline__ void push_plane_block(u32& x, WordSink& sink, const u
   if (kBits == 8) {
 #pragma unroll
     for (int k = 6; k >= 0; k -= 2) {
-      sink.put(x, (c[k] & 0x1fff) * (c[k + 1] & 0x1fff) << 16);
+      const u32 limit = (c[k] & 0x1fff) * (c[k + 1] & 0x1fff) << 16;
+      sink.put(x, limit, !kLoneEscapes || limit != 0);
       push_plane_symbol<kBits>(x, c[k + 1]);
       push_plane_symbol<kBits>(x, c[k]);
     }
@@ -160,18 +163,23 @@ struct PlaneCoders {
     u32 c[8];
 #pragma unroll
     for (int k = 0; k < 8; k++) c[k] = coders[tables.of(k) * 256 + byte_of(symbols, k)];
-    push_plane_block<kBits>(x, sink, c, symbols);
+    push_plane_block<kBits, Context::kLoneEscapes>(x, sink, c, symbols);
   }
 };
 
 // The context of every symbol is 0: one table codes them all.
 struct EncodeOneTable {
-  static constexpr u32 kMost = 1;  // tables
+  static constexpr bool kLoneEscapes = false;  // whether a table may have nothing but an escape
+  struct Coders {
+    u32 of[256];
+  };
   struct Zeros {
     __device__ __forceinline__ u32 of(int) const { return 0; }
   };
 
+  __device__ __forceinline__ static bool suits(const EncodeChunk&, u32) { return true; }
   __device__ __forceinline__ static EncodeOneTable of(const PlaneJob&) { return EncodeOneTable{}; }
+  __device__ __forceinline__ static const u8* contexts_of(const EncodeChunk&, u32) { return nullptr; }
   // The tables of the eight symbols from `at` on.
   __device__ __forceinline__ Zeros tables_of(u32) const { return Zeros{}; }
 
@@ -183,8 +191,8 @@ struct EncodeOneTable {
     u32* const counts = shared.u.count.counts;
     count_plane<kSparse>(job.plane, job.size, shared.u.count.hist, counts);
     make_model(counts, kSparse || job.size <= kCountAll, kSlots, shared.model);
-    const bool tensors = choose_table(counts, job.table, job.size, kSlots, shared.model);
-    make_plane_coders(shared.model, shared.coders);
+    const bool tensors = choose_table(counts, only_table(job.tables), job.size, kSlots, shared.model);
+    make_plane_coders(shared.model, shared.coders.of);
     return tensors;
   }
 
@@ -200,11 +208,11 @@ struct EncodeOneTable {
 // Codes a plane by rANS, unless that is not shorter. All threads.
 template <u32 kBits, bool kSparse, class Context>
 __device__ __forceinline__ Coded encode_rans(const PlaneJob& job, PlaneShared<Context>& shared) {
-  const Context context = Context::of(job);
+  Context context = Context::of(job);
   const bool tensors = context.template choose<kBits, kSparse>(job, shared);
   const Segments<kSparse> segments{job.size};
   const u32 carried = segments.carried(job.behind.len);
-  const PlaneCoders<kBits, Context> coders{shared.coders, context};
+  const PlaneCoders<kBits, Context> coders{shared.coders.of, context};
   encode_segments(job, segments, coders, context.padding(shared), carried, shared);
   const u32 flags = (tensors ? kFlagShared : 0) | (carried > 0 ? kFlagCarries : 0);
   const auto bytes = context.template bytes<kBits>(shared);
@@ -235,23 +243,11 @@ __device__ __forceinline__ Coded encode_bits(const PlaneJob& job) {
   return Coded{job.stream, len, 0, kBits, 7, false};
 }
 
-// Whether a plane repeats a unit, whose size `shared.unit` is then. All threads.
-template <class SharedMemory>
-__device__ __forceinline__ bool plane_repeats(const PlaneJob& job, SharedMemory& shared) {
-  auto get = [&](u32 i) { return job.plane[i]; };
-  if (warp_id() == 0) {
-    const u32 unit = head_unit(job.size, get, shared.head);
-    if (lane_id() == 0) shared.unit = unit;
-  }
-  __syncthreads();
-  const u32 unit = shared.unit;
-  return unit > 0 && (job.size <= kHeadBytes || repeats_unit(job.size, get, unit));
-}
-
 // Codes a plane, `kSparse` of differences. All threads; ends with a barrier.
 template <bool kSparse, class Context>
 __device__ __forceinline__ Coded encode_plane(const PlaneJob& job, PlaneShared<Context>& shared) {
-  if (plane_repeats(job, shared)) return Coded{job.plane, shared.unit, 0, kConst, 0, false};
+  const u32 unit = constant_unit(job.plane, job.size, shared);
+  if (unit > 0) return Coded{job.plane, unit, 0, kConst, 0, false};
   switch (job.coding) {
     case kCodeRans8: return encode_rans<8, kSparse>(job, shared);
     case kCodeRans12: return encode_rans<12, kSparse>(job, shared);

@@ -190,8 +190,8 @@ pub struct EncodeChunk {
     pub layout: u8,
     /// Number of the residual.
     pub residual: u8,
-    /// Zero.
-    pub reserved0: u8,
+    /// Zero: no plane's symbols have contexts.
+    pub contexts: u8,
     /// [`coding`] of each plane.
     pub coding: [u8; MAX_PLANES],
     /// 0 or [`KEEP_PLANES`].
@@ -289,8 +289,10 @@ pub struct DecodeChunk {
     pub plain: u8,
     /// Number of streams.
     pub planes: u8,
+    /// Zero: no plane's symbols have contexts.
+    pub contexts: u8,
     /// Zero.
-    pub reserved: [u8; 3],
+    pub reserved: [u8; 2],
     /// CRC-32C of the frame.
     pub crc_encoded: u32,
     /// CRC-32C of the values.
