@@ -2,7 +2,6 @@
 
 use s4_codec_cpu::rans::{Counts, Precision, Rans, Table, write_tables};
 use s4_codec_cpu::{Codec, Context, Symbols, Workspace};
-use s4_format::layout::Planes;
 use s4_format::{CodecId, LayoutId, StreamEntry, crc32c};
 use s4_planes::Simd;
 
