@@ -1,6 +1,7 @@
 // Constants of the `rans` bitstream (docs/codecs/rans.md). Tables are made in model.cuh; P = 8 is coded from
-// values in rans_encode.cuh and into values in fused_decode.cuh, both precisions from and into planes in
-// plane_encode.cuh and plane_decode.cuh; rans_decode.cuh is what the decoders share.
+// values in fused.cuh and into values in fused_decode.cuh, both precisions from and into planes in
+// plane_encode.cuh and plane_decode.cuh, with several tables in contexts.cuh; rans_encode.cuh and
+// rans_decode.cuh are what they share.
 //
 // One thread block codes one chunk; a warp codes one segment, a lane one state. No function needs more
 // than sm_75.

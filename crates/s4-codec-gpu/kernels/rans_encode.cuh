@@ -1,5 +1,6 @@
-// The encoder of plane E of values: a warp codes its segment backwards into the end of a slot; `copy_stream`
-// puts the parts of a chunk's stream together.
+// What the encoders of values (fused.cuh) and of planes (plane_encode.cuh) share: a warp codes its segment backwards
+// into the end of its scratch memory, then the parts of a stream are put together. And the coders for P = 8 that
+// multiply instead of dividing, which are those of values.
 #pragma once
 
 #include "frame.cuh"
