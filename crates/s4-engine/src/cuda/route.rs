@@ -102,7 +102,8 @@ fn set<'a>(table: impl Fn(usize) -> Option<&'a Table>) -> [SharedTable; MAX_PLAN
 pub(super) fn position(dtype: DType, shape: &[u64], chunk_log2: u8, chunk: u64) -> (u64, u64) {
     let each = (dtype.size() / dtype.value_width()) as u64;
     let cols = if let [_, .., cols] = shape { cols.saturating_mul(each) } else { 0 };
-    (chunk.saturating_mul(1 << chunk_log2), cols)
+    let size = 1u64.checked_shl(chunk_log2.into()).unwrap_or(u64::MAX);
+    (chunk.saturating_mul(size), cols)
 }
 
 /// The kernels for a frame, and its descriptor without addresses; `None`: the CPU decodes it, or
