@@ -56,6 +56,10 @@
 //   composed       plain chunks, and any with streams raw, const, bits, rans (P = 8 or 12, one table), up to
 //                  kMaxDecodeBytes of values
 //
+// Kernels that predict from a place in the tensor, from other inputs, or with several tables a plane find what
+// they need in the descriptors' last fields; those above use the parent (input 0) and one table a plane, and
+// ignore the rest. docs/gpu-kernels.md says what they are instances of.
+//
 // OTHERS:
 //   s4_copy_spans (spans)         grid = spans, block = kCopyThreads: packs small tensors and takes them
 //                                 apart again. One block copies a span: keep them below 1 MiB.
@@ -94,6 +98,8 @@ enum Status : u32 {
 };
 
 constexpr u32 kMaxPlanes = 8;
+constexpr u32 kMaxInputs = 4;  // of a chunk
+constexpr u32 kMaxTables = 16;  // of a stream
 
 constexpr u32 kFusedThreads2 = 256, kFusedThreads4 = 128;
 constexpr u32 kComposedThreads = 256;
@@ -118,24 +124,38 @@ struct SharedTable {
 };
 static_assert(sizeof(SharedTable) == 776, "");
 
+// The tables that the streams of one plane may share. None: a null pointer, and 0 of them.
+struct TableSet {
+  const SharedTable* at;  // 8-byte aligned
+  u32 count;              // at most kMaxTables
+  u32 reserved;
+};
+static_assert(sizeof(TableSet) == 16, "");
+
+// Of a chunk's inputs:
+constexpr u32 kParent = 0;    // the parent's values, n * width bytes at any address; null with residual `id`
+constexpr u32 kContexts = 1;  // contexts.cuh: a context for each symbol, 16-byte aligned; null if there are none
+
 constexpr u32 kKeepPlanes = 1;  // EncodeChunk::flags, fused: raw planes go through scratch (see below)
 
 // A chunk to encode, 8-byte aligned.
 struct EncodeChunk {
   const u8* values;           // n * width bytes, at any address; fast if 16-byte aligned
-  const u8* parent;           // as many bytes to predict from, at any address; null with residual `id`
-  const SharedTable* tables;  // one for each plane, or null; 8-byte aligned
   u8* scratch;                // 16-byte aligned; sizes below; not shared with another chunk of the batch
   u32 n;                      // values, at least 1
   u8 width;                   // 1, 2, 4, 8
   u8 layout;                  // `Layout`
   u8 residual;                // `Residual`
-  u8 reserved0;
+  u8 contexts;                // bit i: the symbols of plane i have contexts (contexts.cuh; else ignored)
   u8 coding[kMaxPlanes];      // `Coding` of each plane
   u32 flags;
   u32 reserved1;
+  const u8* inputs[kMaxInputs];  // what the values are predicted from
+  u64 first;                  // index of the first value in its tensor
+  u64 cols;                   // values in a row of the tensor, its last dimension; 0 if it has one dimension
+  TableSet tables[kMaxPlanes];
 };
-static_assert(sizeof(EncodeChunk) == 56, "");
+static_assert(sizeof(EncodeChunk) == 216, "");
 
 // A stream of a frame, as the frame's header has it.
 struct StreamEntry {
@@ -174,8 +194,6 @@ static_assert(sizeof(DecodeStream) == 12, "");
 struct DecodeChunk {
   const u8* frame;            // 16-byte aligned, readable up to the next multiple of 16; may be mapped memory
   u8* values;                 // n * width bytes, at any address; fast if 16-byte aligned
-  const u8* parent;           // null with residual `id`
-  const SharedTable* tables;  // one for each plane, or null; 8-byte aligned
   u8* scratch;                // composed, not plain: 16-byte aligned; fused: unused
   u32 frame_len;
   u32 n;                      // values, at least 1
@@ -184,12 +202,17 @@ struct DecodeChunk {
   u8 residual;
   u8 plain;                   // 1: the frame is the values
   u8 planes;                  // number of streams: that of the layout
-  u8 reserved[3];
+  u8 contexts;                // as when it was encoded
+  u8 reserved[2];
   u32 crc_encoded;
   u32 crc_raw;
   DecodeStream streams[kMaxPlanes];
+  const u8* inputs[kMaxInputs];  // as when it was encoded
+  u64 first;                  // index of the first value in its tensor
+  u64 cols;                   // values in a row of the tensor, its last dimension; 0 if it has one dimension
+  TableSet tables[kMaxPlanes];
 };
-static_assert(sizeof(DecodeChunk) == 160, "");
+static_assert(sizeof(DecodeChunk) == 320, "");
 
 struct CopySpan {
   const u8* from;
@@ -231,6 +254,14 @@ S4_ANYWHERE constexpr u64 residual_encode_scratch(u64 n, u64 width) {
 // `frame_len` as in the descriptor.
 S4_ANYWHERE constexpr u64 composed_decode_scratch(u64 n, u64 width, u64 frame_len) {
   return planes_bytes(n, width) + round_up64(frame_len, 16) + 3 * (round_up64(n * width / 64, 16) + 64);
+}
+
+// The kernels of contexts.cuh: the same, the tables of a stream, and to decode their entries with P = 12.
+S4_ANYWHERE constexpr u64 contexts_encode_scratch(u64 n, u64 width) {
+  return residual_encode_scratch(n, width) + kMaxTables * sizeof(SharedTable);
+}
+S4_ANYWHERE constexpr u64 contexts_decode_scratch(u64 n, u64 width, u64 frame_len) {
+  return composed_decode_scratch(n, width, frame_len) + kMaxTables * (4u << 12);
 }
 
 }  // namespace s4

@@ -9,7 +9,8 @@
 //   6. s4_encode_crcs                                               as in abi.h
 //
 // Of a chunk's scratch memory 1. writes, and 5. reads, `split_scratch` bytes: plane i lies where `plane_at`
-// says. Codings are not looked at. `planes` has kMaxPlanes entries for each chunk, and is read from 3. on.
+// says. Codings, inputs and tables are not looked at. `planes` has kMaxPlanes entries for each chunk, and is
+// read from 3. on.
 //
 // In step 3 a plane that repeats a short unit becomes `const`, whatever the library made of it; one that was
 // coded becomes its stream if that is shorter than the plane; all others stay raw. A block of such a plane
@@ -45,21 +46,6 @@ struct SplitShared {
   u8 head[kHeadBytes];
 };
 
-// The unit that a plane repeats, 0 if there is none. All threads; begins and ends with a barrier.
-__device__ __forceinline__ u32 constant_unit(const u8* plane, u32 size, SplitShared& shared) {
-  const auto get = [&](u32 i) { return plane[i]; };
-  __syncthreads();
-  if (warp_id() == 0) {
-    const u32 unit = head_unit(size, get, shared.head);
-    if (lane_id() == 0) shared.unit = unit;
-  }
-  __syncthreads();
-  const u32 unit = shared.unit;
-  __syncthreads();
-  if (unit == 0 || size <= kHeadBytes) return unit;
-  return repeats_unit(size, get, unit) ? unit : 0;
-}
-
 __device__ __forceinline__ void split_planes(const EncodeChunk& c, EncodeResult& result) {
   __shared__ SplitShared shared;
   const u32 planes = planes_of(c.layout, c.width);
@@ -69,7 +55,7 @@ __device__ __forceinline__ void split_planes(const EncodeChunk& c, EncodeResult&
   if (threadIdx.x < planes)
     shared.planes.at[threadIdx.x] = c.scratch + plane_at(c.layout, c.width, c.n, threadIdx.x);
   __syncthreads();
-  split_chunk(c.layout, c.width, ValueSpan{c.values, nullptr, c.n, kId}, shared.planes);
+  split_chunk(c.layout, c.width, ValueSpan{c.values, c.n}, Direct{}, shared.planes);
 #pragma unroll 1
   for (u32 i = 0; i < planes; i++) {
     const u32 size = plane_size(c.layout, c.width, c.n, i);
@@ -124,12 +110,8 @@ __device__ __forceinline__ void gather_blocks(const CodedPlane& plane, u8* to) {
 __device__ __forceinline__ void gather_planes(const EncodeChunk& c, EncodeResult& result, const CodedPlane* coded,
                                               u8* frames, u64 capacity) {
   if (!has_room(result, capacity)) return;
-  u8* to = frames + result.offset;
-  if (result.plain) {
-    copy_bytes(c.values, to, result.len);
-    if (threadIdx.x < round_up(result.len, 16) - result.len) to[result.len + threadIdx.x] = 0;
-    return;
-  }
+  u8* const to = frames + result.offset;
+  if (result.plain) return write_plain(c.values, result.len, to);
   write_frame_header(result, to);
   u32 at = header_len(result.streams);
 #pragma unroll 1

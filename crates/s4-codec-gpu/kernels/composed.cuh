@@ -1,5 +1,6 @@
-// Chunks of every layout, width and coding, but for encoding differences (residual.cuh): split into planes in
-// scratch memory, code each, put the frame together; and back. One thread block a chunk.
+// Chunks of every layout, width and coding: predict, split into planes in scratch memory, code each, put the
+// frame together; and back. One thread block a chunk. The kernels are instances by what is predicted (layouts.cuh)
+// and by what tells the table of a symbol (plane_encode.cuh, plane_decode.cuh).
 #pragma once
 
 #include "layouts.cuh"
@@ -10,8 +11,9 @@ namespace s4 {
 
 // ---- encode ----
 
+template <class Context>
 struct ComposedShared {
-  PlaneShared plane;
+  PlaneShared<Context> plane;
   PlaneSet planes;
   Coded coded[kMaxPlanes + 1];  // one behind the last, empty
 };
@@ -19,7 +21,7 @@ struct ComposedShared {
 // Whether the descriptor is in range: what follows divides and allots by it.
 __device__ __forceinline__ bool fits(const EncodeChunk& c, u32 planes) {
   if (planes == 0 || c.n == 0 || static_cast<u64>(c.n) * c.width > kMaxPlaneBytes) return false;
-  if (c.residual > kSub || (c.residual != kId) != (c.parent != nullptr)) return false;
+  if (c.residual > kSub || (c.residual != kId) != (c.inputs[kParent] != nullptr)) return false;
   for (u32 i = 0; i < planes; i++) {
     const u32 coding = c.coding[i];
     if (coding != kCodeRaw && coding != kCodeBits7 && coding != kCodeRans8 && coding != kCodeRans12) return false;
@@ -30,7 +32,8 @@ __device__ __forceinline__ bool fits(const EncodeChunk& c, u32 planes) {
 }
 
 // Whether there is anything to code: without, planes are not even looked at. All threads; ends with a barrier.
-__device__ __forceinline__ bool may_shrink(const EncodeChunk& c, u32 planes, PlaneShared& shared) {
+template <class SharedMemory>
+__device__ __forceinline__ bool may_shrink(const EncodeChunk& c, u32 planes, SharedMemory& shared) {
   for (u32 i = 0; i < planes; i++)
     if (c.coding[i] != kCodeRaw) return true;
   if (warp_id() == 0) {
@@ -43,11 +46,9 @@ __device__ __forceinline__ bool may_shrink(const EncodeChunk& c, u32 planes, Pla
   return repeats;
 }
 
-// Codes all planes by `encode`, the last one first, because a stream may carry the end of the one behind it.
-// All threads.
-template <class Encode>
-__device__ __forceinline__ void encode_planes(const EncodeChunk& c, u32 planes, ComposedShared& shared,
-                                              Encode encode) {
+// Codes all planes, the last one first, because a stream may carry the end of the one behind it. All threads.
+template <bool kSparse, class Context>
+__device__ __forceinline__ void encode_planes(const EncodeChunk& c, u32 planes, ComposedShared<Context>& shared) {
   u8* streams = c.scratch + planes_bytes(c.n, c.width);
   u8* segments = streams + planes_bytes(c.n, c.width);
   if (threadIdx.x == 0) shared.coded[planes] = Coded{c.scratch, 0, 0, kRaw, 0, false};
@@ -57,33 +58,34 @@ __device__ __forceinline__ void encode_planes(const EncodeChunk& c, u32 planes, 
     const PlaneJob job{shared.planes.at[i],
                        plane_size(c.layout, c.width, c.n, i),
                        c.coding[i],
-                       c.tables == nullptr ? nullptr : c.tables + i,
+                       c.tables[i],
+                       Context::contexts_of(c, i),
+                       reinterpret_cast<SharedTable*>(c.scratch + residual_encode_scratch(c.n, c.width)),
                        shared.coded[i + 1],
                        streams + plane_at(c.layout, c.width, c.n, i),
                        segments};
-    const Coded coded = encode(job, shared.plane);
+    const Coded coded = encode_plane<kSparse>(job, shared.plane);
     __syncthreads();
     if (threadIdx.x == 0) shared.coded[i] = coded;
     __syncthreads();
   }
 }
 
-// Splits a chunk's values and codes its planes by `encode`; leaves what `gather_composed` writes frames from.
-// All threads.
-template <class Encode>
-__device__ __forceinline__ void encode_chunk(const EncodeChunk& c, EncodeResult& result, bool suits,
-                                             const ValueSpan& values, Encode encode) {
-  __shared__ ComposedShared shared;
+// Predicts a chunk's values, splits them, and codes the planes; leaves what `gather_composed` writes frames
+// from. All threads.
+template <class Predict, class Context>
+__device__ __forceinline__ void encode_composed(const EncodeChunk& c, EncodeResult& result) {
+  __shared__ ComposedShared<Context> shared;
   const u32 planes = planes_of(c.layout, c.width);
-  const bool good = fits(c, planes) && suits;
+  const bool good = fits(c, planes) && Predict::suits(c) && Context::suits(c, planes);
   const bool codes = good && may_shrink(c, planes, shared.plane);
   if (codes) {
     if (threadIdx.x < planes)
       shared.planes.at[threadIdx.x] = c.scratch + plane_at(c.layout, c.width, c.n, threadIdx.x);
     __syncthreads();
-    split_chunk(c.layout, c.width, values, shared.planes);
+    split_chunk(c.layout, c.width, ValueSpan{c.values, c.n}, Predict::of(c), shared.planes);
     __syncthreads();
-    encode_planes(c, planes, shared, encode);
+    encode_planes<Predict::kSparse>(c, planes, shared);
   }
   if (threadIdx.x != 0) return;
   clear_result(result, good ? kOk : kUnsupported);
@@ -97,21 +99,12 @@ __device__ __forceinline__ void encode_chunk(const EncodeChunk& c, EncodeResult&
   finish_result(result, codes ? planes : 0, c.n * c.width);
 }
 
-__device__ __forceinline__ void encode_composed(const EncodeChunk& c, EncodeResult& result) {
-  encode_chunk(c, result, c.residual == kId, ValueSpan{c.values, nullptr, c.n, kId},
-               [](const PlaneJob& job, PlaneShared& shared) { return encode_plane(job, shared); });
-}
-
 // Writes the frame. All threads.
 __device__ __forceinline__ void gather_composed(const EncodeChunk& c, EncodeResult& result, u8* frames,
                                                 u64 capacity) {
   if (!has_room(result, capacity)) return;
-  u8* to = frames + result.offset;
-  if (result.plain) {
-    copy_bytes(c.values, to, result.len);
-    if (threadIdx.x < round_up(result.len, 16) - result.len) to[result.len + threadIdx.x] = 0;
-    return;
-  }
+  u8* const to = frames + result.offset;
+  if (result.plain) return write_plain(c.values, result.len, to);
   write_frame_header(result, to);
   u32 at = header_len(result.streams);
   for (u32 i = 0; i < result.streams; i++) {
@@ -136,7 +129,7 @@ struct DecodeState {
 __device__ __forceinline__ bool fits(const DecodeChunk& c, u32 planes) {
   if (planes == 0 || planes != c.planes) return false;
   if (c.n == 0 || static_cast<u64>(c.n) * c.width > kMaxDecodeBytes) return false;
-  return c.residual <= kSub && (c.residual != kId) == (c.parent != nullptr);
+  return c.residual <= kSub && (c.residual != kId) == (c.inputs[kParent] != nullptr);
 }
 
 __device__ __forceinline__ DecodeState make_state(const DecodeChunk& c) {
@@ -151,8 +144,9 @@ __device__ __forceinline__ DecodeState make_state(const DecodeChunk& c) {
 
 // Decodes stream `i`, whose last `tail` bytes the one before carried; `tail` becomes what this one carries.
 // All threads; ends with a barrier.
+template <class Context>
 __device__ __forceinline__ Status decode_stream(const DecodeChunk& c, u32 i, DecodeState& s, u32& tail,
-                                                PlaneDecodeShared& shared) {
+                                                PlaneDecodeShared<Context>& shared) {
   const DecodeStream& e = c.streams[i];
   const u32 size = plane_size(c.layout, c.width, c.n, i);
   const u8* from = c.frame + e.offset;
@@ -172,18 +166,20 @@ __device__ __forceinline__ Status decode_stream(const DecodeChunk& c, u32 i, Dec
   }
   s.planes.at[i] = s.buffers + plane_at(c.layout, c.width, c.n, i);
   tail = 0;
-  const PlaneTarget to{s.planes.at[i], size, c.tables == nullptr ? nullptr : c.tables + i, s.carries[i % 2]};
-  return decode_plane(e.codec, e.param, stream, to, tail, shared);
+  const PlaneTarget to{stream, s.planes.at[i], size, c.tables[i], Context::contexts_of(c, i), Context::entries_of(c),
+                       s.carries[i % 2]};
+  return decode_plane(e.codec, e.param, to, tail, shared);
 }
 
-__device__ __forceinline__ Status decode_composed_chunk(const DecodeChunk& c, PlaneDecodeShared& shared) {
+template <class Context>
+__device__ __forceinline__ Status decode_chunk(const DecodeChunk& c, PlaneDecodeShared<Context>& shared) {
   const u32 planes = planes_of(c.layout, c.width);
   if (c.plain) {
     if (static_cast<u64>(c.n) * c.width != c.frame_len) return kCorrupt;
     copy_bytes(c.frame, c.values, c.frame_len);
     return kOk;
   }
-  if (!fits(c, planes)) return kUnsupported;
+  if (!fits(c, planes) || !Context::suits(c, planes)) return kUnsupported;
   DecodeState s = make_state(c);
   u32 tail = 0;
 #pragma unroll 1
@@ -192,15 +188,16 @@ __device__ __forceinline__ Status decode_composed_chunk(const DecodeChunk& c, Pl
     if (status != kOk) return status;
   }
   if (tail > 0) return kCorrupt;  // the last stream carries bytes of another
-  merge_chunk(c.layout, c.width, ValueSpan{nullptr, c.parent, c.n, c.residual}, s.planes, c.values);
+  merge_chunk(c.layout, c.width, s.planes, Difference::of(c), c.n, c.values);
   return kOk;
 }
 
+template <class Context>
 __device__ __forceinline__ void decode_composed(const DecodeChunk& c, u32& status) {
-  __shared__ PlaneDecodeShared shared;
+  __shared__ PlaneDecodeShared<Context> shared;
   if (status != kOk) return;
   __syncthreads();  // all have read it
-  const Status result = decode_composed_chunk(c, shared);
+  const Status result = decode_chunk(c, shared);
   if (threadIdx.x == 0) status = result;
 }
 

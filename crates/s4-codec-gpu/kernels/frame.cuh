@@ -38,6 +38,11 @@ __device__ __forceinline__ u32 plane_at(u32 layout, u32 width, u32 n, u32 i) {
   return at;
 }
 
+// The tensor's table for a plane that has one; null if it has none, or several.
+__device__ __forceinline__ const SharedTable* only_table(const TableSet& set) {
+  return set.count == 1 ? set.at : nullptr;
+}
+
 // ---- constant planes ----
 
 // What a plane is looked at first: nearly every one that is not a repeated unit is refused by it.
@@ -74,6 +79,23 @@ __device__ __forceinline__ bool repeats_unit(u32 n, const Get& get, u32 unit) {
     if (__syncthreads_or(differs)) return false;
   }
   return true;
+}
+
+// The unit that a plane repeats, 0 if there is none. `shared` has a `head` and a `unit`. All threads; begins and
+// ends with a barrier.
+template <class SharedMemory>
+__device__ __forceinline__ u32 constant_unit(const u8* plane, u32 size, SharedMemory& shared) {
+  const auto get = [&](u32 i) { return plane[i]; };
+  __syncthreads();
+  if (warp_id() == 0) {
+    const u32 unit = head_unit(size, get, shared.head);
+    if (lane_id() == 0) shared.unit = unit;
+  }
+  __syncthreads();
+  const u32 unit = shared.unit;
+  __syncthreads();
+  if (unit == 0 || size <= kHeadBytes) return unit;
+  return repeats_unit(size, get, unit) ? unit : 0;
 }
 
 // ---- results ----
@@ -187,6 +209,12 @@ __device__ __forceinline__ void copy_bytes(const u8* from, u8* to, u64 len) {
   for (u64 i = threadIdx.x; i < head; i += blockDim.x) to[i] = from[i];
   if (whole > 0)
     for (u64 i = done + threadIdx.x; i < len; i += blockDim.x) to[i] = from[i];
+}
+
+// Writes the frame of a chunk that is plain: its values. All threads.
+__device__ __forceinline__ void write_plain(const u8* values, u32 len, u8* to) {
+  copy_bytes(values, to, len);
+  if (threadIdx.x < round_up(len, 16) - len) to[len + threadIdx.x] = 0;
 }
 
 }  // namespace s4

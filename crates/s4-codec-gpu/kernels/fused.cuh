@@ -2,7 +2,7 @@
 // P = 8, the others as they are. Values are split while they are coded (and merged while they are decoded:
 // fused_decode.cuh); the gather splits the raw planes off again, which costs no more than storing and copying them.
 //
-// The stream of plane E carries the last `carried_bytes(n)` bytes of plane A, so that plane A is stored
+// The stream of plane E carries the last bytes of plane A (`Segments::carried`), so that plane A is stored
 // without them; but for a constant plane A, and where plane E is not stored as a stream.
 #pragma once
 
@@ -12,6 +12,96 @@ namespace s4 {
 
 static_assert(kThreads<2> == kFusedThreads2 && kThreads<4> == kFusedThreads4, "as abi.h says");
 static_assert(kMaxChunk<2> == kFusedValues2 && kMaxChunk<4> == kFusedValues4, "as abi.h says");
+
+// Room for a segment's words, of which there are at most as many as symbols (docs/codecs/rans.md, "Why one
+// word is always enough"), and its states: a whole number of pieces.
+constexpr u32 kSlotWords = kSegment + kPiece;
+static_assert(kSegment % kPiece == 0 && 2 * kLanes <= kPiece, "the states fit into the last piece");
+
+// Longest header with table and word counts.
+constexpr u32 kMaxHead = 544;
+
+// What the encoder leaves of a chunk: the head of its stream, then each segment at the end of its
+// part. The stream itself is put together by the gather.
+template <int kWidth>
+struct Slot {
+  u32 stream_len;  // bytes of the whole stream
+  u32 head_len;    // bytes of `head` in use: a multiple of `kAlign`
+  u32 reserved[2];
+  u32 words[kWarps<kWidth>];  // of each segment
+  u8 head[kMaxHead];
+  u16 segments[kWarps<kWidth>][kSlotWords];
+
+  // Where segment `i` ends.
+  __device__ __forceinline__ const u8* end(u32 i) const {
+    return reinterpret_cast<const u8*>(segments[i] + kSlotWords);
+  }
+};
+static_assert(sizeof(Slot<2>) % 16 == 0 && sizeof(Slot<4>) % 16 == 0 && 2 * kSlotWords % 16 == 0,
+              "pieces are 16-byte aligned");
+static_assert(sizeof(Slot<2>) <= kFusedScratch2 && sizeof(Slot<4>) <= kFusedScratch4, "as abi.h says");
+
+// ---- load and layout ----
+
+// Plane E of a chunk's values, split while it is coded: what `encode_segment` codes.
+template <int kWidth>
+struct ValueSource {
+  const u8* values;  // of the chunk
+  RawPlanes raw;     // where the raw planes go; null if they go nowhere
+  u32 n;             // values of the chunk
+  u32 padding;       // symbol that fills the last block, four times
+  bool aligned;
+
+  // Loads a block's values, splits them and stores their raw planes. Missing symbols become padding.
+  __device__ __forceinline__ Octet<kWidth> take_block_slow(u32 at) const {
+    const u32 left = values_left(at, n);
+    Octet<kWidth> o = split(load_values_slow<kWidth>(values, at, left));
+    if (raw.a != nullptr) store_raw_slow(raw, at, o, left);
+#pragma unroll
+    for (u32 i = 0; i < 2; i++) {
+      const u32 here = left <= 4 * i ? 0 : min(left - 4 * i, 4u);
+      const u32 mask = here == 4 ? ~0u : (1u << (8 * here)) - 1;
+      o.e[i] = (o.e[i] & mask) | (padding & ~mask);
+    }
+    return o;
+  }
+
+  template <class Push>
+  __device__ __forceinline__ void blocks_backwards(u32 first, u32 end, const Push& push) const {
+    const u32 mine = lane_id() * kOctet;
+    u32 at = first + (end - first - 1) / kBlock * kBlock;  // the block in hand
+    // Block by block while the fast loop cannot run: the last, partial one, or all.
+    if (!aligned || at + kBlock > n) {
+#pragma unroll 1
+      while (true) {
+        const Octet<kWidth> o = take_block_slow(at + mine);
+        push(at + mine, o.e);
+        if (at == first) return;
+        at -= kBlock;
+        if (aligned) break;
+      }
+    }
+    Values<kWidth> next = load_values<kWidth>(values, at + mine);
+    while (true) {
+      const Octet<kWidth> o = split(next);
+      if (at > first) next = load_values<kWidth>(values, at - kBlock + mine);
+      if (at >= first + 3 * kBlock) prefetch_values<kWidth>(values, at - 3 * kBlock + mine);
+      if (raw.a != nullptr) store_raw(raw, at + mine, o);
+      push(at + mine, o.e);
+      if (at == first) return;
+      at -= kBlock;
+    }
+  }
+};
+
+// Where the lane starts in the segment of this warp: with its part of the end of plane A.
+template <int kWidth>
+__device__ __forceinline__ u32 start_state(const u8* values, u32 n) {
+  const u32 carried = Segments<false>{n}.carried(n), at = warp_id() * kCarryBytes + 2 * lane_id();
+  if (at >= carried) return kLow;
+  const u8* p = values + static_cast<u64>(n - carried + at) * kWidth;
+  return kLow | a_of<kWidth>(p + kWidth) << 8 | a_of<kWidth>(p);
+}
 
 // ---- encode ----
 
@@ -74,33 +164,43 @@ __device__ __forceinline__ void check_units(const EncodeChunk& c, EncodeShared<k
   }
 }
 
+// Writes the head of a stream into `slot.head` and the sizes beside it. All threads.
+template <int kWidth>
+__device__ __forceinline__ void write_head(Slot<kWidth>& slot, const Head<ModelBytes<8>, false>& head) {
+  const u32 len = head.len();
+  for (u32 i = threadIdx.x; i < len; i += kThreads<kWidth>) slot.head[i] = head.byte(i);
+  if (threadIdx.x < head.segments.count()) slot.words[threadIdx.x] = head.words[threadIdx.x];
+  if (threadIdx.x == 0) slot.stream_len = head.stream_len(), slot.head_len = len;
+}
+
 // Codes plane E into the slot. Returns the flags of the stream. All threads; ends with a barrier.
 template <int kWidth>
 __device__ __forceinline__ u32 encode_e(const EncodeChunk& c, u32 start, bool carries, Slot<kWidth>& slot,
                                         EncodeShared<kWidth>& shared) {
   const u32 n = c.n;
   const u32* counts = shared.u.count.counts;
-  make_model(counts, n, kTotal, shared.model);
-  const bool tensors = choose_table(counts, c.tables, n, kTotal, shared.model);
+  make_model(counts, n <= kCountAll, kTotal, shared.model);
+  const bool tensors = choose_table(counts, only_table(c.tables[0]), n, kTotal, shared.model);
   Coder* const table = shared.coders.get();
   const bool round = make_coders(shared.model, table);
-  const u32 warp = uniform_warp_id(), first = warp * kSegment;
+  const Segments<false> segments{n};
+  const u32 warp = uniform_warp_id(), first = segments.first(warp);
   if (first < n) {
     const u32 padding = shared.model.symbol[shared.model.kept - 1];
     u8* planes = c.flags & kKeepPlanes ? c.scratch + sizeof(Slot<kWidth>) : nullptr;
     const RawPlanes raw{planes, planes + round_up(n, 16)};
-    const SegmentSource<kWidth> src{c.values, raw, n, padding * 0x01010101u, is_aligned(c.values)};
+    const ValueSource<kWidth> source{c.values, raw, n, padding * 0x01010101u, is_aligned(c.values)};
     const Shared coders = shared_address(table);
-    u16* end = slot.segments[warp] + kSlotWords;
-    WordSink sink(shared.u.words[warp], end);
-    const u8* states = round ? encode_segment<kWidth, true>(src, first, start, coders, sink)
-                             : encode_segment<kWidth, false>(src, first, start, coders, sink);
-    const u64 bytes = reinterpret_cast<const u8*>(end) - states;
-    if (lane_id() == 0) shared.words[warp] = static_cast<u32>(bytes - kStatesBytes) / 2;
+    u16* const buffer = shared.u.words[warp];
+    u8* const room_end = c.scratch + (slot.end(warp) - reinterpret_cast<const u8*>(&slot));
+    const u32 end = segments.end(warp);
+    const u32 words = round ? encode_segment(source, first, end, start, PairCoders<true>{coders}, buffer, room_end)
+                            : encode_segment(source, first, end, start, PairCoders<false>{coders}, buffer, room_end);
+    if (lane_id() == 0) shared.words[warp] = words;
   }
   __syncthreads();
   const u32 flags = (tensors ? kFlagShared : 0) | (carries ? kFlagCarries : 0);
-  write_head(slot, Head{shared.model, shared.words, n, 1, flags});
+  write_head(slot, Head<ModelBytes<8>, false>{{shared.model}, shared.words, segments, flags});
   __syncthreads();
   return flags;
 }
@@ -119,7 +219,7 @@ __device__ __forceinline__ void name_streams(const EncodeChunk& c, u32 flags, u3
   if (unit[0] == 0 && stream_len < n) {
     result.stream[0] = StreamEntry{kRans, 8, 0, stream_len};
     result.shared = (flags & kFlagShared) != 0;
-    carried = flags & kFlagCarries ? carried_bytes(n) : 0;
+    carried = flags & kFlagCarries ? Segments<false>{n}.carried(n) : 0;
   }
   result.stream[1] = stored(1, n - carried);
   if (kWidth == 4) result.stream[2] = stored(2, 2 * n);
@@ -140,7 +240,7 @@ __device__ __forceinline__ void encode_fused(const EncodeChunk& c, EncodeResult&
   check_units(c, shared);
   u32 flags = 0;
   if (shared.unit[0] == 0) {
-    const bool carries = shared.unit[1] == 0 && carried_bytes(c.n) > 0;
+    const bool carries = shared.unit[1] == 0 && Segments<false>{c.n}.carried(c.n) > 0;
     if (!carries) start = kLow;
     flags = encode_e(c, start, carries, slot, shared);
   }
@@ -228,18 +328,26 @@ __device__ __forceinline__ void copy_kept_planes(const EncodeChunk& c, const Pla
   if (to.b != nullptr) copy_padded(planes + round_up(c.n, 16), to.b, 2 * c.n);
 }
 
+// Puts a chunk's stream together at `to` (16-byte aligned; its size rounded up to 16 is written).
+// All threads.
+template <int kWidth>
+__device__ __forceinline__ void copy_stream(const Slot<kWidth>& slot, u32 n, u8* to) {
+  for (u32 i = 4 * threadIdx.x; i < slot.head_len; i += 4 * kThreads<kWidth>)
+    *reinterpret_cast<u32*>(to + i) = *reinterpret_cast<const u32*>(slot.head + i);
+  const u32 end = join_segments<kWarps<kWidth>>(
+      Segments<false>{n}.count(), slot.words, [&](u32 i) { return slot.end(i); }, to, slot.head_len);
+  const u32 gap = end + 4 * threadIdx.x;
+  if (gap < round_up(end, 16)) *reinterpret_cast<u32*>(to + gap) = 0;
+}
+
 template <int kWidth>
 __device__ __forceinline__ void gather_fused(const EncodeChunk& c, EncodeResult& result, u8* frames,
                                              u64 capacity) {
   if (!has_room(result, capacity)) return;
-  u8* to = frames + result.offset;
-  if (result.plain) {
-    copy_bytes(c.values, to, result.len);
-    if (threadIdx.x < round_up(result.len, 16) - result.len) to[result.len + threadIdx.x] = 0;
-    return;
-  }
-  const Slot<kWidth>& slot = *reinterpret_cast<const Slot<kWidth>*>(c.scratch);
+  u8* const to = frames + result.offset;
+  if (result.plain) return write_plain(c.values, result.len, to);
   write_frame_header(result, to);
+  const Slot<kWidth>& slot = *reinterpret_cast<const Slot<kWidth>*>(c.scratch);
   u8* raw[3] = {nullptr, nullptr, nullptr};
   u32 at = header_len(kFieldPlanes<kWidth>);
 #pragma unroll

@@ -115,90 +115,80 @@ __device__ __forceinline__ void take_symbols(const u32* decoded, Octet<4>& o) {
   }
 }
 
-// Decodes blocks from value `first` on, as many as vectors will do for; returns where it stopped.
+// The values of a chunk, merged while their plane E is decoded (`decode_segments`). `chunk` is in shared memory,
+// so that it takes no registers.
 template <int kWidth>
-__device__ __forceinline__ u32 decode_blocks(const FusedStreams& chunk, u32 first, u32 end, u32& x, Shared entries,
-                                             Words<kWidth>& words) {
-  // Each block must have all of its bytes A or none.
-  const u32 fast = chunk.a_len % kBlock == 0 ? end : min(end, chunk.a_len);
-  if (!is_aligned(chunk.values) || fast < first + kStep<kWidth>) return first;
-  const u32 stop = (fast - first) / kStep<kWidth> * kStep<kWidth> + first, a_end = min(stop, chunk.a_len);
-  BlockCursor<kWidth> cursor(chunk, first);
-  Octet<kWidth> next[kAtOnce<kWidth>] = {};
-  auto load = [&](u32 at) {
-#pragma unroll
-    for (u32 k = 0; k < kAtOnce<kWidth>; k++) {
-      if (at + k * kBlock < a_end) cursor.load_a(k, next[k]);
-      if (at < stop) cursor.load_b(k, next[k]);
-    }
-  };
-  u32 at = first;
-  load(at);
-#pragma unroll 1
-  do {
-    Octet<kWidth> o[kAtOnce<kWidth>];
-#pragma unroll
-    for (u32 k = 0; k < kAtOnce<kWidth>; k++) o[k] = next[k];
-    at += kStep<kWidth>;
-    cursor.advance_planes();
-    load(at);
-    if (kWidth == 2 && at + kAhead + kStep<kWidth> <= a_end) {
-#pragma unroll
-      for (u32 k = 0; k < kAtOnce<kWidth>; k++) cursor.prefetch_ahead(k);
-    }
-#pragma unroll
-    for (u32 k = 0; k < kAtOnce<kWidth>; k++) {
-      u32 decoded[2];
-      pop_block(x, words, entries, decoded);
-      take_symbols(decoded, o[k]);
-      cursor.store(k, merge(o[k]));
-    }
-    cursor.advance_values();
-  } while (at < stop);
-  return at;
-}
+struct ValueTarget {
+  const FusedStreams& chunk;
+  u16* carry;  // of each state
 
-// Decodes values `first .. end-1` from state `x` on; false if the segment is not sound. Bytes A behind the
-// end of their plane become anything. One warp. (`chunk` is in shared memory, so that it takes no
-// registers.)
-template <int kWidth>
-__device__ __forceinline__ bool decode_segment(const FusedStreams& chunk, u32 first, u32 end, u32& x, Shared entries,
-                                               Words<kWidth>& words) {
-  if (!__all_sync(kAllLanes, x >= kLow)) return false;
-  const u32 mine = lane_id() * kOctet;
-#pragma unroll 1
-  for (u32 at = decode_blocks<kWidth>(chunk, first, end, x, entries, words); at < end; at += kBlock) {
-    Octet<kWidth> o;
-    const u32 left = values_left(at + mine, end);
-    load_raw_slow(chunk.raw, at + mine, o, min(left, values_left(at + mine, chunk.a_len)), left);
-    pop_block(x, words, entries, o.e);
-    store_values_slow<kWidth>(chunk.values, at + mine, merge(o), left);
+  __device__ __forceinline__ u32 symbols() const { return chunk.n; }
+  __device__ __forceinline__ const u8* stream() const { return chunk.stream; }
+  __device__ __forceinline__ u32 load_state(u32 at) const {
+    return __ldg(reinterpret_cast<const u32*>(chunk.stream + at));
   }
-  return words.all_taken();
-}
+  __device__ __forceinline__ void store_carried(u32 segment, u16 word) const {
+    carry[segment * kLanes + lane_id()] = word;
+  }
+
+  // Takes blocks from value `first` on, as many as vectors will do for; returns where it stopped.
+  template <class Pop>
+  __device__ __forceinline__ u32 fast_blocks(u32 first, u32 end, const Pop& pop) const {
+    // Each block must have all of its bytes A or none.
+    const u32 fast = chunk.a_len % kBlock == 0 ? end : min(end, chunk.a_len);
+    if (!is_aligned(chunk.values) || fast < first + kStep<kWidth>) return first;
+    const u32 stop = (fast - first) / kStep<kWidth> * kStep<kWidth> + first, a_end = min(stop, chunk.a_len);
+    BlockCursor<kWidth> cursor(chunk, first);
+    Octet<kWidth> next[kAtOnce<kWidth>] = {};
+    auto load = [&](u32 at) {
+#pragma unroll
+      for (u32 k = 0; k < kAtOnce<kWidth>; k++) {
+        if (at + k * kBlock < a_end) cursor.load_a(k, next[k]);
+        if (at < stop) cursor.load_b(k, next[k]);
+      }
+    };
+    u32 at = first;
+    load(at);
+#pragma unroll 1
+    do {
+      Octet<kWidth> o[kAtOnce<kWidth>];
+#pragma unroll
+      for (u32 k = 0; k < kAtOnce<kWidth>; k++) o[k] = next[k];
+      at += kStep<kWidth>;
+      cursor.advance_planes();
+      load(at);
+      if (kWidth == 2 && at + kAhead + kStep<kWidth> <= a_end) {
+#pragma unroll
+        for (u32 k = 0; k < kAtOnce<kWidth>; k++) cursor.prefetch_ahead(k);
+      }
+#pragma unroll
+      for (u32 k = 0; k < kAtOnce<kWidth>; k++) {
+        u32 decoded[2];
+        pop(at - kStep<kWidth> + k * kBlock + lane_id() * kOctet, decoded);
+        take_symbols(decoded, o[k]);
+        cursor.store(k, merge(o[k]));
+      }
+      cursor.advance_values();
+    } while (at < stop);
+    return at;
+  }
+
+  // Takes values `first .. end-1`. Bytes A behind the end of their plane become anything.
+  template <class Pop>
+  __device__ __forceinline__ void blocks(u32 first, u32 end, const Pop& pop) const {
+    const u32 mine = lane_id() * kOctet;
+#pragma unroll 1
+    for (u32 at = fast_blocks(first, end, pop); at < end; at += kBlock) {
+      Octet<kWidth> o;
+      const u32 left = values_left(at + mine, end);
+      load_raw_slow(chunk.raw, at + mine, o, min(left, values_left(at + mine, chunk.a_len)), left);
+      pop(at + mine, o.e);
+      store_values_slow<kWidth>(chunk.values, at + mine, merge(o), left);
+    }
+  }
+};
 
 // ---- chunk ----
-
-// Decodes every `kWarps`-th segment of a chunk; false if one is not sound. One warp.
-template <int kWidth>
-__device__ __forceinline__ bool decode_segments(DecodeShared<kWidth>& shared) {
-  const FusedStreams& chunk = shared.chunk;
-  const auto& h = shared.header;
-  Shared entries = shared_address(shared.entries.get());
-  hide(entries);
-  const u32 warp = uniform_warp_id();
-#pragma unroll 1
-  for (u32 i = warp; i < h.fixed.segments; i += kWarps<kWidth>) {
-    const u32 at = h.segment_at[i], first = i << h.fixed.segment_log2;
-    u32 x = __ldg(reinterpret_cast<const u32*>(chunk.stream + at) + lane_id());
-    Words<kWidth> words(shared.words[warp], chunk.stream, at + kStatesBytes, h.words[i]);
-    const u32 end = min(chunk.n - first, 1u << h.fixed.segment_log2) + first;
-    const bool sound = decode_segment<kWidth>(chunk, first, end, x, entries, words);
-    if (!__all_sync(kAllLanes, sound && x - kLow < (h.fixed.carried > 0 ? kLow : 1))) return false;
-    shared.carry[i * kLanes + lane_id()] = static_cast<u16>(x);
-  }
-  return true;
-}
 
 // Gives the last values their bytes A, once they have all other bits. All threads.
 template <int kWidth>
@@ -252,11 +242,15 @@ __device__ __forceinline__ Status decode_streams(const DecodeChunk& c, const Fus
   if (at < min(chunk.stream_len, kStaged))
     *reinterpret_cast<uint4*>(shared.head + at) = __ldg(reinterpret_cast<const uint4*>(chunk.stream + at));
   __syncthreads();
-  const Status read = read_header<8>(shared.head, chunk.stream_len, chunk.n, c.tables, shared.header,
+  const Status read = read_header<8>(shared.head, chunk.stream_len, chunk.n, only_table(c.tables[0]), shared.header,
                                      shared.entries.get());
   if (read != kOk) return read;
   if (shared.chunk.a_len + shared.header.fixed.carried != shared.chunk.n) return kCorrupt;
-  const bool sound = decode_segments<kWidth>(shared);
+  Shared entries = shared_address(shared.entries.get());
+  hide(entries);
+  const bool sound = decode_segments<kWarps<kWidth>, Words<kWidth>>(
+      shared.header, PairTable{entries}, ValueTarget<kWidth>{shared.chunk, shared.carry},
+      shared.words[uniform_warp_id()]);
   if (__syncthreads_or(!sound)) return kCorrupt;
   restore_carried<kWidth>(shared);
   return kOk;

@@ -221,44 +221,78 @@ __device__ __forceinline__ void merge_group(Uint<kWidth>* v, u32 at, u32 left, c
   }
 }
 
-// ---- chunks ----
+// ---- prediction ----
 
-// The values of a chunk and what they are predicted from.
-struct ValueSpan {
-  const u8* values;
-  const u8* parent;  // null with residual `id`
-  u32 n;
-  u32 residual;
+// What is stored of values, a policy of the kernels: `take` leaves of eight values, from `at` on, what is
+// stored of them, and `give` makes the values of it again.
+
+// The values themselves.
+struct Direct {
+  static constexpr bool kSparse = false;  // whether most symbols of a plane are the same
+
+  __device__ __forceinline__ static bool suits(const EncodeChunk& c) { return c.residual == kId; }
+  __device__ __forceinline__ static Direct of(const EncodeChunk&) { return Direct{}; }
+  template <int kWidth>
+  __device__ __forceinline__ void take(u32, u32, Uint<kWidth>*) const {}
 };
 
-template <int kWidth, u32 kLayout>
-__device__ __forceinline__ void split_values(const ValueSpan& span, const PlaneSet& to) {
+// The XOR with the parent's values, or the difference from them. The decoder has this for residual `id`, too.
+struct Difference {
+  static constexpr bool kSparse = true;
+  const u8* parent;
+  u32 residual;
+
+  __device__ __forceinline__ static bool suits(const EncodeChunk& c) { return c.residual != kId; }
+  template <class Chunk>
+  __device__ __forceinline__ static Difference of(const Chunk& c) {
+    return Difference{c.inputs[kParent], c.residual};
+  }
+  template <int kWidth>
+  __device__ __forceinline__ void take(u32 at, u32 left, Uint<kWidth>* v) const {
+    if (residual == kId) return;
+    Uint<kWidth> p[8];
+    load_values8<kWidth>(parent, at, left, p);
+#pragma unroll
+    for (int k = 0; k < 8; k++) v[k] = residual == kXor ? v[k] ^ p[k] : subtract<kWidth>(v[k], p[k]);
+  }
+  template <int kWidth>
+  __device__ __forceinline__ void give(u32 at, u32 left, Uint<kWidth>* v) const {
+    if (residual == kId) return;
+    Uint<kWidth> p[8];
+    load_values8<kWidth>(parent, at, left, p);
+#pragma unroll
+    for (int k = 0; k < 8; k++) v[k] = residual == kXor ? v[k] ^ p[k] : add<kWidth>(v[k], p[k]);
+  }
+};
+
+// ---- chunks ----
+
+// The values of a chunk.
+struct ValueSpan {
+  const u8* values;
+  u32 n;
+};
+
+template <int kWidth, u32 kLayout, class Predict>
+__device__ __forceinline__ void split_values(const ValueSpan& span, const Predict& predict, const PlaneSet& to) {
 #pragma unroll 1
   for (u32 at = kOctet * threadIdx.x; at < span.n; at += kOctet * blockDim.x) {
     const u32 left = values_left(at, span.n);
-    Uint<kWidth> v[8], p[8];
+    Uint<kWidth> v[8];
     load_values8<kWidth>(span.values, at, left, v);
-    if (span.residual != kId) {
-      load_values8<kWidth>(span.parent, at, left, p);
-#pragma unroll
-      for (int k = 0; k < 8; k++) v[k] = span.residual == kXor ? v[k] ^ p[k] : subtract<kWidth>(v[k], p[k]);
-    }
+    predict.template take<kWidth>(at, left, v);
     split_group<kWidth, kLayout>(v, at, left, to);
   }
 }
 
-template <int kWidth, u32 kLayout>
-__device__ __forceinline__ void merge_values(const ValueSpan& span, const PlaneSet& from, u8* values) {
+template <int kWidth, u32 kLayout, class Predict>
+__device__ __forceinline__ void merge_values(const PlaneSet& from, const Predict& predict, u32 n, u8* values) {
 #pragma unroll 1
-  for (u32 at = kOctet * threadIdx.x; at < span.n; at += kOctet * blockDim.x) {
-    const u32 left = values_left(at, span.n);
-    Uint<kWidth> v[8], p[8];
+  for (u32 at = kOctet * threadIdx.x; at < n; at += kOctet * blockDim.x) {
+    const u32 left = values_left(at, n);
+    Uint<kWidth> v[8];
     merge_group<kWidth, kLayout>(v, at, left, from);
-    if (span.residual != kId) {
-      load_values8<kWidth>(span.parent, at, left, p);
-#pragma unroll
-      for (int k = 0; k < 8; k++) v[k] = span.residual == kXor ? v[k] ^ p[k] : add<kWidth>(v[k], p[k]);
-    }
+    predict.template give<kWidth>(at, left, v);
     u32 words[2 * kWidth];
     pack<kWidth>(v, 0, words);
     store_group<8 * kWidth>(values + static_cast<u64>(at) * kWidth, is_aligned(values), words, left * kWidth);
@@ -274,16 +308,19 @@ __device__ __forceinline__ u32 shape_of(u32 layout, u32 width) { return width ==
   call(kFieldsSign, 2) call(kFieldsSign, 4) call(kFieldsSign, 8)
 
 // Splits a chunk. All threads.
-__device__ __forceinline__ void split_chunk(u32 layout, u32 width, const ValueSpan& span, const PlaneSet& to) {
-#define S4_CASE(l, w) case l << 4 | w: return split_values<w, l>(span, to);
+template <class Predict>
+__device__ __forceinline__ void split_chunk(u32 layout, u32 width, const ValueSpan& span, const Predict& predict,
+                                            const PlaneSet& to) {
+#define S4_CASE(l, w) case l << 4 | w: return split_values<w, l>(span, predict, to);
   switch (shape_of(layout, width)) { S4_EVERY_SHAPE(S4_CASE) }
 #undef S4_CASE
 }
 
-// Merges a chunk. All threads.
-__device__ __forceinline__ void merge_chunk(u32 layout, u32 width, const ValueSpan& span, const PlaneSet& from,
-                                            u8* values) {
-#define S4_CASE(l, w) case l << 4 | w: return merge_values<w, l>(span, from, values);
+// Merges a chunk of `n` values. All threads.
+template <class Predict>
+__device__ __forceinline__ void merge_chunk(u32 layout, u32 width, const PlaneSet& from, const Predict& predict,
+                                            u32 n, u8* values) {
+#define S4_CASE(l, w) case l << 4 | w: return merge_values<w, l>(from, predict, n, values);
   switch (shape_of(layout, width)) { S4_EVERY_SHAPE(S4_CASE) }
 #undef S4_CASE
 }

@@ -55,15 +55,19 @@ __device__ __forceinline__ u32 counted_octets(u32 n) {
   return n <= kCountAll ? (n + kOctet - 1) / kOctet : (n + kWindow - 1) / kWindow * (kSample / kOctet);
 }
 
-// Counts a plane that is 16-byte aligned into `counts[256]`. All threads take part.
+// Counts a plane that is 16-byte aligned into `counts[256]`: all symbols of a sparse one, where many are rare,
+// else a sample. All threads take part.
+template <bool kSparse>
 __device__ __forceinline__ void count_plane(const u8* plane, u32 n, Histogram& hist, u32* counts) {
+  static_assert(kMaxPlaneBytes / (2 * kCopies) <= 1u << 15, "a counter of 16 bits sees a sixteenth of the symbols");
   clear_counts(hist);
-  const u32 octets = counted_octets(n);
+  const bool all = kSparse || n <= kCountAll;
+  const u32 octets = all ? (n + kOctet - 1) / kOctet : counted_octets(n);
 #pragma unroll 1
   for (u32 i = threadIdx.x; i < octets; i += blockDim.x) {
-    const u32 at = counted_octet(i, n <= kCountAll), left = values_left(at, n);
+    const u32 at = counted_octet(i, all), left = values_left(at, n);
     u32 symbols[2];
-    load_bytes<8>(plane + at, symbols, left);
+    load_octet_bytes(plane + at, symbols, left);
     count_octet(hist, symbols, left);
   }
   sum_counts(hist, counts);
@@ -229,10 +233,11 @@ __device__ __forceinline__ void rank_symbols(Model& model) {
   }
 }
 
-// Makes a table of `slots` slots from the counts of `n` symbols. All threads; ends with a barrier.
-__device__ __forceinline__ void make_model(const u32* counts, u32 n, u32 slots, Model& model) {
+// Makes a table of `slots` slots from counts, which are of `all` symbols or of a sample. All threads; ends with
+// a barrier.
+__device__ __forceinline__ void make_model(const u32* counts, bool all, u32 slots, Model& model) {
   if (warp_id() == 0) {
-    choose_symbols(counts, n <= kCountAll, slots, model);
+    choose_symbols(counts, all, slots, model);
     choose_frequencies(model, slots);
   }
   __syncthreads();

@@ -1,5 +1,7 @@
 // Codes one plane of a chunk that was split: const, bits, rANS of both precisions, or not at all. Divides by
-// division, where rans_encode.cuh multiplies: this is for the planes that are not a model's weights.
+// division, where rans_encode.cuh multiplies: this is for the planes that are not a model's weights. `kSparse`:
+// planes are differences, of which the CPU's engine counts all symbols and makes longer segments. `Context`
+// tells the table of each symbol.
 #pragma once
 
 #include "rans_encode.cuh"
@@ -10,7 +12,7 @@ namespace s4 {
 constexpr u32 kPlaneEscape = 1u << 31;
 
 constexpr u32 kComposedWarps = kComposedThreads / kLanes;
-constexpr u32 kMaxPlaneSegments = kMaxPlaneBytes / kSegment;
+constexpr u32 kMostPlaneSegments = kMaxPlaneBytes / kSegment;
 static_assert(kSegmentScratch % 16 == 0 && kSegmentScratch >= 3 * kSegment + kStatesBytes + 4,
               "three bytes for each symbol, states, and what copy_shifted reads in front");
 
@@ -23,9 +25,10 @@ struct Coded {
   bool shared;
 };
 
+template <class Context>
 struct PlaneShared {
-  u32 coders[256];
-  u32 words[kMaxPlaneSegments];
+  typename Context::Coders coders;
+  u32 words[kMostPlaneSegments];
   u32 unit;
   u8 head[kHeadBytes];
   Model model;
@@ -43,7 +46,9 @@ struct PlaneJob {
   const u8* plane;            // 16-byte aligned
   u32 size;                   // at least 1
   u32 coding;
-  const SharedTable* table;   // or null
+  TableSet tables;            // the tensor's
+  const u8* contexts;         // of each symbol, 16-byte aligned; null: all are 0
+  SharedTable* own;           // where contexts.cuh makes tables
   Coded behind;               // the next stream; length 0 if there is none
   u8* stream;                 // where a stream goes: `size` bytes, 16-byte aligned
   u8* segments;               // kSegmentScratch for each segment
@@ -55,20 +60,18 @@ __device__ __forceinline__ void push_plane_symbol(u32& x, u32 coder) {
   x = (quotient << kBits) + (coder >> 13 & 0xfff) + (x - quotient * freq);
 }
 
-// Codes eight symbols of each lane.
-template <u32 kBits>
-__device__ __forceinline__ void push_plane_block(u32& x, WordSink& sink, const u32* coders, const u32* symbols) {
-  u32 c[8], left = 0;
+// Codes eight symbols of each lane by their coders. `kLoneEscapes`: two may need no bits at all.
+template <u32 kBits, bool kLoneEscapes>
+__device__ __forceinline__ void push_plane_block(u32& x, WordSink& sink, const u32* c, const u32* symbols) {
+  u32 left = 0;
 #pragma unroll
-  for (int k = 0; k < 8; k++) {
-    c[k] = coders[byte_of(symbols, k)];
-    left |= c[k] >> 31 << k;
-  }
+  for (int k = 0; k < 8; k++) left |= c[k] >> 31 << k;
   if (__any_sync(kAllLanes, left)) push_escapes(x, sink, left, symbols);
   if (kBits == 8) {
 #pragma unroll
     for (int k = 6; k >= 0; k -= 2) {
-      sink.put(x, (c[k] & 0x1fff) * (c[k + 1] & 0x1fff) << 16);
+      const u32 limit = (c[k] & 0x1fff) * (c[k + 1] & 0x1fff) << 16;
+      sink.put(x, limit, !kLoneEscapes || limit != 0);
       push_plane_symbol<kBits>(x, c[k + 1]);
       push_plane_symbol<kBits>(x, c[k]);
     }
@@ -83,71 +86,59 @@ __device__ __forceinline__ void push_plane_block(u32& x, WordSink& sink, const u
   sink.flush_pieces();
 }
 
-// Codes symbols `first .. end-1` from state `x` on; returns where the segment's states are. One warp.
-template <u32 kBits>
-__device__ __forceinline__ const u8* encode_plane_segment(const u8* plane, u32 first, u32 end, u32 x,
-                                                          const u32* coders, u32 padding, WordSink& sink) {
-  const u32 mine = lane_id() * kOctet;
-#pragma unroll 1
-  for (u32 at = first + (end - first - 1) / kBlock * kBlock;; at -= kBlock) {
-    const u32 left = values_left(at + mine, end);
-    u32 symbols[2];
-    if (left == kOctet) {
-      const uint2 v = *reinterpret_cast<const uint2*>(plane + at + mine);
-      symbols[0] = v.x, symbols[1] = v.y;
-    } else {
-#pragma unroll
-      for (u32 k = 0; k < 8; k++) {
-        const u32 symbol = k < left ? plane[at + mine + k] : padding;
-        symbols[k / 4] = (k % 4 ? symbols[k / 4] : 0) | symbol << (8 * (k % 4));
-      }
-    }
-    push_plane_block<kBits>(x, sink, coders, symbols);
-    if (at == first) return sink.finish(x);
-  }
-}
+// A plane, as `encode_segment` codes it: what is missing of its last block becomes `padding`.
+struct PlaneSource {
+  const u8* plane;
+  u32 padding;
 
-// Bytes that a stream of `size` symbols carries of the one behind it.
-__device__ __forceinline__ u32 carried_of(u32 size, u32 behind) {
-  const u32 bytes = kCarryBytes * segments_of(size);
-  return bytes <= behind ? bytes : 0;
+  template <class Push>
+  __device__ __forceinline__ void blocks_backwards(u32 first, u32 end, const Push& push) const {
+    const u32 mine = lane_id() * kOctet;
+#pragma unroll 1
+    for (u32 at = first + (end - first - 1) / kBlock * kBlock;; at -= kBlock) {
+      const u32 left = values_left(at + mine, end);
+      u32 symbols[2];
+      if (left == kOctet) {
+        const uint2 v = *reinterpret_cast<const uint2*>(plane + at + mine);
+        symbols[0] = v.x, symbols[1] = v.y;
+      } else {
+#pragma unroll
+        for (u32 k = 0; k < 8; k++) {
+          const u32 symbol = k < left ? plane[at + mine + k] : padding;
+          symbols[k / 4] = (k % 4 ? symbols[k / 4] : 0) | symbol << (8 * (k % 4));
+        }
+      }
+      push(at + mine, symbols);
+      if (at == first) return;
+    }
+  }
+};
+
+// Scratch of a segment of a stream: longer ones take that of two.
+template <bool kSparse>
+__device__ __forceinline__ u8* room_end(const Segments<kSparse>& segments, u8* scratch, u32 i) {
+  return scratch + static_cast<u64>(i + 1) * (kSegmentScratch << (segments.log2() - kSegmentLog2));
 }
 
 // Codes all segments into their scratch and their numbers of words into `shared.words`. All threads; ends
 // with a barrier.
-template <u32 kBits>
-__device__ __forceinline__ void encode_plane_segments(const PlaneJob& job, u32 carried, PlaneShared& shared) {
-  const Model& model = shared.model;
-  const u32 padding = model.symbol[model.kept - 1];
+template <bool kSparse, class Coders, class SharedMemory>
+__device__ __forceinline__ void encode_segments(const PlaneJob& job, const Segments<kSparse>& segments,
+                                                const Coders& coders, u32 padding, u32 carried,
+                                                SharedMemory& shared) {
+  const PlaneSource source{job.plane, padding};
   const u8* tail = job.behind.at + (job.behind.len - carried);
 #pragma unroll 1
-  for (u32 i = uniform_warp_id(); i < segments_of(job.size); i += kComposedWarps) {
+  for (u32 i = uniform_warp_id(); i < segments.count(); i += kComposedWarps) {
     u32 x = kLow;
     if (carried > 0) {
       const u8* word = tail + i * kCarryBytes + 2 * lane_id();
       x |= word[0] | word[1] << 8;
     }
-    u16* end = reinterpret_cast<u16*>(job.segments + (i + 1) * kSegmentScratch);
-    WordSink sink(shared.u.words[warp_id()], end);
-    const u32 first = i * kSegment, last = min(job.size, first + kSegment);
-    const u8* states = encode_plane_segment<kBits>(job.plane, first, last, x, shared.coders, padding, sink);
-    if (lane_id() == 0)
-      shared.words[i] = static_cast<u32>(reinterpret_cast<const u8*>(end) - states - kStatesBytes) / 2;
+    const u32 words = encode_segment(source, segments.first(i), segments.end(i), x, coders, shared.u.words[warp_id()],
+                                     room_end(segments, job.segments, i));
+    if (lane_id() == 0) shared.words[i] = words;
     __syncwarp();
-  }
-  __syncthreads();
-}
-
-// Puts head and segments together. All threads; ends with a barrier.
-__device__ __forceinline__ void assemble_stream(const PlaneJob& job, const Head& head) {
-  for (u32 i = threadIdx.x; i < head.len(); i += blockDim.x) job.stream[i] = head.byte(i);
-  u32 at = head.len();
-#pragma unroll 1
-  for (u32 i = 0; i < segments_of(job.size); i++) {
-    const u32 len = kStatesBytes + 2 * head.words[i];
-    if (i % kComposedWarps == warp_id())
-      copy_shifted(job.segments + (i + 1) * kSegmentScratch - len, job.stream + at, len);
-    at += round_up(len, kAlign);
   }
   __syncthreads();
 }
@@ -161,23 +152,77 @@ __device__ __forceinline__ void make_plane_coders(const Model& model, u32* coder
   __syncthreads();
 }
 
+// How symbols are coded: by division, each with the coder of its context's table.
+template <u32 kBits, class Context>
+struct PlaneCoders {
+  const u32* coders;
+  Context context;
+
+  __device__ __forceinline__ void push(u32& x, WordSink& sink, u32 at, const u32* symbols) const {
+    const auto tables = context.tables_of(at);
+    u32 c[8];
+#pragma unroll
+    for (int k = 0; k < 8; k++) c[k] = coders[tables.of(k) * 256 + byte_of(symbols, k)];
+    push_plane_block<kBits, Context::kLoneEscapes>(x, sink, c, symbols);
+  }
+};
+
+// The context of every symbol is 0: one table codes them all.
+struct EncodeOneTable {
+  static constexpr bool kLoneEscapes = false;  // whether a table may have nothing but an escape
+  struct Coders {
+    u32 of[256];
+  };
+  struct Zeros {
+    __device__ __forceinline__ u32 of(int) const { return 0; }
+  };
+
+  __device__ __forceinline__ static bool suits(const EncodeChunk&, u32) { return true; }
+  __device__ __forceinline__ static EncodeOneTable of(const PlaneJob&) { return EncodeOneTable{}; }
+  __device__ __forceinline__ static const u8* contexts_of(const EncodeChunk&, u32) { return nullptr; }
+  // The tables of the eight symbols from `at` on.
+  __device__ __forceinline__ Zeros tables_of(u32) const { return Zeros{}; }
+
+  // Makes the plane's table, or takes the tensor's, and the coders from it; says which. All threads; ends
+  // with a barrier.
+  template <u32 kBits, bool kSparse>
+  __device__ __forceinline__ bool choose(const PlaneJob& job, PlaneShared<EncodeOneTable>& shared) const {
+    constexpr u32 kSlots = 1u << kBits;
+    u32* const counts = shared.u.count.counts;
+    count_plane<kSparse>(job.plane, job.size, shared.u.count.hist, counts);
+    make_model(counts, kSparse || job.size <= kCountAll, kSlots, shared.model);
+    const bool tensors = choose_table(counts, only_table(job.tables), job.size, kSlots, shared.model);
+    make_plane_coders(shared.model, shared.coders.of);
+    return tensors;
+  }
+
+  __device__ __forceinline__ static u32 padding(const PlaneShared<EncodeOneTable>& shared) {
+    return shared.model.symbol[shared.model.kept - 1];
+  }
+  template <u32 kBits>
+  __device__ __forceinline__ static ModelBytes<kBits> bytes(const PlaneShared<EncodeOneTable>& shared) {
+    return ModelBytes<kBits>{shared.model};
+  }
+};
+
 // Codes a plane by rANS, unless that is not shorter. All threads.
-template <u32 kBits>
-__device__ __forceinline__ Coded encode_rans(const PlaneJob& job, PlaneShared& shared) {
-  constexpr u32 kSlots = 1u << kBits;
-  const u32* counts = shared.u.count.counts;
-  count_plane(job.plane, job.size, shared.u.count.hist, shared.u.count.counts);
-  make_model(counts, job.size, kSlots, shared.model);
-  const bool tensors = choose_table(counts, job.table, job.size, kSlots, shared.model);
-  const Model& model = shared.model;
-  make_plane_coders(model, shared.coders);
-  const u32 carried = carried_of(job.size, job.behind.len);
-  encode_plane_segments<kBits>(job, carried, shared);
+template <u32 kBits, bool kSparse, class Context>
+__device__ __forceinline__ Coded encode_rans(const PlaneJob& job, PlaneShared<Context>& shared) {
+  Context context = Context::of(job);
+  const bool tensors = context.template choose<kBits, kSparse>(job, shared);
+  const Segments<kSparse> segments{job.size};
+  const u32 carried = segments.carried(job.behind.len);
+  const PlaneCoders<kBits, Context> coders{shared.coders.of, context};
+  encode_segments(job, segments, coders, context.padding(shared), carried, shared);
   const u32 flags = (tensors ? kFlagShared : 0) | (carried > 0 ? kFlagCarries : 0);
-  const Head head{model, shared.words, job.size, kBits == 8 ? 1u : 2u, flags};
+  const auto bytes = context.template bytes<kBits>(shared);
+  const Head<decltype(bytes), kSparse> head{bytes, shared.words, segments, flags};
   const u32 len = head.stream_len();
   if (len >= job.size) return Coded{job.plane, job.size, 0, kRaw, 0, false};
-  assemble_stream(job, head);
+  for (u32 i = threadIdx.x; i < head.len(); i += blockDim.x) job.stream[i] = head.byte(i);
+  const auto end = [&](u32 i) { return room_end(segments, job.segments, i); };
+  join_segments<kComposedWarps>(segments.count(), shared.words, end, job.stream, head.len());
+  __syncthreads();
   return Coded{job.stream, len, carried, kRans, kBits, tensors};
 }
 
@@ -198,24 +243,14 @@ __device__ __forceinline__ Coded encode_bits(const PlaneJob& job) {
   return Coded{job.stream, len, 0, kBits, 7, false};
 }
 
-// Whether a plane repeats a unit, whose size `shared.unit` is then. All threads.
-__device__ __forceinline__ bool plane_repeats(const PlaneJob& job, PlaneShared& shared) {
-  auto get = [&](u32 i) { return job.plane[i]; };
-  if (warp_id() == 0) {
-    const u32 unit = head_unit(job.size, get, shared.head);
-    if (lane_id() == 0) shared.unit = unit;
-  }
-  __syncthreads();
-  const u32 unit = shared.unit;
-  return unit > 0 && (job.size <= kHeadBytes || repeats_unit(job.size, get, unit));
-}
-
-// Codes a plane. All threads; ends with a barrier.
-__device__ __forceinline__ Coded encode_plane(const PlaneJob& job, PlaneShared& shared) {
-  if (plane_repeats(job, shared)) return Coded{job.plane, shared.unit, 0, kConst, 0, false};
+// Codes a plane, `kSparse` of differences. All threads; ends with a barrier.
+template <bool kSparse, class Context>
+__device__ __forceinline__ Coded encode_plane(const PlaneJob& job, PlaneShared<Context>& shared) {
+  const u32 unit = constant_unit(job.plane, job.size, shared);
+  if (unit > 0) return Coded{job.plane, unit, 0, kConst, 0, false};
   switch (job.coding) {
-    case kCodeRans8: return encode_rans<8>(job, shared);
-    case kCodeRans12: return encode_rans<12>(job, shared);
+    case kCodeRans8: return encode_rans<8, kSparse>(job, shared);
+    case kCodeRans12: return encode_rans<12, kSparse>(job, shared);
     case kCodeBits7: return encode_bits(job);
     default: return Coded{job.plane, job.size, 0, kRaw, 0, false};
   }

@@ -188,6 +188,16 @@ __device__ __forceinline__ void store_bytes(u8* to, const u32* words, u32 count)
     if (i < count) to[i] = static_cast<u8>(words[i / 4] >> (8 * (i % 4)));
 }
 
+// The first `left` of eight bytes at a multiple of 8; the missing ones are zero.
+__device__ __forceinline__ void load_octet_bytes(const u8* from, u32* words, u32 left) {
+  if (left == kOctet) {
+    const uint2 v = *reinterpret_cast<const uint2*>(from);
+    words[0] = v.x, words[1] = v.y;
+  } else {
+    load_bytes<8>(from, words, left);
+  }
+}
+
 // As `load_values`, for `count` values at any alignment; the missing ones are zero.
 template <int kWidth>
 __device__ __forceinline__ Values<kWidth> load_values_slow(const u8* values, u32 at, u32 count) {

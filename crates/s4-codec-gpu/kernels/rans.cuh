@@ -1,6 +1,7 @@
 // Constants of the `rans` bitstream (docs/codecs/rans.md). Tables are made in model.cuh; P = 8 is coded from
-// values in rans_encode.cuh and into values in fused_decode.cuh, both precisions from and into planes in
-// plane_encode.cuh and plane_decode.cuh; rans_decode.cuh is what the decoders share.
+// values in fused.cuh and into values in fused_decode.cuh, both precisions from and into planes in
+// plane_encode.cuh and plane_decode.cuh, with several tables in contexts.cuh; rans_encode.cuh and
+// rans_decode.cuh are what they share.
 //
 // One thread block codes one chunk; a warp codes one segment, a lane one state. No function needs more
 // than sm_75.
@@ -11,8 +12,9 @@
 namespace s4 {
 
 constexpr u32 kBlock = kLanes * kOctet;          // symbols that a warp codes at a time
-constexpr u32 kSegmentLog2 = 14;                 // what the encoder writes
+constexpr u32 kSegmentLog2 = 14;                 // what the encoder writes, but see `Segments`
 constexpr u32 kSegment = 1u << kSegmentLog2;
+constexpr u32 kLongStream = 1u << 16, kLongSegmentLog2 = 15;
 constexpr u32 kTotal = 256;                      // sum of a table's frequencies: 2^P
 constexpr u32 kLow = 1u << 16;                   // states lie in [kLow, 2^32) between steps
 
@@ -35,12 +37,23 @@ constexpr u32 kMaxChunk = kWarps<kWidth> * kSegment;
 template <int kWidth>
 constexpr u32 kFieldPlanes = kWidth == 2 ? 2 : 3;
 
-__device__ __forceinline__ u32 segments_of(u32 n) { return (n + kSegment - 1) / kSegment; }
+// How a stream of symbols is cut into segments. Sparse ones, of differences, take few bits, of which a
+// segment's states are a larger part: long streams of them have segments of twice the length.
+template <bool kSparse>
+struct Segments {
+  u32 symbols;  // at least 1
 
-// Bytes of plane A that the stream of a chunk of `n` values carries.
-__device__ __forceinline__ u32 carried_bytes(u32 n) {
-  const u32 bytes = kCarryBytes * segments_of(n);
-  return bytes <= n ? bytes : 0;
-}
+  __device__ __forceinline__ u32 log2() const {
+    return kSparse && symbols > kLongStream ? kLongSegmentLog2 : kSegmentLog2;
+  }
+  __device__ __forceinline__ u32 count() const { return ((symbols - 1) >> log2()) + 1; }
+  __device__ __forceinline__ u32 first(u32 i) const { return i << log2(); }
+  __device__ __forceinline__ u32 end(u32 i) const { return min(symbols, first(i) + (1u << log2())); }
+  // Bytes that the stream carries of the one behind it, which has `behind`.
+  __device__ __forceinline__ u32 carried(u32 behind) const {
+    const u32 bytes = kCarryBytes * count();
+    return bytes <= behind ? bytes : 0;
+  }
+};
 
 }  // namespace s4

@@ -55,32 +55,51 @@ struct TableBytes {
   }
 };
 
-// Reads what precedes the table into `h`; table and word counts fit into the stream if the answer is
-// `kOk`. `head`: the first bytes of the stream. Any thread, on its own.
-template <u32 kBits, u32 kMaxSegments>
-__device__ __forceinline__ Status read_fixed(const u8* head, u32 len, u32 n, const SharedTable* table, Fixed& h) {
+// Reads what all streams begin with into `h`, but for what their tables say. `head`: the first bytes of the
+// stream. Any thread, on its own.
+__device__ __forceinline__ Status read_shape(const u8* head, u32 len, u32 n, u32 max_segments, Fixed& h) {
   if (len < kHeaderBytes) return kCorrupt;
   if (load_u32(head) != n) return kCorrupt;
-  const u32 lanes_log2 = head[4], tables = head[6], flags = head[7];
+  const u32 lanes_log2 = head[4], flags = head[7];
   h.segment_log2 = head[5];
-  if (lanes_log2 != 5 || tables != 1 || flags > (kFlagShared | kFlagCarries)) return kUnsupported;
+  if (lanes_log2 != 5 || flags > (kFlagShared | kFlagCarries)) return kUnsupported;
   if (h.segment_log2 < 12 || h.segment_log2 > 15) return kUnsupported;
+  h.segments = ((n - 1) >> h.segment_log2) + 1;
+  if (h.segments > max_segments) return kUnsupported;
+  h.carried = flags & kFlagCarries ? kCarryBytes * h.segments : 0;
   h.counts_at = kHeaderBytes;
-  if (flags & kFlagShared) {
-    if (table == nullptr || table->precision == 0) return kCorrupt;
-    if (table->precision != kBits) return kUnsupported;
-    h.kept = table->count;
-    h.escape = table->escape;
+  return kOk;
+}
+
+// Reads what precedes the symbols of the table at `h.counts_at`, a shared one unless that is null, and moves
+// `h.counts_at` behind the table; it may lie behind the stream then. Any thread, on its own.
+template <u32 kBits>
+__device__ __forceinline__ Status read_table(const u8* head, u32 len, const SharedTable* shared, Fixed& h) {
+  if (shared != nullptr) {
+    if (shared->precision == 0) return kCorrupt;
+    if (shared->precision != kBits) return kUnsupported;
+    h.kept = shared->count;
+    h.escape = shared->escape;
   } else {
-    if (len < kHeaderBytes + 4) return kCorrupt;
-    h.kept = load_u16(head + kHeaderBytes);
-    h.escape = load_u16(head + kHeaderBytes + 2);
+    if (len < h.counts_at + 4) return kCorrupt;
+    h.kept = load_u16(head + h.counts_at);
+    h.escape = load_u16(head + h.counts_at + 2);
     h.counts_at += 4 + (kBits == 8 ? 2 : 3) * h.kept;
   }
-  if (h.kept > 256 || h.escape > 1u << kBits) return kCorrupt;
-  h.segments = ((n - 1) >> h.segment_log2) + 1;
-  if (h.segments > kMaxSegments) return kUnsupported;
-  h.carried = flags & kFlagCarries ? kCarryBytes * h.segments : 0;
+  return h.kept > 256 || h.escape > 1u << kBits ? kCorrupt : kOk;
+}
+
+// Reads what precedes the only table into `h`; table and word counts fit into the stream if the answer is
+// `kOk`. Any thread, on its own.
+template <u32 kBits, u32 kMaxSegments>
+__device__ __forceinline__ Status read_fixed(const u8* head, u32 len, u32 n, const SharedTable* table, Fixed& h) {
+  const Status shape = read_shape(head, len, n, kMaxSegments, h);
+  if (shape != kOk) return shape;
+  if (head[6] != 1) return kUnsupported;
+  const bool shared = head[7] & kFlagShared;
+  if (shared && table == nullptr) return kCorrupt;
+  const Status status = read_table<kBits>(head, len, shared ? table : nullptr, h);
+  if (status != kOk) return status;
   return h.counts_at + 2 * h.segments > len ? kCorrupt : kOk;
 }
 
@@ -119,6 +138,37 @@ __device__ __forceinline__ bool find_slots(const TableBytes& table, u32 escape, 
   return lane_id() != kLanes - 1 || at == 1u << kBits;
 }
 
+// Whether some of a table's symbols, which this thread looks at, are there twice or have no frequency. `h.seen` is
+// zero before the first thread calls it.
+template <u32 kBits, u32 kMaxSegments>
+__device__ __forceinline__ bool is_bad(const TableBytes& table, Header<kMaxSegments>& h) {
+  bool bad = false;
+  for (u32 i = threadIdx.x; i < table.kept; i += blockDim.x) {
+    const u32 symbol = table.symbol(i), bit = 1u << symbol % 32;
+    bad |= table.freq<kBits>(i) == 0;
+    bad |= (atomicOr(&h.seen[symbol / 32], bit) & bit) != 0;
+  }
+  return bad;
+}
+
+// Fills `entries[2^P]` from a table whose slots are known. All threads.
+template <u32 kBits, u32 kMaxSegments>
+__device__ __forceinline__ void fill_entries(const TableBytes& table, u32 escape, const Header<kMaxSegments>& h,
+                                             u32* entries) {
+  for (u32 slot = threadIdx.x; slot < 1u << kBits; slot += blockDim.x) {
+    if (slot < escape) {
+      entries[slot] = make_entry<kBits>(escape, 0, slot, true);
+      continue;
+    }
+    u32 low = 0, high = table.kept;  // start[low] <= slot < start[high]
+    while (high - low > 1) {
+      const u32 middle = (low + high) / 2;
+      (h.start[middle] <= slot ? low : high) = middle;
+    }
+    entries[slot] = make_entry<kBits>(table.freq<kBits>(low), table.symbol(low), slot - h.start[low], false);
+  }
+}
+
 // Reads header and table of a stream of `n` > 0 symbols and fills `entries[2^P]`. `head`: the first bytes of
 // the stream, up to the word counts at least. All threads, two warps at least; all return the same; barriers.
 template <u32 kBits, u32 kMaxSegments>
@@ -132,28 +182,11 @@ __device__ __forceinline__ Status read_header(const u8* head, u32 len, u32 n, co
   __syncthreads();
 
   const TableBytes table{head[7] & kFlagShared ? shared : nullptr, head + kHeaderBytes + 4, fixed.kept};
-  bool bad = false;
-  for (u32 i = threadIdx.x; i < fixed.kept; i += blockDim.x) {
-    const u32 symbol = table.symbol(i), bit = 1u << symbol % 32;
-    bad |= table.freq<kBits>(i) == 0;
-    bad |= (atomicOr(&h.seen[symbol / 32], bit) & bit) != 0;
-  }
+  bool bad = is_bad<kBits>(table, h);
   if (warp_id() == 0) bad |= !find_slots<kBits>(table, fixed.escape, h);
   else if (warp_id() == 1) bad |= !find_segments(head, len, fixed, h);
   if (__syncthreads_or(bad)) return kCorrupt;
-
-  for (u32 slot = threadIdx.x; slot < 1u << kBits; slot += blockDim.x) {
-    if (slot < fixed.escape) {
-      entries[slot] = make_entry<kBits>(fixed.escape, 0, slot, true);
-      continue;
-    }
-    u32 low = 0, high = fixed.kept;  // start[low] <= slot < start[high]
-    while (high - low > 1) {
-      const u32 middle = (low + high) / 2;
-      (h.start[middle] <= slot ? low : high) = middle;
-    }
-    entries[slot] = make_entry<kBits>(table.freq<kBits>(low), table.symbol(low), slot - h.start[low], false);
-  }
+  fill_entries<kBits>(table, fixed.escape, h, entries);
   __syncthreads();
   return kOk;
 }
@@ -264,6 +297,39 @@ __device__ __forceinline__ void pop_block(u32& x, Words& words, Shared entries, 
     for (int i = 0; i < 4; i++) left |= ((pairs[i] >> 16 & 1) | (pairs[i] >> 23 & 2)) << (2 * i);
     pop_escapes(x, words, left, symbols);
   }
+}
+
+// One table with P = 8 for all symbols: an `AlignedTable`.
+struct PairTable {
+  Shared entries;
+
+  template <class Words>
+  __device__ __forceinline__ void pop(u32& x, Words& words, u32, u32* symbols) const {
+    pop_block(x, words, entries, symbols);
+  }
+};
+
+// Decodes every `kWarps`-th segment of a stream; false if one is not sound. `tables` decodes eight symbols of
+// each lane at a time, and `target` takes them, and the words that the final states carry. `buffer`: of this
+// warp. One warp.
+template <u32 kWarps, class Words, u32 kMaxSegments, class Tables, class Target>
+__device__ __forceinline__ bool decode_segments(const Header<kMaxSegments>& h, const Tables& tables,
+                                                const Target& target, u16* buffer) {
+#pragma unroll 1
+  for (u32 i = uniform_warp_id(); i < h.fixed.segments; i += kWarps) {
+    const u32 at = h.segment_at[i], first = i << h.fixed.segment_log2;
+    u32 x = target.load_state(at + 4 * lane_id());
+    Words words(buffer, target.stream(), at + kStatesBytes, h.words[i]);
+    const u32 end = min(target.symbols() - first, 1u << h.fixed.segment_log2) + first;
+    bool sound = __all_sync(kAllLanes, x >= kLow) != 0;
+    if (sound) {
+      target.blocks(first, end, [&](u32 from, u32* symbols) { tables.pop(x, words, from, symbols); });
+      sound = words.all_taken();
+    }
+    if (!__all_sync(kAllLanes, sound && x - kLow < (h.fixed.carried > 0 ? kLow : 1))) return false;
+    target.store_carried(i, static_cast<u16>(x));
+  }
+  return true;
 }
 
 }  // namespace s4

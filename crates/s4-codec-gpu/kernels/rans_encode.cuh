@@ -1,5 +1,6 @@
-// The encoder of plane E of values: a warp codes its segment backwards into the end of a slot; `copy_stream`
-// puts the parts of a chunk's stream together.
+// What the encoders of values (fused.cuh) and of planes (plane_encode.cuh) share: a warp codes its segment backwards
+// into the end of its scratch memory, then the parts of a stream are put together. And the coders for P = 8 that
+// multiply instead of dividing, which are those of values.
 #pragma once
 
 #include "frame.cuh"
@@ -8,29 +9,6 @@
 namespace s4 {
 
 constexpr u32 kPiece = 256;  // words that a warp writes or reads at a time: 16 bytes a lane
-
-// Room for a segment's words, of which there are at most as many as symbols (docs/codecs/rans.md, "Why one
-// word is always enough"), and its states: a whole number of pieces.
-constexpr u32 kSlotWords = kSegment + kPiece;
-static_assert(kSegment % kPiece == 0 && 2 * kLanes <= kPiece, "the states fit into the last piece");
-
-// Longest header with table and word counts.
-constexpr u32 kMaxHead = 544;
-
-// What the encoder leaves of a chunk: the head of its stream, then each segment at the end of its
-// part. The stream itself is made by `copy_stream`.
-template <int kWidth>
-struct Slot {
-  u32 stream_len;  // bytes of the whole stream
-  u32 head_len;    // bytes of `head` in use: a multiple of `kAlign`
-  u32 reserved[2];
-  u32 words[kWarps<kWidth>];  // of each segment
-  u8 head[kMaxHead];
-  u16 segments[kWarps<kWidth>][kSlotWords];
-};
-static_assert(sizeof(Slot<2>) % 16 == 0 && sizeof(Slot<4>) % 16 == 0 && 2 * kSlotWords % 16 == 0,
-              "pieces are 16-byte aligned");
-static_assert(sizeof(Slot<2>) <= kFusedScratch2 && sizeof(Slot<4>) <= kFusedScratch4, "as abi.h says");
 
 // ---- table of the encoder ----
 
@@ -211,123 +189,82 @@ __device__ __forceinline__ void push_block(u32& x, WordSink& sink, Shared coders
   sink.flush_pieces();
 }
 
-// What a warp needs to know of its chunk.
-template <int kWidth>
-struct SegmentSource {
-  const u8* values;  // of the chunk
-  RawPlanes raw;     // where the raw planes go; null if they go nowhere
-  u32 n;        // values of the chunk
-  u32 padding;  // symbol that fills the last block, four times
-  bool aligned;
+// How symbols of one table are coded with P = 8: by multiplication (see `Coder`).
+template <bool kRound>
+struct PairCoders {
+  Shared coders;
+
+  __device__ __forceinline__ void push(u32& x, WordSink& sink, u32, const u32* symbols) const {
+    push_block<kRound>(x, sink, coders, symbols);
+  }
 };
 
-// Loads a block's values, splits them and stores their raw planes. Missing symbols become padding.
-template <int kWidth>
-__device__ __forceinline__ Octet<kWidth> take_block_slow(const SegmentSource<kWidth>& src, u32 at) {
-  const u32 left = values_left(at, src.n);
-  Octet<kWidth> o = split(load_values_slow<kWidth>(src.values, at, left));
-  if (src.raw.a != nullptr) store_raw_slow(src.raw, at, o, left);
-#pragma unroll
-  for (u32 i = 0; i < 2; i++) {
-    const u32 here = left <= 4 * i ? 0 : min(left - 4 * i, 4u);
-    const u32 mask = here == 4 ? ~0u : (1u << (8 * here)) - 1;
-    o.e[i] = (o.e[i] & mask) | (src.padding & ~mask);
-  }
-  return o;
-}
-
-// Where the lane starts in the segment of this warp: with its part of the end of plane A.
-template <int kWidth>
-__device__ __forceinline__ u32 start_state(const u8* values, u32 n) {
-  const u32 carried = carried_bytes(n), at = warp_id() * kCarryBytes + 2 * lane_id();
-  if (at >= carried) return kLow;
-  const u8* p = values + static_cast<u64>(n - carried + at) * kWidth;
-  return kLow | a_of<kWidth>(p + kWidth) << 8 | a_of<kWidth>(p);
-}
-
-// Codes the segment that starts at value `first` from state `x` on; returns where its states are. One
-// warp.
-template <int kWidth, bool kRound>
-__device__ __forceinline__ const u8* encode_segment(const SegmentSource<kWidth>& src, u32 first, u32 x,
-                                                    Shared coders, WordSink& sink) {
-  const u32 end = min(src.n, first + kSegment);
-  const u32 mine = lane_id() * kOctet;
-  u32 at = first + (end - first - 1) / kBlock * kBlock;  // the block in hand
-  // Block by block while the fast loop cannot run: the last, partial one, or all.
-  if (!src.aligned || at + kBlock > src.n) {
-#pragma unroll 1
-    while (true) {
-      const Octet<kWidth> o = take_block_slow(src, at + mine);
-      push_block<kRound>(x, sink, coders, o.e);
-      if (at == first) return sink.finish(x);
-      at -= kBlock;
-      if (src.aligned) break;
-    }
-  }
-  Values<kWidth> next = load_values<kWidth>(src.values, at + mine);
-  while (true) {
-    const Octet<kWidth> o = split(next);
-    if (at > first) next = load_values<kWidth>(src.values, at - kBlock + mine);
-    if (at >= first + 3 * kBlock) prefetch_values<kWidth>(src.values, at - 3 * kBlock + mine);
-    if (src.raw.a != nullptr) store_raw(src.raw, at + mine, o);
-    push_block<kRound>(x, sink, coders, o.e);
-    if (at == first) return sink.finish(x);
-    at -= kBlock;
-  }
+// Codes symbols `first .. end-1` of `source`, which gives them a block at a time from the last one to the
+// first, from state `x` on. `room_end`: where its part of the scratch memory ends. Returns the number of
+// words. One warp.
+template <class Source, class Coders>
+__device__ __forceinline__ u32 encode_segment(const Source& source, u32 first, u32 end, u32 x, const Coders& coders,
+                                              u16* buffer, u8* room_end) {
+  WordSink sink(buffer, reinterpret_cast<u16*>(room_end));
+  source.blocks_backwards(first, end, [&](u32 at, const u32* symbols) { coders.push(x, sink, at, symbols); });
+  const u8* states = sink.finish(x);
+  return static_cast<u32>(room_end - states - kStatesBytes) / 2;
 }
 
 // ---- stream ----
 
-// The head of a stream of `n` symbols with one table: byte `i` of it. `words`: of each segment.
-struct Head {
+// The bytes of a stream's only table.
+template <u32 kBits>
+struct ModelBytes {
+  static constexpr u32 kFreqBytes = kBits == 8 ? 1 : 2;
   const Model& model;
-  const u32* words;
-  u32 n, freq_bytes;  // 1 for P = 8, 2 for P = 12
-  u32 flags;
 
-  __device__ __forceinline__ u32 table_len() const {
-    return flags & kFlagShared ? 0 : 4 + (1 + freq_bytes) * model.kept;
-  }
-  __device__ __forceinline__ u32 counts_end() const { return kHeaderBytes + table_len() + 2 * segments_of(n); }
-  __device__ __forceinline__ u32 len() const { return round_up(counts_end(), kAlign); }
-
-  __device__ __forceinline__ u32 table_byte(u32 i) const {
+  __device__ __forceinline__ u32 count() const { return 1; }
+  __device__ __forceinline__ u32 len() const { return 4 + (1 + kFreqBytes) * model.kept; }
+  __device__ __forceinline__ u32 byte(u32 i) const {
     if (i < 2) return model.kept >> (8 * i);
     if (i < 4) return model.escape >> (8 * (i - 2));
     if (i < 4 + model.kept) return model.symbol[i - 4];
     const u32 k = i - 4 - model.kept;
-    return freq_bytes == 1 ? model.freq[k] : model.freq[k / 2] >> (8 * (k % 2));
+    return kFreqBytes == 1 ? model.freq[k] : model.freq[k / 2] >> (8 * (k % 2));
   }
+};
+
+// What stands in front of a stream's segments: byte `i` of it.
+template <class TableBytes, bool kSparse>
+struct Head {
+  const TableBytes tables;
+  const u32* words;  // of each segment
+  Segments<kSparse> segments;
+  u32 flags;
+
+  __device__ __forceinline__ u32 counts_at() const {
+    return kHeaderBytes + (flags & kFlagShared ? 0 : tables.len());
+  }
+  __device__ __forceinline__ u32 counts_end() const { return counts_at() + 2 * segments.count(); }
+  __device__ __forceinline__ u32 len() const { return round_up(counts_end(), kAlign); }
 
   __device__ __forceinline__ u8 byte(u32 i) const {
-    const u32 counts_at = kHeaderBytes + table_len();
+    const u32 at = counts_at();
     u32 v = 0;
-    if (i < 4) v = n >> (8 * i);
+    if (i < 4) v = segments.symbols >> (8 * i);
     else if (i == 4) v = 5;
-    else if (i == 5) v = kSegmentLog2;
-    else if (i == 6) v = 1;
+    else if (i == 5) v = segments.log2();
+    else if (i == 6) v = tables.count();
     else if (i == 7) v = flags;
-    else if (i < counts_at) v = table_byte(i - kHeaderBytes);
-    else if (i < counts_end()) v = words[(i - counts_at) / 2] >> (8 * ((i - counts_at) % 2));
+    else if (i < at) v = tables.byte(i - kHeaderBytes);
+    else if (i < counts_end()) v = words[(i - at) / 2] >> (8 * ((i - at) % 2));
     return static_cast<u8>(v);
   }
 
   // Bytes of the whole stream.
   __device__ __forceinline__ u32 stream_len() const {
     u32 at = len();
-    for (u32 i = 0; i < segments_of(n); i++) at = round_up(at, kAlign) + kStatesBytes + 2 * words[i];
+#pragma unroll 1
+    for (u32 i = 0; i < segments.count(); i++) at = round_up(at, kAlign) + kStatesBytes + 2 * words[i];
     return at;
   }
 };
-
-// Writes the head of a stream into `slot.head` and the sizes beside it. All threads.
-template <int kWidth>
-__device__ __forceinline__ void write_head(Slot<kWidth>& slot, const Head& head) {
-  const u32 len = head.len();
-  for (u32 i = threadIdx.x; i < len; i += kThreads<kWidth>) slot.head[i] = head.byte(i);
-  if (threadIdx.x < segments_of(head.n)) slot.words[threadIdx.x] = head.words[threadIdx.x];
-  if (threadIdx.x == 0) slot.stream_len = head.stream_len(), slot.head_len = len;
-}
 
 // Copies `len` bytes (even) from a 2-byte aligned `from` to a 4-byte aligned `to`, and zeros up to a
 // multiple of 4. One warp.
@@ -360,24 +297,17 @@ __device__ __forceinline__ void copy_shifted(const u8* from, u8* to, u32 len) {
   }
 }
 
-// Puts a chunk's stream together at `to` (16-byte aligned; its size rounded up to 16 is written).
-// All threads.
-template <int kWidth>
-__device__ __forceinline__ void copy_stream(const Slot<kWidth>& slot, u32 n, u8* to) {
-  const u32 segments = segments_of(n);
-  for (u32 i = 4 * threadIdx.x; i < slot.head_len; i += 4 * kThreads<kWidth>)
-    *reinterpret_cast<u32*>(to + i) = *reinterpret_cast<const u32*>(slot.head + i);
-  u32 at = slot.head_len;
-  for (u32 i = 0; i < segments; i++) {
-    const u32 len = kStatesBytes + 2 * slot.words[i];
-    if (i == warp_id()) {
-      const u8* end = reinterpret_cast<const u8*>(slot.segments[i] + kSlotWords);
-      copy_shifted(end - len, to + at, len);
-    }
+// Copies `count` segments to `to`, from offset `at` of the stream on, where their words were counted;
+// `room_end(i)` is where the scratch memory of segment `i` ends. Returns the end. All of `kWarps` warps.
+template <u32 kWarps, class RoomEnd>
+__device__ __forceinline__ u32 join_segments(u32 count, const u32* words, const RoomEnd& room_end, u8* to, u32 at) {
+#pragma unroll 1
+  for (u32 i = 0; i < count; i++) {
+    const u32 len = kStatesBytes + 2 * words[i];
+    if (i % kWarps == warp_id()) copy_shifted(room_end(i) - len, to + at, len);
     at += round_up(len, kAlign);
   }
-  const u32 gap = at + 4 * threadIdx.x;
-  if (gap < round_up(at, 16)) *reinterpret_cast<u32*>(to + gap) = 0;
+  return at;
 }
 
 }  // namespace s4

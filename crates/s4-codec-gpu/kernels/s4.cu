@@ -10,7 +10,6 @@
 #include "crc32c.cuh"
 #include "fused.cuh"
 #include "fused_decode.cuh"
-#include "residual.cuh"
 
 namespace s4 {
 
@@ -107,12 +106,12 @@ s4_encode_fused_w4(const EncodeChunk* chunks, EncodeResult* results) {
 
 __global__ void __launch_bounds__(kComposedThreads)
 s4_encode_composed(const EncodeChunk* chunks, EncodeResult* results) {
-  encode_composed(chunks[blockIdx.x], results[blockIdx.x]);
+  encode_composed<Direct, EncodeOneTable>(chunks[blockIdx.x], results[blockIdx.x]);
 }
 
 __global__ void __launch_bounds__(kComposedThreads)
 s4_encode_residual(const EncodeChunk* chunks, EncodeResult* results) {
-  encode_residual(chunks[blockIdx.x], results[blockIdx.x]);
+  encode_composed<Difference, EncodeOneTable>(chunks[blockIdx.x], results[blockIdx.x]);
 }
 
 __global__ void __launch_bounds__(kOffsetsThreads)
@@ -177,7 +176,7 @@ s4_decode_fused_w4(const DecodeChunk* chunks, u32* status) {
 
 __global__ void __launch_bounds__(kComposedThreads)
 s4_decode_composed(const DecodeChunk* chunks, u32* status) {
-  decode_composed(chunks[blockIdx.x], status[blockIdx.x]);
+  decode_composed<DecodeOneTable>(chunks[blockIdx.x], status[blockIdx.x]);
 }
 
 __global__ void __launch_bounds__(kCrcThreads) s4_check_values(const DecodeChunk* chunks, u32* status) {

@@ -44,6 +44,10 @@ const fn number(text: &[u8], mut at: usize) -> (u64, usize) {
 
 /// Most planes of a layout.
 pub const MAX_PLANES: usize = header("kMaxPlanes") as usize;
+/// Most inputs of a chunk.
+pub const MAX_INPUTS: usize = header("kMaxInputs") as usize;
+/// Which of a chunk's inputs the parent's values are.
+pub const PARENT: usize = header("kParent") as usize;
 /// Most values of a chunk that the fused kernels encode, of 2 and of 4 bytes.
 pub const FUSED_VALUES: [u64; 2] = [header("kFusedValues2"), header("kFusedValues4")];
 /// Most values of a chunk that the fused kernels decode.
@@ -140,16 +144,42 @@ impl From<&Table> for SharedTable {
     }
 }
 
+/// The tables that the streams of one plane may share. All zero: there are none.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct TableSet {
+    /// Address of the first [`SharedTable`].
+    pub at: u64,
+    /// How many there are, one after the other: at most 16.
+    pub count: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
+impl TableSet {
+    /// One table for each plane: [`MAX_PLANES`] of them lie at an address; 0: no plane has one.
+    pub fn one_each(at: u64) -> [Self; MAX_PLANES] {
+        if at == 0 {
+            return Zeroable::zeroed();
+        }
+        let table = |i: usize| at + (i * size_of::<SharedTable>()) as u64;
+        std::array::from_fn(|i| Self { at: table(i), count: 1, reserved: 0 })
+    }
+}
+
+/// The inputs of a chunk that has none but the parent's values, by their address; 0: not even these.
+pub fn parent_input(at: u64) -> [u64; MAX_INPUTS] {
+    let mut inputs = [0; MAX_INPUTS];
+    inputs[PARENT] = at;
+    inputs
+}
+
 /// A chunk to encode.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 pub struct EncodeChunk {
     /// Address of `n * width` bytes, of any alignment.
     pub values: u64,
-    /// Address of as many bytes to predict from; 0 with residual `id`.
-    pub parent: u64,
-    /// Address of a [`SharedTable`] for each plane, or 0.
-    pub tables: u64,
     /// Address of the chunk's own scratch, a multiple of 16; [`encode_scratch`] bytes.
     pub scratch: u64,
     /// Values, at least 1.
@@ -160,14 +190,23 @@ pub struct EncodeChunk {
     pub layout: u8,
     /// Number of the residual.
     pub residual: u8,
-    /// Zero.
-    pub reserved0: u8,
+    /// Zero: no plane's symbols have contexts.
+    pub contexts: u8,
     /// [`coding`] of each plane.
     pub coding: [u8; MAX_PLANES],
     /// 0 or [`KEEP_PLANES`].
     pub flags: u32,
     /// Zero.
     pub reserved1: u32,
+    /// Addresses of what the values are predicted from, as many bytes each; see [`PARENT`], which is 0 with
+    /// residual `id`.
+    pub inputs: [u64; MAX_INPUTS],
+    /// Index of the chunk's first value in its tensor.
+    pub first: u64,
+    /// Values in a row of the tensor (its last dimension); 0 if it has one dimension.
+    pub cols: u64,
+    /// The shared tables of each plane.
+    pub tables: [TableSet; MAX_PLANES],
 }
 
 /// A stream as a frame's header has it.
@@ -234,10 +273,6 @@ pub struct DecodeChunk {
     pub frame: u64,
     /// Address of `n * width` bytes to write, of any alignment.
     pub values: u64,
-    /// Address of as many bytes that were predicted from; 0 with residual `id`.
-    pub parent: u64,
-    /// Address of a [`SharedTable`] for each plane, or 0.
-    pub tables: u64,
     /// Address of the chunk's own scratch, a multiple of 16; [`decode_scratch`] bytes.
     pub scratch: u64,
     /// Bytes of the frame.
@@ -254,14 +289,24 @@ pub struct DecodeChunk {
     pub plain: u8,
     /// Number of streams.
     pub planes: u8,
+    /// Zero: no plane's symbols have contexts.
+    pub contexts: u8,
     /// Zero.
-    pub reserved: [u8; 3],
+    pub reserved: [u8; 2],
     /// CRC-32C of the frame.
     pub crc_encoded: u32,
     /// CRC-32C of the values.
     pub crc_raw: u32,
     /// The streams.
     pub streams: [DecodeStream; MAX_PLANES],
+    /// Addresses of what the values were predicted from, as in [`EncodeChunk::inputs`].
+    pub inputs: [u64; MAX_INPUTS],
+    /// Index of the chunk's first value in its tensor.
+    pub first: u64,
+    /// Values in a row of the tensor (its last dimension); 0 if it has one dimension.
+    pub cols: u64,
+    /// The shared tables of each plane.
+    pub tables: [TableSet; MAX_PLANES],
 }
 
 /// Bytes to copy.
@@ -288,11 +333,12 @@ pub struct CrcSpan {
 
 const _: () = {
     assert!(size_of::<SharedTable>() == 776);
-    assert!(size_of::<EncodeChunk>() == 56);
+    assert!(size_of::<TableSet>() == 16);
+    assert!(size_of::<EncodeChunk>() == 216);
     assert!(size_of::<ResultStream>() == 8);
     assert!(size_of::<EncodeResult>() == 96);
     assert!(size_of::<DecodeStream>() == 12);
-    assert!(size_of::<DecodeChunk>() == 160);
+    assert!(size_of::<DecodeChunk>() == 320);
     assert!(size_of::<CopySpan>() == 24);
     assert!(size_of::<CrcSpan>() == 16);
 };
@@ -378,6 +424,15 @@ mod tests {
                 before = bytes;
             }
         }
+    }
+
+    #[test]
+    fn every_plane_has_its_table_or_none() {
+        let sets = TableSet::one_each(0x1000);
+        assert_eq!((sets[0].at, sets[7].at), (0x1000, 0x1000 + 7 * 776));
+        assert!(sets.iter().all(|set| set.count == 1));
+        assert_eq!(TableSet::one_each(0), [TableSet::default(); MAX_PLANES]);
+        assert_eq!(parent_input(5), [5, 0, 0, 0]);
     }
 
     #[test]

@@ -7,7 +7,7 @@
 
 mod emulated;
 
-use emulated::{Answers, Decode, Encode, Encoded, Jobs, Kind, codings, tables};
+use emulated::{Answers, Contexts, Decode, Encode, Encoded, Jobs, Kind, codings, tables};
 use s4_engine::{
     CpuEngine, DecodeJob, EncodeJob, EncodedChunk, PlanJob, PlaneCoding, Preset, Scratch,
     TensorPlan, TensorSpec, TensorView,
@@ -51,6 +51,7 @@ impl Expected {
             tables: self.tables.clone(),
             values: self.values.clone(),
             parent: vec![],
+            contexts: Contexts::default(),
         }
     }
 
@@ -69,6 +70,7 @@ impl Expected {
             tables: self.tables.clone(),
             frame: self.frame.clone(),
             parent: vec![],
+            contexts: Contexts::default(),
         }
     }
 

@@ -30,14 +30,16 @@ extern "C" uint32_t s4_fuzz_decode(const s4::DecodeChunk* given, uint32_t kind, 
   s4::DecodeChunk c = *given;
   const size_t bytes = size_t(c.n) * c.width;
   const size_t shared = tables * sizeof(s4::SharedTable);
-  auto table = buffer(shared, reinterpret_cast<const uint8_t*>(c.tables), shared);
+  auto table = buffer(shared, reinterpret_cast<const uint8_t*>(c.tables[0].at), shared);
   auto frame = buffer(s4::round_up64(c.frame_len, 16), c.frame, c.frame_len);
-  auto parent = buffer(bytes, c.parent, c.parent ? bytes : 0);
+  const uint8_t*& from = c.inputs[s4::kParent];
+  auto parent = buffer(bytes, from, from ? bytes : 0);
   auto out = buffer(bytes);
   auto scratch = buffer(kind == 0 ? s4::composed_decode_scratch(c.n, c.width, c.frame_len) : 0);
-  c.tables = tables ? reinterpret_cast<s4::SharedTable*>(table.get()) : nullptr;
+  for (uint32_t i = 0; i < s4::kMaxPlanes; i++)
+    c.tables[i] = {i < tables ? reinterpret_cast<s4::SharedTable*>(table.get()) + i : nullptr, i < tables, 0};
   c.frame = frame.get();
-  c.parent = c.parent ? parent.get() : nullptr;
+  from = from ? parent.get() : nullptr;
   c.values = out.get();
   c.scratch = scratch.get();
   s4::u32 status = s4::kOk;

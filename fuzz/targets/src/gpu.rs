@@ -42,13 +42,20 @@ struct Stream {
     reserved: u16,
 }
 
+/// `TableSet` of `kernels/abi.h`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Tables {
+    at: *const u8,
+    count: u32,
+    reserved: u32,
+}
+
 /// `DecodeChunk` of `kernels/abi.h`.
 #[repr(C)]
 struct Job {
     frame: *const u8,
     values: *mut u8,
-    parent: *const u8,
-    tables: *const u8,
     scratch: *mut u8,
     frame_len: u32,
     n: u32,
@@ -57,12 +64,17 @@ struct Job {
     residual: u8,
     plain: u8,
     planes: u8,
-    reserved: [u8; 3],
+    contexts: u8,
+    reserved: [u8; 2],
     crc_encoded: u32,
     crc_raw: u32,
     streams: [Stream; MAX_PLANES],
+    inputs: [*const u8; 4],
+    first: u64,
+    cols: u64,
+    tables: [Tables; MAX_PLANES],
 }
-const _: () = assert!(size_of::<Job>() == 160);
+const _: () = assert!(size_of::<Job>() == 320);
 
 /// A chunk of any bytes: the kernels decode it as the CPU does, or refuse it as the CPU does, or leave it
 /// to the CPU.
@@ -95,12 +107,16 @@ pub fn gpu(data: &[u8]) {
         && matches!(width, 2 | 4);
     for kind in [Some(0), fused.then_some(width as u32)].into_iter().flatten() {
         let mut values = vec![0; sample.parent.len()];
+        let parent = if delta { sample.parent.as_ptr() } else { std::ptr::null() };
         let job = Job {
             frame: sample.frame.as_ptr(),
             values: std::ptr::null_mut(),
-            parent: if delta { sample.parent.as_ptr() } else { std::ptr::null() },
-            tables: tables.as_ptr(),
+            inputs: [parent, std::ptr::null(), std::ptr::null(), std::ptr::null()],
             scratch: std::ptr::null_mut(),
+            first: 0,
+            cols: 0,
+            // The callee finds all of them behind the first one.
+            tables: [Tables { at: tables.as_ptr(), count: 1, reserved: 0 }; MAX_PLANES],
             frame_len: sample.frame.len() as u32,
             n: n as u32,
             width: width as u8,
@@ -108,7 +124,8 @@ pub fn gpu(data: &[u8]) {
             residual: sample.plan.residual.0,
             plain: u8::from(sample.plain),
             planes: if sample.plain { 0 } else { planes as u8 },
-            reserved: [0; 3],
+            contexts: 0,
+            reserved: [0; 2],
             crc_encoded: record.crc_encoded,
             crc_raw: record.crc_raw,
             streams,

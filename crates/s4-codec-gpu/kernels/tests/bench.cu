@@ -71,6 +71,11 @@ struct Data {
   double rate(float ms) const { return bytes / ms / 1e6; }
 };
 
+// One table for each plane of layout `fields`.
+static void share_tables(uint32_t width, const s4::SharedTable* tables, s4::TableSet* to) {
+  for (uint32_t i = 0; tables != nullptr && i < (width == 2 ? 2 : 3); i++) to[i] = {tables + i, 1, 0};
+}
+
 static std::vector<s4::EncodeChunk> encode_chunks(const Data& d, uint8_t* scratch, size_t each, uint32_t flags,
                                                   const s4::SharedTable* tables) {
   std::vector<s4::EncodeChunk> in(d.count);
@@ -78,7 +83,7 @@ static std::vector<s4::EncodeChunk> encode_chunks(const Data& d, uint8_t* scratc
     s4::EncodeChunk& c = in[i];
     c = s4::EncodeChunk{};
     c.values = d.values + i * d.chunk_bytes;
-    c.tables = tables;
+    share_tables(d.width, tables, c.tables);
     c.scratch = scratch + i * each;
     c.n = d.n;
     c.width = static_cast<s4::u8>(d.width);
@@ -98,7 +103,7 @@ static std::vector<s4::DecodeChunk> decode_chunks(const Data& d, const std::vect
     c = s4::DecodeChunk{};
     c.frame = d.frames + r.offset;
     c.values = d.back + i * d.chunk_bytes;
-    c.tables = tables;
+    share_tables(d.width, tables, c.tables);
     c.scratch = scratch + i * each;
     c.frame_len = r.len;
     c.n = d.n;

@@ -5,6 +5,7 @@
 // The answers must be the emulator's, byte for byte. Every buffer is an allocation of its own, for
 // compute-sanitizer.
 #include "../s4.cu"
+#include "contexts.h"
 #include "jobs_io.h"
 
 #define CUDA(call)                                                                                     \

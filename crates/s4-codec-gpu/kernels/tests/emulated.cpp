@@ -7,6 +7,7 @@
 #include "../emulator.h"
 
 #include "../s4.cu"
+#include "contexts.h"
 #include "jobs_io.h"
 
 // `len` bytes at an address that is `skew` above a multiple of 16, with nothing behind them.

@@ -23,31 +23,44 @@ static void for_runs(const std::vector<uint32_t>& kinds, const Body& body) {
   }
 }
 
+// Tables, so many for each plane.
+static void add_tables(Input& in, Memory& pool, const uint8_t* counts, s4::TableSet* to) {
+  for (uint32_t i = 0; i < s4::kMaxPlanes; i++) {
+    if (counts[i] == 0) continue;
+    to[i].at = reinterpret_cast<s4::SharedTable*>(pool.add(in.bytes(counts[i] * sizeof(s4::SharedTable))));
+    to[i].count = counts[i];
+  }
+}
+
 // ---- encode ----
 
 struct EncodeItem {
-  uint8_t kind;  // 2, 4: fused; 0: composed; 1: residual
+  uint8_t kind;  // 2, 4: fused; 0: composed; 1: residual; 8, 9: those with contexts
   uint8_t width, layout, residual;
   uint8_t coding[s4::kMaxPlanes];
-  uint32_t n, flags, skew, tables;
-  // then: tables, values, and with a residual the parent's values
+  uint8_t tables[s4::kMaxPlanes];  // of each plane
+  uint32_t n, flags, skew;
+  uint32_t contexts, contexts_len;  // of which planes, and bytes
+  // then: tables, values, with a residual the parent's values, contexts
 };
-static_assert(sizeof(EncodeItem) == 28, "");
+static_assert(sizeof(EncodeItem) == 40, "");
 
 static s4::EncodeChunk read_encode(Input& in, Memory& pool, std::vector<uint32_t>& kinds) {
   const auto item = in.get<EncodeItem>();
   kinds.push_back(item.kind);
   s4::EncodeChunk c{};
   const size_t bytes = size_t(item.n) * item.width;
-  if (item.tables > 0)
-    c.tables = reinterpret_cast<s4::SharedTable*>(pool.add(in.bytes(item.tables * sizeof(s4::SharedTable))));
+  add_tables(in, pool, item.tables, c.tables);
   c.values = pool.add(in.bytes(bytes), item.skew);
-  if (item.residual != 0) c.parent = pool.add(in.bytes(bytes), item.skew * 3 % 16);
+  if (item.residual != 0) c.inputs[s4::kParent] = pool.add(in.bytes(bytes), item.skew * 3 % 16);
+  if (item.contexts_len > 0) c.inputs[s4::kContexts] = pool.add(in.bytes(item.contexts_len));
+  c.contexts = static_cast<s4::u8>(item.contexts);
   const uint64_t planes =
       item.flags & s4::kKeepPlanes ? s4::round_up64(uint64_t(item.n) * (item.width - 1), 32) : 0;
   c.scratch = pool.add(item.kind == 2   ? s4::kFusedScratch2 + planes
                        : item.kind == 4 ? s4::kFusedScratch4 + planes
                        : item.kind == 1 ? s4::residual_encode_scratch(item.n, item.width)
+                       : item.kind >= 8 ? s4::contexts_encode_scratch(item.n, item.width)
                                         : s4::composed_encode_scratch(item.n, item.width));
   c.n = item.n;
   c.width = item.width;
@@ -77,6 +90,8 @@ static void encode(Input& in, Output& out, uint32_t count) {
     if (kind == 2) S4_LAUNCH(s4_encode_fused_w2, n, s4::kFusedThreads2, c, r);
     else if (kind == 4) S4_LAUNCH(s4_encode_fused_w4, n, s4::kFusedThreads4, c, r);
     else if (kind == 1) S4_LAUNCH(s4_encode_residual, n, s4::kComposedThreads, c, r);
+    else if (kind == 8) S4_LAUNCH(s4_encode_contexts, n, s4::kComposedThreads, c, r);
+    else if (kind == 9) S4_LAUNCH(s4_encode_residual_contexts, n, s4::kComposedThreads, c, r);
     else S4_LAUNCH(s4_encode_composed, n, s4::kComposedThreads, c, r);
   });
   S4_LAUNCH(s4_frame_offsets, 1, s4::kOffsetsThreads, results, count, total);
@@ -108,12 +123,13 @@ static void encode(Input& in, Output& out, uint32_t count) {
 // ---- decode ----
 
 struct DecodeItem {
-  uint8_t kind, width, layout, residual, plain, planes, check, reserved;
-  uint32_t n, frame_len, crc_encoded, crc_raw, skew, tables;
+  uint8_t kind, width, layout, residual, plain, planes, check, contexts;
+  uint32_t n, frame_len, crc_encoded, crc_raw, skew, contexts_len;
+  uint8_t tables[s4::kMaxPlanes];
   s4::DecodeStream streams[s4::kMaxPlanes];
-  // then: tables, frame, and with a residual the parent's values
+  // then: tables, frame, with a residual the parent's values, contexts
 };
-static_assert(sizeof(DecodeItem) == 128, "");
+static_assert(sizeof(DecodeItem) == 136, "");
 
 static s4::DecodeChunk read_decode(Input& in, Memory& pool, std::vector<uint32_t>& kinds, bool& check) {
   const auto item = in.get<DecodeItem>();
@@ -121,14 +137,17 @@ static s4::DecodeChunk read_decode(Input& in, Memory& pool, std::vector<uint32_t
   check = item.check;
   s4::DecodeChunk c{};
   const size_t bytes = size_t(item.n) * item.width;
-  if (item.tables > 0)
-    c.tables = reinterpret_cast<s4::SharedTable*>(pool.add(in.bytes(item.tables * sizeof(s4::SharedTable))));
+  add_tables(in, pool, item.tables, c.tables);
   Bytes frame = in.bytes(item.frame_len);
   frame.resize(s4::round_up64(frame.size(), 16), 0xa5);  // readable, but nothing that counts
   c.frame = pool.add(frame);
-  if (item.residual != 0) c.parent = pool.add(in.bytes(bytes), item.skew * 3 % 16);
+  if (item.residual != 0) c.inputs[s4::kParent] = pool.add(in.bytes(bytes), item.skew * 3 % 16);
+  if (item.contexts_len > 0) c.inputs[s4::kContexts] = pool.add(in.bytes(item.contexts_len));
+  c.contexts = item.contexts;
   c.values = pool.add(bytes, item.skew);
-  c.scratch = pool.add(item.kind == 0 ? s4::composed_decode_scratch(item.n, item.width, item.frame_len) : 0);
+  c.scratch = pool.add(item.kind == 0   ? s4::composed_decode_scratch(item.n, item.width, item.frame_len)
+                       : item.kind == 8 ? s4::contexts_decode_scratch(item.n, item.width, item.frame_len)
+                                        : 0);
   c.frame_len = item.frame_len;
   c.n = item.n;
   c.width = item.width;
@@ -156,6 +175,7 @@ static void decode(Input& in, Output& out, uint32_t count) {
     auto* s = status + first;
     if (kind == 2) S4_LAUNCH(s4_decode_fused_w2, n, s4::kFusedThreads2, c, s);
     else if (kind == 4) S4_LAUNCH(s4_decode_fused_w4, n, s4::kFusedThreads4, c, s);
+    else if (kind == 8) S4_LAUNCH(s4_decode_contexts, n, s4::kComposedThreads, c, s);
     else S4_LAUNCH(s4_decode_composed, n, s4::kComposedThreads, c, s);
   });
   S4_LAUNCH(s4_check_values, count, s4::kCrcThreads, all, status);

@@ -4,7 +4,9 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use s4_codec_gpu::abi::{self, COPY_SPAN_BYTES, CopySpan, DecodeChunk, SharedTable, status};
+use s4_codec_gpu::abi::{
+    self, COPY_SPAN_BYTES, CopySpan, DecodeChunk, SharedTable, TableSet, status,
+};
 use s4_codec_gpu::{DecodeBatch, GpuError, Pinned};
 use s4_format::layout::MAX_PLANES;
 use s4_format::limits::ALIGN;
@@ -13,7 +15,7 @@ use super::Host;
 use super::error::{CudaError, Of, Result};
 use super::job::{Batch, DecodeJob, Filled, Frames, check};
 use super::nvcomp::{Answers, Trusted};
-use super::route::{decode_route, side_tables};
+use super::route::{decode_route, position, side_tables};
 use super::tensor::DeviceMemory;
 use super::worker::{SLOTS, Session};
 use crate::Scratch;
@@ -293,8 +295,11 @@ impl<'s, 'a> Lane<'s, 'a> {
         chunk.frame = self.session.frames(slot) + job.at as u64;
         chunk.scratch = scratch;
         chunk.values = if direct { job.pieces[0].to.address() } else { scratch + own };
-        chunk.parent = if chunk.residual == 0 { 0 } else { chunk.values };
-        chunk.tables = match busy.tables.get(&job.tensor) {
+        let parent = if chunk.residual == 0 { 0 } else { chunk.values };
+        chunk.inputs = abi::parent_input(parent);
+        let spec = &job.spec;
+        (chunk.first, chunk.cols) = position(spec.dtype, spec.shape, spec.chunk_log2, job.chunk);
+        chunk.tables = TableSet::one_each(match busy.tables.get(&job.tensor) {
             Some(known) => known.unwrap_or(0),
             None => {
                 let tables = match tables {
@@ -310,7 +315,7 @@ impl<'s, 'a> Lane<'s, 'a> {
                 busy.tables.insert(job.tensor, at);
                 at.unwrap_or(0)
             }
-        };
+        });
         if !direct {
             cut_pieces(job, chunk.values, &mut launch.spans);
         }

@@ -6,7 +6,7 @@ mod group;
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 
-use s4_codec_gpu::abi::{self, CopySpan, EncodeChunk, EncodeResult, status};
+use s4_codec_gpu::abi::{self, CopySpan, EncodeChunk, EncodeResult, TableSet, status};
 use s4_codec_gpu::{EncodeBatch, GpuError, Pinned};
 use s4_format::index::chunk_count;
 use s4_format::limits::ALIGN;
@@ -19,7 +19,7 @@ use super::Host;
 use super::Work;
 use super::error::{CudaError, Of, Result};
 use super::parent::{self, LevelPlaces, ParentValues};
-use super::route::{codings, encode_route, plan_tables};
+use super::route::{codings, encode_route, plan_tables, position};
 use super::tensor::DeviceTensor;
 use super::worker::{SLOTS, Session};
 use crate::{EncodeJob, EncodedChunk, Scratch, TensorPlan, TensorView};
@@ -283,10 +283,13 @@ impl<'a> Lane<'a> {
             let width = t.dtype.value_width();
             let n = job.bytes / width as u64;
             let set = group.tables.iter().position(|&t| t == job.tensor);
+            let (first, cols) = position(t.dtype, t.shape, plan.chunk_log2, job.chunk);
             let chunk = EncodeChunk {
                 values: job.copy,
-                parent: job.parent,
-                tables: set.map_or(0, |i| meta + tables_at + i as u64 * TABLES),
+                inputs: abi::parent_input(job.parent),
+                first,
+                cols,
+                tables: TableSet::one_each(set.map_or(0, |i| meta + tables_at + i as u64 * TABLES)),
                 // Parents were decoded in the same memory, behind their values.
                 scratch: job.scratch
                     + if job.delta { job.bytes.next_multiple_of(ALIGN as u64) } else { 0 },

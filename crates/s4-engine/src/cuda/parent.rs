@@ -1,14 +1,14 @@
 //! The values that differences are taken from, on their way to the device.
 
 use bytes::Bytes;
-use s4_codec_gpu::abi::{self, DecodeChunk, Route, SharedTable};
+use s4_codec_gpu::abi::{self, DecodeChunk, Route, SharedTable, TableSet};
 use s4_codec_gpu::{DecodeBatch, GpuError};
 use s4_format::layout::MAX_PLANES;
 use s4_format::limits::ALIGN;
 use s4_format::{ChunkRecord, Error};
 
 use super::error::{CudaError, Of, Result};
-use super::route::{decode_route, side_tables};
+use super::route::{decode_route, position, side_tables};
 use super::tensor::DeviceMemory;
 use crate::{CpuEngine, DecodeJob, InputValues, Scratch, TensorSpec};
 
@@ -156,6 +156,7 @@ pub(super) struct LevelPlaces {
 pub(super) struct Target {
     pub(super) job: usize,
     pub(super) tensor: usize,
+    pub(super) chunk: u64,
     /// Address of the values, and of scratch memory.
     pub(super) values: u64,
     pub(super) scratch: u64,
@@ -181,7 +182,9 @@ impl Levels {
             }
             chunk.frame = address;
             chunk.values = to.values;
-            chunk.parent = if f.is_delta() { to.values } else { 0 };
+            chunk.inputs = abi::parent_input(if f.is_delta() { to.values } else { 0 });
+            (chunk.first, chunk.cols) =
+                position(f.spec.dtype, f.spec.shape, f.spec.chunk_log2, to.chunk);
             chunk.scratch = to.scratch;
             entries.push(Entry { job: to.job, route, chunk, tables });
         }
@@ -239,7 +242,7 @@ impl Levels {
             let chunks = meta + at as u64;
             for entry in level {
                 let set = |i: usize| meta + (places.start + i * TABLES) as u64;
-                entry.chunk.tables = entry.tables.map_or(0, set);
+                entry.chunk.tables = TableSet::one_each(entry.tables.map_or(0, set));
                 to[at..at + CHUNK].copy_from_slice(bytemuck::bytes_of(&entry.chunk));
                 at += CHUNK;
                 routes[entry.route as usize] += 1;

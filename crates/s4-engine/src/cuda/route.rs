@@ -5,7 +5,7 @@ use s4_codec_gpu::abi::{self, Route, SharedTable, coding};
 use s4_format::layout::{MAX_PLANES, Planes};
 use s4_format::side::{Side, SideKind};
 use s4_format::{
-    ChunkRecord, CodecId, LayoutId, Plan, PredictorId, ResidualId, Result, StreamEntry,
+    ChunkRecord, CodecId, DType, LayoutId, Plan, PredictorId, ResidualId, Result, StreamEntry,
 };
 
 use crate::tables::SharedTables;
@@ -97,6 +97,15 @@ fn set<'a>(table: impl Fn(usize) -> Option<&'a Table>) -> [SharedTable; MAX_PLAN
     std::array::from_fn(|i| table(i).map_or_else(bytemuck::Zeroable::zeroed, SharedTable::from))
 }
 
+/// Index of a chunk's first value in its tensor, and the values in a row of that; 0 if the tensor has one
+/// dimension.
+pub(super) fn position(dtype: DType, shape: &[u64], chunk_log2: u8, chunk: u64) -> (u64, u64) {
+    let each = (dtype.size() / dtype.value_width()) as u64;
+    let cols = if let [_, .., cols] = shape { cols.saturating_mul(each) } else { 0 };
+    let size = 1u64.checked_shl(chunk_log2.into()).unwrap_or(u64::MAX);
+    (chunk.saturating_mul(size), cols)
+}
+
 /// The kernels for a frame, and its descriptor without addresses; `None`: the CPU decodes it, or
 /// says what is wrong with it. A descriptor with a residual needs the parent's values.
 pub(super) fn decode_route(
@@ -157,4 +166,19 @@ pub(super) fn decode_route(
             && n <= abi::FUSED_DECODE_VALUES
     });
     Some((fused.unwrap_or(Route::Composed), chunk))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_chunks_position_is_in_values() {
+        assert_eq!(position(DType::Float32, &[9, 1000], 16, 3), (3 << 16, 1000));
+        assert_eq!(position(DType::BFloat16, &[4, 5, 6], 17, 0), (0, 6));
+        // An element of two values.
+        assert_eq!(position(DType::Complex64, &[9, 1000], 16, 1), (1 << 16, 2000));
+        assert_eq!(position(DType::Float32, &[1000], 16, 1), (1 << 16, 0));
+        assert_eq!(position(DType::Float32, &[], 16, 0), (0, 0));
+    }
 }

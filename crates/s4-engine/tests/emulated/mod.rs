@@ -1,11 +1,13 @@
 //! Drives `kernels/tests/emulated.cpp`: writes jobs, runs the program, reads the answers. The
 //! structures are those of `kernels/tests/jobs.h` and `kernels/abi.h`.
 
+mod contexts;
+
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-use s4_codec_cpu::rans::{Precision, parse_tables};
+use s4_codec_cpu::rans::{Precision, Table, parse_tables};
 use s4_engine::{PlaneCoding, TensorPlan};
 use s4_format::layout::Planes;
 use s4_format::side::{Side, SideKind};
@@ -14,6 +16,7 @@ use s4_format::{LayoutId, StreamEntry};
 const MAX_PLANES: usize = 8;
 
 pub(crate) const OK: u32 = 0;
+pub(crate) const CORRUPT: u32 = 1;
 pub(crate) const UNSUPPORTED: u32 = 2;
 pub(crate) const FRAME_CHECKSUM: u32 = 3;
 pub(crate) const VALUE_CHECKSUM: u32 = 4;
@@ -26,6 +29,9 @@ pub(crate) enum Kind {
     Composed,
     /// Encoding differences.
     Residual,
+    /// Symbols with contexts, and encoding differences of such.
+    Contexts,
+    ResidualContexts,
 }
 
 impl Kind {
@@ -35,6 +41,8 @@ impl Kind {
             Self::Fused4 => 4,
             Self::Composed => 0,
             Self::Residual => 1,
+            Self::Contexts => 8,
+            Self::ResidualContexts => 9,
         }
     }
 
@@ -70,24 +78,49 @@ pub(crate) fn tables(side: &Side, precisions: [u8; MAX_PLANES]) -> Vec<u8> {
     let mut out = vec![];
     for (len, precision) in lens.chunks_exact(4).zip(precisions) {
         let len = u32::from_le_bytes(len.try_into().unwrap()) as usize;
-        let mut symbols = [0; 256];
-        let mut freqs = [0u8; 512];
-        let mut head = [0u16; 4];
         if len > 0 && matches!(precision, 8 | 12) {
             let p = Precision::from_param(precision).unwrap();
             let [table] = &parse_tables(p, &rest[..len]).unwrap()[..] else { panic!() };
-            head = [u16::from(precision), table.entries().len() as u16, table.escape(), 0];
-            for (i, e) in table.entries().iter().enumerate() {
-                symbols[i] = e.symbol;
-                freqs[2 * i..2 * i + 2].copy_from_slice(&e.freq.to_le_bytes());
-            }
+            out.extend(shared_table(table));
+        } else {
+            out.extend([0; 776]);
         }
         rest = &rest[len..];
-        head.iter().for_each(|h| out.extend(h.to_le_bytes()));
-        out.extend(symbols);
-        out.extend(freqs);
     }
     out
+}
+
+/// A table as the kernels read it.
+fn shared_table(table: &Table) -> Vec<u8> {
+    let (entries, mut freqs) = (table.entries(), [0; 256]);
+    let head = [table.precision().bits() as u16, entries.len() as u16, table.escape(), 0];
+    let mut out: Vec<u8> = head.iter().flat_map(|h| h.to_le_bytes()).collect();
+    out.extend(entries.iter().map(|e| e.symbol));
+    out.resize(8 + 256, 0);
+    freqs.iter_mut().zip(entries).for_each(|(to, e)| *to = e.freq);
+    out.extend(freqs.iter().flat_map(|f: &u16| f.to_le_bytes()));
+    out
+}
+
+/// Of the symbols of a chunk.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Contexts {
+    /// Which planes have any, as bits.
+    planes: u8,
+    /// Those of all planes, each at a multiple of 16.
+    bytes: Vec<u8>,
+    /// Number of shared tables of each plane, if not one.
+    tables: Option<[u8; MAX_PLANES]>,
+}
+
+impl Contexts {
+    /// Number of shared tables of each plane, of which there are so many bytes.
+    fn tables(&self, bytes: usize) -> [u8; MAX_PLANES] {
+        let one = u8::from(bytes > 0);
+        let tables = self.tables.unwrap_or([one; MAX_PLANES]);
+        assert_eq!(bytes, tables.iter().map(|&t| 776 * usize::from(t)).sum::<usize>());
+        tables
+    }
 }
 
 /// A chunk to encode.
@@ -106,6 +139,7 @@ pub(crate) struct Encode {
     pub(crate) tables: Vec<u8>,
     pub(crate) values: Vec<u8>,
     pub(crate) parent: Vec<u8>,
+    pub(crate) contexts: Contexts,
 }
 
 /// What a chunk became.
@@ -137,6 +171,7 @@ pub(crate) struct Decode {
     pub(crate) tables: Vec<u8>,
     pub(crate) frame: Vec<u8>,
     pub(crate) parent: Vec<u8>,
+    pub(crate) contexts: Contexts,
 }
 
 /// Jobs for one run of the program.
@@ -185,11 +220,11 @@ impl Jobs {
         for c in chunks {
             self.bytes.extend([c.kind.byte(), c.width as u8, c.layout.0, c.residual]);
             self.bytes.extend(c.coding);
+            self.bytes.extend(c.contexts.tables(c.tables.len()));
             self.put((c.values.len() / c.width) as u32);
-            self.put(c.flags);
-            self.put(c.skew);
-            self.put((c.tables.len() / 776) as u32);
-            self.bytes.extend([&c.tables[..], &c.values, &c.parent].concat());
+            let contexts = (u32::from(c.contexts.planes), c.contexts.bytes.len() as u32);
+            [c.flags, c.skew, contexts.0, contexts.1].into_iter().for_each(|v| self.put(v));
+            self.bytes.extend([&c.tables[..], &c.values, &c.parent, &c.contexts.bytes].concat());
         }
         self.batches.push(Batch::Encode(chunks.len()));
     }
@@ -204,12 +239,13 @@ impl Jobs {
         for (i, (planes, streams)) in &parsed {
             let c = &chunks[*i];
             self.bytes.extend([c.kind.byte(), c.width as u8, c.layout.0, c.residual]);
-            self.bytes.extend([u8::from(c.plain), *planes, u8::from(c.check), 0]);
+            self.bytes.extend([u8::from(c.plain), *planes, u8::from(c.check), c.contexts.planes]);
             let lens = [c.n, c.frame.len()].map(|v| v as u32);
             lens.into_iter().chain([c.crc_encoded, c.crc_raw, c.skew]).for_each(|v| self.put(v));
-            self.put((c.tables.len() / 776) as u32);
+            self.put(c.contexts.bytes.len() as u32);
+            self.bytes.extend(c.contexts.tables(c.tables.len()));
             self.bytes.extend(streams);
-            self.bytes.extend([&c.tables[..], &c.frame, &c.parent].concat());
+            self.bytes.extend([&c.tables[..], &c.frame, &c.parent, &c.contexts.bytes].concat());
         }
         let lens = parsed.iter().map(|(i, _)| chunks[*i].n * chunks[*i].width).collect();
         self.batches.push(Batch::Decode(lens));

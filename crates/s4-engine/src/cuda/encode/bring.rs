@@ -221,6 +221,7 @@ impl Incoming {
         let target = Target {
             job: number,
             tensor: job.tensor,
+            chunk: job.chunk,
             values: job.scratch,
             scratch: job.scratch + job.bytes.next_multiple_of(ALIGN as u64),
             bytes: job.bytes,
