@@ -79,6 +79,21 @@ pub fn is_s4w(start: &[u8]) -> bool {
     start.starts_with(&MAGIC)
 }
 
+/// Whether bytes end like a `.s4w` file.
+pub fn ends_s4w(end: &[u8]) -> bool {
+    end.ends_with(&END_MAGIC)
+}
+
+/// Length of the `.s4w` file that starts `bytes`, whatever follows it; `None` if it has no whole footer.
+pub fn first_len(bytes: &[u8]) -> Option<usize> {
+    // Other bytes may look like an end; they have no footer that tells how far away the start is.
+    memchr::memmem::find_iter(bytes, &END_MAGIC).find_map(|at| {
+        let end = at + END_MAGIC.len();
+        let tail = &bytes[end.saturating_sub(FOOTER_LEN)..end];
+        Footer::parse(tail, end as u64).is_ok().then_some(end)
+    })
+}
+
 /// Checks a file's header.
 ///
 /// # Errors

@@ -1,5 +1,6 @@
 //! `_core.Reader`.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -9,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyTuple};
 use s4weights::format::manifest::Form;
-use s4weights::{ReadOptions, Source, StorageOptions, check_storage_options};
+use s4weights::{ReadOptions, Slice, Source, StorageOptions, View, check_storage_options};
 
 use crate::device::{self, CudaEngine, DeviceRequest};
 use crate::errors::to_python;
@@ -97,6 +98,29 @@ impl Reader {
         // storages that it has just made, keeps alive during the call and shows to no one else.
         let mut buffers = unsafe { buffers(&requests)? };
         self.watcher.run(py, progress, move || self.inner.read_into(&mut buffers))
+    }
+
+    /// Decodes part of an array that lies within a tensor: the array's first byte, bytes of an element
+    /// and shape; the part's first index and end in each dimension; address and bytes.
+    fn read_view(
+        &self,
+        py: Python<'_>,
+        number: usize,
+        (offset, item, shape): (u64, u64, Vec<u64>),
+        part: Vec<(u64, u64)>,
+        (address, nbytes): (usize, usize),
+    ) -> PyResult<()> {
+        // SAFETY: as in `read_into`.
+        let mut buffers = unsafe { buffers(&[(number, address, nbytes)])? };
+        let slice = Slice(part.into_iter().map(|(start, end)| start..end).collect());
+        let view = View { offset, item, shape: &shape };
+        let Some((_, to)) = buffers.pop() else { return Ok(()) };
+        self.watcher.run(py, None, move || self.inner.read_view(number, view, &slice, to))
+    }
+
+    /// The free text that the file keeps.
+    fn metadata(&self) -> BTreeMap<String, String> {
+        self.inner.manifest().metadata.clone()
     }
 
     /// As `read_into`, into memory of CUDA devices.

@@ -77,18 +77,35 @@ def _clean(path: str) -> str:
     return raw[-(MAX_NAME - 16) :].decode("utf-8", "ignore")
 
 
-def walk_tensors(root: object) -> Iterator[tuple[str, torch.Tensor]]:
+def walk_tensors(
+    root: object, *, as_state: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor that containers and attributes lead to, with its path, in saving order.
 
     Only names depend on it: what it does not reach is saved all the same, under a number.
+
+    Args:
+        root: the object.
+        as_state: give modules as their state dicts, and a tensor once for each path that leads to it.
     """
     import torch
 
     seen: set[int] = set()
+    visits = 0
     todo: deque[tuple[str, Any]] = deque([("", root)])
-    while todo and len(seen) < MAX_VISITS:
+    while todo and visits < MAX_VISITS:
         path, obj = todo.popleft()
         if isinstance(obj, _LEAVES) or id(obj) in seen:
+            continue
+        visits += 1
+        if as_state and isinstance(obj, torch.Tensor):
+            yield path, obj
+            continue
+        if as_state and isinstance(obj, torch.nn.Module):
+            # Lazy modules, and those with hooks, may hold what is no tensor.
+            state = obj.state_dict(keep_vars=True)
+            tensors = [(n, t) for n, t in state.items() if isinstance(t, torch.Tensor)]
+            yield from ((join(path, name), tensor) for name, tensor in tensors)
             continue
         seen.add(id(obj))
         if isinstance(obj, torch.Tensor):
