@@ -185,6 +185,26 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_first_of_several_files_is_measured() {
+        let file = |filling: &[u8]| {
+            let mut bytes = header().to_vec();
+            bytes.extend(filling);
+            let footer = Footer { offset: 16, len: filling.len() as u64, digest: Digest([7; 32]) };
+            bytes.extend(footer.to_bytes());
+            bytes
+        };
+        let nested = file(b"x");
+        // What lies within looks like an end, and like a whole file that starts elsewhere.
+        let first = file(&[&END_MAGIC[..], &nested].concat());
+        assert_eq!(first_len(&first), Some(first.len()));
+        assert_eq!(first_len(&[&first[..], &nested, b"more"].concat()), Some(first.len()));
+        assert_eq!(first_len(&first[..first.len() - 1]), None);
+        assert_eq!(first_len(&END_MAGIC), None);
+        assert_eq!(first_len(&[]), None);
+        assert!(ends_s4w(&first) && !ends_s4w(&first[..first.len() - 1]) && !ends_s4w(b"END"));
+    }
+
+    #[test]
     fn every_flip_in_header_and_footer_is_found() {
         let h = header();
         check_header(&h).unwrap();

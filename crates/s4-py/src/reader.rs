@@ -106,12 +106,13 @@ impl Reader {
         &self,
         py: Python<'_>,
         number: usize,
-        (offset, item, shape): (u64, u64, Vec<u64>),
+        array: (u64, u64, Vec<u64>),
         part: Vec<(u64, u64)>,
-        (address, nbytes): (usize, usize),
+        memory: (usize, usize),
     ) -> PyResult<()> {
+        let (offset, item, shape) = array;
         // SAFETY: as in `read_into`.
-        let mut buffers = unsafe { buffers(&[(number, address, nbytes)])? };
+        let mut buffers = unsafe { buffers(&[(number, memory.0, memory.1)])? };
         let slice = Slice(part.into_iter().map(|(start, end)| start..end).collect());
         let view = View { offset, item, shape: &shape };
         let Some((_, to)) = buffers.pop() else { return Ok(()) };

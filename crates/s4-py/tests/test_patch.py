@@ -6,9 +6,9 @@ import sys
 
 import pytest
 import torch
-from compare import assert_identical
 
 import s4weights
+from compare import assert_identical
 
 
 def is_s4w(path):

@@ -18,7 +18,7 @@ use crate::fetch::{Buffers, Want};
 use crate::io::{ReadAt, Source, open_source};
 use crate::objects::ObjectSource;
 use crate::options::{ReadOptions, simd};
-use crate::slice::Slice;
+use crate::slice::{Slice, View};
 
 /// The last bytes of a file that are read first: footer, manifest and index of most files.
 const TAIL: u64 = 64 << 10;
@@ -240,7 +240,7 @@ impl Reader {
         slice: &Slice,
         to: &mut [u8],
     ) -> Result<()> {
-        let tensor = self.named(number)?;
+        let tensor = self.tensor(number)?;
         let View { offset, item, shape } = view;
         let part = slice.check(&tensor.name, shape)?.checked_mul(item);
         let all = shape.iter().try_fold(item, |n, d| n.checked_mul(*d));
@@ -279,7 +279,7 @@ impl Reader {
     }
 
     /// A tensor by its number.
-    fn named(&self, number: usize) -> Result<&Tensor> {
+    fn tensor(&self, number: usize) -> Result<&Tensor> {
         let tensor = self.tensors[..self.named].get(number);
         tensor.ok_or_else(|| Error::Argument(format!("{}: no tensor {number}", self.name)))
     }
@@ -292,7 +292,7 @@ impl Reader {
     pub fn read_into(&self, requests: &mut [(usize, &mut [u8])]) -> Result<()> {
         let mut wants = Vec::with_capacity(requests.len());
         for (number, to) in requests {
-            let tensor = self.named(*number)?;
+            let tensor = self.tensor(*number)?;
             if tensor.bytes().at(&self.name)? != to.len() as u64 {
                 return Err(Error::Argument(format!(
                     "buffer of {} bytes for tensor `{}` of {} {:?}",

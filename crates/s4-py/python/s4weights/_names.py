@@ -90,12 +90,14 @@ def walk_tensors(
     """
     import torch
 
+    nothing: frozenset[int] = frozenset()
     seen: set[int] = set()
     visits = 0
-    todo: deque[tuple[str, Any]] = deque([("", root)])
+    # With a path, the objects on the way to it: what holds itself is not entered again.
+    todo: deque[tuple[str, Any, frozenset[int]]] = deque([("", root, nothing)])
     while todo and visits < MAX_VISITS:
-        path, obj = todo.popleft()
-        if isinstance(obj, _LEAVES) or id(obj) in seen:
+        path, obj, above = todo.popleft()
+        if isinstance(obj, _LEAVES) or id(obj) in (above if as_state else seen):
             continue
         visits += 1
         if as_state and isinstance(obj, torch.Tensor):
@@ -110,7 +112,10 @@ def walk_tensors(
         seen.add(id(obj))
         if isinstance(obj, torch.Tensor):
             yield from ((join(path, p) if p else path, t) for p, t in _parts(obj))
-        children = [(join(path, k), v) for k, v in _children(obj) if type(v) not in _PLAIN_LEAVES]
+        above = above | {id(obj)} if as_state else nothing
+        children = [
+            (join(path, k), v, above) for k, v in _children(obj) if type(v) not in _PLAIN_LEAVES
+        ]
         todo.extendleft(reversed(children))
 
 

@@ -60,7 +60,7 @@ def patch(**options: Any) -> Patch:
     new_load = _replacing("load", load, of_load)
     with _lock:
         modules: tuple[Any, Any] = (torch, torch.serialization)
-        _before.append(tuple(getattr(m, n) for m in modules for n in ("save", "load")))  # type: ignore[arg-type]
+        _before.append(tuple(getattr(m, n) for m in modules for n in ("save", "load")))
         for module in modules:
             module.save, module.load = new_save, new_load
     return Patch()
