@@ -49,10 +49,10 @@ fn is_whole(tail: &[u8], size: u64) -> bool {
     s4weights::format::file::Footer::parse(tail, size).is_ok()
 }
 
-/// Length of the `.s4w` file that starts some bytes, whatever follows it.
+/// Length of the `.s4w` file that begins at a place in some bytes, whatever follows it.
 #[pyfunction]
-fn first_len(py: Python<'_>, data: PyBackedBytes) -> Option<usize> {
-    py.detach(|| s4weights::format::file::first_len(&data))
+fn first_len(py: Python<'_>, data: PyBackedBytes, start: usize) -> Option<usize> {
+    py.detach(|| s4weights::format::file::first_len(data.get(start..)?))
 }
 
 /// The names of the dtypes that the format has: PyTorch's, without `torch.`.

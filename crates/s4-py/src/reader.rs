@@ -39,7 +39,8 @@ impl Reader {
 #[pymethods]
 impl Reader {
     #[new]
-    #[pyo3(signature = (path, url, data, threads, storage_options, trusted=false))]
+    #[pyo3(signature = (path, url, data, threads, storage_options, trusted=false, start=0, end=None))]
+    #[expect(clippy::too_many_arguments, reason = "Python's side names them")]
     fn new(
         py: Python<'_>,
         path: Option<PathBuf>,
@@ -48,6 +49,8 @@ impl Reader {
         threads: Option<usize>,
         storage_options: StorageOptions,
         trusted: bool,
+        start: usize,
+        end: Option<usize>,
     ) -> PyResult<Self> {
         let watcher = Watcher::of(url.as_deref());
         if url.is_none() {
@@ -56,7 +59,14 @@ impl Reader {
         let source = match (path, url, data) {
             (Some(path), None, None) => Source::Path(path),
             (None, Some(url), None) => Source::Url(url, storage_options),
-            (None, None, Some(data)) => Source::Bytes(Bytes::from_owner(data)),
+            (None, None, Some(data)) => {
+                let data = Bytes::from_owner(data);
+                let end = end.unwrap_or(data.len());
+                if start > end || end > data.len() {
+                    return Err(PyValueError::new_err("start and end lie outside of the bytes"));
+                }
+                Source::Bytes(data.slice(start..end))
+            }
             _ => return Err(PyValueError::new_err("one of path, URL and bytes expected")),
         };
         let options =

@@ -119,6 +119,56 @@ def test_objects_in_one_stream_are_loaded_one_by_one(tmp_path):
         assert stream.read() == b""
 
 
+class Keeps:
+    """A stream that keeps what it is given."""
+
+    def __init__(self):
+        self.parts = []
+
+    def write(self, part):
+        self.parts.append(part)
+
+
+def test_all_kinds_of_streams_get_the_same_bytes(tmp_path):
+    obj = {"a": torch.randn(900_000), "b": torch.arange(9), "c": torch.randn(70_000)}
+    path, kept, memory = tmp_path / "a", Keeps(), io.BytesIO()
+    s4weights.save(obj, path)
+    s4weights.save(obj, kept)
+    s4weights.save(obj, memory)
+    with (tmp_path / "b").open("wb") as buffered, (tmp_path / "c").open("wb", buffering=0) as raw:
+        s4weights.save(obj, buffered)
+        s4weights.save(obj, raw)
+    expected = path.read_bytes()
+    assert b"".join(kept.parts) == expected
+    assert memory.getvalue() == expected
+    assert (tmp_path / "b").read_bytes() == expected
+    assert (tmp_path / "c").read_bytes() == expected
+
+
+def test_a_stream_that_fails_gets_no_more(tmp_path):
+    class Full(io.RawIOBase):
+        def writable(self):
+            return True
+
+        def write(self, part):
+            raise OSError(28, "No space left on device")
+
+    stream = io.BufferedWriter(Full(), 16)
+    with pytest.raises(OSError, match="No space"):
+        s4weights.save({"a": torch.randn(900_000)}, stream)
+    stream.detach()
+
+
+def test_what_is_loaded_from_memory_is_not_what_is_written_to_it_later():
+    stream = io.BytesIO()
+    s4weights.save({"a": torch.ones(300_000)}, stream)
+    stream.seek(0)
+    with s4weights.open(stream) as f:
+        stream.seek(0)
+        stream.write(b"0" * len(stream.getvalue()))
+        assert torch.equal(f.get_tensor("a"), torch.ones(300_000))
+
+
 def test_what_looks_like_an_end_is_not_taken_for_one():
     stream = io.BytesIO()
     data = torch.frombuffer(bytearray(b"S4W-END\n" * 5000), dtype=torch.uint8)

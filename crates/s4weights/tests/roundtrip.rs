@@ -127,7 +127,7 @@ fn arrays_within_a_tensor_are_read_in_part() {
     reader.read_view(number, view, &part, &mut got).unwrap();
     assert!(got == want);
 
-    let mut refused = |view, part: Slice, len: usize| {
+    let refused = |view, part: Slice, len: usize| {
         let mut to = vec![0; len];
         matches!(reader.read_view(number, view, &part, &mut to), Err(Error::Argument(_)))
     };
@@ -226,12 +226,12 @@ fn progress_reaches_the_total_and_can_cancel() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("x.s4w");
         let e = save_to(path.as_path().into(), &tensors, options).unwrap_err();
-        assert!(matches!(e, s4weights::Error::Cancelled));
+        assert!(matches!(e, Error::Cancelled));
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
         let options =
             ReadOptions { threads: Some(threads), progress: Some(stop), ..ReadOptions::default() };
         let reader = Reader::open(Source::Bytes(file.into()), options).unwrap();
-        assert!(matches!(reader.read("w"), Err(s4weights::Error::Cancelled)));
+        assert!(matches!(reader.read("w"), Err(Error::Cancelled)));
     }
 }
 

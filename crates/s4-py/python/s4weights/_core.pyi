@@ -46,9 +46,9 @@ def is_s4w(head: bytes) -> bool:
 def ends_s4w(end: bytes) -> bool:
     """Whether bytes end like a ``.s4w`` file."""
 
-def first_len(data: bytes) -> int | None:
-    """Length of the ``.s4w`` file that starts some bytes, whatever follows it; ``None`` if it has no
-    whole footer.
+def first_len(data: bytes, start: int) -> int | None:
+    """Length of the ``.s4w`` file that begins at a place in some bytes, whatever follows it; ``None`` if
+    it has no whole footer.
     """
 
 def is_whole(tail: bytes, size: int) -> bool:
@@ -224,7 +224,11 @@ class Reader:
         threads: int | None,
         storage_options: Mapping[str, str],
         trusted: bool = ...,
-    ) -> Reader: ...
+        start: int = ...,
+        end: int | None = ...,
+    ) -> Reader:
+        """``start`` and ``end``: where in the bytes the file lies."""
+
     def tensors(self) -> list[TensorInfo]:
         """The tensors, in the order in which they were written."""
 

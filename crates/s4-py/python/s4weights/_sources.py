@@ -95,13 +95,12 @@ def _open_stream(
     if path is not None and _core.is_whole(tail, os.fstat(f.fileno()).st_size):
         f.seek(0, os.SEEK_END)
         return _core.Reader(path, None, None, threads, options, trusted)
-    # There may be other objects behind this one.
-    data = f.read()
-    length = _core.first_len(data)
-    if length is not None and length < len(data):
-        f.seek(start + length)
-        data = data[:length]
-    return _core.Reader(None, None, data, threads, options, trusted)
+    # There may be other objects behind this one. The bytes of a `BytesIO` are lent, not copied.
+    data, at = (f.getvalue(), start) if type(f) is io.BytesIO else (f.read(), 0)
+    length = _core.first_len(data, at)
+    end = len(data) if length is None else at + length
+    f.seek(start + end - at)
+    return _core.Reader(None, None, data, threads, options, trusted, at, end)
 
 
 def _tail(f: IO[bytes]) -> bytes:
