@@ -79,6 +79,21 @@ pub fn is_s4w(start: &[u8]) -> bool {
     start.starts_with(&MAGIC)
 }
 
+/// Whether bytes end like a `.s4w` file.
+pub fn ends_s4w(end: &[u8]) -> bool {
+    end.ends_with(&END_MAGIC)
+}
+
+/// Length of the `.s4w` file that starts `bytes`, whatever follows it; `None` if it has no whole footer.
+pub fn first_len(bytes: &[u8]) -> Option<usize> {
+    // Other bytes may look like an end; they have no footer that tells how far away the start is.
+    memchr::memmem::find_iter(bytes, &END_MAGIC).find_map(|at| {
+        let end = at + END_MAGIC.len();
+        let tail = &bytes[end.saturating_sub(FOOTER_LEN)..end];
+        Footer::parse(tail, end as u64).is_ok().then_some(end)
+    })
+}
+
 /// Checks a file's header.
 ///
 /// # Errors
@@ -168,6 +183,26 @@ impl Footer {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_first_of_several_files_is_measured() {
+        let file = |filling: &[u8]| {
+            let mut bytes = header().to_vec();
+            bytes.extend(filling);
+            let footer = Footer { offset: 16, len: filling.len() as u64, digest: Digest([7; 32]) };
+            bytes.extend(footer.to_bytes());
+            bytes
+        };
+        let nested = file(b"x");
+        // What lies within looks like an end, and like a whole file that starts elsewhere.
+        let first = file(&[&END_MAGIC[..], &nested].concat());
+        assert_eq!(first_len(&first), Some(first.len()));
+        assert_eq!(first_len(&[&first[..], &nested, b"more"].concat()), Some(first.len()));
+        assert_eq!(first_len(&first[..first.len() - 1]), None);
+        assert_eq!(first_len(&END_MAGIC), None);
+        assert_eq!(first_len(&[]), None);
+        assert!(ends_s4w(&first) && !ends_s4w(&first[..first.len() - 1]) && !ends_s4w(b"END"));
+    }
 
     #[test]
     fn every_flip_in_header_and_footer_is_found() {

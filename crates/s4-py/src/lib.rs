@@ -21,6 +21,7 @@ mod watch;
 mod writer;
 
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 
 use codec::{Compressed, TensorCodec};
 use copy::copy_memory;
@@ -34,6 +35,24 @@ use writer::Writer;
 #[pyfunction]
 fn is_s4w(head: &[u8]) -> bool {
     s4weights::format::file::is_s4w(head)
+}
+
+/// Whether bytes end like a `.s4w` file.
+#[pyfunction]
+fn ends_s4w(end: &[u8]) -> bool {
+    s4weights::format::file::ends_s4w(end)
+}
+
+/// Whether the last bytes of a file are those of one `.s4w` file of its size.
+#[pyfunction]
+fn is_whole(tail: &[u8], size: u64) -> bool {
+    s4weights::format::file::Footer::parse(tail, size).is_ok()
+}
+
+/// Length of the `.s4w` file that begins at a place in some bytes, whatever follows it.
+#[pyfunction]
+fn first_len(py: Python<'_>, data: PyBackedBytes, start: usize) -> Option<usize> {
+    py.detach(|| s4weights::format::file::first_len(data.get(start..)?))
 }
 
 /// The names of the dtypes that the format has: PyTorch's, without `torch.`.
@@ -70,6 +89,9 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(copy_memory, m)?)?;
     m.add_function(wrap_pyfunction!(dtypes, m)?)?;
     m.add_function(wrap_pyfunction!(is_s4w, m)?)?;
+    m.add_function(wrap_pyfunction!(ends_s4w, m)?)?;
+    m.add_function(wrap_pyfunction!(first_len, m)?)?;
+    m.add_function(wrap_pyfunction!(is_whole, m)?)?;
     m.add_function(wrap_pyfunction!(is_url, m)?)?;
     m.add_function(wrap_pyfunction!(command_line, m)?)?;
     m.add_function(wrap_pyfunction!(log::close_log, m)?)?;

@@ -14,7 +14,9 @@ use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::thread;
 use std::time::Duration;
 
+use pyo3::intern;
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 use tracing::field::{Field, Visit};
 use tracing::level_filters::LevelFilter;
 use tracing::span;
@@ -64,8 +66,15 @@ pub(crate) struct Call<'py> {
 impl<'py> Call<'py> {
     pub(crate) fn begin(py: Python<'py>, flushes: bool) -> Self {
         CALLS.fetch_add(usize::from(flushes), Ordering::Relaxed);
-        let logger = py.import("logging").and_then(|m| m.call_method1("getLogger", ("s4weights",)));
-        let level = logger.and_then(|l| l.call_method0("getEffectiveLevel")?.extract::<usize>());
+        // Kept: to ask for the logger takes longer than to decode a small tensor.
+        static LOGGER: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+        let logger = LOGGER.get_or_try_init(py, || {
+            let get = py.import("logging")?.getattr("getLogger")?;
+            get.call1(("s4weights",)).map(Bound::unbind)
+        });
+        let level = logger.and_then(|l| {
+            l.call_method0(py, intern!(py, "getEffectiveLevel"))?.extract::<usize>(py)
+        });
         LEVEL.store(level.unwrap_or(WARNING), Ordering::Relaxed);
         Self { py, flushes }
     }

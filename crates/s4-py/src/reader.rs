@@ -1,5 +1,6 @@
 //! `_core.Reader`.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -9,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyTuple};
 use s4weights::format::manifest::Form;
-use s4weights::{ReadOptions, Source, StorageOptions, check_storage_options};
+use s4weights::{ReadOptions, Slice, Source, StorageOptions, View, check_storage_options};
 
 use crate::device::{self, CudaEngine, DeviceRequest};
 use crate::errors::to_python;
@@ -38,7 +39,8 @@ impl Reader {
 #[pymethods]
 impl Reader {
     #[new]
-    #[pyo3(signature = (path, url, data, threads, storage_options, trusted=false))]
+    #[pyo3(signature = (path, url, data, threads, storage_options, trusted=false, start=0, end=None))]
+    #[expect(clippy::too_many_arguments, reason = "Python's side names them")]
     fn new(
         py: Python<'_>,
         path: Option<PathBuf>,
@@ -47,6 +49,8 @@ impl Reader {
         threads: Option<usize>,
         storage_options: StorageOptions,
         trusted: bool,
+        start: usize,
+        end: Option<usize>,
     ) -> PyResult<Self> {
         let watcher = Watcher::of(url.as_deref());
         if url.is_none() {
@@ -55,7 +59,14 @@ impl Reader {
         let source = match (path, url, data) {
             (Some(path), None, None) => Source::Path(path),
             (None, Some(url), None) => Source::Url(url, storage_options),
-            (None, None, Some(data)) => Source::Bytes(Bytes::from_owner(data)),
+            (None, None, Some(data)) => {
+                let data = Bytes::from_owner(data);
+                let end = end.unwrap_or(data.len());
+                if start > end || end > data.len() {
+                    return Err(PyValueError::new_err("start and end lie outside of the bytes"));
+                }
+                Source::Bytes(data.slice(start..end))
+            }
             _ => return Err(PyValueError::new_err("one of path, URL and bytes expected")),
         };
         let options =
@@ -97,6 +108,30 @@ impl Reader {
         // storages that it has just made, keeps alive during the call and shows to no one else.
         let mut buffers = unsafe { buffers(&requests)? };
         self.watcher.run(py, progress, move || self.inner.read_into(&mut buffers))
+    }
+
+    /// Decodes part of an array that lies within a tensor: the array's first byte, bytes of an element
+    /// and shape; the part's first index and end in each dimension; address and bytes.
+    fn read_view(
+        &self,
+        py: Python<'_>,
+        number: usize,
+        array: (u64, u64, Vec<u64>),
+        part: Vec<(u64, u64)>,
+        memory: (usize, usize),
+    ) -> PyResult<()> {
+        let (offset, item, shape) = array;
+        // SAFETY: as in `read_into`.
+        let mut buffers = unsafe { buffers(&[(number, memory.0, memory.1)])? };
+        let slice = Slice(part.into_iter().map(|(start, end)| start..end).collect());
+        let view = View { offset, item, shape: &shape };
+        let Some((_, to)) = buffers.pop() else { return Ok(()) };
+        self.watcher.run(py, None, move || self.inner.read_view(number, view, &slice, to))
+    }
+
+    /// The free text that the file keeps.
+    fn metadata(&self) -> BTreeMap<String, String> {
+        self.inner.manifest().metadata.clone()
     }
 
     /// As `read_into`, into memory of CUDA devices.

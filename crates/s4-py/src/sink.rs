@@ -2,22 +2,35 @@
 
 use std::io::{self, Write};
 
+use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 /// Bytes that are collected before Python is called.
 const BUFFER: usize = 1 << 20;
+/// From so many bytes on, a write is handed on at once and not collected.
+const LARGE: usize = 64 << 10;
+/// `PyBUF_READ` of CPython's stable interface, which `pyo3` has no name for there.
+const READ_ONLY: std::ffi::c_int = 0x100;
 
 /// An object with a `write` method. Unlike a `BufWriter`, it writes nothing when it is dropped: a
 /// save that failed calls the stream no more.
 pub(crate) struct PySink {
     stream: Py<PyAny>,
+    /// Whether the stream is one of `io` that copies what it is given, or writes it, before it returns.
+    copies: bool,
     buffer: Vec<u8>,
 }
 
 impl PySink {
-    pub(crate) fn new(stream: Py<PyAny>) -> Self {
-        Self { stream, buffer: Vec::new() }
+    pub(crate) fn new(stream: Bound<'_, PyAny>) -> PyResult<Self> {
+        let io = stream.py().import("io")?;
+        let mut copies = false;
+        for name in ["BytesIO", "BufferedWriter", "BufferedRandom", "FileIO"] {
+            // A class of somebody's own may keep what it is given.
+            copies |= stream.get_type().is(&io.getattr(name)?);
+        }
+        Ok(Self { stream: stream.unbind(), copies, buffer: Vec::new() })
     }
 
     fn send_buffer(&mut self) -> io::Result<()> {
@@ -40,7 +53,14 @@ impl PySink {
 
     /// How much the stream took. Streams that do not tell have taken everything.
     fn call_write(&self, py: Python<'_>, data: &[u8]) -> PyResult<usize> {
-        let taken = self.stream.call_method1(py, "write", (PyBytes::new(py, data),))?;
+        let taken = if self.copies && data.len() >= LARGE {
+            let view = view(py, data)?;
+            let taken = self.stream.call_method1(py, "write", (&view,));
+            view.call_method0("release")?;
+            taken?
+        } else {
+            self.stream.call_method1(py, "write", (PyBytes::new(py, data),))?
+        };
         Ok(taken.extract::<usize>(py).unwrap_or(data.len()))
     }
 
@@ -55,10 +75,11 @@ impl PySink {
 
 impl Write for PySink {
     fn write(&mut self, data: &[u8]) -> io::Result<usize> {
-        if self.buffer.len() + data.len() > BUFFER {
+        let at_once = data.len() >= if self.copies { LARGE } else { BUFFER };
+        if at_once || self.buffer.len() + data.len() > BUFFER {
             self.send_buffer()?;
         }
-        if data.len() > BUFFER {
+        if at_once {
             self.send(data)?;
         } else {
             self.buffer.extend_from_slice(data);
@@ -74,5 +95,17 @@ impl Write for PySink {
             }
             Ok(())
         })
+    }
+}
+
+/// A `memoryview` of memory that must outlive it.
+fn view<'py>(py: Python<'py>, data: &[u8]) -> PyResult<Bound<'py, PyAny>> {
+    let len = isize::try_from(data.len())?;
+    // SAFETY: the memory is readable and as long; Python gets no right to write. That nobody looks at it
+    // after this call's caller has let go of it is what `PySink::copies` promises, and `release` enforces.
+    unsafe {
+        let start = data.as_ptr().cast_mut().cast();
+        let view = ffi::PyMemoryView_FromMemory(start, len, READ_ONLY);
+        Bound::from_owned_ptr_or_err(py, view)
     }
 }

@@ -47,7 +47,9 @@ impl Writer {
         let target = match (path, url, stream) {
             (Some(path), None, None) => Target::Path(path),
             (None, Some(url), None) => Target::Url(url, storage_options),
-            (None, None, Some(stream)) => Target::Stream(Box::new(PySink::new(stream))),
+            (None, None, Some(stream)) => {
+                Target::Stream(Box::new(PySink::new(stream.into_bound(py))?))
+            }
             _ => return Err(PyValueError::new_err("one of path, URL and stream expected")),
         };
         let preset: Preset = preset.parse().map_err(PyValueError::new_err)?;

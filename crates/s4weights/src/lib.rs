@@ -82,5 +82,5 @@ pub use s4_engine::{CpuEngine, Preset, TensorView};
 pub use s4_format::{self as format, DType, Manifest};
 pub use s4_planes::Simd;
 pub use s4_store::{Cause, is_url, redact_url};
-pub use slice::Slice;
+pub use slice::{Slice, View};
 pub use writer::{Contents, TensorSource, Writer, Written};

@@ -18,7 +18,7 @@ use crate::fetch::{Buffers, Want};
 use crate::io::{ReadAt, Source, open_source};
 use crate::objects::ObjectSource;
 use crate::options::{ReadOptions, simd};
-use crate::slice::Slice;
+use crate::slice::{Slice, View};
 
 /// The last bytes of a file that are read first: footer, manifest and index of most files.
 const TAIL: u64 = 64 << 10;
@@ -221,27 +221,67 @@ impl Reader {
     pub fn read_slice(&self, name: &str, slice: &Slice) -> Result<Vec<u8>> {
         let number = self.find(name)?;
         let tensor = &self.tensors[number];
-        let elements = slice.check(name, &tensor.shape)?;
-        let size = tensor.dtype.size() as u64;
-        let mut out = self.buffer(elements * size)?;
-        let mut meter = self.meter(elements * size);
+        let item = tensor.dtype.size() as u64;
+        let mut out = self.buffer(slice.check(name, &tensor.shape)? * item)?;
+        self.read_view(number, View { offset: 0, item, shape: &tensor.shape }, slice, &mut out)?;
+        Ok(out)
+    }
+
+    /// Reads part of an array that lies within a tensor's bytes into a buffer of the part's size.
+    /// Decodes the chunks that the part touches and no others.
+    ///
+    /// # Errors
+    /// As [`Reader::read`]; `Argument` if the array does not lie within the tensor, the slice not within
+    /// the array, or the buffer has another size. Its content is unspecified then.
+    pub fn read_view(
+        &self,
+        number: usize,
+        view: View<'_>,
+        slice: &Slice,
+        to: &mut [u8],
+    ) -> Result<()> {
+        let tensor = self.tensor(number)?;
+        let View { offset, item, shape } = view;
+        let part = slice.check(&tensor.name, shape)?.checked_mul(item);
+        let all = shape.iter().try_fold(item, |n, d| n.checked_mul(*d));
+        let end = all.and_then(|n| n.checked_add(offset));
+        let empty = part == Some(0);
+        if part != Some(to.len() as u64)
+            || !(empty || end.is_some_and(|end| tensor.bytes().is_ok_and(|bytes| end <= bytes)))
+        {
+            return Err(Error::Argument(format!(
+                "{} bytes for part {:?} of an array of shape {shape:?}, elements of {item} bytes, at \
+                 byte {offset} of tensor `{}`",
+                to.len(),
+                slice.0,
+                tensor.name
+            )));
+        }
+        let mut meter = self.meter(to.len() as u64);
         self.prepare(&[self.host(number)])?;
-        let mut rest = out.as_mut_slice();
-        let mut runs = slice.runs(&tensor.shape).peekable();
+        let mut rest = to;
+        let mut runs = slice.runs(shape).peekable();
         // A run may be a single element: some at a time are described.
         while runs.peek().is_some() {
             let mut wants = vec![];
             for run in runs.by_ref().take(RUNS) {
-                let len = usize::try_from((run.end - run.start) * size).unwrap_or(usize::MAX);
+                let len = usize::try_from((run.end - run.start) * item).unwrap_or(usize::MAX);
                 let (now, later) = rest.split_at_mut(len);
-                wants.push(Want { tensor: number, first: run.start * size, to: now });
+                let first = offset + run.start * item;
+                wants.push(Want { tensor: number, first, to: now });
                 rest = later;
             }
             let fetched = self.fetch_checked(wants, &mut |wants| self.fetch_all(wants, &mut meter));
             fetched.inspect_err(|_| self.let_go())?;
         }
         self.let_go();
-        Ok(out)
+        Ok(())
+    }
+
+    /// A tensor by its number.
+    fn tensor(&self, number: usize) -> Result<&Tensor> {
+        let tensor = self.tensors[..self.named].get(number);
+        tensor.ok_or_else(|| Error::Argument(format!("{}: no tensor {number}", self.name)))
     }
 
     /// Reads tensors, by number, into buffers of their size, in parallel.
@@ -252,9 +292,7 @@ impl Reader {
     pub fn read_into(&self, requests: &mut [(usize, &mut [u8])]) -> Result<()> {
         let mut wants = Vec::with_capacity(requests.len());
         for (number, to) in requests {
-            let tensor = self.tensors[..self.named].get(*number);
-            let tensor = tensor
-                .ok_or_else(|| Error::Argument(format!("{}: no tensor {number}", self.name)))?;
+            let tensor = self.tensor(*number)?;
             if tensor.bytes().at(&self.name)? != to.len() as u64 {
                 return Err(Error::Argument(format!(
                     "buffer of {} bytes for tensor `{}` of {} {:?}",

@@ -4,6 +4,17 @@ use std::ops::Range;
 
 use crate::error::{Error, Result};
 
+/// A row-major array within the bytes of a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct View<'a> {
+    /// Where it starts, in bytes.
+    pub offset: u64,
+    /// Bytes of an element.
+    pub item: u64,
+    /// Size of each dimension, in elements.
+    pub shape: &'a [u64],
+}
+
 /// A hyper-rectangle of a tensor: a range of indices in each dimension.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Slice(pub Vec<Range<u64>>);

@@ -5,8 +5,8 @@ mod common;
 use common::{Memory, Owned, mixed, open, save, save_to};
 use proptest::prelude::*;
 use s4weights::{
-    Contents, DType, MemoryOptions, Preset, ReadOptions, Reader, Simd, Slice, Source, Target,
-    TensorCodec, TensorSource, TensorView, WriteOptions, Writer, adversarial,
+    Contents, DType, Error, MemoryOptions, Preset, ReadOptions, Reader, Simd, Slice, Source,
+    Target, TensorCodec, TensorSource, TensorView, View, WriteOptions, Writer, adversarial,
 };
 
 #[test]
@@ -107,6 +107,42 @@ fn slices_are_the_same_as_of_the_whole() {
 }
 
 #[test]
+fn arrays_within_a_tensor_are_read_in_part() {
+    let tensors = mixed();
+    let reader = open(save(&tensors, WriteOptions::default())).unwrap();
+    let number = reader.find("w").unwrap();
+    let t = tensors.iter().find(|t| t.name == "w").unwrap();
+    let item = t.dtype.size() as u64;
+    // 40 rows of 70 elements that start at element 99, of which columns 5 to 9 of rows 2 to 37.
+    let view = View { offset: 99 * item, item, shape: &[40, 70] };
+    let part = Slice(vec![2..37, 5..9]);
+    let want: Vec<u8> = (2..37)
+        .flat_map(|row| {
+            let at = ((99 + row * 70 + 5) * item) as usize;
+            &t.data[at..at + 4 * item as usize]
+        })
+        .copied()
+        .collect();
+    let mut got = vec![0; want.len()];
+    reader.read_view(number, view, &part, &mut got).unwrap();
+    assert!(got == want);
+
+    let refused = |view, part: Slice, len: usize| {
+        let mut to = vec![0; len];
+        matches!(reader.read_view(number, view, &part, &mut to), Err(Error::Argument(_)))
+    };
+    assert!(refused(view, part.clone(), want.len() - 1));
+    assert!(refused(view, Slice(vec![2..41, 5..9]), 39 * 4 * item as usize));
+    let end = t.data.len() as u64;
+    let beyond = View { offset: end - 8, item: 1, shape: &[9] };
+    assert!(refused(beyond, Slice(std::iter::once(0..9).collect()), 9));
+    let huge = View { offset: 8, item: u64::MAX, shape: &[1, u64::MAX] };
+    assert!(refused(huge, Slice(vec![0..1, 0..1]), 8));
+    assert!(refused(View { offset: u64::MAX, ..view }, Slice(vec![0..1, 0..1]), item as usize));
+    assert!(reader.read_view(999, view, &part, &mut got).is_err());
+}
+
+#[test]
 fn a_stored_tensor_costs_little_more_than_its_bytes() {
     for n in [1, 100, 4095, 4096, 70_000, 600_000] {
         for dtype in [DType::UInt8, DType::BFloat16, DType::Float32, DType::Int64] {
@@ -190,12 +226,12 @@ fn progress_reaches_the_total_and_can_cancel() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("x.s4w");
         let e = save_to(path.as_path().into(), &tensors, options).unwrap_err();
-        assert!(matches!(e, s4weights::Error::Cancelled));
+        assert!(matches!(e, Error::Cancelled));
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
         let options =
             ReadOptions { threads: Some(threads), progress: Some(stop), ..ReadOptions::default() };
         let reader = Reader::open(Source::Bytes(file.into()), options).unwrap();
-        assert!(matches!(reader.read("w"), Err(s4weights::Error::Cancelled)));
+        assert!(matches!(reader.read("w"), Err(Error::Cancelled)));
     }
 }
 

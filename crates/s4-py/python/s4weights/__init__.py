@@ -14,6 +14,9 @@
         ...
         checkpoint = store.load_checkpoint()
 
+`open` reads single tensors of a file, and parts of them. `patch` has programs that call
+`torch.save` and `torch.load` use ``.s4w`` files as they are.
+
 Tensors on CUDA devices are encoded and decoded where they are. `load_into` fills tensors that are
 there already. `verify` checks a file without PyTorch, and `inspect` shows what is in it.
 
@@ -39,9 +42,11 @@ from ._errors import (
     UnsafeLoadError,
     UnsupportedFormatError,
 )
-from ._load import inspect, load, verify
+from ._load import get_unsafe_globals, inspect, load, verify
 from ._load_into import load_into
 from ._once import load_checkpoint, save_checkpoint
+from ._open import open
+from ._patch import patch, unpatch
 from ._pending import PendingSave, finish_on_sigterm
 from ._save import save
 from ._store import CheckpointStore
@@ -62,11 +67,15 @@ __all__ = [
     "UnsupportedFormatError",
     "__version__",
     "finish_on_sigterm",
+    "get_unsafe_globals",
     "inspect",
     "load",
     "load_checkpoint",
     "load_into",
+    "open",
+    "patch",
     "save",
     "save_checkpoint",
+    "unpatch",
     "verify",
 ]

@@ -43,6 +43,17 @@ def panic_on_purpose() -> None:
 def is_s4w(head: bytes) -> bool:
     """Whether bytes start like a ``.s4w`` file."""
 
+def ends_s4w(end: bytes) -> bool:
+    """Whether bytes end like a ``.s4w`` file."""
+
+def first_len(data: bytes, start: int) -> int | None:
+    """Length of the ``.s4w`` file that begins at a place in some bytes, whatever follows it; ``None`` if
+    it has no whole footer.
+    """
+
+def is_whole(tail: bytes, size: int) -> bool:
+    """Whether the last bytes of a file are those of one ``.s4w`` file of its size."""
+
 def is_url(text: str) -> bool:
     """Whether a text names an object store or a ``file:`` URL rather than a path."""
 
@@ -213,7 +224,11 @@ class Reader:
         threads: int | None,
         storage_options: Mapping[str, str],
         trusted: bool = ...,
-    ) -> Reader: ...
+        start: int = ...,
+        end: int | None = ...,
+    ) -> Reader:
+        """``start`` and ``end``: where in the bytes the file lies."""
+
     def tensors(self) -> list[TensorInfo]:
         """The tensors, in the order in which they were written."""
 
@@ -230,6 +245,21 @@ class Reader:
         self, requests: Sequence[tuple[int, int, int]], progress: Progress | None
     ) -> None:
         """Decodes tensors into memory: number, address, bytes."""
+
+    def read_view(
+        self,
+        number: int,
+        array: tuple[int, int, Sequence[int]],
+        part: Sequence[tuple[int, int]],
+        memory: tuple[int, int],
+    ) -> None:
+        """Decodes part of an array that lies within a tensor, and no other chunks: the array's first
+        byte, bytes of an element and shape; the part's first index and end in each dimension;
+        address and bytes.
+        """
+
+    def metadata(self) -> dict[str, str]:
+        """The free text that the file keeps."""
 
     def read_into_device(
         self,

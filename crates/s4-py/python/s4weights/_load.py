@@ -19,11 +19,15 @@ from ._save import require_little_endian
 from ._select import select
 from ._sources import FileLike, Foreign, open_source, require_s4w
 from ._storages import StorageReader
+from ._torch import OURS, original
 from ._tree import TreeDecoder
 
 logger = logging.getLogger("s4weights")
 
 _TRUE = ("1", "y", "yes", "true")
+
+#: What `pickle.Unpickler` takes.
+_PICKLE_ARGUMENTS = frozenset(("fix_imports", "encoding", "errors", "buffers"))
 
 
 def load(
@@ -39,6 +43,7 @@ def load(
     progress: ProgressArgument = None,
     storage_options: Mapping[str, str] | None = None,
     trusted: bool = False,
+    keys: Iterable[str] | None = None,
     **pickle_load_args: Any,
 ) -> Any:
     """Loads what `save` saved, with the arguments of `torch.load` and some more.
@@ -54,7 +59,8 @@ def load(
         weights_only: ``None`` means true: nothing but tensors, plain values and the globals allowed
             in `torch.serialization` is built. ``TORCH_FORCE_WEIGHTS_ONLY_LOAD`` and
             ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD`` are heeded.
-        mmap: for files of `torch.save`; a ``.s4w`` file is decoded, so that it has no effect there.
+        mmap: for files of `torch.save`; a ``.s4w`` file is decoded, so that it has no effect there,
+            as a warning says.
         threads: native threads; ``None`` means one for each core.
         device: where tensors for CUDA devices are decoded: as in `save`.
         gpu_scratch: as in `save`.
@@ -63,28 +69,55 @@ def load(
         trusted: the file comes from a program that you trust: a vendor's closed codecs, which
             preset ``"nvcomp"`` writes, are decoded on a GPU. Their decoders are not safe on files
             of unknown origin. It has no effect on what is unpickled.
+        keys: parts of the object, by key paths such as ``"model"`` or ``"model.layers.0"``: the dicts
+            that lead there come back with nothing else in them, and nothing else is read.
         pickle_load_args: for the unpickler, such as ``encoding``.
 
     Raises:
+        KeyError: nothing in the file is at one of ``keys``.
+        TypeError: an argument that neither this nor an unpickler has.
         UnsafeLoadError: ``weights_only`` met an object that is not allowed; it names its key path.
         CorruptDataError: the file is damaged or cut.
         NotFoundError: there is no such file.
         UnsupportedFormatError: the file was written by another version.
         S4Error: another of its kinds.
     """
-    import torch
-
     compute = Compute(device, gpu_scratch)
     require_little_endian()
     source = open_source(f, storage_options, threads, trusted)
     if isinstance(source, Foreign):
+        if keys is not None:
+            require_s4w(source)
         if source.is_safetensors:
             return _load_safetensors(source.file, map_location)
         arguments = dict(pickle_load_args, weights_only=weights_only, mmap=mmap)
-        return torch.load(source.file, map_location, pickle_module, **arguments)
+        return original("load")(source.file, map_location, pickle_module, **arguments)
+    check_pickle_arguments("load", pickle_module, pickle_load_args)
+    if mmap:
+        warnings.warn(
+            "mmap=True: a .s4w file is decoded, not mapped; load(f, 'meta') or load_into save memory",
+            stacklevel=2,
+        )
     return read(
-        source, compute, map_location, pickle_module, weights_only, progress, None, pickle_load_args
+        source, compute, map_location, pickle_module, weights_only, progress, keys, pickle_load_args
     )
+
+
+# `torch.load = s4weights.load` is not to call itself.
+setattr(load, OURS, True)
+
+
+def check_pickle_arguments(
+    function: str, pickle_module: Any, pickle_load_args: Mapping[str, Any]
+) -> None:
+    """Refuses arguments that no unpickler takes: they are another argument's name, misspelt.
+
+    A module of the caller's may take any.
+    """
+    if pickle_module not in (None, pickle):
+        return
+    for name in pickle_load_args.keys() - _PICKLE_ARGUMENTS:
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
 def read(
@@ -154,6 +187,23 @@ def inspect(
     reader = require_s4w(open_source(f, storage_options, None))
     report: dict[str, Any] = json.loads(reader.inspect())
     return report
+
+
+def get_unsafe_globals(
+    f: FileLike, *, storage_options: Mapping[str, str] | None = None
+) -> list[str]:
+    """The classes and functions that a file needs and that ``weights_only=True`` does not allow, as
+    `torch.serialization.get_unsafe_globals_in_checkpoint` tells of files of `torch.save`. Loads
+    nothing.
+    """
+    import torch
+
+    source = open_source(f, storage_options, None)
+    if isinstance(source, Foreign):
+        if source.is_safetensors:
+            return []
+        return list(torch.serialization.get_unsafe_globals_in_checkpoint(source.file))
+    return _pickled.unsafe_globals(source.blob("pickle")) if source.form() == "pickle" else []
 
 
 def choose_unpickler(

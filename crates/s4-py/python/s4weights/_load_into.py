@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
 from ._device import HOST, Compute, place
@@ -33,8 +34,8 @@ class _Pair(NamedTuple):
 
 
 def load_into(
-    state_dict: object,
-    f: FileLike,
+    state_dict: Any,
+    f: Any,
     *,
     strict: bool = True,
     weights_only: bool | None = None,
@@ -50,9 +51,10 @@ def load_into(
 
     Args:
         state_dict: what leads to the tensors: a state dict, a module, containers of those. Tensors
-            are matched by their key paths, such as ``model.layers.0.weight``. Other values are
-            left as they are; ``load(f, "meta")`` shows what the file has of them.
-        f: as in `load`.
+            are matched by their key paths, such as ``model.layers.0.weight``; those of a module are
+            those of its ``state_dict()``. Other values are left as they are; ``load(f, "meta")``
+            shows what the file has of them.
+        f: as in `load`. The two may change places.
         strict: whether both sides must have the same tensors.
         weights_only: as in `load`.
         threads: as in `load`.
@@ -62,20 +64,39 @@ def load_into(
         storage_options: as in `load`.
 
     Raises:
-        MismatchError: names, dtypes or shapes differ; no tensor was touched.
+        TypeError: neither of the first two is a file.
+        MismatchError: names, dtypes or shapes differ, or a tensor is of a kind that cannot be filled
+            (sparse, quantized, distributed); no tensor was touched.
         S4Error: another of its kinds, as `load`; the tensors' values are unspecified then.
     """
+    state_dict, f = _in_order(state_dict, f)
     compute = Compute(device, gpu_scratch)
     require_little_endian()
     source = require_s4w(open_source(f, storage_options, threads))
     saved, numbers = _saved(source, weights_only, compute)
-    pairs = _pair(dict(walk_tensors(state_dict)), saved, numbers, strict)
+    pairs = _pair(dict(walk_tensors(state_dict, as_state=True)), saved, numbers, strict)
     tracker = Progress(progress, sum(pair.target.nbytes for pair in pairs), "load")
     try:
         _fill(source, compute, pairs, tracker)
         tracker.finish()
     finally:
         tracker.close()
+
+
+def _in_order(state_dict: Any, f: Any) -> tuple[Any, FileLike]:
+    """The tensors and the file, whichever came first."""
+    if _is_file(f):
+        return state_dict, f
+    if _is_file(state_dict):
+        return f, state_dict
+    kinds = f"{type(state_dict).__name__} and {type(f).__name__}"
+    raise TypeError(
+        f"load_into(state_dict, f): a path, a URL or a binary stream expected, not {kinds}"
+    )
+
+
+def _is_file(f: Any) -> bool:
+    return isinstance(f, (str, os.PathLike)) or callable(getattr(f, "read", None))
 
 
 def _saved(
@@ -85,7 +106,7 @@ def _saved(
     storages = StorageReader(source, source.tensors(), "meta", Progress(None, 0, "load"), compute)
     pickle_module = choose_unpickler(None, weights_only, {})
     obj = build(source, source.tree(), storages, "meta", pickle_module, {"encoding": "utf-8"})
-    return dict(walk_tensors(obj)), storages.numbers()
+    return dict(walk_tensors(obj, as_state=True)), storages.numbers()
 
 
 def _pair(
@@ -105,8 +126,7 @@ def _pair(
         if differs:
             problems.append(f"`{path}` {differs}")
         else:
-            number = numbers[there.untyped_storage()._cdata]
-            pairs.append(_Pair(path, target, there, number))
+            pairs.append(_Pair(path, target, there, numbers[there.untyped_storage()._cdata]))
     if not problems:
         problems = _shared(pairs)
     if problems:
@@ -118,16 +138,30 @@ def _pair(
 
 def _difference(target: torch.Tensor, saved: torch.Tensor) -> str | None:
     """Why a tensor cannot take what was saved."""
-    import torch
-
     if target.dtype != saved.dtype or target.shape != saved.shape:
         return (
             f"is {target.dtype} {list(target.shape)}, in the file "
             f"{saved.dtype} {list(saved.shape)}"
         )
-    if target.layout is not torch.strided or saved.layout is not torch.strided:
-        return "is not strided"
+    for tensor, where in ((target, ""), (saved, " in the file")):
+        kind = _unusual(tensor)
+        if kind:
+            return f"is {kind}{where}: load the file and copy it yourself"
     return "has no memory" if target.device.type == "meta" else None
+
+
+def _unusual(tensor: torch.Tensor) -> str | None:
+    """What kind of tensor it is, if it is not elements at strides of one storage of its own."""
+    import torch
+
+    if tensor.layout is not torch.strided:
+        return f"of layout {str(tensor.layout).removeprefix('torch.')}"
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor.is_nested:
+        return "a nested tensor"
+    plain = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    return None if type(tensor) in plain else f"a {type(tensor).__name__}"
 
 
 def _shared(pairs: list[_Pair]) -> list[str]:

@@ -77,23 +77,45 @@ def _clean(path: str) -> str:
     return raw[-(MAX_NAME - 16) :].decode("utf-8", "ignore")
 
 
-def walk_tensors(root: object) -> Iterator[tuple[str, torch.Tensor]]:
+def walk_tensors(
+    root: object, *, as_state: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor that containers and attributes lead to, with its path, in saving order.
 
     Only names depend on it: what it does not reach is saved all the same, under a number.
+
+    Args:
+        root: the object.
+        as_state: give modules as their state dicts, and a tensor once for each path that leads to it.
     """
     import torch
 
+    nothing: frozenset[int] = frozenset()
     seen: set[int] = set()
-    todo: deque[tuple[str, Any]] = deque([("", root)])
-    while todo and len(seen) < MAX_VISITS:
-        path, obj = todo.popleft()
-        if isinstance(obj, _LEAVES) or id(obj) in seen:
+    visits = 0
+    # With a path, the objects on the way to it: what holds itself is not entered again.
+    todo: deque[tuple[str, Any, frozenset[int]]] = deque([("", root, nothing)])
+    while todo and visits < MAX_VISITS:
+        path, obj, above = todo.popleft()
+        if isinstance(obj, _LEAVES) or id(obj) in (above if as_state else seen):
+            continue
+        visits += 1
+        if as_state and isinstance(obj, torch.Tensor):
+            yield path, obj
+            continue
+        if as_state and isinstance(obj, torch.nn.Module):
+            # Lazy modules, and those with hooks, may hold what is no tensor.
+            state = obj.state_dict(keep_vars=True)
+            tensors = [(n, t) for n, t in state.items() if isinstance(t, torch.Tensor)]
+            yield from ((join(path, name), tensor) for name, tensor in tensors)
             continue
         seen.add(id(obj))
         if isinstance(obj, torch.Tensor):
             yield from ((join(path, p) if p else path, t) for p, t in _parts(obj))
-        children = [(join(path, k), v) for k, v in _children(obj) if type(v) not in _PLAIN_LEAVES]
+        above = above | {id(obj)} if as_state else nothing
+        children = [
+            (join(path, k), v, above) for k, v in _children(obj) if type(v) not in _PLAIN_LEAVES
+        ]
         todo.extendleft(reversed(children))
 
 

@@ -12,6 +12,7 @@ import inspect
 import io
 import pickle
 import reprlib
+import sys
 from typing import Any
 
 from ._errors import CorruptDataError, S4Error, UnsafeLoadError
@@ -197,16 +198,35 @@ def _validate_sparse(weights_only: bool) -> None:
         validate()
 
 
+def unsafe_globals(stream: bytes) -> list[str]:
+    """The globals of a stream that the restricted unpickler does not allow, sorted."""
+    from torch import _weights_only_unpickler as unpickler
+
+    allowed = unpickler._get_allowed_globals().keys() | unpickler._get_user_allowed_globals().keys()
+    try:
+        needed = unpickler.get_globals_in_pkl(io.BytesIO(stream))
+    except Exception as error:
+        raise CorruptDataError(f"corrupt data (pickle): {_short_repr.repr(error)}") from error
+    return sorted(set(needed) - allowed)
+
+
 def _unsafe(stream: bytes, error: pickle.UnpicklingError) -> UnsafeLoadError:
     refused = find_refused(stream)
     said = str(error)
     said = said if len(said) <= MAX_SAID else f"{said[:MAX_SAID]}..."
     if not refused:
-        return UnsafeLoadError(f"weights_only=True: {said}")
+        return UnsafeLoadError(f"Weights only load failed. weights_only=True: {said}")
     key_path, name = refused[0]
     place = f"`{key_path}`" if key_path else "the saved object itself"
     shown = name if len(name) <= MAX_SAID else f"{name[:MAX_SAID]}..."
-    lines = [f"weights_only=True: {place} needs `{shown}`, which is not an allowed global."]
+    # Programs look for PyTorch's first words.
+    lines = [
+        f"Weights only load failed. weights_only=True: {place} needs `{shown}`, "
+        "which is not an allowed global."
+    ]
+    module = "torch.distributed.tensor"
+    if name.startswith(f"{module}.") and module not in sys.modules:
+        lines.append(f"  `import {module}` before loading allows it: nothing else is needed")
     lines += [f"  also `{path}` needs `{other[:MAX_SAID]}`" for path, other in refused[1:8]]
     lines += [
         "If you trust the file, allow them with torch.serialization.add_safe_globals([...]) or",

@@ -15,6 +15,8 @@ FileLike = Union[str, "os.PathLike[str]", IO[bytes]]
 
 #: Bytes that tell the formats apart: the length of a safetensors header, and its first brace.
 _HEAD = 9
+#: Bytes of a ``.s4w`` file's end that tell its length.
+_TAIL = 64
 _MAX_SAFETENSORS_HEADER = 100_000_000
 
 
@@ -61,12 +63,12 @@ def _open_path(
     path = os.fspath(f)
     try:
         with open(path, "rb") as file:
-            head = file.read(_HEAD)
+            head, tail = file.read(_HEAD), _tail(file)
     except FileNotFoundError as error:
         raise NotFoundError(error.errno, error.strerror, path) from None
     except OSError as error:
         raise StorageError(error.errno, error.strerror, path) from error
-    if _core.is_s4w(head):
+    if _core.is_s4w(head) or _core.ends_s4w(tail):
         return _core.Reader(path, None, None, threads, options, trusted)
     return Foreign(f, path.endswith(".safetensors") or _is_safetensors(head))
 
@@ -76,7 +78,8 @@ def _open_stream(
 ) -> _core.Reader | Foreign:
     if not hasattr(f, "read"):
         raise AttributeError(
-            f"expected a path, a URL or a file-like object with a 'read' attribute, not {f!r}"
+            "expected a path, a URL or a file-like object with a 'read' attribute, not "
+            f"{type(f).__name__}"
         )
     if not _is_seekable(f):
         data = f.read()
@@ -84,15 +87,27 @@ def _open_stream(
             return _core.Reader(None, None, data, threads, options, trusted)
         return Foreign(io.BytesIO(data), _is_safetensors(data[:_HEAD]))
     start = f.tell()
-    head = f.read(_HEAD)
+    head, tail = f.read(_HEAD), _tail(f)
     f.seek(start)
-    if not _core.is_s4w(head):
+    if not _core.is_s4w(head) and not (start == 0 and _core.ends_s4w(tail)):
         return Foreign(f, _is_safetensors(head))
     path = _path_of(f) if start == 0 else None
-    if path is not None:
+    if path is not None and _core.is_whole(tail, os.fstat(f.fileno()).st_size):
         f.seek(0, os.SEEK_END)
         return _core.Reader(path, None, None, threads, options, trusted)
-    return _core.Reader(None, None, f.read(), threads, options, trusted)
+    # There may be other objects behind this one. The bytes of a `BytesIO` are lent, not copied.
+    data, at = (f.getvalue(), start) if type(f) is io.BytesIO else (f.read(), 0)
+    length = _core.first_len(data, at)
+    end = len(data) if length is None else at + length
+    f.seek(start + end - at)
+    return _core.Reader(None, None, data, threads, options, trusted, at, end)
+
+
+def _tail(f: IO[bytes]) -> bytes:
+    """The last bytes of a stream that can be positioned."""
+    end = f.seek(0, os.SEEK_END)
+    f.seek(max(end - _TAIL, 0))
+    return f.read(_TAIL)
 
 
 def _is_seekable(f: Any) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
+import operator
 import os
 import pickle
 import threading
@@ -18,7 +20,7 @@ from ._catalog import Catalog
 from ._device import HOST, Compute, place
 from ._entries import CheckpointEntry, Retention, listed
 from ._errors import CorruptDataError, UnsupportedFormatError
-from ._load import read
+from ._load import check_pickle_arguments, read
 from ._pending import Deadline, HostBuffer, PendingSave
 from ._progress import Progress, ProgressArgument
 from ._roles import find_roles
@@ -56,6 +58,9 @@ class CheckpointStore(Catalog):
     A save in the background that fails is logged at once, and raised by the next call that waits
     for it: a save, a load or `close`. If none comes, the process says so on stderr when it ends,
     and its exit status is not 0. ``with`` closes the store in any case.
+
+    A store can be pickled and copied: what comes out has the same arguments, and a connection of
+    its own. Arguments may hold secrets (``storage_options``), and so does the pickle.
 
     Args:
         url: a folder or a URL such as ``s3://bucket/runs/a``.
@@ -106,6 +111,23 @@ class CheckpointStore(Catalog):
         gpu_scratch: int | None = None,
     ) -> None:
         self.url = os.fspath(url)
+        # What a copy is made of.
+        self._arguments: dict[str, Any] = {
+            "url": self.url,
+            "max_chain": max_chain,
+            "max_hops": max_hops,
+            "preset": preset,
+            "storage_options": None if storage_options is None else dict(storage_options),
+            "threads": threads,
+            "parent_memory": parent_memory,
+            "bandwidth": bandwidth,
+            "allow_network_fs": allow_network_fs,
+            "timeout": timeout,
+            "writers": writers,
+            "read_only": read_only,
+            "device": device,
+            "gpu_scratch": gpu_scratch,
+        }
         # One for each call: what it finds is of one process.
         self._compute: Callable[[], Compute] = lambda: Compute(device, gpu_scratch)
         self._compute()
@@ -151,6 +173,11 @@ class CheckpointStore(Catalog):
 
     def __repr__(self) -> str:
         return f"CheckpointStore({self.url!r})"
+
+    def __reduce__(self) -> tuple[Callable[..., CheckpointStore], tuple[dict[str, Any]]]:
+        # A copy, in this process or another, is a store of its own that connects when it is used.
+        arguments = {**self._arguments, "retention": self.retention}
+        return functools.partial(_make, type(self)), (arguments,)
 
     def __enter__(self) -> CheckpointStore:
         return self
@@ -255,8 +282,7 @@ class CheckpointStore(Catalog):
         require_little_endian()
         if torch.serialization._serialization_tls.skip_data:
             raise UnsupportedFormatError("torch.serialization.skip_data: checkpoints hold data")
-        if type(step) is not int or step < 0:
-            raise ValueError(f"step: an integer of 0 or more expected, not {step!r}")
+        step = _step(step)
         torch.serialization._check_dill_version(pickle_module)
         with self._saving():
             return self._save(
@@ -417,6 +443,7 @@ class CheckpointStore(Catalog):
             S4Error: another of its kinds.
         """
         require_little_endian()
+        check_pickle_arguments("load_checkpoint", pickle_module, pickle_load_args)
         if fallback and step is not None:
             raise ValueError("fallback: only without a step, to find the newest that can be used")
         self._settle()
@@ -500,6 +527,23 @@ class CheckpointStore(Catalog):
                 logger.error("%s: a save did not end in time", self.url)
             finally:
                 self._deadline.clear()
+
+
+def _make(cls: type[CheckpointStore], arguments: dict[str, Any]) -> CheckpointStore:
+    return cls(**arguments)
+
+
+def _step(step: object) -> int:
+    """A training step: an integer of any type, NumPy's and PyTorch's included."""
+    try:
+        if isinstance(step, bool):
+            raise TypeError
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"step: an integer of 0 or more expected, not {step!r}")
+    return number
 
 
 def _in_child() -> None:

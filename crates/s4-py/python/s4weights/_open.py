@@ -1,0 +1,212 @@
+"""`open`: the tensors of one file, one by one or in part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from . import _core
+from ._device import Compute
+from ._load import build, choose_unpickler
+from ._names import walk_tensors
+from ._progress import Progress
+from ._save import require_little_endian
+from ._sources import FileLike, open_source, require_s4w
+from ._storages import StorageReader
+
+if TYPE_CHECKING:
+    import torch
+
+
+class _Saved(NamedTuple):
+    """What a file says of a tensor, without its values, and the number of its storage there."""
+
+    tensor: torch.Tensor
+    number: int
+
+
+class File(Mapping[str, Any]):
+    """A ``.s4w`` file whose tensors can be read one by one, and in part.
+
+    Any thread may call any method, several at once. As a mapping it gives whole tensors by their
+    key paths.
+    """
+
+    def __init__(self, reader: _core.Reader, device: Any, weights_only: bool | None) -> None:
+        import torch
+
+        self._reader: _core.Reader | None = reader
+        self._device = torch.device("cpu" if device is None else device)
+        compute, no_progress = Compute("cpu", None), Progress(None, 0, "load")
+        storages = StorageReader(reader, reader.tensors(), "meta", no_progress, compute)
+        arguments = {"encoding": "utf-8"}
+        pickle_module = choose_unpickler(None, weights_only, {})
+        obj = build(reader, reader.tree(), storages, "meta", pickle_module, arguments)
+        numbers = storages.numbers()
+        self._saved: dict[str, _Saved] = {}
+        for path, tensor in walk_tensors(obj, as_state=True):
+            if tensor.layout is torch.strided and not tensor.is_quantized:
+                number = numbers.get(tensor.untyped_storage()._cdata)
+                if number is not None:
+                    self._saved[path] = _Saved(tensor, number)
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of the file. Tensors that were read stay."""
+        self._reader = None
+
+    def __len__(self) -> int:
+        return len(self._saved)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._saved)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self.get_tensor(key)
+
+    def metadata(self) -> dict[str, str]:
+        """The free text that was saved with the object."""
+        return self._open().metadata()
+
+    def get_tensor(self, key: str) -> torch.Tensor:
+        """A tensor, by its key path. Raises `KeyError` if there is none."""
+        return self.get_slice(key)[...]
+
+    def get_slice(self, key: str) -> Slice:
+        """A tensor of which parts can be read: ``f.get_slice("w")[10:20, :]``."""
+        return Slice(self, key, self._saved[key])
+
+    def _open(self) -> _core.Reader:
+        if self._reader is None:
+            raise ValueError("the file was closed")
+        return self._reader
+
+
+class Slice:
+    """A tensor that is read when it is indexed, and no more of it than that takes.
+
+    Chunks are decoded whole: each has 64 Ki or 128 Ki values.
+    """
+
+    def __init__(self, file: File, key: str, saved: _Saved) -> None:
+        self._file, self._key, self._saved = file, key, saved
+
+    def get_shape(self) -> list[int]:
+        """Sizes of the dimensions."""
+        return list(self._saved.tensor.shape)
+
+    def get_dtype(self) -> torch.dtype:
+        """Type of the elements."""
+        return self._saved.tensor.dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Integers, slices (with any step) and ``...``, as a tensor takes them; nothing else."""
+        import torch
+
+        saved, number = self._saved
+        item = saved.element_size()
+        ranges, rest = _ranges(index, saved.shape, self._key)
+        if not saved.is_contiguous():
+            # Strides of its own: all of its storage is read.
+            nbytes = saved.untyped_storage().nbytes()
+            storage = torch.UntypedStorage(nbytes)
+            self._read(number, (0, 1, (nbytes,)), [(0, nbytes)], storage)
+            values = torch.empty(0, dtype=saved.dtype).set_(
+                storage, saved.storage_offset(), saved.shape, saved.stride()
+            )
+            part = values[tuple(slice(*r) for r in ranges)][rest].contiguous()
+        else:
+            shape = [end - start for start, end in ranges]
+            part = torch.empty(shape, dtype=saved.dtype)
+            array = (saved.storage_offset() * item, item, tuple(saved.shape))
+            self._read(number, array, ranges, part.untyped_storage())
+            part = part[rest]
+            part = part if part.is_contiguous() else part.contiguous()
+        part = part.conj() if saved.is_conj() else part
+        part = torch._neg_view(part) if saved.is_neg() else part
+        return part.to(self._file._device)
+
+    def _read(
+        self,
+        number: int,
+        array: tuple[int, int, Sequence[int]],
+        part: list[tuple[int, int]],
+        storage: torch.UntypedStorage,
+    ) -> None:
+        if storage.nbytes():
+            memory = (storage.data_ptr(), storage.nbytes())
+            self._file._open().read_view(number, array, part, memory)
+
+
+def _ranges(
+    index: Any, shape: Sequence[int], key: str
+) -> tuple[list[tuple[int, int]], tuple[Any, ...]]:
+    """The range of each dimension that an index needs, and what is left to do to what was read."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    if items.count(...) > 1:
+        raise IndexError("an index can only have a single ellipsis ('...')")
+    missing = len(shape) - (len(items) - items.count(...))
+    if missing < 0:
+        raise IndexError(f"too many indices for `{key}` of {len(shape)} dimensions")
+    at = items.index(...) if ... in items else len(items)
+    items[at : at + items.count(...)] = [slice(None)] * missing
+    ranges: list[tuple[int, int]] = []
+    rest: list[Any] = []
+    for dimension, (one, size) in enumerate(zip(items, shape, strict=True)):
+        if isinstance(one, slice):
+            start, stop, step = one.indices(size)
+            if step <= 0:
+                raise ValueError("step must be greater than zero")
+            ranges.append((start, max(start, stop)))
+            rest.append(slice(None, None, step))
+        elif hasattr(one, "__index__") and not isinstance(one, bool):
+            number = one.__index__()
+            if not -size <= number < size:
+                raise IndexError(
+                    f"index {number} is out of bounds for dimension {dimension} with size {size}"
+                )
+            number %= size
+            ranges.append((number, number + 1))
+            rest.append(0)
+        else:
+            raise TypeError(f"integers, slices and ... expected, not {type(one).__name__}")
+    return ranges, tuple(rest)
+
+
+def open(
+    f: FileLike,
+    device: Any = "cpu",
+    *,
+    weights_only: bool | None = None,
+    threads: int | None = None,
+    storage_options: Mapping[str, str] | None = None,
+    trusted: bool = False,
+) -> File:
+    """Opens a ``.s4w`` file, of which tensors are then read one by one, or in part::
+
+        with s4weights.open("step100.s4w", device="cuda") as f:
+            rows = f.get_slice("model.embed.weight")[1000:2000]
+            bias = f.get_tensor("model.layers.0.bias")
+
+    Reads the index of the file and decodes nothing before it is asked for.
+
+    Args:
+        f: as in `load`.
+        device: where the tensors are to be: decoded on the host, and copied there.
+        weights_only: as in `load`: for objects that were pickled.
+        threads: as in `load`.
+        storage_options: as in `save`.
+        trusted: as in `load`.
+
+    Raises:
+        UnsupportedFormatError: it is no ``.s4w`` file.
+        S4Error: another of its kinds, as `load`.
+    """
+    require_little_endian()
+    source = require_s4w(open_source(f, storage_options, threads, trusted))
+    return File(source, device, weights_only)

@@ -1,0 +1,137 @@
+"""`patch`: unmodified programs that call `torch.save` and `torch.load`."""
+
+import io
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import s4weights
+from compare import assert_identical
+
+
+def is_s4w(path):
+    return path.read_bytes()[:4] == b"\x89S4W"
+
+
+def state():
+    torch.manual_seed(1)
+    return {"w": torch.randn(64, 32), "step": 7}
+
+
+def test_a_program_saves_and_loads_s4w_files(tmp_path):
+    path, old = tmp_path / "checkpoint.pt", tmp_path / "old.pt"
+    torch.save(state(), old)
+    before = (torch.save, torch.load, torch.serialization.save, torch.serialization.load)
+    with s4weights.patch(preset="fast", threads=1):
+        assert torch.save(state(), path) is None
+        assert is_s4w(path)
+        assert_identical(torch.load(path, map_location="cpu", weights_only=True), state())
+        # Files of torch.save are still read.
+        assert_identical(torch.load(old), state())
+    assert (torch.save, torch.load, torch.serialization.save, torch.serialization.load) == before
+
+
+def test_patches_nest_and_are_taken_back_in_turn(tmp_path):
+    before = torch.save
+    s4weights.patch()
+    once = torch.save
+    s4weights.patch(preset="fast")
+    torch.save(state(), tmp_path / "a")
+    assert_identical(torch.load(tmp_path / "a"), state())
+    s4weights.unpatch()
+    assert torch.save is once
+    s4weights.unpatch()
+    assert torch.save is before
+    s4weights.unpatch()
+    assert torch.save is before
+
+
+def test_an_unknown_option_is_refused():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'presett'"):
+        s4weights.patch(presett="fast")
+    assert not hasattr(torch.save, "__wrapped__")
+
+
+def test_a_block_that_fails_takes_the_patch_back():
+    before = torch.save
+    with pytest.raises(ZeroDivisionError), s4weights.patch():
+        1 / 0  # noqa: B018
+    assert torch.save is before
+
+
+def test_what_torch_alone_can_write_goes_to_torch(tmp_path):
+    path = tmp_path / "skipped"
+    with s4weights.patch(), torch.serialization.skip_data():
+        torch.save(state(), path)
+    assert not is_s4w(path)
+
+
+def test_functions_that_were_assigned_by_hand_do_not_call_themselves(tmp_path, monkeypatch):
+    path = tmp_path / "old.pt"
+    torch.save(state(), path)
+    monkeypatch.setattr(torch, "load", s4weights.load)
+    assert_identical(torch.load(path), state())
+    with s4weights.patch():
+        assert_identical(torch.load(path), state())
+    monkeypatch.setattr(torch.serialization, "load", s4weights.load)
+    with pytest.raises(RuntimeError, match=r"s4weights\.patch\(\) keeps it"):
+        torch.load(path)
+
+
+TRAINING = """
+import sys
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+start = 0
+if len(sys.argv) > 2:
+    checkpoint = torch.load(sys.argv[2], weights_only=True)
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    torch.set_rng_state(checkpoint["rng"])
+    start = checkpoint["epoch"]
+for epoch in range(start, 4):
+    loss = model(torch.randn(16, 32)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if epoch == 1 or epoch == 3:
+        torch.save(
+            {
+                "epoch": epoch + 1,
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "rng": torch.get_rng_state(),
+            },
+            f"{sys.argv[1]}/{epoch}.pt",
+        )
+"""
+
+
+def test_an_unmodified_script_trains_stops_and_resumes_to_the_bit(tmp_path):
+    script, run = tmp_path / "train.py", "import s4weights, runpy, sys; s4weights.patch(); \
+sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    script.write_text(TRAINING)
+    plain, ours, resumed = (tmp_path / name for name in ("plain", "ours", "resumed"))
+    for folder in (plain, ours, resumed):
+        folder.mkdir()
+    python = [sys.executable]
+    subprocess.run([*python, script, plain], check=True)
+    subprocess.run([*python, "-c", run, script, ours], check=True)
+    subprocess.run([*python, "-c", run, script, resumed, ours / "1.pt"], check=True)
+    assert is_s4w(ours / "3.pt")
+    expected = torch.load(plain / "3.pt", weights_only=True)
+    assert_identical(s4weights.load(ours / "3.pt"), expected)
+    assert_identical(s4weights.load(resumed / "3.pt"), expected)
+
+
+def test_streams_are_patched_too():
+    with s4weights.patch():
+        buffer = io.BytesIO()
+        torch.save(state(), buffer)
+        buffer.seek(0)
+        assert_identical(torch.load(buffer), state())
