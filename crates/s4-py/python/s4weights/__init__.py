@@ -42,7 +42,7 @@ from ._errors import (
 from ._load import inspect, load, verify
 from ._load_into import load_into
 from ._once import load_checkpoint, save_checkpoint
-from ._pending import PendingSave, finish_on_sigterm
+from ._pending import PendingFile, PendingSave, finish_on_sigterm
 from ._save import save
 from ._store import CheckpointStore
 
@@ -54,6 +54,7 @@ __all__ = [
     "LimitError",
     "MismatchError",
     "NotFoundError",
+    "PendingFile",
     "PendingSave",
     "Retention",
     "S4Error",
