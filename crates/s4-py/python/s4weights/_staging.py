@@ -66,6 +66,7 @@ class StagedValues:
         self.upload_memory: int | None = None
         self._held: list[Any] = []
         self._copies: _core.DeviceCopies | None = None
+        self._ordinals: set[int] = set()
         # Host memory with copies: until the save ends.
         self._buffer: HostBuffer | None = None
 
@@ -92,7 +93,7 @@ class StagedValues:
             return
         import torch
 
-        for ordinal in sorted({where[0] for _, where in self._copies.places()}):
+        for ordinal in sorted(self._ordinals):
             self._copies.hold(ordinal, torch.cuda.current_stream(ordinal).cuda_stream)
 
     def release(self) -> None:
@@ -131,7 +132,7 @@ def stage_values(
         copies = _copy_on_devices(entries, wheres, engine, stage, budget)
         stage = "host" if copies is None and (on_devices or stage == "auto") else "device"
     values = StagedValues(stage)
-    values._copies = copies
+    values._copies, values._ordinals = copies, on_devices
     values.waits = stage == "host" and bool(on_devices)
     values.upload_memory = budget.host
     # Keeps all storages alive, whatever the caller does.
