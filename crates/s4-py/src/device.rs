@@ -1,8 +1,13 @@
 //! `_core.CudaEngine`, and tensors in the memory of CUDA devices.
 
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use s4weights::cuda::{Chunks, Cuda, CudaError, CudaOptions, DeviceMemory, GpuError};
+use s4weights::cuda::{
+    Chunks, Cuda, CudaError, CudaOptions, DeviceMemory, GpuError, StagedCopies, Stager,
+};
 use s4weights::{DType, Error, Place, PlacedSource};
 
 use crate::watch::watched;
@@ -19,7 +24,31 @@ pub(crate) type DeviceRequest = (usize, usize, usize, Where);
 
 /// Encodes and decodes on CUDA devices. Calls may come from several threads at once.
 #[pyclass(frozen, module = "s4weights._core")]
-pub(crate) struct CudaEngine(pub(crate) s4weights::cuda::CudaEngine);
+pub(crate) struct CudaEngine(pub(crate) s4weights::cuda::CudaEngine, Stagers);
+
+/// What copies tensors aside, by number of the device.
+#[derive(Default)]
+struct Stagers(Mutex<BTreeMap<u32, Arc<Stager>>>);
+
+impl Stagers {
+    fn get(&self, cuda: &Cuda, ordinal: u32) -> Result<Arc<Stager>, GpuError> {
+        let mut all = lock(&self.0);
+        if let Some(stager) = all.get(&ordinal) {
+            return Ok(Arc::clone(stager));
+        }
+        let stager = Stager::new(cuda, ordinal)?;
+        all.insert(ordinal, Arc::clone(&stager));
+        Ok(stager)
+    }
+}
+
+/// Copies of tensors in the memory of CUDA devices, until they are freed.
+#[pyclass(frozen, module = "s4weights._core")]
+pub(crate) struct DeviceCopies {
+    by_device: Mutex<Option<Arc<BTreeMap<u32, StagedCopies>>>>,
+    places: Vec<(usize, Where)>,
+    bytes: u64,
+}
 
 #[pymethods]
 impl CudaEngine {
@@ -28,7 +57,7 @@ impl CudaEngine {
         let options = CudaOptions { scratch, ..CudaOptions::default() };
         watched(py, None, || {
             let cuda = Cuda::discover().map_err(of_cuda)?;
-            Ok(Self(s4weights::cuda::CudaEngine::new(cuda, options)))
+            Ok(Self(s4weights::cuda::CudaEngine::new(cuda, options), Stagers::default()))
         })
     }
 
@@ -38,6 +67,55 @@ impl CudaEngine {
         let nothing = unsafe { DeviceMemory::new(ordinal, 0, 0, 0) };
         let open = || self.0.decode::<CudaError>(&[nothing], |_| Ok(()));
         watched(py, None, || open().map_err(of_engine))
+    }
+
+    /// Queues copies of tensors, given by address, bytes and where, on the streams that they are used on.
+    /// `leave`: bytes of each device's memory, by its number, that must stay free.
+    fn copy(
+        &self,
+        py: Python<'_>,
+        tensors: Vec<(usize, usize, Where)>,
+        leave: BTreeMap<u32, u64>,
+    ) -> PyResult<DeviceCopies> {
+        let mut lists = BTreeMap::<u32, (Vec<usize>, Vec<DeviceMemory>)>::new();
+        for (i, &(address, nbytes, place)) in tensors.iter().enumerate() {
+            let memory = memory(address, nbytes, place)?;
+            let (numbers, list) = lists.entry(memory.ordinal()).or_default();
+            numbers.push(i);
+            list.push(memory);
+        }
+        watched(py, None, || {
+            let mut places = vec![(0, (-1, 0)); tensors.len()];
+            let mut by_device = BTreeMap::new();
+            for (ordinal, (numbers, list)) in lists {
+                let stager = self.1.get(self.0.cuda(), ordinal).map_err(of_cuda)?;
+                let leave = leave.get(&ordinal).copied().unwrap_or(0);
+                let copies = stager.copy(&list, leave).map_err(of_cuda)?;
+                for (i, m) in numbers.into_iter().zip(copies.memory()) {
+                    places[i] = (m.address() as usize, (i64::from(ordinal), m.stream()));
+                }
+                by_device.insert(ordinal, copies);
+            }
+            let bytes = by_device.values().map(StagedCopies::bytes).sum();
+            Ok(DeviceCopies { by_device: Mutex::new(Some(Arc::new(by_device))), places, bytes })
+        })
+    }
+
+    /// Free and total bytes of a device's memory.
+    fn memory(&self, py: Python<'_>, ordinal: u32) -> PyResult<(u64, u64)> {
+        watched(py, None, || {
+            let stager = self.1.get(self.0.cuda(), ordinal).map_err(of_cuda)?;
+            stager.memory().map_err(of_cuda)
+        })
+    }
+
+    /// The handle of a stream of the engine's own that comes after what was queued on `stream` until now.
+    fn after(&self, py: Python<'_>, ordinal: u32, stream: u64) -> PyResult<u64> {
+        watched(py, None, || {
+            let stager = self.1.get(self.0.cuda(), ordinal).map_err(of_cuda)?;
+            // SAFETY: the caller, the package's own Python part, passes the device's current stream.
+            unsafe { stager.after(stream) }.map_err(of_cuda)
+        })
     }
 
     /// Chunks done by the kernels, by the CPU, and by the CPU after the kernels refused them.
@@ -50,6 +128,59 @@ impl CudaEngine {
     fn scratch_high_water(&self, py: Python<'_>, ordinal: u32) -> PyResult<u64> {
         watched(py, None, || self.0.scratch_high_water(ordinal).map_err(of_engine))
     }
+}
+
+#[pymethods]
+impl DeviceCopies {
+    /// Address and place of each copy, in the order of the tensors.
+    fn places(&self) -> Vec<(usize, Where)> {
+        self.places.clone()
+    }
+
+    /// Bytes of device memory that they take.
+    fn nbytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Waits until the copies are made.
+    fn wait(&self, py: Python<'_>) -> PyResult<()> {
+        let Some(all) = self.held() else { return Ok(()) };
+        watched(py, None, || {
+            all.values().try_for_each(StagedCopies::wait).map_err(of_cuda)?;
+            drop(all);
+            Ok(())
+        })
+    }
+
+    /// Has what is queued on a stream of a device from now on wait for the copies.
+    fn hold(&self, py: Python<'_>, ordinal: u32, stream: u64) -> PyResult<()> {
+        let Some(all) = self.held() else { return Ok(()) };
+        watched(py, None, || match all.get(&ordinal) {
+            // SAFETY: the caller, the package's own Python part, passes the device's current stream.
+            Some(copies) => unsafe { copies.hold(stream) }.map_err(of_cuda),
+            None => Ok(()),
+        })
+    }
+
+    /// Gives the memory back to the devices. What still reads the copies must be done.
+    fn free(&self, py: Python<'_>) -> PyResult<()> {
+        let all = lock(&self.by_device).take();
+        watched(py, None, || {
+            drop(all);
+            Ok(())
+        })
+    }
+}
+
+impl DeviceCopies {
+    /// The copies; `None` once they are freed.
+    fn held(&self) -> Option<Arc<BTreeMap<u32, StagedCopies>>> {
+        lock(&self.by_device).clone()
+    }
+}
+
+fn lock<T>(held: &Mutex<T>) -> MutexGuard<'_, T> {
+    held.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn of_cuda(source: GpuError) -> Error {

@@ -25,7 +25,7 @@ use pyo3::pybacked::PyBackedBytes;
 
 use codec::{Compressed, TensorCodec};
 use copy::copy_memory;
-use device::CudaEngine;
+use device::{CudaEngine, DeviceCopies};
 use reader::Reader;
 use store::Store;
 use watch::{detached, watched};
@@ -101,6 +101,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<Compressed>()?;
     m.add_class::<Store>()?;
     m.add_class::<CudaEngine>()?;
+    m.add_class::<DeviceCopies>()?;
     m.add_class::<Writer>()?;
     m.add_class::<Reader>()
 }

@@ -82,8 +82,9 @@ impl Store {
         Ok(Self { inner: watcher.run(py, None, open)?, watcher })
     }
 
-    /// Saves a checkpoint. Tensors of CUDA devices need an engine; `staged` is called when their values
-    /// are not needed any more. Returns the entry and the report, as JSON.
+    /// Saves a checkpoint. Tensors of CUDA devices need an engine. `staged` is called when their values are
+    /// not needed any more, with `host_changes` when no tensor's are; `staging_memory`: bytes that may wait
+    /// to be uploaded until then. Returns the entry and the report, as JSON.
     #[expect(clippy::too_many_arguments, reason = "all of them differ from save to save")]
     fn save(
         &self,
@@ -98,6 +99,8 @@ impl Store {
         callback: Option<Py<PyAny>>,
         engine: Option<Py<CudaEngine>>,
         staged: Option<Py<PyAny>>,
+        host_changes: bool,
+        staging_memory: Option<usize>,
     ) -> PyResult<String> {
         let sources = tensors.iter().map(placed).collect::<PyResult<Vec<_>>>()?;
         let of_host = if engine.is_some() { vec![] } else { on_host(&sources)? };
@@ -119,6 +122,8 @@ impl Store {
                 base,
                 progress: Some(progress()),
                 staged: staged.is_some().then_some(&tell as &dyn Fn()),
+                host_changes,
+                staging_memory,
             };
             let saved = match &engine {
                 Some(engine) => {

@@ -19,6 +19,7 @@ pub(crate) mod nvcomp;
 mod parent;
 mod plan;
 mod route;
+mod staging;
 mod tensor;
 #[cfg(feature = "testing")]
 #[doc(hidden)]
@@ -42,6 +43,7 @@ pub use job::{Batch, DecodeJob, Piece};
 pub use nvcomp::Trusted;
 pub use parent::{ParentChunk, ParentFrame, ParentSize, ParentValues};
 pub use plan::Planners;
+pub use staging::{StagedCopies, Stager};
 pub use tensor::{DeviceMemory, DeviceTensor};
 
 use crate::{CpuEngine, ParentSample, Preset, Scratch, TensorPlan, planner};

@@ -13,6 +13,7 @@ mod hostile;
 mod library;
 mod racing;
 mod roundtrip;
+mod staging;
 mod support;
 
 #[test]

@@ -47,7 +47,7 @@ from ._load_into import load_into
 from ._once import load_checkpoint, save_checkpoint
 from ._open import open
 from ._patch import patch, unpatch
-from ._pending import PendingSave, finish_on_sigterm
+from ._pending import PendingFile, PendingSave, finish_on_sigterm
 from ._save import save
 from ._store import CheckpointStore
 
@@ -59,6 +59,7 @@ __all__ = [
     "LimitError",
     "MismatchError",
     "NotFoundError",
+    "PendingFile",
     "PendingSave",
     "Retention",
     "S4Error",

@@ -75,11 +75,47 @@ class CudaEngine:
     def open(self, ordinal: int) -> None:
         """Opens a device, takes the scratch memory and gives it back."""
 
+    def copy(
+        self, tensors: Sequence[tuple[int, int, Where]], leave: Mapping[int, int]
+    ) -> DeviceCopies:
+        """Queues copies of tensors, given by address, bytes and where, on the streams that they are used
+        on: after what was queued there before, and before all that is queued later.
+
+        ``leave``: bytes of each device's memory, by its number, that must stay free. Raises `LimitError`
+        if there is no room for the copies besides. Tensors of no bytes are allowed.
+        """
+
+    def memory(self, ordinal: int) -> tuple[int, int]:
+        """Free and total bytes of a device's memory, as the driver counts them."""
+
+    def after(self, ordinal: int, stream: int) -> int:
+        """The handle of a stream of the engine's own that comes after what was queued on another until
+        now.
+        """
+
     def chunks(self) -> tuple[int, int, int]:
         """Chunks done by the kernels, by the CPU, and by the CPU after the kernels refused them."""
 
     def scratch_high_water(self, ordinal: int) -> int:
         """The most device memory, in bytes, that was held at once."""
+
+class DeviceCopies:
+    """Copies of tensors in the memory of CUDA devices, in memory that the driver gave."""
+
+    def places(self) -> list[tuple[int, Where]]:
+        """Address and place of each, in the order of the tensors; their stream comes after the copies."""
+
+    def nbytes(self) -> int:
+        """Bytes of device memory that they take."""
+
+    def wait(self) -> None:
+        """Waits until the copies are made. Does nothing once they are freed."""
+
+    def hold(self, ordinal: int, stream: int) -> None:
+        """Has what is queued on a stream from now on wait for the copies."""
+
+    def free(self) -> None:
+        """Gives the memory back to the devices. What reads the copies must be done."""
 
 class TensorCodec:
     """Compresses and decompresses tensors in memory: the codec without a file around it."""
@@ -126,9 +162,12 @@ class Store:
         callback: Progress | None,
         engine: CudaEngine | None,
         staged: Callable[[], object] | None,
+        host_changes: bool,
+        staging_memory: int | None,
     ) -> str:
         """Saves a checkpoint. The tensors' memory is read during the call, that of CUDA devices, which
-        need an engine, until ``staged`` is called.
+        need an engine, until ``staged`` is called. With ``host_changes`` that is true of all tensors.
+        ``staging_memory``: bytes that may wait to be uploaded until then; ``None``: all.
         """
 
     def list(self) -> str:

@@ -41,7 +41,7 @@ class Compute:
             raise ValueError(f"gpu_scratch={gpu_scratch!r}: a number of bytes expected")
         self._device = device
         self._given = gpu_scratch is not None
-        self._scratch = GPU_SCRATCH if gpu_scratch is None else gpu_scratch
+        self.scratch = GPU_SCRATCH if gpu_scratch is None else gpu_scratch
         self._found: dict[frozenset[int], _core.CudaEngine | None] = {}
         if device == "cuda":
             self.engine(())
@@ -57,7 +57,7 @@ class Compute:
 
     def _find(self, ordinals: frozenset[int]) -> _core.CudaEngine | None:
         try:
-            engine = _engine(self._scratch)
+            engine = _engine(self.scratch)
             for ordinal in sorted(ordinals):
                 engine.open(ordinal)
             return engine
@@ -111,6 +111,10 @@ class Places:
         if found is None:
             found = self._found[device] = self._find(device)
         return found
+
+    def streams(self) -> dict[int, int]:
+        """The streams that were looked up, by number of the device."""
+        return {ordinal: stream for ordinal, stream in self._found.values() if ordinal >= 0}
 
     def _find(self, device: torch.device) -> tuple[int, int]:
         import torch

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 from . import _core
 
 if TYPE_CHECKING:
-    from ._pending import PendingSave
+    from ._pending import Pending
 
 logger = logging.getLogger("s4weights")
 
 #: Saves that run, or that failed and nobody was told.
-_live: set[PendingSave] = set()
+_live: set[Pending[Any]] = set()
 #: What else is to be done in the child after a fork.
 _resets: list[Callable[[], None]] = []
 _child_hook_of = 0
 
 
-def add(pending: PendingSave) -> None:
+def add(pending: Pending[Any]) -> None:
     """Notes a save that begins."""
     global _child_hook_of
     _live.add(pending)
@@ -38,7 +38,7 @@ def add(pending: PendingSave) -> None:
         Finalize(None, _at_end_of_child, exitpriority=-100)
 
 
-def discard(pending: PendingSave) -> None:
+def discard(pending: Pending[Any]) -> None:
     """The save succeeded, or somebody has seen that it failed."""
     _live.discard(pending)
 
@@ -62,11 +62,11 @@ def _in_child() -> None:
 def _failures() -> list[str]:
     """Waits for all saves, and returns those that failed and that nobody has asked about."""
     failed = []
-    for pending in sorted(_live, key=lambda p: p.step):
+    for pending in sorted(_live, key=lambda p: p._number):
         error = pending.committed.exception()
         if error is not None:
             failed.append(
-                f"s4weights: {pending.url}: the save of step {pending.step} FAILED, and the "
+                f"s4weights: {pending._what} FAILED, and the "
                 f"program ended without asking for its outcome (`close()` does): "
                 f"{type(error).__name__}: {error}"
             )

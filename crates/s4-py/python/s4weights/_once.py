@@ -4,11 +4,45 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal, overload
 
 from ._entries import CheckpointEntry
+from ._pending import PendingSave
 from ._progress import ProgressArgument
+from ._staging import Stage
 from ._store import CheckpointStore
+
+
+@overload
+def save_checkpoint(
+    state: object,
+    url: str | os.PathLike[str],
+    step: int,
+    metrics: Mapping[str, float] | None = ...,
+    tags: Mapping[str, str] | None = ...,
+    *,
+    blocking: Literal[True] = ...,
+    base: bool = ...,
+    stage: Stage = ...,
+    progress: ProgressArgument = ...,
+    **store_options: Any,
+) -> CheckpointEntry: ...
+
+
+@overload
+def save_checkpoint(
+    state: object,
+    url: str | os.PathLike[str],
+    step: int,
+    metrics: Mapping[str, float] | None = ...,
+    tags: Mapping[str, str] | None = ...,
+    *,
+    blocking: Literal[False],
+    base: bool = ...,
+    stage: Stage = ...,
+    progress: ProgressArgument = ...,
+    **store_options: Any,
+) -> PendingSave: ...
 
 
 def save_checkpoint(
@@ -18,17 +52,29 @@ def save_checkpoint(
     metrics: Mapping[str, float] | None = None,
     tags: Mapping[str, str] | None = None,
     *,
+    blocking: bool = True,
     base: bool = False,
+    stage: Stage = "auto",
     progress: ProgressArgument = None,
     **store_options: Any,
-) -> CheckpointEntry:
+) -> CheckpointEntry | PendingSave:
     """Saves one checkpoint into the store at a folder or URL, which is created if need be.
 
-    A training loop does better with a `CheckpointStore`, which remembers what it saved last.
-    ``store_options`` are those of that class. It may be called from several threads at once.
+    A training loop does better with a `CheckpointStore`, which remembers what it saved last, and what
+    a save in the background failed with. ``store_options`` are those of that class, ``blocking`` and
+    ``stage`` those of its `save_checkpoint`. It may be called from several threads at once.
     """
-    with CheckpointStore(url, **store_options) as store:
-        return store.save_checkpoint(state, step, metrics, tags, base=base, progress=progress)
+    store = CheckpointStore(url, **store_options)
+    if blocking:
+        with store:
+            return store.save_checkpoint(
+                state, step, metrics, tags, base=base, stage=stage, progress=progress
+            )
+    pending = store.save_checkpoint(
+        state, step, metrics, tags, blocking=False, base=base, stage=stage, progress=progress
+    )
+    pending.committed.add_done_callback(lambda _: store._abandon())
+    return pending
 
 
 def load_checkpoint(

@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import signal
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from . import _core, _live
+from ._entries import CheckpointEntry
 from ._errors import S4Error
 
 if TYPE_CHECKING:
     import torch
 
-    from ._entries import CheckpointEntry
+    from ._staging import StagedValues
     from ._store import CheckpointStore
+
+T = TypeVar("T")
+
+#: Values of saves that went on in another process.
+_ABANDONED: list[StagedValues | None] = []
+#: Saves are told of in the order in which they began.
+_numbers = itertools.count()
 
 logger = logging.getLogger("s4weights")
 
@@ -28,7 +39,7 @@ logger = logging.getLogger("s4weights")
 _ALIGN = 64
 
 
-class SaveFuture(Future["CheckpointEntry"]):
+class SaveFuture(Future[T]):
     """A future that knows whether anybody has seen its error."""
 
     def __init__(self, on_seen: Callable[[], None]) -> None:
@@ -36,7 +47,7 @@ class SaveFuture(Future["CheckpointEntry"]):
         self._on_seen = on_seen
         self._seen = False
 
-    def result(self, timeout: float | None = None) -> CheckpointEntry:
+    def result(self, timeout: float | None = None) -> T:
         outcome = self.exception(timeout)
         if outcome is not None:
             raise outcome
@@ -57,37 +68,92 @@ class SaveFuture(Future["CheckpointEntry"]):
         return None if seen else outcome
 
 
-class PendingSave:
-    """A checkpoint that is being saved in the background.
+class Pending(Generic[T]):
+    """A save that goes on in the background.
 
     Any thread may use it, several at once. In a process that was forked while the save ran it has
     failed: the save goes on in the parent process alone.
 
     Attributes:
-        step: the training step.
-        url: the store.
-        staged: done when the tensors were copied, those on CUDA devices as what they were encoded
-            to: the caller may change them from then on.
-        committed: done when the checkpoint is listed; its result is the entry.
+        stage: how values are kept as they were at the call: ``"device"``, ``"host"`` or ``"lazy"``.
+        staged: done when the caller may change its tensors. With ``"device"`` and ``"host"`` that is
+            the case when the call returns. With ``"device"`` the copies are queued by then, so that
+            streams which do not wait for the one that was current are to wait (`wait_staged`)
+            before they write to the tensors, as after any other work on them.
+        committed: done when the save is; its result is what a call that blocks returns.
     """
 
-    def __init__(self, step: int, url: str) -> None:
-        self.step = step
-        self.url = url
+    def __init__(self, what: str) -> None:
+        self.stage = "host"
         self.staged: Future[None] = Future()
-        self.committed = SaveFuture(lambda: _live.discard(self))
+        self.committed: SaveFuture[T] = SaveFuture(lambda: _live.discard(self))
+        self._what = what
+        self._number = next(_numbers)
+        self._values: StagedValues | None = None
         self._thread: threading.Thread | None = None
         self._given_up = False
+        self._abandoned = False
 
-    def wait(self, timeout: float | None = None) -> CheckpointEntry:
-        """Waits until the checkpoint is listed. Raises what the save failed with."""
+    def wait(self, timeout: float | None = None) -> T:
+        """Waits until the save is done. Raises what it failed with."""
         return self.committed.result(timeout)
 
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
         return self.committed.done()
 
-    def _start(self, save: Callable[[], CheckpointEntry]) -> None:
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Waits until the values have been read or copied, or the save has failed: from then on any
+        thread, and any stream of a device, may change or free the tensors.
+
+        Raises:
+            TimeoutError: they were not within so many seconds. (Copies on a device, which take
+                milliseconds once it gets to them, are waited for however long that is.)
+        """
+        if self._abandoned:
+            return  # It is the parent process's memory that is read.
+        try:
+            self.staged.result(timeout)
+        except futures.TimeoutError as error:
+            raise TimeoutError(f"{self._what}: values are still being read") from error
+        values = self._values
+        if values is not None:
+            values.wait_copied()
+
+    def guard(self, *optimizers: Any) -> Guard:
+        """Has steps of optimizers wait until the values are staged, each once: what ``stage="lazy"``
+        needs. With ``"device"`` and ``"host"`` no thread has to wait.
+
+        It does so from the call on. Other loops use it as a context manager around the update, or
+        call `wait_staged` before it::
+
+            with pending.guard():
+                update(parameters)
+
+        Args:
+            optimizers: of PyTorch, or others with ``register_step_pre_hook``. None for ``with``.
+
+        Raises:
+            TypeError: an optimizer has no such method.
+        """
+        return Guard(self, optimizers)
+
+    def _hold(self) -> None:
+        """Waits, here or on the current streams, until the values may be changed."""
+        if self._abandoned:
+            return
+        self.staged.result()
+        values = self._values
+        if values is not None:
+            values.hold_streams()
+
+    def _take(self, values: StagedValues) -> None:
+        """The values of this save, before it starts."""
+        self._values, self.stage = values, values.stage
+        if values.is_ready:
+            self._stage()
+
+    def _start(self, save: Callable[[], T]) -> None:
         """Runs the save on a thread of its own, which the interpreter waits for when it ends."""
         self._thread = threading.Thread(target=self._run, args=(save,), name="s4weights-save")
         _live.add(self)
@@ -95,21 +161,41 @@ class PendingSave:
             self._thread.start()
         except BaseException:
             _live.discard(self)
+            self._end_values()
             raise
 
-    def _run(self, save: Callable[[], CheckpointEntry]) -> None:
+    def _run(self, save: Callable[[], T]) -> None:
         try:
-            entry = save()
+            if self._values is not None:
+                self._values.settle()
+            result = save()
         except BaseException as error:
             # What the save held on to is not needed to tell why it failed.
             traceback.clear_frames(error.__traceback__)
-            logger.error("%s: the save of step %d failed: %s", self.url, self.step, error)
-            self._stage()
+            logger.error("%s failed: %s", self._what, error)
+            self._end_values()
             self.committed.set_exception(error)
         else:
-            self._stage()
-            self.committed.set_result(entry)
+            self._end_values()
+            self.committed.set_result(result)
             _live.discard(self)
+
+    def _finish_values(self) -> None:
+        """Called in the save once it needs neither the caller's tensors nor copies on devices."""
+        try:
+            if self._values is not None:
+                self._values.release()
+        finally:
+            self._stage()
+
+    def _end_values(self) -> None:
+        try:
+            if self._values is not None:
+                self._values.end()
+        except Exception:
+            logger.exception("%s: copies could not be freed", self._what)
+        finally:
+            self._stage()
 
     def _stage(self) -> None:
         if not self.staged.done():
@@ -120,6 +206,19 @@ class PendingSave:
         self._given_up = True
         self.committed.exception()
 
+    def _wait_returnable(self) -> None:
+        """Waits for what must be done before the call returns. The caller goes on if that is
+        interrupted, with tensors that are being read: then the save is given up.
+        """
+        values = self._values
+        if values is None or not values.waits:
+            return
+        try:
+            self.staged.result()
+        except BaseException:
+            self._give_up()
+            raise
+
     def _check(self) -> None:
         """Raises, in the save, once it was given up."""
         if self._given_up:
@@ -127,16 +226,103 @@ class PendingSave:
 
     def _abandon(self) -> None:
         """In the child after a fork: threads that are not there may hold the locks of futures."""
-        error = S4Error(
-            f"{self.url}: the save of step {self.step} goes on in the process that was forked, not "
-            "in this one"
-        )
+        self._abandoned = True
+        # Their memory belongs to a driver that this process cannot use.
+        _ABANDONED.append(self._values)
+        error = S4Error(f"{self._what} goes on in the process that was forked, not in this one")
         for future in (self.staged, self.committed):
             if future._state == "FINISHED":
                 future._condition = threading.Condition()
             else:
                 Future.__init__(future)
                 future.set_exception(error)
+
+
+class PendingSave(Pending[CheckpointEntry]):
+    """A checkpoint that is being saved in the background: `CheckpointStore.save_checkpoint` with
+    ``blocking=False``.
+
+    Any thread may use it, several at once. In a process that was forked while the save ran it has
+    failed: the save goes on in the parent process alone.
+
+    Attributes:
+        step: the training step.
+        url: the store.
+        stage: how values are kept as they were at the call: ``"device"``, ``"host"`` or ``"lazy"``.
+        staged: done when the caller may change its tensors. With ``"device"`` and ``"host"`` that is
+            the case when the call returns. With ``"device"`` the copies are queued by then, so that
+            streams which do not wait for the one that was current are to wait (`wait_staged`)
+            before they write to the tensors, as after any other work on them.
+        committed: done when the checkpoint is listed; its result is the entry.
+    """
+
+    def __init__(self, step: int, url: str) -> None:
+        super().__init__(f"{url}: the save of step {step}")
+        self.step = step
+        self.url = url
+
+
+class PendingFile(Pending[dict[str, Any]]):
+    """A file that is being written in the background: `save` with ``blocking=False``. It appears when
+    it is whole.
+
+    As `PendingSave`, but for:
+
+    Attributes:
+        target: the path or URL; what a stream says of itself.
+        committed: done when the file is there under its name; its result is what `save` returns
+            otherwise.
+    """
+
+    def __init__(self, target: str) -> None:
+        super().__init__(f"{target}: the save")
+        self.target = target
+
+
+#: For each optimizer the saves that its next step waits for. The hook stays with the optimizer: it
+#: cannot be removed while the optimizer goes through its hooks, and does nothing without a save.
+_waiting: weakref.WeakKeyDictionary[Any, list[Pending[Any]]] = weakref.WeakKeyDictionary()
+
+
+class Guard:
+    """What `PendingSave.guard` returns: waits when it is entered."""
+
+    def __init__(self, pending: Pending[Any], optimizers: Sequence[Any]) -> None:
+        self._pending = pending
+        for optimizer in optimizers:
+            _guard(optimizer, pending)
+
+    def __enter__(self) -> Guard:
+        self._pending._hold()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+
+def _guard(optimizer: Any, pending: Pending[Any]) -> None:
+    waiting = _waiting.get(optimizer)
+    if waiting is None:
+        waiting = []
+        try:
+            optimizer.register_step_pre_hook(_hook(waiting))
+        except AttributeError as error:
+            raise TypeError(
+                f"{type(optimizer).__name__} takes no hooks for its steps: use `with "
+                "pending.guard():` around what changes the tensors"
+            ) from error
+        _waiting[optimizer] = waiting
+    waiting.append(pending)
+
+
+def _hook(waiting: list[Pending[Any]]) -> Callable[..., None]:
+    def wait(*arguments: object) -> None:
+        while waiting:
+            # One that is interrupted is waited for at the next step.
+            waiting[0]._hold()
+            del waiting[0]
+
+    return wait
 
 
 class HostBuffer:

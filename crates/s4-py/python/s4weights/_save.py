@@ -2,26 +2,75 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
 import pickle
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, overload
 
 from . import _core, _pickled
 from ._device import Compute
 from ._errors import S4Error, UnsupportedFormatError
 from ._nvcomp import load_nvcomp
+from ._pending import HostBuffer, PendingFile
 from ._progress import Progress, ProgressArgument
 from ._roles import find_roles
 from ._sources import FileLike, is_url
-from ._storages import StorageWriter
+from ._staging import Budget, Stage, check_stage, stage_values
+from ._storages import StorageWriter, write_sources
 from ._tree import NotPlain, TreeEncoder
 
 logger = logging.getLogger("s4weights")
+
+
+@overload
+def save(
+    obj: object,
+    f: FileLike,
+    pickle_module: Any = ...,
+    pickle_protocol: int = ...,
+    _use_new_zipfile_serialization: bool = ...,
+    _disable_byteorder_record: bool = ...,
+    *,
+    preset: str = ...,
+    threads: int | None = ...,
+    device: str = ...,
+    gpu_scratch: int | None = ...,
+    progress: ProgressArgument = ...,
+    storage_options: Mapping[str, str] | None = ...,
+    metadata: Mapping[str, str] | None = ...,
+    blocking: Literal[True] = ...,
+    stage: Stage = ...,
+    staging_memory: int | None = ...,
+    device_reserve: int | None = ...,
+) -> dict[str, Any]: ...
+
+
+@overload
+def save(
+    obj: object,
+    f: FileLike,
+    pickle_module: Any = ...,
+    pickle_protocol: int = ...,
+    _use_new_zipfile_serialization: bool = ...,
+    _disable_byteorder_record: bool = ...,
+    *,
+    preset: str = ...,
+    threads: int | None = ...,
+    device: str = ...,
+    gpu_scratch: int | None = ...,
+    progress: ProgressArgument = ...,
+    storage_options: Mapping[str, str] | None = ...,
+    metadata: Mapping[str, str] | None = ...,
+    blocking: Literal[False],
+    stage: Stage = ...,
+    staging_memory: int | None = ...,
+    device_reserve: int | None = ...,
+) -> PendingFile: ...
 
 
 def save(
@@ -39,7 +88,11 @@ def save(
     progress: ProgressArgument = None,
     storage_options: Mapping[str, str] | None = None,
     metadata: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
+    blocking: bool = True,
+    stage: Stage = "auto",
+    staging_memory: int | None = None,
+    device_reserve: int | None = None,
+) -> dict[str, Any] | PendingFile:
     """Saves an object as a ``.s4w`` file, with the arguments of `torch.save` and some more.
 
     The file appears whole or not at all; bytes that have gone to a stream cannot be taken back.
@@ -67,9 +120,16 @@ def save(
             An exception that it raises cancels the save.
         storage_options: settings of the object store, such as ``{"region": "eu-west-1"}``.
         metadata: free text to keep in the file.
+        blocking: ``False`` returns once the values are staged, and writes in the background. A stream
+            is written to from another thread then.
+        stage: with ``blocking=False``, how values are kept as they are at the call: as in
+            `CheckpointStore.save_checkpoint`. ``"host"`` writes values of CUDA devices to the file
+            before it returns.
+        staging_memory: as in `CheckpointStore`, for copies of tensors in host memory.
+        device_reserve: as in `CheckpointStore`.
 
     Returns:
-        What was written: sizes and times.
+        What was written: sizes and times; or a `PendingFile`.
 
     Raises:
         StorageError: the target cannot be written.
@@ -82,26 +142,58 @@ def save(
     if torch.serialization._serialization_tls.skip_data:
         raise UnsupportedFormatError("torch.serialization.skip_data: .s4w files hold their data")
     torch.serialization._check_dill_version(pickle_module)
+    check_stage(stage, blocking)
+    budget = Budget(staging_memory, device_reserve, compute.scratch).check()
     start = time.perf_counter()
     storages, tree, stream = describe(obj, pickle_module, pickle_protocol)
     groups, roles = find_roles(obj, storages)
+    blobs = {} if stream is None else {"pickle": stream}
+    described = (tree, blobs, dict(metadata or {}), roles)
     tracker = Progress(progress, storages.nbytes, "save")
-    try:
-        writer = _open_writer(f, preset, threads, storage_options)
+    nbytes = storages.nbytes
+
+    def write(writer: _core.Writer, values: Callable[[], None]) -> dict[str, Any]:
         try:
-            storages.write(writer, groups, tracker, compute)
-            blobs = {} if stream is None else {"pickle": stream}
-            done = writer.finish(tree, blobs, dict(metadata or {}), roles)
-            report: dict[str, Any] = json.loads(done)
+            try:
+                values()
+                report: dict[str, Any] = json.loads(writer.finish(*described))
+            except BaseException:
+                writer.abort()
+                raise
+            tracker.finish()
+        finally:
+            tracker.close()
+        seconds = time.perf_counter() - start
+        logger.debug("saved %d bytes of tensors in %.3f s: %s", nbytes, seconds, report)
+        return report
+
+    def open_writer() -> _core.Writer:
+        try:
+            return _open_writer(f, preset, threads, storage_options)
         except BaseException:
-            writer.abort()
+            tracker.close()
             raise
-        tracker.finish()
-    finally:
+
+    writer = open_writer()
+    if blocking:
+        return write(writer, lambda: storages.write(writer, groups, tracker, compute))
+    pending = PendingFile(os.fspath(f) if isinstance(f, (str, os.PathLike)) else repr(f))
+    try:
+        engine = storages.engine(compute)
+        values = stage_values(storages.entries(), engine, stage, HostBuffer(threads), budget)
+    except BaseException:
+        writer.abort()
         tracker.close()
-    seconds = time.perf_counter() - start
-    logger.debug("saved %d bytes of tensors in %.3f s: %s", storages.nbytes, seconds, report)
-    return report
+        raise
+    pending._take(values)
+
+    def write_values() -> None:
+        write_sources(writer, engine, values.sources, groups, tracker, pending._check)
+        pending._finish_values()
+
+    pending._start(lambda: write(writer, write_values))
+    pending._wait_returnable()
+    return pending
 
 
 def describe(
@@ -109,10 +201,16 @@ def describe(
 ) -> tuple[StorageWriter, str | None, bytes | None]:
     """The storages of an object, and its tree or, if it is not plain, its pickle."""
     storages = StorageWriter()
+    # A collection, which thousands of small objects set off, looks at everything that PyTorch has made.
+    collects = gc.isenabled()
+    gc.disable()
     try:
         return storages, TreeEncoder(storages).encode(obj), None
     except (NotPlain, RecursionError):
         pass  # What pickling raises is not to be chained to this.
+    finally:
+        if collects:
+            gc.enable()
     storages = StorageWriter()
     return storages, None, _pickled.dump(obj, storages, pickle_module, protocol)
 

@@ -150,6 +150,26 @@ class StorageWriter:
         _write_batch(writer, engine, batch, kinds, progress)
 
 
+def write_sources(
+    writer: _core.Writer,
+    engine: _core.CudaEngine | None,
+    sources: list[_core.PlacedSource],
+    groups: Sequence[int],
+    progress: Progress,
+    check: Callable[[], None],
+) -> None:
+    """Hands values to the native writer, wherever they are. What ``check`` raises ends that."""
+    report = progress.native()
+
+    def watch(done: int) -> None:
+        check()
+        if report is not None:
+            report(done)
+
+    _write(writer, engine, sources, bytes(groups), watch)
+    progress.advance(sum(source[4] for source in sources))
+
+
 def _write_batch(
     writer: _core.Writer,
     engine: _core.CudaEngine | None,
@@ -157,11 +177,21 @@ def _write_batch(
     groups: list[int],
     progress: Progress,
 ) -> None:
-    if engine is None:
-        writer.write([tensor[:5] for tensor in batch], bytes(groups), progress.native())
-    else:
-        writer.write_placed(engine, batch, bytes(groups), progress.native())
+    _write(writer, engine, batch, bytes(groups), progress.native())
     progress.advance(sum(tensor[4] for tensor in batch))
+
+
+def _write(
+    writer: _core.Writer,
+    engine: _core.CudaEngine | None,
+    sources: list[_core.PlacedSource],
+    groups: bytes,
+    progress: _core.Progress | None,
+) -> None:
+    if engine is None:
+        writer.write([source[:5] for source in sources], groups, progress)
+    else:
+        writer.write_placed(engine, sources, groups, progress)
 
 
 class StorageReader:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import _core, _live
 from ._catalog import Catalog
-from ._device import HOST, Compute, place
+from ._device import HOST, Compute, Places
 from ._entries import CheckpointEntry, Retention, listed
 from ._errors import CorruptDataError, UnsupportedFormatError
 from ._load import check_pickle_arguments, read
@@ -25,6 +25,7 @@ from ._pending import Deadline, HostBuffer, PendingSave
 from ._progress import Progress, ProgressArgument
 from ._roles import find_roles
 from ._save import describe, require_little_endian
+from ._staging import Budget, Stage, StagedValues, check_stage, stage_values
 from ._turn import Turn
 
 if TYPE_CHECKING:
@@ -89,6 +90,11 @@ class CheckpointStore(Catalog):
         device: where tensors on CUDA devices are encoded and decoded, as in `save`. What is stored is
             the same.
         gpu_scratch: as in `save`.
+        staging_memory: bytes of host memory that saves in the background may take for values, copied
+            or encoded, that are not uploaded yet; ``None``: no limit. What does not fit makes the
+            call take longer.
+        device_reserve: bytes of each CUDA device's memory that copies of values leave free; ``None``:
+            1 GiB, or a tenth of the memory if that is more. What PyTorch once had comes on top.
     """
 
     def __init__(
@@ -109,6 +115,8 @@ class CheckpointStore(Catalog):
         read_only: bool = False,
         device: str = "auto",
         gpu_scratch: int | None = None,
+        staging_memory: int | None = None,
+        device_reserve: int | None = None,
     ) -> None:
         self.url = os.fspath(url)
         # What a copy is made of.
@@ -130,7 +138,8 @@ class CheckpointStore(Catalog):
         }
         # One for each call: what it finds is of one process.
         self._compute: Callable[[], Compute] = lambda: Compute(device, gpu_scratch)
-        self._compute()
+        scratch = self._compute().scratch
+        self._budget = Budget(staging_memory, device_reserve, scratch).check()
         if isinstance(retention, int):
             retention = Retention(keep_last=retention)
         self.retention: Retention | None = retention
@@ -203,6 +212,11 @@ class CheckpointStore(Catalog):
                 self._closed = True
                 self._native, self._spare = None, None
 
+    def _abandon(self) -> None:
+        """Closes it, in a save that has ended; what that failed with is for whoever waits for it."""
+        self._closed = True
+        self._native, self._spare = None, None
+
     @overload
     def save_checkpoint(
         self,
@@ -213,6 +227,7 @@ class CheckpointStore(Catalog):
         blocking: Literal[True] = ...,
         *,
         base: bool = ...,
+        stage: Stage = ...,
         progress: ProgressArgument = ...,
         metadata: Mapping[str, str] | None = ...,
         pickle_module: Any = ...,
@@ -229,6 +244,7 @@ class CheckpointStore(Catalog):
         *,
         blocking: Literal[False],
         base: bool = ...,
+        stage: Stage = ...,
         progress: ProgressArgument = ...,
         metadata: Mapping[str, str] | None = ...,
         pickle_module: Any = ...,
@@ -244,6 +260,7 @@ class CheckpointStore(Catalog):
         blocking: bool = True,
         *,
         base: bool = False,
+        stage: Stage = "auto",
         progress: ProgressArgument = None,
         metadata: Mapping[str, str] | None = None,
         pickle_module: Any = pickle,
@@ -258,11 +275,16 @@ class CheckpointStore(Catalog):
             step: the training step, 0 or more. Several checkpoints may have the same one.
             metrics: finite numbers that retention can choose by.
             tags: free text.
-            blocking: ``False`` returns as soon as the tensors are copied, and saves in the
-                background. The copy takes as much host memory as the state, which is used again.
-                Tensors on CUDA devices are encoded instead, which takes the memory of what they
-                become until it is uploaded; one that another writer's clean-up keeps from being
-                listed then is not tried a second time.
+            blocking: ``False`` returns once the values are staged, and saves in the background. One
+                that another writer's clean-up keeps from being listed then is not tried a second
+                time, if values may have changed by then.
+            stage: with ``blocking=False``, how values are kept as they are at the call (docs/staging.md).
+                ``"device"`` copies those on CUDA devices into free memory there, which is freed as
+                soon as they are encoded, and is an error if there is no room. ``"host"`` returns
+                when they have been encoded, to memory of the host. Both copy tensors in host memory.
+                ``"lazy"`` returns at once: the caller promises not to change or resize any tensor
+                until they have been read, for which `PendingSave.guard` waits. ``"auto"`` takes
+                ``"device"`` if there is room, else ``"host"``; it needs no promise.
             base: write no delta.
             progress: as in `save`; called from the background if that is where the save runs.
             metadata: free text to keep with the object.
@@ -280,13 +302,14 @@ class CheckpointStore(Catalog):
         import torch
 
         require_little_endian()
+        check_stage(stage, blocking)
         if torch.serialization._serialization_tls.skip_data:
             raise UnsupportedFormatError("torch.serialization.skip_data: checkpoints hold data")
         step = _step(step)
         torch.serialization._check_dill_version(pickle_module)
         with self._saving():
             return self._save(
-                *(state, step, metrics, tags, blocking, base, progress),
+                *(state, step, metrics, tags, blocking, base, stage, progress),
                 *(metadata, pickle_module, pickle_protocol),
             )
 
@@ -313,6 +336,7 @@ class CheckpointStore(Catalog):
         tags: Mapping[str, str] | None,
         blocking: bool,
         base: bool,
+        stage: str,
         progress: ProgressArgument,
         metadata: Mapping[str, str] | None,
         pickle_module: Any,
@@ -332,15 +356,21 @@ class CheckpointStore(Catalog):
         engine = storages.engine(self._compute())
 
         def save(
-            sources: Sequence[_core.PlacedSource], pending: PendingSave | None = None
+            sources: Sequence[_core.PlacedSource],
+            pending: PendingSave | None = None,
+            values: StagedValues | None = None,
         ) -> CheckpointEntry:
-            staged = pending._stage if pending is not None and engine is not None else None
+            # Of a save that blocks nothing may change meanwhile, and a second try may read it again.
+            staged = None if pending is None else pending._finish_values
+            reads_host, memory = (values.reads_host, values.upload_memory) if values else (False, None)
+            if not reads_host and engine is None:
+                staged = None
             try:
                 native = self._open("open_or_create")
                 watch = self._watch(tracker, pending)
                 done = native.save(
                     *(step, sources, groups, described, numbers, words, base, watch, engine),
-                    staged,
+                    *(staged, reads_host, memory),
                 )
                 tracker.finish()
             finally:
@@ -348,7 +378,7 @@ class CheckpointStore(Catalog):
             return self._saved(json.loads(done))
 
         if not blocking:
-            return self._save_later(step, storages, save, engine is not None)
+            return self._save_later(step, storages, save, engine, stage)
         held, sources = _sources(storages, engine is not None)
         entry = save(sources)
         del held
@@ -358,32 +388,26 @@ class CheckpointStore(Catalog):
         self,
         step: int,
         storages: StorageWriter,
-        save: Callable[[Sequence[_core.PlacedSource], PendingSave], CheckpointEntry],
-        on_gpu: bool,
+        save: Callable[[Sequence[_core.PlacedSource], PendingSave, StagedValues], CheckpointEntry],
+        engine: _core.CudaEngine | None,
+        stage: str,
     ) -> PendingSave:
         pending = PendingSave(step, str(self.url))
         # If the copy fails it may go on still, on a GPU: then nobody gets this memory again.
         buffer, self._spare = self._spare or HostBuffer(self._threads), None
-        sources = _copied_sources(storages, buffer, on_gpu)
+        values = stage_values(storages.entries(), engine, stage, buffer, self._budget)
+        pending._take(values)
 
         def run() -> CheckpointEntry:
             try:
-                return save(sources, pending)
+                return save(values.sources, pending, values)
             finally:
                 # Before anybody is told that this save has ended.
                 self._spare = buffer
 
-        if not on_gpu:
-            pending._stage()
         pending._start(run)
         self._pending = pending
-        try:
-            # The storages are alive, and nothing is queued on their streams, until then.
-            pending.staged.result()
-        except BaseException:
-            # The caller goes on, with tensors that are being read.
-            pending._give_up()
-            raise
+        pending._wait_returnable()
         return pending
 
     def _saved(self, done: dict[str, Any]) -> CheckpointEntry:
@@ -554,26 +578,9 @@ def _in_child() -> None:
 _live.at_fork(_in_child)
 
 
-def _copied_sources(
-    storages: StorageWriter, buffer: HostBuffer, on_gpu: bool
-) -> list[_core.PlacedSource]:
-    """All storages, copied to a buffer unless they are to be encoded where they are."""
-    entries = storages.entries()
-    wheres = [_where(entry.storage, on_gpu) for entry in entries]
-    copied = [e.storage for e, where in zip(entries, wheres, strict=True) if where == HOST]
-    copies = iter(buffer.copy(copied))
-    sources: list[_core.PlacedSource] = []
-    for entry, where in zip(entries, wheres, strict=True):
-        nbytes = entry.storage.nbytes()
-        address = next(copies)[0] if where == HOST else entry.storage.data_ptr()
-        address = address if nbytes else 0
-        sources.append((entry.name, entry.dtype, entry.shape, address, nbytes, where))
-    return sources
-
-
-def _where(storage: torch.UntypedStorage, on_gpu: bool) -> tuple[int, int]:
+def _where(storage: torch.UntypedStorage, on_gpu: bool, places: Places) -> tuple[int, int]:
     """Where a storage is, if it is to be encoded there."""
-    return place(storage) if on_gpu and storage.nbytes() else HOST
+    return places.of(storage) if on_gpu and storage.nbytes() else HOST
 
 
 def _sources(
@@ -584,9 +591,10 @@ def _sources(
     """
     held: list[Any] = []
     sources: list[_core.PlacedSource] = []
+    places = Places()
     for entry in storages.entries():
         storage = entry.storage
-        where = _where(storage, on_gpu)
+        where = _where(storage, on_gpu, places)
         if storage.device.type != "cpu" and where == HOST:
             storage = storage.cpu()
             held.append(storage)

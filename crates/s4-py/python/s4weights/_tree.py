@@ -42,7 +42,7 @@ import reprlib
 import struct
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ._device import as_tensor, is_array
 from ._errors import CorruptDataError
@@ -57,6 +57,9 @@ from ._storages import (
     is_strided,
     require_storage,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 #: Deepest nesting: JSON readers that stop at 128 levels can read it (a dict takes three).
 MAX_DEPTH = 32
@@ -109,6 +112,7 @@ class TreeEncoder:
         self._storages = storages
         self._seen: set[int] = set()
         self._tensors: dict[int, int] = {}
+        self._tags: dict[torch.device, str] = {}
         self._nodes = 0
         self._kinds: dict[type, Callable[[Any, str, int], Any]] = {
             type(None): self._same,
@@ -260,7 +264,6 @@ class TreeEncoder:
         return self._tensor_node(tensor, path)
 
     def _tensor_node(self, obj: Any, path: str) -> Any:
-        torch = self._torch
         storage = obj.untyped_storage()
         shape = covering_shape(obj)
         if shape is None:
@@ -277,20 +280,30 @@ class TreeEncoder:
         if obj.stride() != row_major(obj.shape):
             node["stride"] = list(obj.stride())
         if storage.device.type != "cpu":
-            node["device"] = torch.serialization.location_tag(storage)
+            node["device"] = self._tag(storage)
         if obj.requires_grad:
             node["grad"] = True
-        if type(obj) is torch.nn.Parameter:
+        if type(obj) is self._torch.nn.Parameter:
             node["parameter"] = True
         return node
 
 
-def _is_plain_tensor(tensor: Any) -> bool:
-    import torch
+    def _tag(self, storage: torch.UntypedStorage) -> str:
+        """What PyTorch calls a storage's device; it asks one kind of device after the other."""
+        device = storage.device
+        tag = self._tags.get(device)
+        if tag is None:
+            tag = self._torch.serialization.location_tag(storage)
+            if device.type == "cuda":
+                self._tags[device] = tag
+        return str(tag)
 
+
+def _is_plain_tensor(tensor: Any) -> bool:
+    """Of a tensor or parameter of PyTorch's own classes, whose state is what they have as attributes."""
     return bool(
         is_strided(tensor)
-        and not torch._utils._get_obj_state(tensor)
+        and not tensor.__dict__
         and not tensor._backward_hooks
         and not tensor.is_conj()
         and not tensor.is_neg()
@@ -445,6 +458,7 @@ def view(
     return rebuild(typed, offset, shape, stride, False, OrderedDict(), dtype)
 
 
+@functools.lru_cache(maxsize=1024)
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous tensor, in elements."""
     stride, step = [], 1

@@ -147,12 +147,11 @@ impl CheckpointStore {
         WriteOptions { preset, threads, simd, memory: Some(memory), ..WriteOptions::default() }
     }
 
-    /// Bytes of memory for what is stored of a checkpoint, by its number since the base: none if its
-    /// values are kept, or if nothing becomes a difference from it.
-    pub(crate) fn room_for_stored(&self, tensors: Sources<'_>, number: u32) -> usize {
-        let placed = !matches!(tensors, Sources::Host(_));
+    /// Bytes of memory for what is stored of a checkpoint, by its number since the base: none if that is
+    /// not wanted, since its values are kept, or if nothing becomes a difference from it.
+    pub(crate) fn room_for_stored(&self, wanted: bool, number: u32) -> usize {
         let is_parent = self.options.tree().last_child(number).is_some();
-        if placed && is_parent { self.options.share() } else { 0 }
+        if wanted && is_parent { self.options.share() } else { 0 }
     }
 
     /// Lets go of values that are no parent's any more once checkpoint `number` since the base is saved

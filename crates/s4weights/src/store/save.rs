@@ -45,6 +45,12 @@ pub struct SaveOptions<'a> {
     /// their frames are in memory, waiting to be uploaded. A save that cannot be published after that,
     /// because another writer retired its parent, fails.
     pub staged: Option<&'a dyn Fn()>,
+    /// Whether values in the memory of the host may change, too, once `staged` was called: it is called later
+    /// then, when nothing needs them any more. What is kept of them for later deltas is what was stored.
+    pub host_changes: bool,
+    /// Bytes of encoded objects that may wait to be uploaded before `staged` is called; `None`: all of them.
+    /// With less than that the call comes later: encoding waits for uploads.
+    pub staging_memory: Option<usize>,
 }
 
 /// What a save did.
@@ -102,6 +108,18 @@ struct Job<'a> {
     asker: Asker,
     /// Whether the caller was told that it may change its values.
     staged: Cell<bool>,
+}
+
+impl Job<'_> {
+    /// Whether the caller may change values once it was told that they are staged.
+    fn may_change(&self) -> bool {
+        self.tensors.on_devices() || self.options.host_changes
+    }
+
+    /// Whether what was stored is kept for later saves, instead of values, which may have changed by then.
+    fn keeps_stored(&self) -> bool {
+        !matches!(self.tensors, Sources::Host(_)) || self.options.host_changes
+    }
 }
 
 impl CheckpointStore {
@@ -189,7 +207,7 @@ impl CheckpointStore {
                     return Ok(saved);
                 }
                 // The caller's values are not those that were saved any more.
-                Err(e) if job.staged.get() && job.tensors.on_devices() => return Err(e),
+                Err(e) if job.staged.get() && job.may_change() => return Err(e),
                 Err(e) if had_parent && is_parents(&e) => {
                     tracing::warn!(
                         store = self.name(), step = job.step, error = %e,
@@ -225,7 +243,11 @@ impl CheckpointStore {
         })?;
         let id = attempt.id();
         // Whoever waits until the values are encoded does not wait for the network.
-        let waiting = if options.staged.is_some() { MAX_OBJECTS } else { 1 };
+        let within = |memory: usize| memory.checked_div(self.options.object_bytes).unwrap_or(1);
+        let waiting = match options.staged {
+            Some(_) => options.staging_memory.map_or(MAX_OBJECTS, within).clamp(1, MAX_OBJECTS),
+            None => 1,
+        };
         let (sender, receiver) = channel(waiting);
         let uploading = bridge.spawn(async move {
             let done = upload(&mut attempt, receiver).await;
@@ -235,7 +257,7 @@ impl CheckpointStore {
         let sink = ChannelSink { bridge: bridge.clone(), asker: asker.clone(), sender };
         let reader = before.as_ref().and_then(|b| b.values.reader());
         let number = parent.map_or(0, |(_, number)| number);
-        let (sink, stored) = Keeping::new(sink, self.room_for_stored(tensors, number));
+        let (sink, stored) = Keeping::new(sink, self.room_for_stored(job.keeps_stored(), number));
         let values = before.map(|b| b.values.parent());
         let written = match self.encode(job, sink, values) {
             Ok(written) => written,
@@ -277,7 +299,7 @@ impl CheckpointStore {
         let again = self.is_parent_later(line, number);
         let (staged, kept) = std::thread::scope(|s| {
             let keeping = match tensors {
-                Sources::Host(tensors) if again => {
+                Sources::Host(tensors) if again && !job.keeps_stored() => {
                     Some(s.spawn(move || self.keep_values(snapshot, tensors)))
                 }
                 _ => None,
@@ -329,11 +351,17 @@ impl CheckpointStore {
         let buffers = self.buffers.clone();
         let mut writer =
             Writer::create_objects_in(target, Box::new(sink), objects, write, buffers)?;
-        tensors.write(&mut writer, options.groups, &mut || {
+        let tell = || {
             if let Some(tell) = options.staged.filter(|_| !staged.replace(true)) {
                 tell();
             }
+        };
+        tensors.write(&mut writer, options.groups, &mut || {
+            if !options.host_changes {
+                tell();
+            }
         })?;
+        tell();
         writer.complete(options.contents.clone())
     }
 

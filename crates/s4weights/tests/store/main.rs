@@ -9,4 +9,5 @@ mod emulated;
 mod life;
 mod racing;
 mod run;
+mod staging;
 mod tree;

@@ -1,0 +1,429 @@
+"""What a save in the background costs a training loop, for each way of staging, beside its peers.
+
+    python benches/staging.py [--gb 3] [--tensors 60 600 6000] [--out FOLDER] [--folder /dev/shm]
+    python benches/staging.py --tiny --device cpu
+
+The state is bf16 weights with AdamW's master copy and moments in fp32, after some steps of it. In one
+run, for each number of tensors: how long the call blocks (base and delta, each way of staging, the best
+of some after a first save), how long the whole save takes, and the same of a pinned copy, a clone on the
+GPU, `torch.save`, `dcp.async_save` and `s4weights.save`. For one number of tensors also: how much slower
+matrix products become while a save goes on, how long the optimizer waits with ``stage="lazy"`` after a
+forward and backward pass of 0.3 s, and memory. Every last checkpoint is compared to the bit.
+
+A table goes to stdout, and `staging.json` and `staging.md` to the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import s4weights
+
+State = dict[str, Any]
+
+STAGES = ("device", "host", "lazy")
+#: Seconds that a forward and backward pass stands for.
+STEP_SECONDS = 0.3
+
+
+class Bench:
+    """Arguments, results, and what depends on the device."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.device: str = arguments.device
+        self.cuda = self.device.startswith("cuda")
+        self.tiny: bool = arguments.tiny
+        self.repeat: int = 1 if self.tiny else arguments.repeat
+        self.deadline = time.monotonic() + arguments.seconds
+        self.rows: list[dict[str, Any]] = []
+        self.facts: dict[str, Any] = {}
+
+    def sync(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def timed(self, action: Callable[[], Any]) -> tuple[float, Any]:
+        """Seconds until a call returns, and until the device has done what it was given."""
+        self.sync()
+        start = time.perf_counter()
+        out = action()
+        return time.perf_counter() - start, out
+
+    def done(self, action: Callable[[], Any]) -> float:
+        """Seconds until a call and its work on the device are done; the best of some."""
+        best = float("inf")
+        for _ in range(max(2, self.repeat)):
+            self.sync()
+            start = time.perf_counter()
+            out = action()
+            self.sync()
+            best = min(best, time.perf_counter() - start)
+            del out
+        return best
+
+    def row(self, tensors: int, what: str, blocked: float | None, whole: float | None) -> None:
+        self.rows.append({"tensors": tensors, "what": what, "blocked_s": blocked, "whole_s": whole})
+        shown = ["-" if s is None else f"{s:.4f}" for s in (blocked, whole)]
+        print(f"{tensors:>6} {what:<44} blocked {shown[0]:>8}  whole {shown[1]:>8}", file=sys.stderr)
+
+    def is_late(self) -> bool:
+        return time.monotonic() > self.deadline
+
+
+def make_state(gigabytes: float, tensors: int, device: str) -> State:
+    """Four tensors a parameter: 14 bytes a value."""
+    count = max(1, tensors // 4)
+    values = int(gigabytes * 1e9 / 14 / count)
+    columns = 1024 if values >= 1 << 16 else 64
+    shape = (max(1, values // columns), columns)
+    generator = torch.Generator(device).manual_seed(tensors)
+    model, slots = {}, {}
+    for i in range(count):
+        master = torch.randn(shape, device=device, generator=generator) * 0.02
+        slots[i] = {
+            "master": master,
+            "exp_avg": torch.zeros_like(master),
+            "exp_avg_sq": torch.zeros_like(master),
+        }
+        model[f"layers.{i}.weight"] = master.bfloat16()
+    groups = [{"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "params": list(range(count))}]
+    state = {"model": model, "optimizer": {"state": slots, "param_groups": groups}, "step": 0}
+    for _ in range(4):
+        train(state)
+    return state
+
+
+def train(state: State) -> None:
+    """A step of AdamW, in place: gradients of rows that differ in size."""
+    slots = list(state["optimizer"]["state"].values())
+    state["step"] += 1
+    rows = torch.randn(slots[0]["master"].shape[0], 1, device=slots[0]["master"].device).exp()
+    for slot, weight in zip(slots, state["model"].values(), strict=True):
+        master, first, second = slot["master"], slot["exp_avg"], slot["exp_avg_sq"]
+        gradient = torch.randn_like(master).mul_(rows).mul_(1e-4)
+        first.mul_(0.9).add_(gradient, alpha=0.1)
+        second.mul_(0.95).addcmul_(gradient, gradient, value=0.05)
+        t = state["step"]
+        update = (first / (1 - 0.9**t)) / ((second / (1 - 0.95**t)).sqrt() + 1e-8)
+        master.mul_(1 - 3e-5).add_(update, alpha=-3e-4)
+        weight.copy_(master)
+
+
+def tensors_of(state: State) -> list[torch.Tensor]:
+    slots = state["optimizer"]["state"].values()
+    return [*state["model"].values(), *(t for slot in slots for t in slot.values())]
+
+
+def same(a: State, b: State) -> bool:
+    """Whether two states are the same, bit for bit."""
+    pairs = zip(tensors_of(a), tensors_of(b), strict=True)
+    return all(
+        x.dtype == y.dtype
+        and torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8).to(x.device))
+        for x, y in pairs
+    )
+
+
+@contextlib.contextmanager
+def new_folder(parent: Path) -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="staging-", dir=parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def measure_yardsticks(bench: Bench, state: State, count: int) -> float:
+    """Copies of the state; the seconds of one into memory that is kept, pinned if there is a GPU."""
+    tensors = tensors_of(state)
+    kept = [torch.empty_like(t, device="cpu", pin_memory=bench.cuda) for t in tensors]
+
+    def copy() -> None:
+        for to, tensor in zip(kept, tensors, strict=True):
+            to.copy_(tensor, non_blocking=True)
+
+    pinned = bench.done(copy)
+    bench.row(count, "pinned copy of the state", pinned, pinned)
+    clone = bench.done(lambda: [t.clone() for t in tensors])
+    bench.row(count, f"clone on the {'GPU' if bench.cuda else 'CPU'}", clone, clone)
+    return pinned
+
+
+def measure_peers(bench: Bench, state: State, count: int, parent: Path) -> None:
+    with new_folder(parent) as folder:
+        whole, _ = bench.timed(lambda: torch.save(state, folder / "0.pt"))
+        bench.row(count, "torch.save", whole, whole)
+    with new_folder(parent) as folder:
+        times = []
+        for i in range(bench.repeat + 1):
+            seconds, _ = bench.timed(lambda i=i: s4weights.save(state, folder / f"{i}.s4w"))
+            times.append(seconds)
+        bench.row(count, "s4weights.save to a file", min(times[1:]), min(times[1:]))
+    for stage in STAGES:
+        with new_folder(parent) as folder:
+            best = [float("inf")] * 2
+            for i in range(bench.repeat + 1):
+                start = time.perf_counter()
+                path = folder / f"{i}.s4w"
+                blocked, pending = bench.timed(
+                    lambda p=path, s=stage: s4weights.save(state, p, blocking=False, stage=s)
+                )
+                pending.wait()
+                if i > 0:
+                    best = [min(best[0], blocked), min(best[1], time.perf_counter() - start)]
+            bench.row(count, f"s4weights.save, background, {stage}", *best)
+    measure_dcp(bench, state, count, parent)
+
+
+def measure_dcp(bench: Bench, state: State, count: int, parent: Path) -> None:
+    """DCP in the background: as it comes, and with pinned memory and overlap as PyTorch's recipe."""
+    try:
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+    except ImportError:
+        print("no DefaultStager in this PyTorch: DCP is left out", file=sys.stderr)
+        return
+    flat = {
+        f"{i}": tensor
+        for i, tensor in enumerate(tensors_of(state))
+    }
+    with new_folder(parent) as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for i in range(1 if bench.tiny else 2):
+            start = time.perf_counter()
+            blocked, future = bench.timed(
+                lambda i=i: dcp.async_save(flat, checkpoint_id=folder / f"plain{i}")
+            )
+            future.result()
+            whole = time.perf_counter() - start
+        bench.row(count, "dcp.async_save, default stager", blocked, whole)
+        options = StagingOptions(
+            use_pinned_memory=bench.cuda,
+            use_shared_memory=False,
+            use_async_staging=bench.cuda,
+            use_non_blocking_copy=bench.cuda,
+        )
+        stager = DefaultStager(options)
+        try:
+            for i in range(2):
+                start = time.perf_counter()
+                blocked, answer = bench.timed(
+                    lambda i=i: dcp.async_save(
+                        flat, checkpoint_id=folder / f"pinned{i}", async_stager=stager
+                    )
+                )
+                staging = getattr(answer, "staging_completion", None)
+                if staging is not None:
+                    staging.result()
+                staged = time.perf_counter() - start
+                getattr(answer, "upload_completion", answer).result()
+                whole = time.perf_counter() - start
+        finally:
+            stager.close()
+        bench.row(count, "dcp.async_save, pinned and overlapped: call", blocked, whole)
+        bench.row(count, "dcp.async_save, pinned and overlapped: staged", staged, whole)
+
+
+def measure_store(bench: Bench, state: State, count: int, parent: Path, stage: str) -> None:
+    """A store: bases and deltas, each after a step of training."""
+    best: dict[str, list[float]] = {}
+    with new_folder(parent) as folder, s4weights.CheckpointStore(folder) as store:
+        for i in range(2 + 2 * bench.repeat):
+            train(state)
+            base = i % 3 == 0 or i == 1
+            start = time.perf_counter()
+            blocked, pending = bench.timed(
+                lambda i=i, base=base: store.save_checkpoint(
+                    state, i, blocking=False, base=base, stage=stage
+                )
+            )
+            start = time.perf_counter() - blocked
+            pending.wait_staged()
+            staged = time.perf_counter() - start
+            entry = pending.wait()
+            whole = time.perf_counter() - start
+            if i > 0:  # The first save makes what later ones find.
+                old = best.get(entry.kind, [float("inf")] * 3)
+                best[entry.kind] = [min(pair) for pair in zip(old, (blocked, staged, whole), strict=True)]
+        if not same(state, store.load_checkpoint()):
+            raise SystemExit(f"{count} tensors, {stage}: what comes back differs")
+    for kind, (blocked, staged, whole) in sorted(best.items()):
+        bench.row(count, f"store, {stage}, {kind}", blocked, whole)
+        bench.rows[-1]["staged_s"] = staged
+        bench.rows[-1]["stage"] = pending.stage
+
+
+class Products:
+    """Matrix products that stand for a training step."""
+
+    def __init__(self, bench: Bench) -> None:
+        n = 4096 if bench.cuda else 128
+        dtype = torch.bfloat16 if bench.cuda else torch.float32
+        self.bench = bench
+        self.a = torch.randn(n, n, device=bench.device, dtype=dtype)
+        self.out = torch.empty_like(self.a)
+        self.seconds = 0.0
+
+    def run(self, stop: Callable[[], bool], at_least: float) -> float:
+        """Seconds of a product, on average, until `stop` or as long as is asked for."""
+        done, start = 0, time.perf_counter()
+        while True:
+            for _ in range(20):
+                torch.mm(self.a, self.a, out=self.out)
+            self.bench.sync()
+            done += 20
+            elapsed = time.perf_counter() - start
+            if elapsed >= at_least and stop():
+                return elapsed / done
+
+
+def measure_slowdown(bench: Bench, state: State, parent: Path, stage: str) -> None:
+    """How much slower products are while saves go on, and how long the optimizer waits."""
+    products = Products(bench)
+    least = 0.05 if bench.tiny else 0.4
+    products.run(lambda: True, least)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    alone, beside, waits = [], [], []
+    with new_folder(parent) as folder, s4weights.CheckpointStore(folder) as store:
+        store.save_checkpoint(state, 0)
+        for i in range(1, 1 + 2 * bench.repeat):
+            train(state)
+            bench.sync()
+            alone.append(products.run(lambda: True, least))
+            pending = store.save_checkpoint(state, i, blocking=False, base=i % 2 == 1, stage=stage)
+            pending.guard(optimizer)
+            beside.append(products.run(pending.done, 0.0))
+            pending.wait()
+            # A step of its own: what the optimizer waits for after a forward and backward pass.
+            pending = store.save_checkpoint(state, i, blocking=False, base=i % 2 == 1, stage=stage)
+            pending.guard(optimizer)
+            products.run(lambda: True, 0.05 if bench.tiny else STEP_SECONDS)
+            bench.sync()
+            seconds, _ = bench.timed(optimizer.step)
+            waits.append(seconds)
+            pending.wait()
+    median = [sorted(times)[len(times) // 2] for times in (alone, beside)]
+    bench.facts[f"slowdown_percent, {stage}"] = 100 * (median[1] / median[0] - 1)
+    bench.facts[f"optimizer.step_s, {stage}"] = max(waits)
+
+
+def measure_memory(bench: Bench, state: State, parent: Path, stage: str) -> None:
+    """The most memory of device and host that a save takes, sampled."""
+    free: list[int] = []
+    resident: list[int] = []
+    stop = threading.Event()
+
+    def sample() -> None:
+        while not stop.is_set():
+            if bench.cuda:
+                free.append(torch.cuda.mem_get_info()[0])
+            resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
+            time.sleep(0.001)
+
+    with new_folder(parent) as folder, s4weights.CheckpointStore(folder) as store:
+        store.save_checkpoint(state, 0, blocking=False, stage=stage).wait()
+        train(state)
+        bench.sync()
+        gc.collect()
+        if bench.cuda:
+            torch.cuda.empty_cache()
+        thread = threading.Thread(target=sample)
+        thread.start()
+        time.sleep(0.02)
+        store.save_checkpoint(state, 1, blocking=False, stage=stage).wait()
+        stop.set()
+        thread.join()
+    bench.facts[f"host_bytes, {stage}"] = max(resident) - resident[0]
+    if bench.cuda:
+        bench.facts[f"device_bytes, {stage}"] = free[0] - min(free)
+
+
+def table(bench: Bench) -> str:
+    """The results as Markdown."""
+    rows = bench.rows
+    pinned = {r["tensors"]: r["blocked_s"] for r in rows if r["what"].startswith("pinned copy")}
+    lines = ["| tensors | what | blocked, ms | of a pinned copy | whole, ms |", "|--:|---|--:|--:|--:|"]
+    for r in rows:
+        share = r["blocked_s"] / pinned[r["tensors"]]
+        lines.append(
+            f"| {r['tensors']} | {r['what']} | {1e3 * r['blocked_s']:.1f} | {share:.2f} | "
+            f"{1e3 * r['whole_s']:.1f} |"
+        )
+    lines += ["", "| | |", "|---|--:|"]
+    lines += [f"| {name} | {value:.4g} |" for name, value in bench.facts.items()]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--gb", type=float, default=3.0)
+    parser.add_argument("--tensors", type=int, nargs="+", default=[60, 600, 6000])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=110.0, help="begin nothing new after them")
+    parser.add_argument("--tiny", action="store_true", help="a small state: does it work?")
+    arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.gb, arguments.tensors = 0.004, [8, 40]
+    bench = Bench(arguments)
+    started = time.monotonic()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    middle = arguments.tensors[len(arguments.tensors) // 2]
+    for count in arguments.tensors:
+        if bench.is_late():
+            print(f"no time for {count} tensors", file=sys.stderr)
+            break
+        state = make_state(arguments.gb, count, bench.device)
+        measure_yardsticks(bench, state, count)
+        for stage in STAGES:
+            measure_store(bench, state, count, arguments.folder, stage)
+        if count == middle and not bench.is_late():
+            for stage in STAGES:
+                measure_slowdown(bench, state, arguments.folder, stage)
+                measure_memory(bench, state, arguments.folder, stage)
+        if not bench.is_late():
+            measure_peers(bench, state, count, arguments.folder)
+        del state
+        gc.collect()
+        if bench.cuda:
+            torch.cuda.empty_cache()
+    dist.destroy_process_group()
+    name = torch.cuda.get_device_name() if bench.cuda else "CPU"
+    bench.facts["seconds"] = time.monotonic() - started
+    out = {
+        "device": name,
+        "gb": arguments.gb,
+        "torch": torch.__version__,
+        "s4weights": s4weights.__version__,
+        "cores": os.cpu_count(),
+        "rows": bench.rows,
+        "facts": bench.facts,
+    }
+    (arguments.out / "staging.json").write_text(json.dumps(out, indent=1) + "\n")
+    text = f"{arguments.gb} GB, {name}, PyTorch {torch.__version__}\n\n{table(bench)}\n"
+    (arguments.out / "staging.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

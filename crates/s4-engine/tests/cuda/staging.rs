@@ -1,0 +1,198 @@
+//! Copies of tensors on the device: what they hold, what they cost, and what is refused.
+
+use s4_codec_gpu::{GpuError, Pinned};
+use s4_engine::cuda::{CudaOptions, DeviceMemory, DeviceTensor, StagedCopies, Stager};
+use s4_format::DType;
+use s4_planes::patterns::{self, Kind};
+
+use crate::support::{Gpu, Host, Upload, gpu, gpu_of, on_cpu, on_gpu};
+
+/// Sizes around those of spans, of what the driver copies by itself, and of nothing.
+const SIZES: [usize; 11] = [
+    0,
+    1,
+    3,
+    16,
+    255,
+    4097,
+    (256 << 10) - 1,
+    (256 << 10) + 5,
+    (4 << 20) - 1,
+    4 << 20,
+    (9 << 20) + 7,
+];
+
+/// Bytes that differ from tensor to tensor, at addresses of every alignment.
+fn tensors(gpu: &Gpu) -> Vec<(Vec<u8>, Upload)> {
+    let data = |(i, &n): (usize, &usize)| {
+        let bytes: Vec<u8> = (0..n).map(|at| (at * 31 + at / 256 * 7 + i * 101) as u8).collect();
+        let upload = gpu.upload(&bytes, i as u64 % 5);
+        (bytes, upload)
+    };
+    SIZES.iter().chain(&SIZES[1..7]).enumerate().map(data).collect()
+}
+
+fn all(tensors: &[(Vec<u8>, Upload)]) -> Vec<DeviceMemory> {
+    tensors.iter().map(|t| t.1.memory()).collect()
+}
+
+fn check(gpu: &Gpu, copies: &StagedCopies, tensors: &[(Vec<u8>, Upload)]) {
+    assert_eq!(copies.memory().len(), tensors.len());
+    for (i, (m, t)) in copies.memory().iter().zip(tensors).enumerate() {
+        assert_eq!((m.bytes(), m.ordinal()), (t.0.len() as u64, 0));
+        assert!(gpu.download(m.address(), m.bytes()) == t.0, "tensor {i} of {} bytes", t.0.len());
+    }
+}
+
+#[test]
+fn copies_are_what_was_there_whatever_comes_later() {
+    let Some(gpu) = gpu() else { return };
+    let tensors = tensors(&gpu);
+    let stager = Stager::new(&gpu.cuda, 0).unwrap();
+    for round in 0..3 {
+        let copies = stager.copy(&all(&tensors), 0).unwrap();
+        let needed: u64 = tensors.iter().map(|t| t.0.len() as u64).sum();
+        assert!(copies.bytes() >= needed && copies.bytes() < needed + (64 << 10), "{round}");
+        // The legacy default stream, on which the originals are used, comes after the copies.
+        // SAFETY: there is always that stream.
+        unsafe { copies.hold(0).unwrap() };
+        for t in &tensors {
+            overwrite(&gpu, &t.1, &vec![0xee; t.0.len()]);
+        }
+        copies.wait().unwrap();
+        check(&gpu, &copies, &tensors);
+        for t in &tensors {
+            overwrite(&gpu, &t.1, &t.0);
+        }
+    }
+    let nothing = stager.copy(&[], 0).unwrap();
+    assert_eq!((nothing.memory().len(), nothing.bytes()), (0, 0));
+}
+
+/// Writes on the stream that the originals are used on.
+fn overwrite(gpu: &Gpu, upload: &Upload, bytes: &[u8]) {
+    let pinned = Pinned::new(&gpu.device, bytes.len()).unwrap();
+    // SAFETY: the legacy default stream; memory of the test's own, and the copy is waited for.
+    unsafe {
+        let stream = s4_codec_gpu::Stream::borrow(&gpu.device, 0);
+        pinned.slice_mut(0, bytes.len()).copy_from_slice(bytes);
+        stream.copy_to_device(&pinned, 0, bytes.len(), upload.address).unwrap();
+        stream.synchronize().unwrap();
+    }
+}
+
+#[test]
+fn copies_are_encoded_to_the_frames_of_the_originals() {
+    let Some(gpu) = gpu() else { return };
+    let n = if gpu.is_slow() { 150_000 } else { 5_000_000 };
+    let of = |dtype: DType, kind, n| {
+        let data = patterns::all(kind, n).find(|p| p.0 == "like-weights").unwrap().1;
+        Host::new(format!("{dtype} {n}"), dtype, data)
+    };
+    let hosts = [
+        of(DType::BFloat16, Kind::BF16, n),
+        of(DType::Float32, Kind::F32, n),
+        of(DType::Float32, Kind::F32, 9),
+    ];
+    let uploads: Vec<_> = hosts.iter().map(|h| gpu.upload(&h.data, 0)).collect();
+    let engine = gpu.engine(CudaOptions::default());
+    let expected = on_gpu(&engine, &hosts, &uploads, None).unwrap();
+    let memory: Vec<_> = uploads.iter().map(Upload::memory).collect();
+    let copies = Stager::new(&gpu.cuda, 0).unwrap().copy(&memory, 0).unwrap();
+    for upload in uploads {
+        overwrite(&gpu, &upload, &vec![0; upload.bytes as usize]);
+    }
+    let tensors: Vec<_> = (hosts.iter().zip(copies.memory()))
+        .map(|(h, &memory)| DeviceTensor { dtype: h.dtype, shape: &h.shape, memory })
+        .collect();
+    let plans: Vec<_> = expected.iter().map(|e| e.plan.clone()).collect();
+    let mut frames: Vec<Vec<Vec<u8>>> = hosts.iter().map(|_| vec![]).collect();
+    engine
+        .encode::<s4_engine::cuda::CudaError>(&tensors, &plans, |frame| {
+            frames[frame.tensor].push(frame.bytes.to_vec());
+            Ok(())
+        })
+        .unwrap();
+    for ((host, e), own) in hosts.iter().zip(&expected).zip(frames) {
+        assert!(e.chunks.iter().map(|c| &c.1).eq(own.iter()), "{}", host.name);
+        assert!(on_cpu(host, Some(e.plan.clone())).chunks.iter().map(|c| &c.1).eq(own.iter()));
+    }
+}
+
+#[test]
+fn memory_that_is_to_stay_free_stays_free_and_the_rest_goes_back() {
+    let Some(gpu) = gpu() else { return };
+    let tensors = tensors(&gpu);
+    let stager = Stager::new(&gpu.cuda, 0).unwrap();
+    // Once, so that what the driver itself keeps is there.
+    drop(stager.copy(&all(&tensors), 0).unwrap());
+    let before = stager.memory().unwrap().0;
+    let needed = stager.copy(&all(&tensors), 0).unwrap().bytes();
+    assert_eq!(stager.memory().unwrap().0, before, "copies are left allocated");
+    let e = stager.copy(&all(&tensors), before - needed + 1).unwrap_err();
+    let GpuError::Budget { needed: n, budget, .. } = e else { panic!("{e}") };
+    assert_eq!((n, budget), (needed, needed - 1));
+    assert!(e.to_string().contains(&needed.to_string()), "{e}");
+    assert!(stager.copy(&all(&tensors), u64::MAX).is_err());
+    assert_eq!(stager.memory().unwrap().0, before);
+    let copies = stager.copy(&all(&tensors), before - needed).unwrap();
+    check(&gpu, &copies, &tensors);
+    // Several at once, freed in any order.
+    let more: Vec<_> = (0..3).map(|_| stager.copy(&all(&tensors), 0).unwrap()).collect();
+    drop(copies);
+    more.iter().for_each(|m| check(&gpu, m, &tensors));
+    drop(more);
+    assert_eq!(stager.memory().unwrap().0, before);
+}
+
+#[test]
+fn what_is_no_memory_of_the_device_is_refused() {
+    let Some(gpu) = gpu() else { return };
+    let stager = Stager::new(&gpu.cuda, 0).unwrap();
+    let host = [0u8; 64];
+    // SAFETY: what is refused is not used.
+    let foreign = unsafe { DeviceMemory::new(0, host.as_ptr() as u64, 64, 0) };
+    let upload = gpu.upload(&[1; 1000], 0);
+    // SAFETY: as above.
+    let too_long = unsafe { DeviceMemory::new(0, upload.address, 1 << 40, 0) };
+    // SAFETY: as above.
+    let elsewhere = unsafe { DeviceMemory::new(1, upload.address, 1000, 0) };
+    for bad in [foreign, too_long, elsewhere] {
+        let e = stager.copy(&[upload.memory(), bad], 0).unwrap_err();
+        assert!(matches!(e, GpuError::Argument(_)), "{e}");
+    }
+    assert!(matches!(Stager::new(&gpu.cuda, u32::MAX), Err(GpuError::Argument(_))));
+}
+
+#[test]
+fn a_stream_of_its_own_comes_after_the_owners() {
+    let Some(gpu) = gpu() else { return };
+    let stager = Stager::new(&gpu.cuda, 0).unwrap();
+    let host = Host::new("x", DType::Float32, vec![3; 400_000]);
+    let upload = gpu.upload(&host.data, 0);
+    // SAFETY: the legacy default stream is always there.
+    let after = unsafe { stager.after(0).unwrap() };
+    // SAFETY: the upload's own memory; the stager lives longer than what is done with it.
+    let memory = unsafe { DeviceMemory::new(0, upload.address, upload.bytes, after) };
+    let tensor = DeviceTensor { dtype: host.dtype, shape: &host.shape, memory };
+    let plan = on_cpu(&host, None).plan;
+    let mut bytes = 0;
+    let engine = gpu.engine(CudaOptions::default());
+    engine
+        .encode::<s4_engine::cuda::CudaError>(&[tensor], &[plan], |frame| {
+            bytes += frame.bytes.len();
+            Ok(())
+        })
+        .unwrap();
+    assert!(bytes > 0);
+}
+
+#[test]
+fn each_device_has_its_own() {
+    let Some(gpu) = gpu_of(1) else { return };
+    let stager = Stager::new(&gpu.cuda, 1).unwrap();
+    let upload = gpu.upload(&[7; 5000], 0);
+    let copies = stager.copy(&[upload.memory()], 0).unwrap();
+    assert_eq!(copies.memory()[0].ordinal(), 1);
+    assert_eq!(gpu.download(copies.memory()[0].address(), 5000), [7; 5000]);
+}

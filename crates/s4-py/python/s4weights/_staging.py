@@ -1,0 +1,265 @@
+"""How values stay what they were at the call while a save in the background goes on: ``stage=``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+from . import _core
+from ._device import HOST, Places
+from ._errors import LimitError, S4Error
+
+if TYPE_CHECKING:
+    import torch
+
+    from ._pending import HostBuffer
+    from ._storages import Entry
+
+Stage = Literal["auto", "device", "host", "lazy"]
+
+#: Bytes of a device's memory that copies leave free, and its share of the whole: one in so many.
+LEAST_FREE, FREE_SHARE = 1 << 30, 10
+
+
+class Budget(NamedTuple):
+    """What staging may take."""
+
+    #: Bytes of host memory for copies, and for what waits to be uploaded; ``None``: no limit.
+    host: int | None = None
+    #: Bytes of each device's memory that copies leave free; ``None``: 1 GiB, or a tenth if that is
+    #: more.
+    device_reserve: int | None = None
+    #: Bytes of each device's memory that encoding takes besides.
+    scratch: int = 0
+
+    def check(self) -> Budget:
+        """Raises `ValueError` for what is no number of bytes."""
+        for name, value in (
+            ("staging_memory", self.host),
+            ("device_reserve", self.device_reserve),
+        ):
+            if value is not None and (type(value) is not int or value < 0):
+                raise ValueError(f"{name}={value!r}: a number of bytes expected")
+        return self
+
+
+def check_stage(stage: str, blocking: bool) -> None:
+    """Refuses what is no way of staging, or has nothing to do in a save that blocks."""
+    if stage not in get_args(Stage):
+        raise ValueError(f'stage={stage!r}: "auto", "device", "host" or "lazy" expected')
+    if blocking and stage != "auto":
+        raise ValueError(f"stage={stage!r}: only with blocking=False")
+
+
+class StagedValues:
+    """The values of a save, wherever they are read from."""
+
+    def __init__(self, stage: str) -> None:
+        #: What was done: ``"device"``, ``"host"`` or ``"lazy"``.
+        self.stage = stage
+        self.sources: list[_core.PlacedSource] = []
+        #: Whether the caller is kept waiting until the native part needs its tensors no more.
+        self.waits = False
+        #: Whether tensors in host memory are read where the caller has them.
+        self.reads_host = False
+        #: Bytes that may wait to be uploaded while values are needed; ``None``: no limit.
+        self.upload_memory: int | None = None
+        self._held: list[Any] = []
+        self._copies: _core.DeviceCopies | None = None
+        self._ordinals: set[int] = set()
+        # Host memory with copies: until the save ends.
+        self._buffer: HostBuffer | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the caller may go on as soon as the work for it is queued."""
+        return self.stage != "lazy" and not self.waits
+
+    def settle(self) -> None:
+        """In the background: waits until copies are made, and lets go of what was copied."""
+        if self._copies is not None:
+            self._copies.wait()
+        if self.is_ready:
+            self._held = []
+
+    def wait_copied(self) -> None:
+        """Waits until copies on devices are made."""
+        if self._copies is not None:
+            self._copies.wait()
+
+    def hold_streams(self) -> None:
+        """Has what the current streams are given from now on wait for the copies."""
+        if self._copies is None:
+            return
+        import torch
+
+        for ordinal in sorted(self._ordinals):
+            self._copies.hold(ordinal, torch.cuda.current_stream(ordinal).cuda_stream)
+
+    def release(self) -> None:
+        """Nothing reads the caller's tensors or copies on devices any more."""
+        self._held = []
+        if self._copies is not None:
+            self._copies.free()
+
+    def end(self) -> None:
+        """The save has ended."""
+        self.release()
+        self._buffer = None
+        self.sources = []
+
+
+def stage_values(
+    entries: Sequence[Entry],
+    engine: _core.CudaEngine | None,
+    stage: str,
+    buffer: HostBuffer,
+    budget: Budget,
+) -> StagedValues:
+    """Sees to it that values are read as they are now.
+
+    With ``"lazy"`` that is up to the caller, until the save has read them.
+
+    Raises:
+        LimitError: ``stage="device"``, and there is no room on a device.
+        S4Error: ``stage="device"``, and devices are not used by `_core` here.
+    """
+    places = Places()
+    wheres = [_where(entry.storage, engine, places) for entry in entries]
+    on_devices = {where[0] for where in wheres if where != HOST}
+    copies = None
+    if stage in ("auto", "device"):
+        copies = _copy_on_devices(entries, wheres, engine, stage, budget)
+        stage = "host" if copies is None and (on_devices or stage == "auto") else "device"
+    values = StagedValues(stage)
+    values._copies, values._ordinals = copies, on_devices
+    values.waits = stage == "host" and bool(on_devices)
+    values.upload_memory = budget.host
+    # Keeps all storages alive, whatever the caller does.
+    values._held = [entry.storage for entry in entries]
+    if copies is not None:
+        found = iter(copies.places())
+        addresses = [None if where == HOST else next(found) for where in wheres]
+    else:
+        after = _streams(engine, places, on_devices) if stage == "lazy" else {}
+        addresses = [
+            None
+            if where == HOST
+            else (entry.storage.data_ptr(), (where[0], after.get(where[0], where[1])))
+            for entry, where in zip(entries, wheres, strict=True)
+        ]
+    _stage_host(values, entries, addresses, stage, buffer, budget)
+    return values
+
+
+def _where(
+    storage: torch.UntypedStorage, engine: _core.CudaEngine | None, places: Places
+) -> _core.Where:
+    """Where a storage is, if it is to be encoded there."""
+    return places.of(storage) if engine is not None and storage.nbytes() else HOST
+
+
+def _copy_on_devices(
+    entries: Sequence[Entry],
+    wheres: Sequence[_core.Where],
+    engine: _core.CudaEngine | None,
+    stage: str,
+    budget: Budget,
+) -> _core.DeviceCopies | None:
+    """Copies on the devices; ``None`` if there is nothing to copy, or no room."""
+    if engine is None:
+        if stage == "device" and any(e.storage.device.type == "cuda" for e in entries):
+            raise S4Error(
+                'stage="device": values on CUDA devices go through host memory here; with '
+                'stage="auto" they are copied there'
+            )
+        return None
+    tensors = [
+        (entry.storage.data_ptr(), entry.storage.nbytes(), where)
+        for entry, where in zip(entries, wheres, strict=True)
+        if where != HOST
+    ]
+    ordinals = {where[0] for _, _, where in tensors}
+    if not tensors:
+        return None
+    try:
+        return engine.copy(tensors, _leave(engine, ordinals, budget))
+    except LimitError as error:
+        if stage == "device":
+            raise LimitError(
+                f'stage="device": {error}; stage="auto" goes through host memory then'
+            ) from error
+        return None
+
+
+def _leave(
+    engine: _core.CudaEngine, ordinals: Iterable[int], budget: Budget
+) -> dict[int, int]:
+    """Bytes of each device's memory that copies leave free.
+
+    The copies take no memory of PyTorch's own: what it holds and does not use at the moment is what
+    the next forward pass works in, so that a copy there would make it ask for more. What it had
+    before, and may ask for again, is left to it, too.
+    """
+    leave = {}
+    for ordinal in ordinals:
+        reserve = budget.device_reserve
+        if reserve is None:
+            reserve = max(LEAST_FREE, engine.memory(ordinal)[1] // FREE_SHARE)
+        leave[ordinal] = reserve + budget.scratch + _regrowth(ordinal)
+    return leave
+
+
+def _regrowth(ordinal: int) -> int:
+    """Bytes that PyTorch's allocator once had on a device, and has given back."""
+    import torch
+
+    try:
+        stats = torch.cuda.memory_stats(ordinal)
+    except RuntimeError:  # An allocator of the user's own keeps no statistics.
+        return 0
+    peak = int(stats.get("reserved_bytes.all.peak", 0))
+    return max(0, peak - int(stats.get("reserved_bytes.all.current", 0)))
+
+
+def _streams(
+    engine: _core.CudaEngine | None, places: Places, ordinals: Iterable[int]
+) -> dict[int, int]:
+    """For each device a stream that comes after what was queued so far, and after nothing else."""
+    if engine is None:
+        return {}
+    current = places.streams()
+    return {ordinal: engine.after(ordinal, current[ordinal]) for ordinal in ordinals}
+
+
+def _stage_host(
+    values: StagedValues,
+    entries: Sequence[Entry],
+    addresses: Sequence[tuple[int, _core.Where] | None],
+    stage: str,
+    buffer: HostBuffer,
+    budget: Budget,
+) -> None:
+    """Copies what is not read on a device to the buffer, unless it is read where it is."""
+    there = [entry.storage for entry, at in zip(entries, addresses, strict=True) if at is None]
+    nbytes = sum(storage.nbytes() for storage in there)
+    fits = budget.host is None or nbytes <= budget.host
+    if stage == "lazy" or not fits:
+        values.reads_host = any(s.device.type == "cpu" and s.nbytes() for s in there)
+        # Without a promise the caller waits until they are encoded.
+        values.waits = values.waits or (values.reads_host and stage != "lazy")
+        there = [storage for storage in there if storage.device.type != "cpu"]
+    elif budget.host is not None:
+        values.upload_memory = budget.host - nbytes
+    values._buffer = buffer
+    copied = iter(buffer.copy(there))
+    for entry, at in zip(entries, addresses, strict=True):
+        size = entry.storage.nbytes()
+        if at is not None:
+            address, where = at
+        elif values.reads_host and entry.storage.device.type == "cpu":
+            address, where = entry.storage.data_ptr(), HOST
+        else:
+            address, where = next(copied)[0], HOST
+        address = address if size else 0
+        values.sources.append((entry.name, entry.dtype, entry.shape, address, size, where))
