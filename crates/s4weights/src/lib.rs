@@ -25,6 +25,8 @@
 //! objects instead of one file ([`ObjectSink`], [`ObjectSource`]). Files may go to and come from what the
 //! caller brings ([`Sink`], [`ReadAt`]).
 //!
+//! [`Writer::declare`] says what tensors are to the optimizer, before any of them is planned.
+//!
 //! [`copy`] copies whole checkpoints, and compares them.
 //!
 //! [`store::CheckpointStore`] keeps many checkpoints in a folder or a bucket.
@@ -57,6 +59,7 @@ mod parent;
 mod pipeline;
 mod reader;
 mod report;
+mod roles;
 mod slice;
 pub mod store;
 mod verify;

@@ -87,11 +87,11 @@ def save(
     groups, roles = find_roles(obj, storages)
     tracker = Progress(progress, storages.nbytes, "save")
     try:
-        writer = _open_writer(f, preset, threads, storage_options)
+        writer = _open_writer(f, preset, threads, storage_options, roles)
         try:
             storages.write(writer, groups, tracker, compute)
             blobs = {} if stream is None else {"pickle": stream}
-            done = writer.finish(tree, blobs, dict(metadata or {}), roles)
+            done = writer.finish(tree, blobs, dict(metadata or {}))
             report: dict[str, Any] = json.loads(done)
         except BaseException:
             writer.abort()
@@ -118,17 +118,21 @@ def describe(
 
 
 def _open_writer(
-    f: FileLike, preset: str, threads: int | None, storage_options: Mapping[str, str] | None
+    f: FileLike,
+    preset: str,
+    threads: int | None,
+    storage_options: Mapping[str, str] | None,
+    roles: str | None,
 ) -> _core.Writer:
     if preset == "nvcomp":
         load_nvcomp()
     options = dict(storage_options or {})
     if is_url(f):
-        return _core.Writer(None, str(f), None, preset, threads, options)
+        return _core.Writer(None, str(f), None, preset, threads, options, roles)
     if isinstance(f, (str, os.PathLike)):
-        return _core.Writer(os.fspath(f), None, None, preset, threads, options)
+        return _core.Writer(os.fspath(f), None, None, preset, threads, options, roles)
     if hasattr(f, "write"):
-        return _core.Writer(None, None, f, preset, threads, options)
+        return _core.Writer(None, None, f, preset, threads, options, roles)
     raise AttributeError(
         "expected 'f' to be string, path, or a file-like object with a 'write' attribute"
     )
