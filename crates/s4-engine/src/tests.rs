@@ -366,7 +366,7 @@ fn damaged_frames_are_found_by_their_checksum() {
     for byte in 0..e.chunks[0].1.len() {
         e.chunks[0].1[byte] ^= 1 << (byte % 8);
         let error = decode(&engine, &view, &e, 0).unwrap_err();
-        assert_eq!(error.place().chunk, Some(0), "{error}");
+        assert_eq!(error.location().chunk, Some(0), "{error}");
         e.chunks[0].1[byte] ^= 1 << (byte % 8);
     }
 }
