@@ -266,13 +266,7 @@ fn nvcomp(dtype: DType) -> TensorPlan {
         (Form::Bytes, 1) => (LayoutId::WHOLE, vec![GDEFLATE]),
         (Form::Bytes, width) => (LayoutId::BYTES, vec![GDEFLATE; width]),
     };
-    TensorPlan {
-        plan: Plan::direct(layout),
-        planes,
-        chunk_log2: chunk_log2(dtype),
-        side: s4_format::side::Side::default(),
-        shared: vec![],
-    }
+    TensorPlan::new(Plan::direct(layout), planes, chunk_log2(dtype))
 }
 
 /// The plan of a tensor whose layout is chosen.
