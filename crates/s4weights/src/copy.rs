@@ -46,11 +46,11 @@ pub struct Copied {
 /// # Errors
 /// Those of reading and of writing. Nothing is visible then.
 pub fn copy(from: &Reader, mut to: Writer, options: &CopyOptions<'_>) -> Result<Copied> {
-    let infos: Vec<_> = from.tensors().collect();
-    check_groups(options.groups, infos.len())?;
     if let Some(roles) = &from.manifest().roles {
         to.declare(roles.clone())?;
     }
+    let infos: Vec<_> = from.tensors().collect();
+    check_groups(options.groups, infos.len())?;
     let mut digests = options.hash.then(Vec::new);
     for batch in batches(&infos, options.batch) {
         let values = read_batch(from, batch.clone())?;

@@ -31,7 +31,7 @@
 //!
 //! [`store::CheckpointStore`] keeps many checkpoints in a folder or a bucket.
 //!
-//! What is deliberately absent: Python objects (the wheel's matter).
+//! What is deliberately absent: Python objects, which only the wheel knows.
 // Except for files that are mapped (`io/region.rs`, `io/mapped.rs`).
 #![deny(unsafe_code)]
 
