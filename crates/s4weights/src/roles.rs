@@ -47,9 +47,12 @@ pub(crate) mod tests {
     /// What a plan knew of a tensor's role: its kind and its group's learning rate.
     type Known = Option<(RoleKind, Option<f64>)>;
 
+    /// Tensors in the order in which they were planned.
+    type Planned = Vec<(String, Known)>;
+
     thread_local! {
         /// The tensors that this thread planned.
-        static PLANNED: RefCell<Vec<(String, Known)>> = const { RefCell::new(vec![]) };
+        static PLANNED: RefCell<Planned> = const { RefCell::new(vec![]) };
     }
 
     /// Notes a tensor that is about to be planned.
@@ -69,7 +72,7 @@ pub(crate) mod tests {
 
     /// Keeps what was planned when the first chunk came.
     #[derive(Clone, Default)]
-    struct FirstChunk(Arc<Mutex<Option<Vec<(String, Known)>>>>);
+    struct FirstChunk(Arc<Mutex<Option<Planned>>>);
 
     impl Sink for FirstChunk {
         fn write(&mut self, bytes: &[u8]) -> crate::Result<()> {
