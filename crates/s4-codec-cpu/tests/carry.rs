@@ -1,7 +1,7 @@
 //! `rans` streams that carry the end of the next stream.
 
 use proptest::prelude::*;
-use s4_codec_cpu::rans::{Counts, Place, Precision, Table, Tables, write_tables};
+use s4_codec_cpu::rans::{Counts, Precision, Table, TablePlace, Tables, write_tables};
 use s4_codec_cpu::{Codec, Context, Rans, Simd, Workspace};
 use s4_format::Error;
 
@@ -19,8 +19,8 @@ fn carry(len: usize, seed: u64) -> Vec<u8> {
 fn check(tables: Tables<'_>, contexts: &[u8], carry: &[u8], symbols: &[u8]) -> Vec<u8> {
     let oracle = encode(Simd::Scalar, tables, contexts, carry, symbols);
     let shared = match tables.place {
-        Place::Shared => write_tables(tables.list),
-        Place::Inline => Vec::new(),
+        TablePlace::Shared => write_tables(tables.list),
+        TablePlace::Inline => Vec::new(),
     };
     let precision = tables.list[0].precision();
     let ctx = Context { param: precision.bits() as u8, tables: &shared, contexts };
@@ -54,7 +54,7 @@ fn what_is_carried_comes_back_at_its_cost() {
                 for rarity in [4, 100, 100_000] {
                     let symbols = skewed(len, 125, rarity);
                     let list = own_table(precision, &symbols);
-                    let tables = Tables { list: &list, place: Place::Inline };
+                    let tables = Tables { list: &list, place: TablePlace::Inline };
                     let carry = carry(len, (count as u64) << 32 | rarity);
                     carrying_len += check(tables, &[], &carry, &symbols).len();
                     plain_len += encode(Simd::detect(), tables, &[], &[], &symbols).len();
@@ -73,7 +73,7 @@ fn the_smallest_and_the_largest_words_are_carried() {
     for precision in [Precision::P8, Precision::P12] {
         let symbols = skewed(40_000, 125, 50);
         let list = own_table(precision, &symbols);
-        let tables = Tables { list: &list, place: Place::Inline };
+        let tables = Tables { list: &list, place: TablePlace::Inline };
         check(tables, &[], &[0xff; 192], &symbols);
         // Zeros change nothing but the flag: without it the stream carries nothing.
         let mut zeros = check(tables, &[], &[0; 192], &symbols);
@@ -104,7 +104,7 @@ fn streams_with_contexts_carry() {
                 contexts.iter().enumerate().map(|(i, &c)| streams[usize::from(c)][i]).collect();
             let table = |stream: &Vec<u8>| Counts::of_stream(stream).partial().table(precision);
             let list: Vec<_> = streams.iter().map(table).collect();
-            for place in [Place::Inline, Place::Shared] {
+            for place in [TablePlace::Inline, TablePlace::Shared] {
                 check(Tables { list: &list, place }, &contexts, &carry(len, 3), &symbols);
             }
         }
@@ -116,7 +116,7 @@ fn streams_of_nothing_but_escapes_carry() {
     for precision in [Precision::P8, Precision::P12] {
         let list = [Table::new(precision, &[]).expect("a valid table")];
         let symbols: Vec<u8> = noise(20_000, 8).map(|x| x as u8).collect();
-        for place in [Place::Inline, Place::Shared] {
+        for place in [TablePlace::Inline, TablePlace::Shared] {
             check(Tables { list: &list, place }, &[], &carry(20_000, 4), &symbols);
         }
     }
@@ -127,7 +127,7 @@ fn other_lengths_are_refused() {
     for len in [0, 1, 16_384, 16_385] {
         let symbols = skewed(len, 125, 50);
         let list = own_table(Precision::P8, &symbols);
-        let tables = Tables { list: &list, place: Place::Inline };
+        let tables = Tables { list: &list, place: TablePlace::Inline };
         for simd in Simd::available() {
             let codec = Rans::new(simd);
             let right = codec.carry_len(len);
@@ -150,7 +150,7 @@ fn damaged_streams_are_read_alike() {
         for rarity in [4, 200] {
             let symbols = skewed(2 * 16_384 + 700, 90, rarity);
             let list = own_table(precision, &symbols);
-            let tables = Tables { list: &list, place: Place::Inline };
+            let tables = Tables { list: &list, place: TablePlace::Inline };
             let stream = check(tables, &[], &carry(symbols.len(), 6), &symbols);
             let read = |stream: &[u8]| {
                 let ctx = Context::default();
@@ -191,7 +191,7 @@ proptest! {
         let symbols = symbols.repeat(repeat);
         for precision in [Precision::P8, Precision::P12] {
             let list = own_table(precision, &symbols);
-            let tables = Tables { list: &list, place: Place::Inline };
+            let tables = Tables { list: &list, place: TablePlace::Inline };
             check(tables, &[], &carry(symbols.len(), seed), &symbols);
         }
     }

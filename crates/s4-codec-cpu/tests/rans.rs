@@ -3,7 +3,7 @@
 
 use proptest::prelude::*;
 use s4_codec_cpu::rans::{
-    Counts, Entry, Place, Precision, Table, Tables, cost, parse_tables, write_tables,
+    Counts, Precision, Table, TableEntry, TablePlace, Tables, cost, parse_tables, write_tables,
 };
 use s4_codec_cpu::{Codec, Context, Rans, Simd, Symbols, Workspace};
 use s4_format::Error;
@@ -27,8 +27,8 @@ fn decode(
 fn check(tables: Tables<'_>, symbols: &[u8]) -> Vec<u8> {
     let oracle = encode(Simd::Scalar, tables, &[], &[], symbols);
     let shared = match tables.place {
-        Place::Shared => write_tables(tables.list),
-        Place::Inline => Vec::new(),
+        TablePlace::Shared => write_tables(tables.list),
+        TablePlace::Inline => Vec::new(),
     };
     let ctx = Context { tables: &shared, ..Context::default() };
     let precision = tables.list[0].precision();
@@ -47,7 +47,7 @@ fn table(precision: Precision, count: u8, escape: u16) -> Table {
     let max = if precision == Precision::P8 { 255 } else { 4096 };
     let freq = |i| if i + 1 == count { rest.min(max) } else { 1 };
     let entries: Vec<_> =
-        (0..count).map(|i| Entry { symbol: i.wrapping_mul(7), freq: freq(i) }).collect();
+        (0..count).map(|i| TableEntry { symbol: i.wrapping_mul(7), freq: freq(i) }).collect();
     Table::new(precision, &entries).expect("a valid table")
 }
 
@@ -62,7 +62,7 @@ fn every_set_of_instructions_writes_and_reads_the_same() {
             for rarity in [10, 100, 100_000] {
                 let symbols = skewed(len, 125, rarity);
                 let own = Counts::of_stream(&symbols).table(precision);
-                check(Tables { list: &[own], place: Place::Inline }, &symbols);
+                check(Tables { list: &[own], place: TablePlace::Inline }, &symbols);
             }
         }
     }
@@ -74,14 +74,14 @@ fn tables_of_every_size_do() {
         for count in [1, 2, 15, 31, 32, 62, 63, 64, 65, 128, 250] {
             for escape in [1, 3] {
                 let list = [table(precision, count, escape)];
-                let tables = Tables { list: &list, place: Place::Shared };
+                let tables = Tables { list: &list, place: TablePlace::Shared };
                 for rarity in [2, 1000] {
                     check(tables, &skewed(3 * 16_384 + 999, count.wrapping_mul(7), rarity));
                 }
             }
         }
         let only_escapes = [Table::new(precision, &[]).unwrap()];
-        let tables = Tables { list: &only_escapes, place: Place::Inline };
+        let tables = Tables { list: &only_escapes, place: TablePlace::Inline };
         check(tables, &skewed(20_000, 3, 2));
     }
 }
@@ -89,11 +89,12 @@ fn tables_of_every_size_do() {
 #[test]
 fn every_frequency_divides_exactly() {
     for freq in 1..=255 {
-        let entries = [Entry { symbol: 200, freq: 256 - freq }, Entry { symbol: 11, freq }];
+        let entries =
+            [TableEntry { symbol: 200, freq: 256 - freq }, TableEntry { symbol: 11, freq }];
         let list = [Table::new(Precision::P8, &entries).unwrap()];
         let pick = |x| if x % 256 < u64::from(freq) { 11 } else { 200 };
         let symbols: Vec<u8> = noise(9000, freq.into()).map(pick).collect();
-        check(Tables { list: &list, place: Place::Inline }, &symbols);
+        check(Tables { list: &list, place: TablePlace::Inline }, &symbols);
     }
 }
 
@@ -123,7 +124,7 @@ fn contexts_pick_tables() {
             let list: Vec<_> = counts.iter().map(|c| c.table(precision)).collect();
             let shared = write_tables(&list);
             assert_eq!(parse_tables(precision, &shared).unwrap(), list);
-            let tables = Tables { list: &list, place: Place::Shared };
+            let tables = Tables { list: &list, place: TablePlace::Shared };
             let stream = encode(Simd::detect(), tables, &contexts, &[], &symbols);
             let ctx = Context { param, tables: &shared, contexts: &contexts };
             assert_eq!(decode(Simd::detect(), precision, ctx, &stream, len).unwrap(), symbols);
@@ -131,7 +132,7 @@ fn contexts_pick_tables() {
                 let one = [Counts::of_stream(&symbols).table(precision)];
                 let one = encode(
                     Simd::detect(),
-                    Tables { list: &one, place: Place::Inline },
+                    Tables { list: &one, place: TablePlace::Inline },
                     &[],
                     &[],
                     &symbols,
@@ -167,7 +168,7 @@ fn segments_of_other_sizes_are_read() {
     for precision in [Precision::P8, Precision::P12] {
         let list = [Counts::of_stream(&symbols).table(precision)];
         let shared = write_tables(&list);
-        let tables = Tables { list: &list, place: Place::Shared };
+        let tables = Tables { list: &list, place: TablePlace::Shared };
         let ctx = Context { tables: &shared, ..Context::default() };
         for log2 in 12..=14 {
             let carry: Vec<u8> =
@@ -195,7 +196,7 @@ fn long_segments_are_written_and_read_by_every_set_of_instructions() {
         for len in [1, 32_767, 32_768, 100_001, 131_072] {
             let symbols = skewed(len, 5, 300);
             let list = [Counts::of_stream(&symbols).table(precision)];
-            let tables = Tables { list: &list, place: Place::Inline };
+            let tables = Tables { list: &list, place: TablePlace::Inline };
             let carry: Vec<u8> = noise(64 * len.div_ceil(32_768), 3).map(|x| x as u8).collect();
             let mut oracle = None;
             for simd in Simd::available() {
@@ -218,7 +219,7 @@ fn long_segments_are_written_and_read_by_every_set_of_instructions() {
 fn headers_that_the_specification_does_not_have_are_unsupported() {
     let symbols = skewed(3000, 120, 300);
     let own = [Counts::of_stream(&symbols).table(Precision::P8)];
-    let tables = Tables { list: &own, place: Place::Inline };
+    let tables = Tables { list: &own, place: TablePlace::Inline };
     let stream = encode(Simd::Scalar, tables, &[], &[], &symbols);
     for at in [4, 5, 7] {
         for value in 0..=255 {
@@ -246,7 +247,7 @@ fn damaged_streams_are_read_alike() {
     for rarity in [4, 200] {
         let symbols = skewed(2 * 16_384 + 700, 90, rarity);
         let own = Counts::of_stream(&symbols).table(Precision::P8);
-        let tables = Tables { list: &[own], place: Place::Inline };
+        let tables = Tables { list: &[own], place: TablePlace::Inline };
         let mut stream = encode(Simd::Scalar, tables, &[], &[], &symbols);
         for x in noise(150, rarity) {
             // Half of the damage is done to the head, where it is most varied.
@@ -272,7 +273,7 @@ fn the_cost_is_near_the_size() {
         symbols.iter().for_each(|&symbol| counts.add_symbol(symbol, 1));
         let table = counts.table(precision);
         let bits = cost(&counts, &table);
-        let tables = Tables { list: &[table], place: Place::Inline };
+        let tables = Tables { list: &[table], place: TablePlace::Inline };
         let size = 8 * check(tables, &symbols).len() as u64;
         let states = 4 * 32 * 16; // the half of each state that is overhead
         assert!(size > bits && size < bits + bits / 200 + 4 * states, "{size} {bits}");
@@ -296,7 +297,7 @@ fn check_example(head: &str, stream: &[u8]) {
 fn the_examples_of_the_specification() {
     let symbols = [125, 125, 124, 125, 200, 125, 125, 126];
     let own = [Counts::of_stream(&symbols).table(Precision::P8)];
-    let tables = Tables { list: &own, place: Place::Inline };
+    let tables = Tables { list: &own, place: TablePlace::Inline };
     check_example("08 00 00 00 05 0e 01 00", &encode(Simd::Scalar, tables, &[], &[], &symbols));
     let carry: Vec<u8> = (0..64).collect();
     check_example("08 00 00 00 05 0e 01 02", &encode(Simd::Scalar, tables, &[], &carry, &symbols));
@@ -310,7 +311,7 @@ fn the_examples_with_words_and_escapes() {
     ]
     .concat();
     let table = |precision, freqs: [u16; 3]| {
-        let entry = |(symbol, freq)| Entry { symbol, freq };
+        let entry = |(symbol, freq)| TableEntry { symbol, freq };
         let entries: Vec<_> = [0x7e, 0x7c, 0x7d].into_iter().zip(freqs).map(entry).collect();
         [Table::new(precision, &entries).expect("a valid table")]
     };
@@ -319,7 +320,7 @@ fn the_examples_with_words_and_escapes() {
         (Precision::P12, [64, 512, 3456], "10 00 00 00 05 0e 01 00 | P = 12"),
     ] {
         let list = table(precision, freqs);
-        let stream = check(Tables { list: &list, place: Place::Inline }, &symbols);
+        let stream = check(Tables { list: &list, place: TablePlace::Inline }, &symbols);
         check_example(head, &stream);
     }
 }
@@ -335,7 +336,7 @@ proptest! {
         let symbols = symbols.repeat(repeat);
         for precision in [Precision::P8, Precision::P12] {
             let own = Counts::of_stream(&symbols).table(precision);
-            check(Tables { list: &[own], place: Place::Inline }, &symbols);
+            check(Tables { list: &[own], place: TablePlace::Inline }, &symbols);
         }
     }
 
@@ -346,7 +347,7 @@ proptest! {
         for (i, freq) in freqs.into_iter().enumerate() {
             let freq = freq.min(left);
             if freq > 0 {
-                entries.push(Entry { symbol: (seed as u8).wrapping_add(5 * i as u8), freq });
+                entries.push(TableEntry { symbol: (seed as u8).wrapping_add(5 * i as u8), freq });
                 left -= freq;
             }
         }
@@ -357,7 +358,7 @@ proptest! {
                 i => entries[i as usize % entries.len()].symbol,
             })
             .collect();
-        check(Tables { list: &list, place: Place::Shared }, &symbols);
+        check(Tables { list: &list, place: TablePlace::Shared }, &symbols);
     }
 
     #[test]

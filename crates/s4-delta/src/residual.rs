@@ -57,8 +57,7 @@ impl Residual {
     /// Undoes [`Residual::diff`].
     ///
     /// # Errors
-    /// `Corrupt` if the sizes differ or are not whole elements; `Unsupported` for
-    /// [`Residual::Sub`] of elements of 16 bytes. `buf` is untouched then.
+    /// `Corrupt` if the sizes differ or are not whole elements. `buf` is untouched then.
     pub fn apply(
         self,
         kernels: Kernels,
@@ -85,9 +84,6 @@ impl Residual {
         if !buf.len().is_multiple_of(width.bytes()) {
             let what = format!("{} bytes are not elements of {}", buf.len(), width.bytes());
             return Err(Error::corrupt(what));
-        }
-        if self == Self::Sub && width == Width::B16 {
-            return Err(Error::unsupported("residual `sub` of elements of 16 bytes"));
         }
         Ok(())
     }

@@ -26,16 +26,6 @@ fn every_pair_of_patterns_round_trips() {
 }
 
 #[test]
-fn xor_has_no_order_to_keep_and_takes_any_width() {
-    let (parent, src) = ([0x0f; 32], [0xff; 32]);
-    let mut buf = src;
-    Residual::Xor.diff(Kernels::default(), Width::B16, &parent, &mut buf).unwrap();
-    assert_eq!(buf, [0xf0; 32]);
-    let error = Residual::Sub.diff(Kernels::default(), Width::B16, &parent, &mut buf).unwrap_err();
-    assert!(matches!(error, Error::Unsupported { .. }), "{error}");
-}
-
-#[test]
 fn parents_of_another_size_are_refused() {
     for residual in [Residual::Xor, Residual::Sub] {
         for (parent, len) in [(4, 8), (8, 4), (6, 6)] {

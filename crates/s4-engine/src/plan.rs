@@ -54,6 +54,11 @@ pub struct TensorPlan {
 }
 
 impl TensorPlan {
+    /// A plan that no planner made, without side data or shared tables.
+    pub fn new(plan: Plan, planes: Vec<PlaneCoding>, chunk_log2: u8) -> Self {
+        Self { plan, planes, chunk_log2, side: Side::default(), shared: vec![] }
+    }
+
     /// The side data that the index keeps. `shared`: whether a chunk used the shared tables.
     ///
     /// # Errors

@@ -5,6 +5,7 @@ use std::ops::Range;
 use s4_codec_cpu::rans::{Counts, Precision, cost, entropy, write_tables};
 use s4_codec_cpu::{Context, Symbols};
 use s4_format::dtype::Form;
+use s4_format::manifest::TensorRole;
 use s4_format::{CodecId, DType, Digest, Error, LayoutId, Plan, Result};
 
 use crate::chunk::{chunk_log2, repeats};
@@ -59,6 +60,8 @@ pub struct PlanJob<'a> {
     pub view: &'a TensorView<'a>,
     /// The tensor that it may be stored as its difference from.
     pub parent: Option<&'a ParentSample<'a>>,
+    /// What it is to the optimizer, and the hyperparameters of its group. Nothing is chosen by it yet.
+    pub role: Option<TensorRole<'a>>,
 }
 
 /// The values of a tensor's parent that the planner looks at, as ranges of value numbers in
@@ -107,7 +110,7 @@ impl CpuEngine {
     /// # Errors
     /// Errors of a codec; `Corrupt` if the parent's sample has another size.
     pub fn plan(&self, job: &PlanJob<'_>, scratch: &mut Scratch) -> Result<TensorPlan> {
-        let PlanJob { preset, view: &TensorView { dtype, data, .. }, parent } = *job;
+        let PlanJob { preset, view: &TensorView { dtype, data, .. }, parent, .. } = *job;
         let width = dtype.value_width();
         let values = (data.len() / width) as u64;
         let direct = |scratch: &mut Scratch| {
@@ -263,13 +266,7 @@ fn nvcomp(dtype: DType) -> TensorPlan {
         (Form::Bytes, 1) => (LayoutId::WHOLE, vec![GDEFLATE]),
         (Form::Bytes, width) => (LayoutId::BYTES, vec![GDEFLATE; width]),
     };
-    TensorPlan {
-        plan: Plan::direct(layout),
-        planes,
-        chunk_log2: chunk_log2(dtype),
-        side: s4_format::side::Side::default(),
-        shared: vec![],
-    }
+    TensorPlan::new(Plan::direct(layout), planes, chunk_log2(dtype))
 }
 
 /// The plan of a tensor whose layout is chosen.

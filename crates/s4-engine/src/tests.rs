@@ -21,7 +21,9 @@ struct Encoded {
 fn encode(engine: &CpuEngine, view: &TensorView<'_>, plan: Option<TensorPlan>) -> Encoded {
     let mut scratch = Scratch::default();
     let plan = plan.unwrap_or_else(|| {
-        engine.plan(&PlanJob { preset: Preset::Fast, view, parent: None }, &mut scratch).unwrap()
+        engine
+            .plan(&PlanJob { preset: Preset::Fast, view, parent: None, role: None }, &mut scratch)
+            .unwrap()
     });
     let size = view.dtype.value_width() << plan.chunk_log2;
     let mut chunks = vec![];
@@ -290,7 +292,7 @@ fn a_difference_is_planned_where_it_is_smaller_and_nowhere_else() {
         let sample = ParentSample { manifest: Digest::of(b"p"), tensor: 3, values: &values };
         engine
             .plan(
-                &PlanJob { preset: Preset::Fast, view: &view, parent: Some(&sample) },
+                &PlanJob { preset: Preset::Fast, view: &view, parent: Some(&sample), role: None },
                 &mut scratch,
             )
             .unwrap()
@@ -302,7 +304,7 @@ fn a_difference_is_planned_where_it_is_smaller_and_nowhere_else() {
     for far in [&noise, &vec![0; weights.len()]] {
         let direct = engine
             .plan(
-                &PlanJob { preset: Preset::Fast, view: &view, parent: None },
+                &PlanJob { preset: Preset::Fast, view: &view, parent: None, role: None },
                 &mut Scratch::default(),
             )
             .unwrap();
@@ -313,7 +315,7 @@ fn a_difference_is_planned_where_it_is_smaller_and_nowhere_else() {
     assert!(
         engine
             .plan(
-                &PlanJob { preset: Preset::Fast, view: &view, parent: Some(&short) },
+                &PlanJob { preset: Preset::Fast, view: &view, parent: Some(&short), role: None },
                 &mut Scratch::default()
             )
             .is_err()
@@ -364,7 +366,7 @@ fn damaged_frames_are_found_by_their_checksum() {
     for byte in 0..e.chunks[0].1.len() {
         e.chunks[0].1[byte] ^= 1 << (byte % 8);
         let error = decode(&engine, &view, &e, 0).unwrap_err();
-        assert_eq!(error.place().chunk, Some(0), "{error}");
+        assert_eq!(error.location().chunk, Some(0), "{error}");
         e.chunks[0].1[byte] ^= 1 << (byte % 8);
     }
 }

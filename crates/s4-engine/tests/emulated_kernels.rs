@@ -103,7 +103,10 @@ fn expect(name: &str, dtype: DType, data: &[u8], given: Option<TensorPlan>) -> V
     let view = TensorView { dtype, shape: &shape, data };
     let plan = given.unwrap_or_else(|| {
         engine
-            .plan(&PlanJob { preset: Preset::Fast, view: &view, parent: None }, &mut scratch)
+            .plan(
+                &PlanJob { preset: Preset::Fast, view: &view, parent: None, role: None },
+                &mut scratch,
+            )
             .unwrap()
     });
     let Some(coding) = codings(&plan) else { return vec![] };
@@ -256,7 +259,10 @@ fn forced(dtype: DType, layout: LayoutId, data: &[u8], planes: &[PlaneCoding]) -
     let shape = [(data.len() / dtype.size()) as u64];
     let view = TensorView { dtype, shape: &shape, data };
     let mut plan = engine
-        .plan(&PlanJob { preset: Preset::Fast, view: &view, parent: None }, &mut Scratch::default())
+        .plan(
+            &PlanJob { preset: Preset::Fast, view: &view, parent: None, role: None },
+            &mut Scratch::default(),
+        )
         .unwrap();
     plan.plan = Plan::direct(layout);
     plan.planes = planes.to_vec();
@@ -306,7 +312,10 @@ fn difference(
     let shape = [(values.len() / dtype.size()) as u64];
     let view = TensorView { dtype, shape: &shape, data: values };
     let mut plan = engine
-        .plan(&PlanJob { preset: Preset::Fast, view: &view, parent: None }, &mut scratch)
+        .plan(
+            &PlanJob { preset: Preset::Fast, view: &view, parent: None, role: None },
+            &mut scratch,
+        )
         .unwrap();
     plan.plan = Plan::delta(layout, Digest::of(parent), 0);
     plan.plan.residual = residual;

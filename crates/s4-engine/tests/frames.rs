@@ -3,7 +3,7 @@
 
 #![expect(clippy::unwrap_used, reason = "tests, and what they share")]
 
-use s4_codec_cpu::rans::{Counts, Place, Precision, Rans, Tables};
+use s4_codec_cpu::rans::{Counts, Precision, Rans, TablePlace, Tables};
 use s4_codec_cpu::{Codec, Codecs, Context, Symbols, Workspace, open_codecs};
 use s4_engine::{CpuEngine, DecodeJob, InputValues, Scratch, TensorSpec};
 use s4_format::layout::Planes;
@@ -57,7 +57,7 @@ fn build(codecs: &Codecs, planes: &[Vec<u8>], codings: &[Coding]) -> Frame {
             Coding::Rans { precision, carries } => {
                 let (rans, param) = (Rans::new(Simd::Scalar), precision.bits() as u8);
                 let table = Counts::of_all(plane).table(precision);
-                let tables = Tables { list: &[table], place: Place::Inline };
+                let tables = Tables { list: &[table], place: TablePlace::Inline };
                 let len = rans.carry_len(plane.len());
                 let carry = match streams.last_mut() {
                     Some((entry, next)) if carries && len > 0 && next.len() >= len => {

@@ -4,7 +4,7 @@ use std::fmt;
 
 /// Where in a checkpoint something is wrong: filled in from the inside out.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Place {
+pub struct Location {
     /// What was being read: `footer`, `manifest`, `tensor table`, `chunk table`, `stream`...
     pub part: Option<&'static str>,
     /// Name of the tensor.
@@ -17,7 +17,7 @@ pub struct Place {
     pub offset: Option<u64>,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for Location {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut sep = "";
         if let Some(t) = &self.tensor {
@@ -48,36 +48,36 @@ impl fmt::Display for Place {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// The bytes contradict themselves or a checksum: read another copy.
-    #[error("corrupt data ({place}): {what}")]
+    #[error("corrupt data ({location}): {what}")]
     Corrupt {
         /// What is wrong.
         what: String,
         /// Where.
-        place: Box<Place>,
+        location: Box<Location>,
     },
     /// The bytes end too early: the write did not finish, or the copy was cut.
-    #[error("truncated data ({place}): {what}")]
+    #[error("truncated data ({location}): {what}")]
     Truncated {
         /// What is missing.
         what: String,
         /// Where.
-        place: Box<Place>,
+        location: Box<Location>,
     },
     /// Well-formed, but this version or this machine cannot read it.
-    #[error("unsupported ({place}): {what}")]
+    #[error("unsupported ({location}): {what}")]
     Unsupported {
         /// What is not supported, and what would be.
         what: String,
         /// Where.
-        place: Box<Place>,
+        location: Box<Location>,
     },
     /// A limit of the format or of the caller would be exceeded.
-    #[error("limit exceeded ({place}): {what}")]
+    #[error("limit exceeded ({location}): {what}")]
     Limit {
         /// Which limit.
         what: String,
         /// Where.
-        place: Box<Place>,
+        location: Box<Location>,
     },
 }
 
@@ -85,37 +85,37 @@ pub enum Error {
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {
-    /// [`Error::Corrupt`] without a place yet.
+    /// [`Error::Corrupt`] without a location yet.
     pub fn corrupt(what: impl Into<String>) -> Self {
-        Self::Corrupt { what: what.into(), place: Box::default() }
+        Self::Corrupt { what: what.into(), location: Box::default() }
     }
-    /// [`Error::Truncated`] without a place yet.
+    /// [`Error::Truncated`] without a location yet.
     pub fn truncated(what: impl Into<String>) -> Self {
-        Self::Truncated { what: what.into(), place: Box::default() }
+        Self::Truncated { what: what.into(), location: Box::default() }
     }
-    /// [`Error::Unsupported`] without a place yet.
+    /// [`Error::Unsupported`] without a location yet.
     pub fn unsupported(what: impl Into<String>) -> Self {
-        Self::Unsupported { what: what.into(), place: Box::default() }
+        Self::Unsupported { what: what.into(), location: Box::default() }
     }
-    /// [`Error::Limit`] without a place yet.
+    /// [`Error::Limit`] without a location yet.
     pub fn limit(what: impl Into<String>) -> Self {
-        Self::Limit { what: what.into(), place: Box::default() }
+        Self::Limit { what: what.into(), location: Box::default() }
     }
     /// Where it went wrong.
-    pub fn place(&self) -> &Place {
+    pub fn location(&self) -> &Location {
         match self {
-            Self::Corrupt { place, .. }
-            | Self::Truncated { place, .. }
-            | Self::Unsupported { place, .. }
-            | Self::Limit { place, .. } => place,
+            Self::Corrupt { location, .. }
+            | Self::Truncated { location, .. }
+            | Self::Unsupported { location, .. }
+            | Self::Limit { location, .. } => location,
         }
     }
-    fn at(mut self, f: impl FnOnce(&mut Place)) -> Self {
+    fn at(mut self, f: impl FnOnce(&mut Location)) -> Self {
         match &mut self {
-            Self::Corrupt { place, .. }
-            | Self::Truncated { place, .. }
-            | Self::Unsupported { place, .. }
-            | Self::Limit { place, .. } => f(place),
+            Self::Corrupt { location, .. }
+            | Self::Truncated { location, .. }
+            | Self::Unsupported { location, .. }
+            | Self::Limit { location, .. } => f(location),
         }
         self
     }

@@ -26,7 +26,7 @@ mod wire;
 pub use chunk::{ChunkRecord, StreamEntry, StreamList};
 pub use digest::{Digest, crc32c, crc32c_append};
 pub use dtype::DType;
-pub use error::{Error, Place, Result};
+pub use error::{Error, Location, Result};
 pub use file::Version;
 pub use id::{CodecId, LayoutId, PredictorId, ResidualId, Support};
 pub use index::{Tensor, TensorKind};

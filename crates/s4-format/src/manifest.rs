@@ -104,6 +104,22 @@ pub struct Roles {
     pub groups: Vec<BTreeMap<String, f64>>,
 }
 
+/// What the role table says of one tensor.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct TensorRole<'a> {
+    /// The tensor's row.
+    pub row: &'a Role,
+    /// The whole table: rows with the same parameter are that parameter's other tensors.
+    pub table: &'a Roles,
+}
+
+impl<'a> TensorRole<'a> {
+    /// The scalars of the parameter's group; `None` if the table has no such group.
+    pub fn scalars(&self) -> Option<&'a BTreeMap<String, f64>> {
+        self.table.groups.get(self.row.group as usize)
+    }
+}
+
 /// The checkpoint that deltas are taken against.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -241,7 +241,6 @@ impl Kernels {
                 } else scalar::split_bytes::<4>(src, planes))
             }
             Width::B8 => scalar::split_bytes::<8>(src, planes_mut(n, part, dst)),
-            Width::B16 => scalar::split_bytes::<16>(src, planes_mut(n, part, dst)),
         }
     }
 
@@ -269,7 +268,6 @@ impl Kernels {
                 } else scalar::merge_bytes::<4>(planes, dst))
             }
             Width::B8 => scalar::merge_bytes::<8>(planes(n, src), dst),
-            Width::B16 => scalar::merge_bytes::<16>(planes(n, src), dst),
         }
     }
 
@@ -284,7 +282,7 @@ impl Kernels {
     /// first. The last byte is filled up with zeros.
     ///
     /// # Panics
-    /// If `width` is 16 bytes, the sizes are not `n * width` for `src` and `n` for `tokens`, or
+    /// If the sizes are not `n * width` for `src` and `n` for `tokens`, or
     /// `bits` is shorter than [`token_bound`].
     pub fn split_token(
         self,
@@ -311,7 +309,7 @@ impl Kernels {
     /// not zero after the last element; `Truncated` if it is shorter. `dst` is untouched then.
     ///
     /// # Panics
-    /// If `width` is 16 bytes, or the sizes are not `n` for `tokens` and `n * width` for `dst`.
+    /// If the sizes are not `n` for `tokens` and `n * width` for `dst`.
     pub fn merge_token(
         self,
         width: Width,
@@ -342,7 +340,7 @@ impl Kernels {
     /// -1 and +0.0 stays 0. The map is a bijection of all bit patterns, and its own inverse.
     ///
     /// # Panics
-    /// If `width` is 16 bytes, or the size is not a multiple of it.
+    /// If the size is not a multiple of `width`.
     pub fn to_ordered(self, width: Width, buf: &mut [u8]) {
         check_elements(width, buf.len());
         lanewise::ordered(self, width, buf);
@@ -351,7 +349,7 @@ impl Kernels {
     /// Undoes [`Kernels::to_ordered`].
     ///
     /// # Panics
-    /// If `width` is 16 bytes, or the size is not a multiple of it.
+    /// If the size is not a multiple of `width`.
     pub fn from_ordered(self, width: Width, buf: &mut [u8]) {
         self.to_ordered(width, buf);
     }
@@ -360,7 +358,7 @@ impl Kernels {
     /// `zigzag(d)` is `d << 1 ^ d >> (bits - 1)`: 0, -1, 1, -2, ... become 0, 1, 2, 3, ...
     ///
     /// # Panics
-    /// If `width` is 16 bytes, the sizes differ, or they are not a multiple of it.
+    /// If the sizes differ, or are not a multiple of `width`.
     pub fn sub_ordered(self, width: Width, buf: &mut [u8], other: &[u8]) {
         check_pair(width, buf, other);
         lanewise::sub_ordered(self, width, buf, other);

@@ -5,7 +5,7 @@
 
 use crate::Width;
 
-/// What the elements of a pattern are: floats with so many bits of exponent, or integers.
+/// The type of a pattern's elements: integers, or floats with a given number of exponent bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Kind {
     /// Width of an element.

@@ -123,8 +123,8 @@ pub(crate) fn merge_bytes<const W: usize>(planes: [&[u8]; W], dst: &mut [u8]) {
     }
 }
 
-/// The signs of so many full blocks, `N` bytes each, and those of the elements after them. (The
-/// last byte of the plane may be partly used, so its length does not tell.)
+/// Splits a sign plane into those of `blocks` full blocks, `N` bytes each, and those of the elements
+/// after them. (The plane's last byte may be padding in part, so `blocks` cannot follow from its length.)
 #[cfg(target_arch = "x86_64")]
 pub(crate) fn block_signs<const N: usize>(s: &[u8], blocks: usize) -> (&[[u8; N]], &[u8]) {
     let (full, rest) = s.split_at((blocks * N).min(s.len()));

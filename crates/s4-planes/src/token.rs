@@ -79,11 +79,7 @@ const fn meanings(bytes: usize) -> [Meaning; 256] {
 
 /// The number of bits that an element with this token has in the bit stream; `None` if no element
 /// of this width has the token.
-///
-/// # Panics
-/// If `width` is 16 bytes.
 pub fn token_bits(width: Width, token: u8) -> Option<u32> {
-    assert!(width <= Width::B8, "elements of 16 bytes have no tokens");
     let bits = meaning(width.bytes(), token).bits;
     (bits != INVALID).then_some(u32::from(bits))
 }
@@ -91,9 +87,8 @@ pub fn token_bits(width: Width, token: u8) -> Option<u32> {
 /// The most bytes that the bit stream of `n` elements can have.
 ///
 /// # Panics
-/// If `width` is 16 bytes, or the size overflows.
+/// If the size overflows.
 pub fn token_bound(width: Width, n: usize) -> usize {
-    assert!(width <= Width::B8, "elements of 16 bytes have no tokens");
     // n elements of `8k + r` bits each.
     let bits = max_bits(width.bytes()) as usize;
     let whole = n.checked_mul(bits / 8).expect("size overflows");
@@ -280,7 +275,6 @@ pub(crate) fn split(width: Width, src: &[u8], tokens: &mut [u8], bits: &mut [u8]
         Width::B2 => split_groups::<2, 4>(src, tokens, bits),
         Width::B4 => split_groups::<4, 2>(src, tokens, bits),
         Width::B8 => split_groups::<8, 1>(src, tokens, bits),
-        Width::B16 => panic!("elements of 16 bytes have no tokens"),
     }
 }
 
@@ -292,6 +286,5 @@ pub(crate) fn merge(width: Width, tokens: &[u8], bits: &[u8], dst: &mut [u8]) ->
         Width::B2 => merge_groups::<2, 4>(tokens, bits, dst),
         Width::B4 => merge_groups::<4, 2>(tokens, bits, dst),
         Width::B8 => merge_groups::<8, 1>(tokens, bits, dst),
-        Width::B16 => panic!("elements of 16 bytes have no tokens"),
     }
 }

@@ -11,13 +11,11 @@ pub enum Width {
     B4 = 4,
     /// 8 bytes.
     B8 = 8,
-    /// 16 bytes: only the layout `bytes` has it.
-    B16 = 16,
 }
 
 impl Width {
     /// Every width, in ascending order.
-    pub const ALL: [Self; 5] = [Self::B1, Self::B2, Self::B4, Self::B8, Self::B16];
+    pub const ALL: [Self; 4] = [Self::B1, Self::B2, Self::B4, Self::B8];
 
     /// The width of `bytes` bytes, if there is one.
     pub fn from_bytes(bytes: usize) -> Option<Self> {

@@ -3,7 +3,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use s4_planes::{Kernels, Simd, Width, token_bits, token_bound};
+use s4_planes::{Kernels, Simd, Width, token_bound};
 
 /// Fails unless `call` panics, with a message that has `part`.
 fn refuses(part: &str, call: impl FnOnce()) {
@@ -56,11 +56,8 @@ fn values_that_are_not_whole_and_widths_that_a_layout_lacks_are_refused() {
     let (mut buf, other) = ([1u8; 30], [2u8; 30]);
     refuses("whole elements of 4 bytes", || k.to_ordered(Width::B4, &mut buf));
     refuses("whole elements of 8 bytes", || k.from_ordered(Width::B8, &mut buf));
-    refuses("16 bytes have no order", || k.to_ordered(Width::B16, &mut buf[..16]));
-    for width in [Width::B1, Width::B16] {
-        let (mut e, mut a, mut b) = ([0; 30], [0; 30], [0; 30]);
-        refuses("fields of", || k.split_fields(width, &other[..16], &mut e, &mut a, &mut b));
-    }
+    let (mut e, mut a, mut b) = ([0; 30], [0; 30], [0; 30]);
+    refuses("fields of", || k.split_fields(Width::B1, &other[..16], &mut e, &mut a, &mut b));
     refuses("operands of XOR", || k.xor(&mut buf, &other[..29]));
     for call in
         [Kernels::sub_ordered, Kernels::add_ordered, Kernels::sub_values, Kernels::add_values]
@@ -70,12 +67,6 @@ fn values_that_are_not_whole_and_widths_that_a_layout_lacks_are_refused() {
     for call in [Kernels::sub_offsets, Kernels::add_offsets] {
         refuses("operands of a difference", || call(k, Width::B2, &mut buf, 5, &other[..28]));
     }
-    refuses("16 bytes have no tokens", || {
-        token_bits(Width::B16, 0);
-    });
-    refuses("16 bytes have no tokens", || {
-        token_bound(Width::B16, 1);
-    });
     refuses("overflows", || {
         token_bound(Width::B8, usize::MAX);
     });
@@ -103,7 +94,7 @@ fn instruction_sets_have_names_and_one_that_is_missing_is_replaced() {
 fn widths_are_powers_of_two() {
     for bytes in 0..40 {
         let width = Width::from_bytes(bytes);
-        assert_eq!(width.is_some(), [1, 2, 4, 8, 16].contains(&bytes), "{bytes}");
+        assert_eq!(width.is_some(), [1, 2, 4, 8].contains(&bytes), "{bytes}");
         assert_eq!(
             width.map(|w| (w.bytes(), w.bits() as usize)),
             width.map(|_| (bytes, 8 * bytes))

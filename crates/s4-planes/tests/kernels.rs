@@ -236,20 +236,20 @@ fn planes_hold_the_bits_that_the_layouts_say() {
 
 #[test]
 fn bytes_are_planes_of_the_most_significant_first() {
-    let src: Vec<u8> = (0..48).collect();
-    let mut dst = vec![0; 48];
+    let src: Vec<u8> = (0..24).collect();
+    let mut dst = vec![0; 24];
     let kernels = Kernels::new(Simd::Scalar);
     kernels.split_bytes(Width::B4, &src[..12], &mut dst[..12]);
     assert_eq!(dst[..12], [3, 7, 11, 2, 6, 10, 1, 5, 9, 0, 4, 8]);
-    kernels.split_bytes(Width::B16, &src, &mut dst);
-    assert_eq!(dst[..6], [15, 31, 47, 14, 30, 46]);
+    kernels.split_bytes(Width::B8, &src, &mut dst);
+    assert_eq!(dst[..6], [7, 15, 23, 6, 14, 22]);
 }
 
 #[test]
 fn parts_of_elements_go_to_their_places_in_the_planes() {
     let src: Vec<u8> = (0..16 * 500).map(|i| ((i * 37) >> 2) as u8).collect();
     for kernels in Simd::available().map(Kernels::new) {
-        for width in [Width::B1, Width::B2, Width::B4, Width::B8, Width::B16] {
+        for width in Width::ALL {
             let (mut whole, mut parts) = (vec![0; src.len()], vec![0; src.len()]);
             kernels.split_bytes(width, &src, &mut whole);
             for (i, part) in src.chunks(128 * 16).enumerate() {

@@ -97,9 +97,8 @@ impl<'a> Offsets<'a> {
     ///
     /// # Errors
     /// `Truncated` if `side` is too short for what its header says, `Corrupt` if it is too long or
-    /// a side is 0 or above 2^31 - 1, `Unsupported` if the width is 16 bytes.
+    /// a side is 0 or above 2^31 - 1.
     pub fn parse(width: Width, side: &'a [u8]) -> Result<Self> {
-        check_width(width)?;
         let Some((header, offsets)) = side.split_first_chunk::<HEADER>() else {
             return Err(Error::truncated("side data of rank1 without its header"));
         };
@@ -199,10 +198,8 @@ impl<'a> Offsets<'a> {
 /// Fits the offsets to a region of `rows * cols` floats, given as bits, and returns the side data.
 ///
 /// # Errors
-/// `Corrupt` if a side is 0 or above 2^31 - 1, or `data` is not `rows * cols` elements;
-/// `Unsupported` if the width is 16 bytes.
+/// `Corrupt` if a side is 0 or above 2^31 - 1, or `data` is not `rows * cols` elements.
 pub fn fit(width: Width, rows: u32, cols: u32, data: &[u8]) -> Result<Vec<u8>> {
-    check_width(width)?;
     check_sides(rows, cols)?;
     let need = u128::from(rows) * u128::from(cols) * width.bytes() as u128;
     if data.len() as u128 != need {
@@ -282,13 +279,6 @@ fn sign_extended(bytes: &[u8]) -> i64 {
     let mut all = [0; 8];
     all[8 - bytes.len()..].copy_from_slice(bytes);
     i64::from_le_bytes(all) >> (64 - 8 * bytes.len())
-}
-
-fn check_width(width: Width) -> Result<()> {
-    if width == Width::B16 {
-        return Err(Error::unsupported("predictor `rank1` of elements of 16 bytes"));
-    }
-    Ok(())
 }
 
 fn check_sides(rows: u32, cols: u32) -> Result<()> {

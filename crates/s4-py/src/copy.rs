@@ -11,8 +11,8 @@ use crate::watch::detached;
 /// Bytes that a thread copies at a time.
 const PART: usize = 8 << 20;
 
-/// Copies memory: for each item the address to copy to, the address to copy from, and bytes. With as
-/// many threads as the machine has cores, or as are told.
+/// Copies memory. Each item is a destination address, a source address and a size in bytes. `threads`
+/// defaults to the number of cores.
 #[pyfunction]
 #[pyo3(signature = (items, threads))]
 pub(crate) fn copy_memory(

@@ -27,15 +27,15 @@ pub(crate) struct Store {
     watcher: Watcher,
 }
 
-/// What a saved object is besides tensors: tree, pickle and other blobs, metadata, roles as JSON.
-type Described =
-    (Option<String>, HashMap<String, PyBackedBytes>, BTreeMap<String, String>, Option<String>);
-
 #[pymethods]
 impl Store {
     /// `mode`: `open`, `open_read_only`, `create` or `open_or_create`. `writers`: `many` or `single`.
     #[new]
-    #[expect(clippy::too_many_arguments, reason = "options of a store, of any type")]
+    #[pyo3(signature = (
+        url, mode, *, storage_options, preset, threads, max_chain, max_hops, parent_memory, bandwidth,
+        allow_network_fs, timeout, writers
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keywords")]
     fn new(
         py: Python<'_>,
         url: String,
@@ -85,14 +85,21 @@ impl Store {
     /// Saves a checkpoint. Tensors of CUDA devices need an engine. `staged` is called when their values are
     /// not needed any more, with `host_changes` when no tensor's are; `staging_memory`: bytes that may wait
     /// to be uploaded until then. Returns the entry and the report, as JSON.
-    #[expect(clippy::too_many_arguments, reason = "all of them differ from save to save")]
+    #[pyo3(signature = (
+        step, tensors, *, groups, roles, tree, blobs, metadata, metrics, tags, base, callback, engine,
+        staged, host_changes, staging_memory
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keywords")]
     fn save(
         &self,
         py: Python<'_>,
         step: u64,
         tensors: Vec<PlacedTensor>,
         groups: Vec<u8>,
-        described: Described,
+        roles: Option<String>,
+        tree: Option<String>,
+        blobs: HashMap<String, PyBackedBytes>,
+        metadata: BTreeMap<String, String>,
         metrics: BTreeMap<String, f64>,
         tags: BTreeMap<String, String>,
         base: bool,
@@ -104,7 +111,7 @@ impl Store {
     ) -> PyResult<String> {
         let sources = tensors.iter().map(placed).collect::<PyResult<Vec<_>>>()?;
         let of_host = if engine.is_some() { vec![] } else { on_host(&sources)? };
-        let contents = contents(described)?;
+        let (roles, contents) = (parse_roles(roles)?, contents(tree, blobs, metadata)?);
         let tell = || {
             // Without an interpreter, which is shutting down then, nobody waits.
             Python::try_attach(|py| {
@@ -116,6 +123,7 @@ impl Store {
         let (saved, note) = self.watcher.run(py, callback, || {
             let options = SaveOptions {
                 groups: &groups,
+                roles,
                 contents,
                 metrics,
                 tags,
@@ -285,13 +293,20 @@ fn on_host<'a>(sources: &[PlacedSource<'a>]) -> PyResult<Vec<TensorSource<'a>>> 
     sources.iter().map(source).collect()
 }
 
-pub(crate) fn contents(described: Described) -> PyResult<Contents> {
-    let (tree, blobs, metadata, roles) = described;
+/// What a saved object is besides tensors.
+pub(crate) fn contents(
+    tree: Option<String>,
+    blobs: HashMap<String, PyBackedBytes>,
+    metadata: BTreeMap<String, String>,
+) -> PyResult<Contents> {
     let tree = tree.map(RawValue::from_string).transpose().map_err(to_value_error)?;
-    let roles: Option<Roles> =
-        roles.map(|r| serde_json::from_str(&r)).transpose().map_err(to_value_error)?;
     let blobs = blobs.into_iter().map(|(name, bytes)| (name, bytes.to_vec())).collect();
-    Ok(Contents { tree, blobs, metadata, roles })
+    Ok(Contents { tree, blobs, metadata })
+}
+
+/// The role table, from JSON.
+pub(crate) fn parse_roles(json: Option<String>) -> PyResult<Option<Roles>> {
+    json.map(|json| serde_json::from_str(&json)).transpose().map_err(to_value_error)
 }
 
 fn parse_id(text: &str) -> PyResult<CheckpointId> {

@@ -1,10 +1,9 @@
 //! Runs native work for Python: follows it, stops it by Ctrl-C or by what a progress function raises,
 //! and turns a panic into an exception.
 //!
-//! Only Python's main thread is told of signals. Local work goes on the thread that calls, which asks
-//! Python when it reports progress and when it waits. Where a server may keep other threads of the call
-//! waiting, the work goes on a thread of its own while the main thread asks Python; it calls the
-//! progress function, too.
+//! Only Python's main thread receives signals. Local work runs on the calling thread, which checks for
+//! them whenever it reports progress or waits. Where a server may keep the call waiting, the work runs on a
+//! separate thread while the main thread checks for signals and calls the progress function.
 
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -80,15 +79,15 @@ pub(crate) fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send)
 fn run<T: Send>(
     py: Python<'_>,
     callback: Option<Py<PyAny>>,
-    aside: bool,
+    on_thread: bool,
     work: impl FnOnce() -> Result<T> + Send,
 ) -> PyResult<T> {
     let _call = log::Call::begin(py, true);
     let mut asker = Asker { callback, raised: None, interrupt: Interrupt::polling(poll) };
-    let outcome = match aside {
-        true => py.detach(|| run_aside(&mut asker, work)),
+    let outcome = match on_thread {
+        true => py.detach(|| run_on_thread(&mut asker, work)),
         false => {
-            let (back, outcome) = py.detach(|| run_here(asker, work));
+            let (back, outcome) = py.detach(|| run_on_caller(asker, work));
             asker = back;
             outcome
         }
@@ -114,7 +113,7 @@ impl Asker {
         if self.raised.is_some() {
             return false;
         }
-        // Without an interpreter, which is shutting down then, nobody wants to stop the work.
+        // The interpreter is shutting down: nobody is left to stop the work.
         let outcome = Python::try_attach(|py| {
             log::flush(py);
             py.check_signals()?;
@@ -145,9 +144,9 @@ struct Watch {
 /// Who asks Python.
 enum Ask {
     /// This thread.
-    Here(Box<Asker>),
+    Direct(Box<Asker>),
     /// The thread that called.
-    There(Sender<Question>),
+    Forwarded(Sender<Question>),
 }
 
 impl Watch {
@@ -171,10 +170,10 @@ fn report(progress: Progress) -> bool {
     let Some(mut watch) = WATCH.take() else { return true };
     if !watch.stopped && watch.is_due(progress) {
         let goes_on = match &mut watch.ask {
-            Ask::Here(asker) => asker.ask(Some(progress)),
-            // Signals are the other thread's matter.
-            Ask::There(_) if !watch.has_callback => true,
-            Ask::There(questions) => {
+            Ask::Direct(asker) => asker.ask(Some(progress)),
+            // The main thread checks for signals.
+            Ask::Forwarded(_) if !watch.has_callback => true,
+            Ask::Forwarded(questions) => {
                 let (answer, answered) = sync_channel(1);
                 let asked = questions.send((progress, answer)).is_ok();
                 !asked || answered.recv().unwrap_or(true)
@@ -190,7 +189,7 @@ fn report(progress: Progress) -> bool {
 /// Whether to go on waiting.
 fn poll() -> bool {
     let Some(mut watch) = WATCH.take() else { return true };
-    if let (false, Ask::Here(asker)) = (watch.stopped, &mut watch.ask) {
+    if let (false, Ask::Direct(asker)) = (watch.stopped, &mut watch.ask) {
         watch.stopped = !asker.ask(None);
     }
     let goes_on = !watch.stopped;
@@ -199,23 +198,23 @@ fn poll() -> bool {
 }
 
 /// Works on this thread.
-fn run_here<T>(
+fn run_on_caller<T>(
     asker: Asker,
     work: impl FnOnce() -> Result<T>,
 ) -> (Asker, thread::Result<Result<T>>) {
     let interrupt = asker.interrupt.clone();
-    let watch = Watch::new(asker.callback.is_some(), Ask::Here(Box::new(asker)));
+    let watch = Watch::new(asker.callback.is_some(), Ask::Direct(Box::new(asker)));
     let outer = WATCH.replace(Some(watch));
     let outcome = catch_unwind(AssertUnwindSafe(|| interrupt.watch(work)));
     let back = match WATCH.replace(outer).map(|w| w.ask) {
-        Some(Ask::Here(asker)) => *asker,
+        Some(Ask::Direct(asker)) => *asker,
         _ => Asker { callback: None, raised: None, interrupt },
     };
     (back, outcome)
 }
 
 /// Works on another thread while this one asks Python.
-fn run_aside<T: Send>(
+fn run_on_thread<T: Send>(
     asker: &mut Asker,
     work: impl FnOnce() -> Result<T> + Send,
 ) -> thread::Result<Result<T>> {
@@ -223,7 +222,7 @@ fn run_aside<T: Send>(
     let has_callback = asker.callback.is_some();
     let interrupt = asker.interrupt.clone();
     let job = move || {
-        WATCH.set(Some(Watch::new(has_callback, Ask::There(questions))));
+        WATCH.set(Some(Watch::new(has_callback, Ask::Forwarded(questions))));
         let outcome = catch_unwind(AssertUnwindSafe(|| interrupt.watch(work)));
         // The end of the channel shows the other thread that this one is done.
         WATCH.set(None);

@@ -14,7 +14,7 @@ use s4weights::{
 use crate::device::{self, CudaEngine, PlacedTensor};
 use crate::errors::to_python;
 use crate::sink::PySink;
-use crate::store::contents;
+use crate::store::{contents, parse_roles};
 use crate::watch::{Watcher, progress};
 
 /// Name, dtype, shape, address, bytes.
@@ -31,6 +31,11 @@ pub(crate) struct Writer {
 #[pymethods]
 impl Writer {
     #[new]
+    #[pyo3(signature = (path, url, stream, preset, threads, storage_options, roles=None))]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "a target, options, and what is known of tensors"
+    )]
     fn new(
         py: Python<'_>,
         path: Option<PathBuf>,
@@ -39,6 +44,7 @@ impl Writer {
         preset: &str,
         threads: Option<usize>,
         storage_options: StorageOptions,
+        roles: Option<String>,
     ) -> PyResult<Self> {
         let watcher = Watcher::of(url.as_deref());
         if url.is_none() {
@@ -55,7 +61,12 @@ impl Writer {
         let preset: Preset = preset.parse().map_err(PyValueError::new_err)?;
         let options =
             WriteOptions { preset, threads, progress: Some(progress()), ..Default::default() };
-        let create = || s4weights::Writer::create(target, options);
+        let roles = parse_roles(roles)?;
+        let create = || {
+            let mut writer = s4weights::Writer::create(target, options)?;
+            roles.map_or(Ok(()), |roles| writer.declare(roles))?;
+            Ok(writer)
+        };
         let inner = watcher.run(py, None, create)?;
         Ok(Self { inner: Mutex::new(Some(inner)), watcher })
     }
@@ -99,9 +110,8 @@ impl Writer {
         tree: Option<String>,
         blobs: HashMap<String, PyBackedBytes>,
         metadata: BTreeMap<String, String>,
-        roles: Option<String>,
     ) -> PyResult<String> {
-        let contents = contents((tree, blobs, metadata, roles))?;
+        let contents = contents(tree, blobs, metadata)?;
         let writer = self.take()?;
         let report = self.watcher.run(py, None, move || writer.finish(contents))?;
         serde_json::to_string(&report).map_err(to_value_error)

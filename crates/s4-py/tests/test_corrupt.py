@@ -156,7 +156,7 @@ def test_files_of_tensors_alone(path: Path) -> None:
     writer.write(
         [("a", "float32", (2, 3), tensor.data_ptr(), 24), ("b", "bytes", (0,), 0, 0)], b"", None
     )
-    writer.finish(None, {}, {}, None)
+    writer.finish(None, {}, {})
     loaded = s4weights.load(path)
     assert loaded["a"].tolist() == [[0, 1, 2], [3, 4, 5]] and loaded["b"].dtype == torch.uint8
 
@@ -191,7 +191,7 @@ def test_persistent_ids_that_lie(path: Path) -> None:
         writer = _core.Writer(str(path), None, None, "fast", None, {})
         tensor = torch.arange(6.0)
         writer.write([("t", "float32", (6,), tensor.data_ptr(), 24)], b"", None)
-        writer.finish(None, {"pickle": stream.getvalue()}, {}, None)
+        writer.finish(None, {"pickle": stream.getvalue()}, {})
         for weights_only in (True, False):
             with pytest.raises((s4weights.CorruptDataError, s4weights.UnsafeLoadError)):
                 s4weights.load(path, weights_only=weights_only)
@@ -207,7 +207,7 @@ def test_views_outside_of_their_storage(path: Path) -> None:
         stream[at + 1] = 5
         writer = _core.Writer(str(path), None, None, "fast", None, {})
         writer.write([("t", "float32", (6,), tensor.data_ptr(), 24)], b"", None)
-        writer.finish(None, {"pickle": bytes(stream)}, {}, None)
+        writer.finish(None, {"pickle": bytes(stream)}, {})
         with pytest.raises(s4weights.CorruptDataError, match="outside"):
             s4weights.load(path)
 
@@ -230,7 +230,7 @@ def test_the_native_module_checks_what_it_is_given(path: Path) -> None:
     with pytest.raises(ValueError, match="taken"):
         writer.write([("t", "float32", (6,), address, 24)], b"", None)
     with pytest.raises(RuntimeError, match="failed"):
-        writer.finish(None, {}, {}, None)
+        writer.finish(None, {}, {})
     assert not path.exists() and list(path.parent.iterdir()) == []
     s4weights.save({"t": tensor, "u": tensor.clone()}, path)
     reader = _core.Reader(str(path), None, None, None, {})

@@ -30,7 +30,7 @@ def save_stream(stream: bytes, path: Path, state: object = None) -> None:
 
     groups = [0] * len(storages)
     storages.write(writer, groups, Progress(None, 0, "save"), Compute("cpu", None))
-    writer.finish(None, {"pickle": stream}, {}, None)
+    writer.finish(None, {"pickle": stream}, {})
 
 
 REFUSED = b"cos\nsystem\n"
@@ -140,7 +140,7 @@ def save_tree(root: object, path: Path) -> None:
     from s4weights._progress import Progress
 
     storages.write(writer, [0], Progress(None, 0, "save"), Compute("cpu", None))
-    writer.finish(json.dumps({"root": root}), {}, {}, None)
+    writer.finish(json.dumps({"root": root}), {}, {})
 
 
 @pytest.mark.parametrize("name", ["onnx", "_dynamo", "compile", "__path__", "x" * 9999])

@@ -23,7 +23,7 @@ def write_tree(path: Path, tree: Any, **tensors: torch.Tensor) -> None:
     ]
     writer.write(sources, b"", None)
     text = tree if isinstance(tree, str) else json.dumps(tree)
-    writer.finish(text, {}, {}, None)
+    writer.finish(text, {}, {})
 
 
 @pytest.fixture(params=["tree", "pickle"])

@@ -124,7 +124,7 @@ def test_storages_of_other_devices_are_staged_in_parts(
     writer = s4weights._save._core.Writer(None, None, stream, "fast", None, {})
     compute = s4weights._save.Compute("auto", None)
     storages.write(writer, bytes(21), s4weights._save.Progress(None, 6000, "save"), compute)
-    writer.finish(None, {}, {}, None)
+    writer.finish(None, {}, {})
     assert batches == [5, 5, 5, 5, 1] and live["most"] == 2000
     loaded = s4weights.load(io.BytesIO(stream.getvalue()))
     assert_identical(tensors, list(loaded.values()))

@@ -27,7 +27,7 @@ pub struct Entry {
     pub n: u64,
     /// BLAKE3 of the bytes of entry `n - 1`; of nothing for the first.
     pub prev: Digest,
-    /// Tells one writer's entry from another's.
+    /// Unique to the write, so that a writer recognises its own entry.
     pub write_id: WriteId,
     /// The writer's clock in milliseconds since 1970: for people, never for decisions.
     pub at_ms: i64,

@@ -95,8 +95,8 @@ struct Race {
     spread: Duration,
 }
 
-/// Tries the store in `folder`, a place where nothing else writes. Progress is told as `tracing`
-/// events if it takes long.
+/// Tries the store in `folder`, where nothing else may write. Long probes report progress as `tracing`
+/// events.
 ///
 /// # Errors
 /// [`Error::ProbeDisturbed`] if too few trials had clean answers until the deadline of

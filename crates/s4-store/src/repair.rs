@@ -1,10 +1,10 @@
 //! Mending a damaged log.
 //!
-//! What is left of the log is linked again: an entry that cannot be read becomes what a view says
-//! of it, or a `fence`; entries after it keep their numbers and what they do, and name the new hash of
-//! the entry before. Whatever is overwritten or removed is copied aside first. Entries are written from
-//! the lowest to the highest, so that a log that is half mended is seen to be damaged, by the same
-//! entries, and mending it again comes to the same end.
+//! A repair links what is left of the log again. An unreadable entry is replaced by what a view knows of
+//! it, or by a `fence`; later entries keep their numbers and operations, and get the new hash of the entry
+//! before them. Whatever is overwritten or removed is copied first. Entries are written in ascending order:
+//! a repair that was interrupted leaves a log whose damage is still visible, and running it again gives the
+//! same result.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -27,7 +27,7 @@ use crate::state::{Checkpoint, State};
 use crate::store::{Inner, Store};
 use crate::view;
 
-/// Entries after a gap of more than this are no part of the log: they are put aside.
+/// Entries after a longer gap are not part of the log and are moved aside.
 const LONGEST_GAP: u64 = 10_000;
 
 /// Something that a repair cannot recover.

@@ -1,4 +1,4 @@
-//! Hashes and writes on threads of its own, while the caller's thread collects what is next.
+//! Hashes and writes on background threads while the caller's thread fills the next buffer.
 
 use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
 use std::thread::JoinHandle;
@@ -11,13 +11,13 @@ use crate::parallel::pool;
 /// Bytes that are hashed and written together: enough for several threads. Pieces end at multiples
 /// of it, so that no two of them share a page of the file.
 const PIECE: usize = 16 << 20;
-/// Pieces on their way besides the one that is filled.
-const UNDER_WAY: usize = 2;
-/// More threads hash and copy no faster than memory is read.
+/// Pieces in flight besides the one that is being filled.
+const IN_FLIGHT: usize = 2;
+/// With more threads, memory bandwidth is the limit.
 const HELPERS: usize = 16;
 
-/// What is given back at the end.
-pub(crate) struct Back {
+/// The sink and the hash of what it was given, once the threads have ended.
+pub(crate) struct HashedSink {
     pub(crate) sink: OpenSink,
     pub(crate) hasher: Box<blake3::Hasher>,
 }
@@ -30,23 +30,23 @@ pub(crate) struct Behind {
     /// `None` once no more will come.
     full: Option<SyncSender<Vec<u8>>>,
     empty: Receiver<Vec<u8>>,
-    thread: Option<JoinHandle<Result<Back>>>,
+    thread: Option<JoinHandle<Result<HashedSink>>>,
 }
 
 impl Behind {
     /// Bytes of buffers that one may have.
-    pub(crate) const BUFFERS: usize = (UNDER_WAY + 1) * PIECE;
+    pub(crate) const BUFFERS: usize = (IN_FLIGHT + 1) * PIECE;
 
     /// Starts the thread, and `threads` or fewer that help it. The sink has `written` bytes already.
-    pub(crate) fn start(mut back: Back, written: u64, threads: usize) -> Result<Self> {
+    pub(crate) fn start(mut back: HashedSink, written: u64, threads: usize) -> Result<Self> {
         let helpers = pool(threads.min(HELPERS))?;
-        let (full, pieces) = sync_channel::<Vec<u8>>(UNDER_WAY - 1);
+        let (full, pieces) = sync_channel::<Vec<u8>>(IN_FLIGHT - 1);
         let (done, empty) = channel();
         let interrupt = interrupt::current();
         let work = move || {
             interrupt::adopt(interrupt);
             for mut piece in pieces {
-                let Back { sink, hasher } = &mut back;
+                let HashedSink { sink, hasher } = &mut back;
                 match &helpers {
                     None => {
                         hasher.update(&piece);
@@ -100,7 +100,7 @@ impl Behind {
     ///
     /// # Errors
     /// Those of the sink.
-    pub(crate) fn finish(mut self) -> Result<Back> {
+    pub(crate) fn finish(mut self) -> Result<HashedSink> {
         let sent = if self.piece.is_empty() { Ok(()) } else { self.send() };
         self.full = None;
         match self.thread.take().map(JoinHandle::join) {
@@ -118,7 +118,7 @@ fn stopped() -> std::io::Error {
 impl Drop for Behind {
     fn drop(&mut self) {
         self.full = None;
-        // The sink takes back what it wrote: that is over before the caller goes on.
+        // Dropping the sink removes what it wrote; the caller waits for that.
         let _ = self.thread.take().map(JoinHandle::join);
     }
 }
@@ -158,7 +158,7 @@ mod tests {
     ) -> (Result<blake3::Hash>, Vec<u8>) {
         let bytes = Arc::<Mutex<Vec<u8>>>::default();
         let sink = OpenSink::Other(Box::new(Kept { bytes: Arc::clone(&bytes), limit }));
-        let back = Back { sink, hasher: Box::default() };
+        let back = HashedSink { sink, hasher: Box::default() };
         let mut behind = Behind::start(back, written, threads).unwrap();
         let put = parts.iter().try_for_each(|p| behind.put(p));
         let done = behind.finish().map(|back| back.hasher.finalize());

@@ -46,6 +46,9 @@ pub struct Copied {
 /// # Errors
 /// Those of reading and of writing. Nothing is visible then.
 pub fn copy(from: &Reader, mut to: Writer, options: &CopyOptions<'_>) -> Result<Copied> {
+    if let Some(roles) = &from.manifest().roles {
+        to.declare(roles.clone())?;
+    }
     let infos: Vec<_> = from.tensors().collect();
     check_groups(options.groups, infos.len())?;
     let mut digests = options.hash.then(Vec::new);
@@ -68,7 +71,7 @@ pub fn copy(from: &Reader, mut to: Writer, options: &CopyOptions<'_>) -> Result<
     Ok(Copied { written, digests })
 }
 
-/// All that a checkpoint holds besides tensors.
+/// All that a checkpoint holds besides tensors and their roles.
 fn contents(from: &Reader) -> Result<Contents> {
     let manifest = from.manifest();
     let blobs = manifest.blobs.keys().map(|name| Ok((name.clone(), from.blob(name)?)));
@@ -76,7 +79,6 @@ fn contents(from: &Reader) -> Result<Contents> {
         tree: manifest.tree.clone(),
         blobs: blobs.collect::<Result<_>>()?,
         metadata: manifest.metadata.clone(),
-        roles: manifest.roles.clone(),
     })
 }
 

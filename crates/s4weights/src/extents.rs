@@ -128,7 +128,7 @@ mod tests {
             let mut extents = Extents::default();
             extents.add(&first).unwrap();
             let e = extents.add(&bad).unwrap_err();
-            assert_eq!(e.place().chunk, Some(number), "{bad:?}");
+            assert_eq!(e.location().chunk, Some(number), "{bad:?}");
             assert!(matches!(e, Error::Corrupt { .. }));
         }
         let mut extents = Extents::default();

@@ -16,8 +16,8 @@ thread_local! {
     static CURRENT: RefCell<Option<Interrupt>> = const { RefCell::new(None) };
 }
 
-/// Lets one thread stop calls that another makes: on Ctrl-C, say. Clones share one flag, which stays
-/// set once it is.
+/// Lets one thread cancel the calls of another, for example on Ctrl-C. Clones share one flag, which is
+/// never cleared.
 ///
 /// A call that is stopped returns [`Error::Cancelled`] within a fraction of a second, also while it
 /// waits for a server that never answers, and leaves what a dropped call leaves: a file that is not
@@ -43,13 +43,13 @@ struct Inner {
 }
 
 impl Interrupt {
-    /// One that asks now and then whether to go on: each thread that waits calls `poll`, about every
-    /// 50 ms. `false` stops the call.
+    /// An interrupt that is polled: every waiting thread calls `poll` about every 50 ms, and `false`
+    /// cancels the call.
     pub fn polling(poll: impl Fn() -> bool + Send + Sync + 'static) -> Self {
         Self(Arc::new(Inner { stopped: AtomicBool::new(false), poll: Some(Box::new(poll)) }))
     }
 
-    /// Stops the calls that are watched, and those that come.
+    /// Cancels all watched calls, present and future.
     pub fn stop(&self) {
         self.0.stopped.store(true, Ordering::Relaxed);
     }

@@ -25,11 +25,13 @@
 //! objects instead of one file ([`ObjectSink`], [`ObjectSource`]). Files may go to and come from what the
 //! caller brings ([`Sink`], [`ReadAt`]).
 //!
+//! [`Writer::declare`] says what tensors are to the optimizer, before any of them is planned.
+//!
 //! [`copy`] copies whole checkpoints, and compares them.
 //!
 //! [`store::CheckpointStore`] keeps many checkpoints in a folder or a bucket.
 //!
-//! What is deliberately absent: Python objects (the wheel's matter).
+//! What is deliberately absent: Python objects, which only the wheel knows.
 // Except for files that are mapped (`io/region.rs`, `io/mapped.rs`).
 #![deny(unsafe_code)]
 
@@ -57,6 +59,7 @@ mod parent;
 mod pipeline;
 mod reader;
 mod report;
+mod roles;
 mod slice;
 pub mod store;
 mod verify;

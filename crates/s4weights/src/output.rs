@@ -7,7 +7,7 @@ use s4_format::file;
 use s4_format::limits::{ALIGN, MAX_OBJECTS};
 use s4_format::manifest::Object;
 
-use crate::behind::{Back, Behind};
+use crate::behind::{Behind, HashedSink};
 use crate::buffers::{LargeBuffer, LargeBuffers};
 use crate::error::{Error, Result};
 use crate::io::OpenSink;
@@ -38,26 +38,26 @@ enum To {
     Objects(Objects),
 }
 
-/// Who hashes and writes a file.
+/// The thread that hashes and writes a file.
 enum End {
-    Here(Back),
-    Behind(Behind),
-    /// Writing failed: there is no file any more.
+    Caller(HashedSink),
+    Background(Behind),
+    /// Writing failed, and the file was removed.
     Failed,
 }
 
 impl End {
-    fn here(self) -> Result<Back> {
+    fn into_sink(self) -> Result<HashedSink> {
         match self {
-            Self::Here(back) => Ok(back),
-            Self::Behind(behind) => behind.finish(),
+            Self::Caller(hashed) => Ok(hashed),
+            Self::Background(behind) => behind.finish(),
             Self::Failed => Err(failed()),
         }
     }
 }
 
 fn failed() -> Error {
-    Error::Argument("a file that could not be written is to be finished".into())
+    Error::Argument("cannot finish a file after a failed write".into())
 }
 
 struct Objects {
@@ -82,7 +82,8 @@ struct Open {
 impl Output {
     /// One file.
     pub(crate) fn file(sink: OpenSink) -> Result<Self> {
-        let to = To::File { end: End::Here(Back { sink, hasher: Box::default() }), offset: 0 };
+        let to =
+            To::File { end: End::Caller(HashedSink { sink, hasher: Box::default() }), offset: 0 };
         let mut out = Self { to, chunk_bytes: 0 };
         out.put(&file::header())?;
         Ok(out)
@@ -116,13 +117,13 @@ impl Output {
         }
     }
 
-    /// Hashes and writes a file on other threads from now on, if its sink may be moved there: for
-    /// callers that have more to do than to wait.
+    /// Hashes and writes a file on background threads from now on, if its sink may move between threads, so
+    /// that the calling thread can do other work.
     pub(crate) fn write_behind(&mut self, threads: usize) -> Result<()> {
         if let To::File { end, offset } = &mut self.to {
             *end = match std::mem::replace(end, End::Failed) {
-                End::Here(back) if back.sink.may_move() => {
-                    End::Behind(Behind::start(back, *offset, threads)?)
+                End::Caller(hashed) if hashed.sink.may_move() => {
+                    End::Background(Behind::start(hashed, *offset, threads)?)
                 }
                 other => other,
             };
@@ -130,15 +131,15 @@ impl Output {
         Ok(())
     }
 
-    /// Whether other threads hash and write.
+    /// Whether background threads hash and write.
     pub(crate) fn is_behind(&self) -> bool {
-        matches!(self.to, To::File { end: End::Behind(_), .. })
+        matches!(self.to, To::File { end: End::Background(_), .. })
     }
 
-    /// Writes what is on its way, and goes on here.
+    /// Waits for the background threads, and writes on the calling thread from now on.
     pub(crate) fn write_here(&mut self) -> Result<()> {
         if let To::File { end, .. } = &mut self.to {
-            *end = End::Here(std::mem::replace(end, End::Failed).here()?);
+            *end = End::Caller(std::mem::replace(end, End::Failed).into_sink()?);
         }
         Ok(())
     }
@@ -148,8 +149,8 @@ impl Output {
         self.align()?;
         self.write_here()?;
         match &mut self.to {
-            To::File { end: End::Here(back), offset } => {
-                let blake3 = Digest(*back.hasher.finalize().as_bytes());
+            To::File { end: End::Caller(hashed), offset } => {
+                let blake3 = Digest(*hashed.hasher.finalize().as_bytes());
                 Ok(vec![Object { name: None, bytes: *offset, blake3 }])
             }
             To::File { .. } => Err(failed()),
@@ -166,11 +167,11 @@ impl Output {
         match &mut self.to {
             To::File { end, offset } => {
                 match end {
-                    End::Here(Back { sink, hasher }) => {
+                    End::Caller(HashedSink { sink, hasher }) => {
                         hasher.update(bytes);
                         sink.write(bytes)?;
                     }
-                    End::Behind(behind) => behind.put(bytes)?,
+                    End::Background(behind) => behind.put(bytes)?,
                     End::Failed => return Err(failed()),
                 }
                 *offset += bytes.len() as u64;
@@ -196,7 +197,7 @@ impl Output {
     /// Makes a file visible; gives the index of objects.
     pub(crate) fn commit(self) -> Result<Option<Bytes>> {
         match self.to {
-            To::File { end, .. } => end.here()?.sink.commit().map(|()| None),
+            To::File { end, .. } => end.into_sink()?.sink.commit().map(|()| None),
             To::Objects(objects) => Ok(Some(objects.index.into())),
         }
     }

@@ -10,7 +10,8 @@ use s4_engine::{
 };
 use s4_format::index::chunk_count;
 use s4_format::layout::Planes;
-use s4_format::{ChunkRecord, CodecId, DType, Digest};
+use s4_format::manifest::TensorRole;
+use s4_format::{ChunkRecord, CodecId, DType};
 
 use crate::behind::Behind;
 use crate::error::{At, Result};
@@ -34,6 +35,8 @@ pub(crate) struct Large<'a> {
     pub(crate) group: u8,
     /// Number of the parent's tensor that it may be a difference from.
     pub(crate) parent: Option<u32>,
+    /// What it is to the optimizer.
+    pub(crate) role: Option<TensorRole<'a>>,
 }
 
 /// The same, on its way.
@@ -325,24 +328,22 @@ impl Encoder<'_> {
         large: &Large<'_>,
         sample: &mut Vec<u8>,
     ) -> Result<TensorPlan> {
-        let Large { name, view, .. } = large;
-        let plan = match (self.parent, large.parent) {
+        let &Large { name, ref view, role, .. } = large;
+        let before = match (self.parent, large.parent) {
             (Some(parent), Some(tensor)) => {
                 if !parent.is_remote() {
                     let mut ranges = vec![];
                     sample_ranges(large, sample, &mut ranges);
                     parent.read(&mut ranges)?;
                 }
-                let manifest: Digest = parent.digest();
-                let values = ParentSample { manifest, tensor, values: sample };
-                let job = PlanJob { preset, view, parent: Some(&values) };
-                self.scratch.with(|scratch| self.engine.plan(&job, scratch))
+                Some(ParentSample { manifest: parent.digest(), tensor, values: sample })
             }
-            _ => {
-                let job = PlanJob { preset, view, parent: None };
-                self.scratch.with(|scratch| self.engine.plan(&job, scratch))
-            }
+            _ => None,
         };
+        let job = PlanJob { preset, view, parent: before.as_ref(), role };
+        #[cfg(test)]
+        crate::roles::tests::planned(name, &job);
+        let plan = self.scratch.with(|scratch| self.engine.plan(&job, scratch));
         plan.map_err(|e| e.in_tensor(name)).at(self.target)
     }
 

@@ -23,6 +23,7 @@ use crate::pack::{Class, Pack, SMALL};
 use crate::parent::{Snapshot, SnapshotTensor};
 use crate::pipeline::{Buffers, Coded, Large};
 use crate::report::{Report, Totals};
+use crate::roles::RoleTable;
 
 /// Plans that a manifest can number; the last ones are reserved for tensors that are no deltas.
 const MAX_DELTAS: usize = 65_000;
@@ -49,8 +50,6 @@ pub struct Contents {
     pub blobs: BTreeMap<String, Vec<u8>>,
     /// Free text.
     pub metadata: BTreeMap<String, String>,
-    /// What each tensor is to the optimizer.
-    pub roles: Option<Roles>,
 }
 
 /// Writes one checkpoint. Dropped before [`Writer::finish`], it leaves no file behind.
@@ -73,6 +72,7 @@ pub struct Writer {
     /// Tensors that may be differences so far.
     deltas: usize,
     snapshot: HashMap<String, SnapshotTensor>,
+    pub(crate) roles: Option<Arc<RoleTable>>,
     bytes_in: u64,
     pub(crate) totals: Totals,
     pub(crate) buffers: Buffers,
@@ -150,10 +150,25 @@ impl Writer {
             blocks: vec![],
             deltas: 0,
             snapshot: HashMap::new(),
+            roles: None,
             bytes_in: 0,
             totals: Totals::default(),
             buffers: Buffers::default(),
         })
+    }
+
+    /// Says what the tensors are to the optimizer, and its hyperparameters: before the first tensor is
+    /// written, so that every plan can depend on it. Rows name tensors by number, the first that is
+    /// written being 0; tensors without a row have no role. The manifest keeps the table as it is.
+    ///
+    /// # Errors
+    /// `Argument` if a tensor was written already.
+    pub fn declare(&mut self, roles: Roles) -> Result<()> {
+        if !self.tensors.is_empty() {
+            return Err(Error::Argument("roles are declared before the first tensor".into()));
+        }
+        self.roles = Some(Arc::new(RoleTable::new(roles)));
+        Ok(())
     }
 
     /// Writes tensors; several calls may follow each other.
@@ -178,6 +193,7 @@ impl Writer {
         let total = tensors.iter().map(|t| t.data.len() as u64).sum();
         let callback = self.options.progress.clone();
         let mut meter = Meter { callback, done: 0, total };
+        let roles = self.roles.clone();
         let mut large = vec![];
         let mut numbers = vec![];
         for (i, t) in tensors.iter().enumerate() {
@@ -191,7 +207,8 @@ impl Writer {
                 let view = TensorView { dtype: t.dtype, shape: t.shape, data: t.data };
                 numbers.push(number);
                 let parent = self.parent_of(t.name, t.dtype, t.shape);
-                large.push(Large { name: t.name, view, group, parent });
+                let role = roles.as_ref().and_then(|r| r.of(number));
+                large.push(Large { name: t.name, view, group, parent, role });
             }
         }
         let items = self.encode(large, &mut meter)?;
@@ -305,7 +322,7 @@ impl Writer {
         let view = TensorView { dtype, shape: &shape, data: &pack.data };
         let mut meter = Meter { callback: None, done: 0, total: 0 };
         let group = pack.class.group;
-        let large = Large { name: "small tensors", view, group, parent: None };
+        let large = Large { name: "small tensors", view, group, parent: None, role: None };
         let items = self.encode(vec![large], &mut meter)?;
         for item in items {
             let number = usize::MAX - pack.number as usize;
@@ -391,7 +408,7 @@ impl Writer {
             tree: contents.tree,
             blobs,
             metadata: contents.metadata,
-            roles: contents.roles,
+            roles: self.roles.take().map(|r| r.table().clone()),
             ..manifest
         };
         let json = manifest.to_json().at(&self.name)?;

@@ -291,14 +291,22 @@ fn line(files: &Files, values: usize, sizes: &[u8]) -> (Vec<u8>, Vec<u8>) {
         let part = |r: std::ops::Range<u64>| &before[r.start as usize * 2..r.end as usize * 2];
         let mut plan = match parent {
             None => engine
-                .plan(&PlanJob { preset: Preset::Fast, view: &view, parent: None }, &mut scratch)
+                .plan(
+                    &PlanJob { preset: Preset::Fast, view: &view, parent: None, role: None },
+                    &mut scratch,
+                )
                 .unwrap(),
             Some(Parent { manifest, .. }) => {
                 let sample: Vec<u8> = probes.into_iter().flat_map(part).copied().collect();
                 let sample = ParentSample { manifest, tensor: 0, values: &sample };
                 engine
                     .plan(
-                        &PlanJob { preset: Preset::Fast, view: &view, parent: Some(&sample) },
+                        &PlanJob {
+                            preset: Preset::Fast,
+                            view: &view,
+                            parent: Some(&sample),
+                            role: None,
+                        },
                         &mut scratch,
                     )
                     .unwrap()

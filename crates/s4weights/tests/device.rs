@@ -159,7 +159,7 @@ fn damage_is_named_by_tensor_and_chunk() {
     let reader = Reader::open(path.as_path().into(), Default::default()).unwrap();
     match read_on(&gpu, &reader, &tensors) {
         Err(Error::Format { source, .. }) => {
-            let place = source.place();
+            let place = source.location();
             assert_eq!(place.tensor.as_deref(), Some("bfloat16.4096"), "{source}");
             assert_eq!(place.chunk, Some(0), "{source}");
         }

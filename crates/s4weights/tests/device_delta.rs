@@ -286,8 +286,8 @@ fn damage_below_a_difference_is_an_error_on_the_device_too() {
     let requests: Vec<_> = to.iter().map(memory).enumerate().collect();
     match last.read_into_device(&gpu.engine, &requests) {
         Err(Error::Format { source, .. }) => {
-            assert_eq!(source.place().tensor.as_deref(), Some("w"), "{source}");
-            assert_eq!(source.place().chunk, Some(0), "{source}");
+            assert_eq!(source.location().tensor.as_deref(), Some("w"), "{source}");
+            assert_eq!(source.location().chunk, Some(0), "{source}");
         }
         other => panic!("{:?}", other.err()),
     }

@@ -44,7 +44,7 @@ fn every_flip_is_an_error_or_the_exact_data() {
                 assert!(open(bad).unwrap().verify().is_err(), "byte {at}");
             }
             Err(Error::Format { source, .. }) => {
-                let p = source.place();
+                let p = source.location();
                 let named = p.tensor.is_some() && p.chunk.is_some() || p.part.is_some();
                 assert!(named, "byte {at}: {source}");
             }

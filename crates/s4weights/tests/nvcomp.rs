@@ -218,16 +218,14 @@ fn tree_roles_and_metadata_go_with_the_preset() {
     let mut writer = Writer::create(Target::Stream(Box::new(memory.clone())), options()).unwrap();
     let tensors = mixed();
     let sources: Vec<_> = tensors.iter().map(Owned::source).collect();
+    writer.declare(Roles::default()).unwrap();
     writer.write(&sources).unwrap();
-    let contents = Contents {
-        metadata: [("a".into(), "b".into())].into(),
-        roles: Some(Roles::default()),
-        ..Contents::default()
-    };
+    let contents = Contents { metadata: [("a".into(), "b".into())].into(), ..Contents::default() };
     writer.finish(contents).unwrap();
     let file = std::mem::take(&mut *memory.0.lock().unwrap());
     let reader = read(file, true);
     assert_eq!(reader.manifest().metadata["a"], "b");
+    assert_eq!(reader.manifest().roles, Some(Roles::default()));
     for t in &tensors {
         assert!(reader.read(&t.name).unwrap() == t.data, "{}", t.name);
     }

@@ -184,7 +184,6 @@ fn contents_and_reports_are_kept() {
         tree: Some(serde_json::value::RawValue::from_string("[1,null]".into()).unwrap()),
         blobs: [("extra".to_owned(), vec![1, 2, 3])].into(),
         metadata: [("k".to_owned(), "v".to_owned())].into(),
-        roles: None,
     };
     let report = writer.finish(contents).unwrap();
     let bytes = memory.0.lock().unwrap().clone();

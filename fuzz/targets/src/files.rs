@@ -164,12 +164,18 @@ fn tensor(name: &'static str, dtype: DType, shape: &[u64], pattern: &str) -> Ten
     Tensor { name, dtype, shape: shape.to_vec(), data }
 }
 
-fn save(tensors: &[Tensor], contents: Contents, parent: Option<&Arc<Reader>>) -> Vec<u8> {
+fn save(
+    tensors: &[Tensor],
+    contents: Contents,
+    roles: Option<Roles>,
+    parent: Option<&Arc<Reader>>,
+) -> Vec<u8> {
     let memory = Memory::default();
     let parent = parent.map(|p| Arc::clone(p) as Arc<dyn s4weights::Parent>);
     let options = WriteOptions { threads: Some(1), parent, ..WriteOptions::default() };
     let written = || -> s4weights::Result<()> {
         let mut writer = Writer::create(Target::Stream(Box::new(memory.clone())), options)?;
+        roles.map_or(Ok(()), |roles| writer.declare(roles))?;
         for t in tensors {
             let Tensor { name, dtype, shape, data } = t;
             writer.write(&[TensorSource { name, dtype: *dtype, shape, data }])?;
@@ -216,20 +222,20 @@ fn bases() -> &'static [Kit] {
                 .ok(),
             blobs: BTreeMap::from([("extra".into(), vec![7; 100]), ("x".into(), vec![])]),
             metadata: BTreeMap::from([("k".into(), "v".into())]),
-            roles: Some(Roles {
-                tensors: vec![role(0, RoleKind::Weight), role(1, RoleKind::ExpAvgSq)],
-                groups: vec![BTreeMap::from([("lr".into(), 1e-3)])],
-            }),
+        };
+        let roles = Roles {
+            tensors: vec![role(0, RoleKind::Weight), role(1, RoleKind::ExpAvgSq)],
+            groups: vec![BTreeMap::from([("lr".into(), 1e-3)])],
         };
         let pickle = Contents {
             blobs: BTreeMap::from([("pickle".into(), b"\x80\x04N.".to_vec())]),
             ..Contents::default()
         };
         [
-            save(&first, contents, None),
-            save(&second, pickle, None),
-            save(&[], Contents::default(), None),
-            save(&large, Contents::default(), None),
+            save(&first, contents, Some(roles), None),
+            save(&second, pickle, None, None),
+            save(&[], Contents::default(), None, None),
+            save(&large, Contents::default(), None, None),
         ]
         .iter()
         .map(|file| kit(file))
@@ -264,7 +270,7 @@ fn chain_of(mut tensors: Vec<Tensor>) -> Vec<Kit> {
     let mut parents: HashMap<Digest, bytes::Bytes> = HashMap::new();
     let mut parent = None;
     for step in 1..4u8 {
-        let file = save(&tensors, Contents::default(), parent.as_ref());
+        let file = save(&tensors, Contents::default(), None, parent.as_ref());
         kits.push(kit(&file));
         let bytes = bytes::Bytes::from(file);
         parents.extend(digest(&bytes).map(|d| (d, bytes.clone())));

@@ -1,6 +1,6 @@
 //! Every rANS kernel on the same bytes.
 
-use s4_codec_cpu::rans::{Counts, Place, Precision, Rans, Table, Tables, parse_tables};
+use s4_codec_cpu::rans::{Counts, Precision, Rans, Table, TablePlace, Tables, parse_tables};
 use s4_codec_cpu::testing::decode_carrying;
 use s4_codec_cpu::{Codec, Context, Simd, Symbols, Workspace};
 
@@ -52,7 +52,7 @@ pub fn rans_encode(data: &[u8]) {
     let list = [table];
     let side = s4_codec_cpu::rans::write_tables(&list);
     assert!(parse_tables(precision, &side).is_ok_and(|back| back == list), "tables");
-    let place = if shared { Place::Shared } else { Place::Inline };
+    let place = if shared { TablePlace::Shared } else { TablePlace::Inline };
     let tables: &[u8] = if shared { &side } else { &[] };
     let ctx = Context { param, tables, contexts: &[] };
     let run = |simd| {

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::row::Row;
 use super::svg::{Anchor, Svg};
-use super::{Place, text};
+use super::{StoreArgs, text};
 use crate::error::{Failure, Result};
 use crate::{say, to_json};
 
@@ -59,12 +59,12 @@ impl Cost {
 }
 
 /// `plot`
-pub(crate) fn plot(place: &Place, output: &Path, last: usize, json: bool) -> Result<()> {
+pub(crate) fn plot(args: &StoreArgs, output: &Path, last: usize) -> Result<()> {
     if output.extension().is_none_or(|e| e != "svg") {
         let name = output.display();
         return Err(Failure::Usage(format!("{name}: the picture is an SVG file: name it so")));
     }
-    let store = place.open_to_read(s4weights::store::StoreOptions::default())?;
+    let store = args.open_to_read(s4weights::store::StoreOptions::default())?;
     let state = store.state()?;
     let all = state.list();
     let shown = &all[all.len().saturating_sub(last)..];
@@ -76,7 +76,7 @@ pub(crate) fn plot(place: &Place, output: &Path, last: usize, json: bool) -> Res
         Failure::Io(std::io::Error::new(e.kind(), format!("{}: {e}", output.display())))
     };
     std::fs::write(output, draw(&figures)).map_err(named)?;
-    if json {
+    if args.json {
         return say(&to_json(&figures)?);
     }
     let count = text::count(shown.len(), "checkpoint");

@@ -3,7 +3,7 @@
 use s4weights::store::{CheckpointStore, Loss, RepairReport, StoreOptions};
 use serde::Serialize;
 
-use super::{Place, text};
+use super::{StoreArgs, text};
 use crate::error::Result;
 use crate::{say, to_json};
 
@@ -29,14 +29,14 @@ struct Unnamed {
 }
 
 /// `repair`
-pub(crate) fn repair(place: &Place, apply: bool, json: bool) -> Result<()> {
-    let options = place.options(StoreOptions::default());
-    let report = CheckpointStore::repair(&place.store, &place.storage()?, options, apply)?;
+pub(crate) fn repair(args: &StoreArgs, apply: bool) -> Result<()> {
+    let options = args.options(StoreOptions::default());
+    let report = CheckpointStore::repair(&args.store, &args.storage()?, options, apply)?;
     let unnamed = |(id, bytes): (&s4weights::store::CheckpointId, &u64)| Unnamed {
         id: id.to_string(),
         bytes: *bytes,
     };
-    if json {
+    if args.json {
         return say(&to_json(&Repair {
             applied: report.aside.is_some(),
             damage: report.damage.iter().map(ToString::to_string).collect(),
@@ -50,7 +50,7 @@ pub(crate) fn repair(place: &Place, apply: bool, json: bool) -> Result<()> {
             aside: report.aside.as_deref(),
         })?);
     }
-    let name = place.store.split(['?', '#']).next().unwrap_or_default();
+    let name = args.store.split(['?', '#']).next().unwrap_or_default();
     say(&as_text(name, &report))
 }
 

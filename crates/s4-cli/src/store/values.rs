@@ -6,7 +6,7 @@ use s4weights::{Preset, Target, Writer};
 use serde::Serialize;
 
 use super::row::stored;
-use super::{Place, select, text};
+use super::{StoreArgs, select, text};
 use crate::error::{Failure, Result};
 use crate::progress::Bar;
 use crate::{Common, convert, say, to_json};
@@ -26,14 +26,13 @@ struct Restored {
 
 /// `restore`
 pub(crate) fn restore(
-    place: &Place,
+    args: &StoreArgs,
     which: &str,
     output: Option<&str>,
     preset: Preset,
-    json: bool,
     common: &Common,
 ) -> Result<()> {
-    let store = place.open_to_read(options(preset, common))?;
+    let store = args.open_to_read(options(preset, common))?;
     let state = store.state()?;
     let found = select::find(store.name(), &state, which)?;
     let (step, id) = (found.step(), found.id());
@@ -60,7 +59,7 @@ pub(crate) fn restore(
         _ => convert::to_safetensors(reader, &output)?,
     };
     drop(bar);
-    if json {
+    if args.json {
         return say(&to_json(&Restored { step, id, output, tensors, raw_bytes })?);
     }
     let tensors = text::count(tensors, "tensor");
@@ -78,14 +77,8 @@ struct Rebased {
 }
 
 /// `rebase`
-pub(crate) fn rebase(
-    place: &Place,
-    which: &str,
-    preset: Preset,
-    json: bool,
-    common: &Common,
-) -> Result<()> {
-    let store = place.open_with(options(preset, common))?;
+pub(crate) fn rebase(args: &StoreArgs, which: &str, preset: Preset, common: &Common) -> Result<()> {
+    let store = args.open_with(options(preset, common))?;
     let state = store.state()?;
     let old = select::find(store.name(), &state, which)?;
     let bar = Bar::waiting(common.quiet, &format!("step {}: writing and comparing", old.step()));
@@ -99,7 +92,7 @@ pub(crate) fn rebase(
         bytes_before: stored(old),
         changed: new.id() != old.id(),
     };
-    if json {
+    if args.json {
         return say(&to_json(&report)?);
     }
     let (step, after) = (report.step, text::bytes(report.bytes));

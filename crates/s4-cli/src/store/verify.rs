@@ -7,7 +7,7 @@ use s4weights::store::{
 };
 use serde::Serialize;
 
-use super::{Place, select, text};
+use super::{StoreArgs, select, text};
 use crate::error::{Failure, Result};
 use crate::progress::Bar;
 use crate::{Common, say, to_json};
@@ -45,14 +45,13 @@ struct Named {
 
 /// `verify`
 pub(crate) fn verify(
-    place: &Place,
+    args: &StoreArgs,
     which: &[String],
     read_data: bool,
-    json: bool,
     common: &Common,
 ) -> Result<()> {
     let options = StoreOptions { threads: common.threads, simd: common.simd, ..Default::default() };
-    let store = place.open_to_read(options)?;
+    let store = args.open_to_read(options)?;
     let state = store.state()?;
     let wanted = select::find_all(store.name(), &state, which)?;
     let bar = Bar::new(common.quiet);
@@ -61,7 +60,7 @@ pub(crate) fn verify(
     let report = store.check(&CheckOptions { read_data, only, progress: bar.callback() })?;
     drop(bar);
     let total = Verified::new(&state, &report);
-    match json {
+    match args.json {
         true => say(&to_json(&total)?)?,
         false => say(&total.as_text(store.name(), read_data))?,
     }

@@ -3,7 +3,7 @@
 use s4weights::redact_url;
 use s4weights::store::{CheckpointStore, Mode, ProbeReport, StoreError, StoreOptions};
 
-use super::Place;
+use super::StoreArgs;
 use crate::error::{Failure, Result};
 use crate::{say, to_json};
 
@@ -16,8 +16,8 @@ pub(crate) fn writers(mode: Mode) -> &'static str {
 }
 
 /// `probe`
-pub(crate) fn probe(place: &Place, allow_many: bool, json: bool) -> Result<()> {
-    let store = match place.open() {
+pub(crate) fn probe(args: &StoreArgs, allow_many: bool) -> Result<()> {
+    let store = match args.open() {
         Ok(store) => Some(store),
         Err(e) if is_no_store(&e) && !allow_many => None,
         Err(e) => return Err(e),
@@ -25,7 +25,7 @@ pub(crate) fn probe(place: &Place, allow_many: bool, json: bool) -> Result<()> {
     let single = store.as_ref().is_some_and(|s| s.repo().mode == Mode::Single);
     if let Some(store) = store.filter(|_| allow_many) {
         let report = store.allow_many_writers()?;
-        if json {
+        if args.json {
             return say(&to_json(&report)?);
         }
         return say(&match single {
@@ -33,12 +33,12 @@ pub(crate) fn probe(place: &Place, allow_many: bool, json: bool) -> Result<()> {
             false => format!("{}: any number of writers are allowed already", store.name()),
         });
     }
-    let options = place.options(StoreOptions::default());
-    let report = CheckpointStore::probe(&place.store, &place.storage()?, options)?;
-    if json {
+    let options = args.options(StoreOptions::default());
+    let report = CheckpointStore::probe(&args.store, &args.storage()?, options)?;
+    if args.json {
         say(&to_json(&report)?)?;
     }
-    let name = redact_url(&place.store);
+    let name = redact_url(&args.store);
     if !report.many_writers() {
         return Err(Failure::Test(format!(
             "{name}: several writers are not safe there: {}; `s4w store init --writers single` makes a \
@@ -46,7 +46,7 @@ pub(crate) fn probe(place: &Place, allow_many: bool, json: bool) -> Result<()> {
             report.detail
         )));
     }
-    if json { Ok(()) } else { say(&as_text(&name, &report, single)) }
+    if args.json { Ok(()) } else { say(&as_text(&name, &report, single)) }
 }
 
 fn as_text(name: &str, report: &ProbeReport, single: bool) -> String {
@@ -68,10 +68,10 @@ fn is_no_store(failure: &Failure) -> bool {
 }
 
 /// `break-lease`
-pub(crate) fn break_lease(place: &Place, json: bool) -> Result<()> {
-    let store = place.open()?;
+pub(crate) fn break_lease(args: &StoreArgs) -> Result<()> {
+    let store = args.open()?;
     let removed = store.break_lease()?;
-    if json {
+    if args.json {
         return say(&to_json(&removed)?);
     }
     if removed.is_empty() {

@@ -89,9 +89,9 @@ pub(super) fn count_lengths(lengths: &[u8]) -> [u16; MAX_BITS + 1] {
 
 /// A decoded symbol with its meaning, in one word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Entry(u32);
+pub(super) struct CodeEntry(u32);
 
-impl Entry {
+impl CodeEntry {
     /// A codeword that is longer than the table's index, or none.
     const LONG: Self = Self(0);
     const LITERAL: u32 = 1 << 9;
@@ -153,10 +153,10 @@ impl Entry {
 /// codewords the symbols in the order of their codewords.
 #[derive(Debug)]
 pub(super) struct Decoder<const SIZE: usize> {
-    table: [Entry; SIZE],
+    table: [CodeEntry; SIZE],
     counts: [u16; MAX_BITS + 1],
     sorted: [u16; LITLEN],
-    meaning: fn(usize) -> Entry,
+    meaning: fn(usize) -> CodeEntry,
 }
 
 impl<const SIZE: usize> Decoder<SIZE> {
@@ -166,7 +166,7 @@ impl<const SIZE: usize> Decoder<SIZE> {
     ///
     /// # Errors
     /// `Corrupt` unless the code is complete, empty, or a single codeword of one bit.
-    pub(super) fn new(lengths: &[u8], meaning: fn(usize) -> Entry) -> Result<Self> {
+    pub(super) fn new(lengths: &[u8], meaning: fn(usize) -> CodeEntry) -> Result<Self> {
         let mut counts = count_lengths(lengths);
         counts[0] = 0;
         let used: u32 = (1..=MAX_BITS).map(|b| u32::from(counts[b]) << (MAX_BITS - b)).sum();
@@ -174,7 +174,8 @@ impl<const SIZE: usize> Decoder<SIZE> {
         if used != 1 << MAX_BITS && used != 0 && !single {
             return Err(Error::corrupt("code is neither complete nor a single codeword"));
         }
-        let mut code = Self { table: [Entry::LONG; SIZE], counts, sorted: [0; LITLEN], meaning };
+        let mut code =
+            Self { table: [CodeEntry::LONG; SIZE], counts, sorted: [0; LITLEN], meaning };
         let mut next = first_codes(&counts);
         let mut place = [0u16; MAX_BITS + 2];
         for bits in 1..=MAX_BITS {
@@ -197,7 +198,7 @@ impl<const SIZE: usize> Decoder<SIZE> {
     /// The entry of the codeword at the low end of `bits` if the table has it; it is a literal
     /// whose codeword may be taken, or something that [`Self::find`] is to look at.
     #[inline(always)]
-    pub(super) fn peek(&self, bits: u64) -> Entry {
+    pub(super) fn peek(&self, bits: u64) -> CodeEntry {
         self.table[bits as usize % SIZE]
     }
 
@@ -206,9 +207,9 @@ impl<const SIZE: usize> Decoder<SIZE> {
     /// # Errors
     /// `Corrupt` if there is none, or it has no meaning.
     #[inline]
-    pub(super) fn find(&self, bits: u64) -> Result<Entry> {
+    pub(super) fn find(&self, bits: u64) -> Result<CodeEntry> {
         let entry = match self.peek(bits) {
-            Entry::LONG => self.find_long(bits)?,
+            CodeEntry::LONG => self.find_long(bits)?,
             entry => entry,
         };
         if entry.is_invalid() {
@@ -218,7 +219,7 @@ impl<const SIZE: usize> Decoder<SIZE> {
     }
 
     #[cold]
-    fn find_long(&self, bits: u64) -> Result<Entry> {
+    fn find_long(&self, bits: u64) -> Result<CodeEntry> {
         let first = first_codes(&self.counts);
         let (mut code, mut place) = (0u16, 0u16);
         for (len, (first, &count)) in first.iter().zip(&self.counts).enumerate().skip(1) {
@@ -258,7 +259,7 @@ mod tests {
     fn long_codewords_are_found() {
         // Lengths 1, 2, 3, ... 14, 15, 15: codewords 0, 10, 110, ...
         let lengths: Vec<u8> = (1..=15).chain([15]).collect();
-        let code = Decoder::<256>::new(&lengths, Entry::plain).unwrap();
+        let code = Decoder::<256>::new(&lengths, CodeEntry::plain).unwrap();
         for symbol in 0..16 {
             let bits = (1u64 << symbol) - 1;
             let bits = if symbol == 15 { bits } else { bits | 0xffff << (symbol + 1) };
@@ -270,7 +271,7 @@ mod tests {
 
     #[test]
     fn codes_that_are_not_complete_are_refused() {
-        let make = |lengths: &[u8]| Decoder::<256>::new(lengths, Entry::plain);
+        let make = |lengths: &[u8]| Decoder::<256>::new(lengths, CodeEntry::plain);
         assert!(make(&[1, 1, 1]).is_err());
         assert!(make(&[1, 2]).is_err());
         assert!(make(&[2]).is_err());

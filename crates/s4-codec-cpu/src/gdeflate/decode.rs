@@ -3,7 +3,7 @@
 use s4_format::{Error, Result};
 
 use super::LANES;
-use super::code::{Decoder, END, Entry, LITLEN, MAX_PRE_BITS, OFFSETS, PRE_ORDER, fixed};
+use super::code::{CodeEntry, Decoder, END, LITLEN, MAX_PRE_BITS, OFFSETS, PRE_ORDER, fixed};
 
 type LitLen = Decoder<1024>;
 type Offsets = Decoder<256>;
@@ -135,7 +135,7 @@ fn code_lengths<'b>(
         pre[usize::from(symbol)] = lanes.take(lane, 3) as u8;
         lanes.refill(lane)?;
     }
-    let pre = Pre::new(&pre, Entry::plain)?;
+    let pre = Pre::new(&pre, CodeEntry::plain)?;
     let lengths = &mut lengths[..litlen + offsets];
     let (mut done, mut lane) = (0, 0);
     while done < lengths.len() {
@@ -172,8 +172,8 @@ fn coded(lanes: &mut Lanes<'_>, out: &mut Output<'_>, litlen: &[u8], offsets: &[
     if litlen[END] == 0 {
         return Err(Error::corrupt("block that cannot end"));
     }
-    let litlen = LitLen::new(litlen, Entry::litlen)?;
-    let offsets = Offsets::new(offsets, Entry::offset)?;
+    let litlen = LitLen::new(litlen, CodeEntry::litlen)?;
+    let offsets = Offsets::new(offsets, CodeEntry::offset)?;
     let mut deferred = Deferred { owing: 0, copies: [(0, 0); LANES] };
     let mut lane = 0;
     loop {

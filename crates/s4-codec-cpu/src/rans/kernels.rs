@@ -211,7 +211,7 @@ unsafe fn by_slots<D: pairs::Blocks>(job: &mut Decoding<'_>) -> Option<Result<()
         let (symbols, behind) = std::mem::take(&mut rest).split_at_mut(range.len());
         rest = behind;
         let contexts = job.contexts.get(range).unwrap_or_default();
-        pairs::Job { segment, contexts, symbols }
+        pairs::SegmentJob { segment, contexts, symbols }
     });
     // SAFETY: as for this function.
     Some(unsafe { pairs::decode(&decoder, jobs, job.carries) })

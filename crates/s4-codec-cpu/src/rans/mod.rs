@@ -22,8 +22,8 @@ mod table;
 mod words;
 
 pub use model::{Counts, cost, entropy};
-pub use stream::Place;
-pub use table::{Entry, MAX_TABLES, Precision, Table, parse_tables, write_tables};
+pub use stream::TablePlace;
+pub use table::{MAX_TABLES, Precision, Table, TableEntry, parse_tables, write_tables};
 
 use kernels::Decoding;
 use part::Part;
@@ -52,7 +52,7 @@ pub struct Tables<'a> {
     /// 1 to [`MAX_TABLES`] tables of one precision.
     pub list: &'a [Table],
     /// Where a decoder finds them.
-    pub place: Place,
+    pub place: TablePlace,
 }
 
 impl Rans {
@@ -105,7 +105,7 @@ impl Rans {
         let (place, carries) = (tables.place, !carry.is_empty());
         let places = stream::write_head(count, self.segment_log2, tables.list, place, carries, dst);
         let len = self.encode_segments(tables.list, contexts, carry, symbols, dst, places)?;
-        Ok(Encoded { len, carried: carry.len(), shared: place == Place::Shared })
+        Ok(Encoded { len, carried: carry.len(), shared: place == TablePlace::Shared })
     }
 
     /// Writes the segments from the second place on and their word counts to the first; returns the

@@ -1,7 +1,7 @@
 //! From counts of symbols to tables, and what coding with a table would cost. Integers only, so
 //! that every encoder writes the same tables.
 
-use super::table::{Entry, Precision, Table};
+use super::table::{Precision, Table, TableEntry};
 
 /// Streams up to this many symbols are counted as a whole.
 const COUNT_ALL: usize = 8192;
@@ -109,7 +109,8 @@ impl Counts {
     pub fn table(&self, precision: Precision) -> Table {
         let (mut kept, escape) = self.choose(precision);
         let entries = share(&mut kept, precision.total() - escape);
-        let lone_256 = precision == Precision::P8 && matches!(entries, [Entry { freq: 256, .. }]);
+        let lone_256 =
+            precision == Precision::P8 && matches!(entries, [TableEntry { freq: 256, .. }]);
         if lone_256 {
             entries[0].freq = 255;
         }
@@ -150,12 +151,12 @@ impl Counts {
 struct Kept {
     len: usize,
     counts: [u64; 256],
-    entries: [Entry; 256],
+    entries: [TableEntry; 256],
 }
 
 impl Default for Kept {
     fn default() -> Self {
-        Self { len: 0, counts: [0; 256], entries: [Entry::default(); 256] }
+        Self { len: 0, counts: [0; 256], entries: [TableEntry::default(); 256] }
     }
 }
 
@@ -179,7 +180,7 @@ impl Kept {
 
 /// Shares `total` slots among the kept symbols: in proportion to their counts, rounded, then
 /// single slots moved where they help most.
-fn share(kept: &mut Kept, total: u32) -> &mut [Entry] {
+fn share(kept: &mut Kept, total: u32) -> &mut [TableEntry] {
     let counts = &kept.counts[..kept.len];
     let entries = &mut kept.entries[..kept.len];
     let m: u64 = counts.iter().sum();
@@ -333,9 +334,15 @@ mod tests {
     #[test]
     fn extremes_give_valid_tables() {
         let lone = counts(&[(9, 5)]).table(Precision::P8);
-        assert_eq!((lone.escape(), lone.entries()), (1, &[Entry { symbol: 9, freq: 255 }][..]));
+        assert_eq!(
+            (lone.escape(), lone.entries()),
+            (1, &[TableEntry { symbol: 9, freq: 255 }][..])
+        );
         let lone = counts(&[(9, 5)]).table(Precision::P12);
-        assert_eq!((lone.escape(), lone.entries()), (0, &[Entry { symbol: 9, freq: 4096 }][..]));
+        assert_eq!(
+            (lone.escape(), lone.entries()),
+            (0, &[TableEntry { symbol: 9, freq: 4096 }][..])
+        );
         let none = Counts::new().table(Precision::P8);
         assert_eq!((none.escape(), none.entries().len()), (256, 0));
         let mut flat = Counts::new();
@@ -373,9 +380,9 @@ mod tests {
         let counts = counts(&[(0, 128), (1, 64), (2, 64)]);
         let table = counts.table(Precision::P8);
         assert_eq!(cost(&counts, &table), 128 + 2 * 64 + 2 * 64);
-        let other = Table::new(Precision::P8, &[Entry { symbol: 0, freq: 128 }]).unwrap();
+        let other = Table::new(Precision::P8, &[TableEntry { symbol: 0, freq: 128 }]).unwrap();
         assert_eq!(cost(&counts, &other), 128 + 9 * 128);
-        let full = Table::new(Precision::P12, &[Entry { symbol: 0, freq: 4096 }]).unwrap();
+        let full = Table::new(Precision::P12, &[TableEntry { symbol: 0, freq: 4096 }]).unwrap();
         assert_eq!(cost(&counts, &full), u64::MAX);
     }
 }

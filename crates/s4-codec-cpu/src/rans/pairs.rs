@@ -44,23 +44,23 @@ impl Slots {
 }
 
 /// A segment to be decoded into `symbols`. Contexts are as many, or none if all are 0.
-pub(super) struct Job<'a> {
+pub(super) struct SegmentJob<'a> {
     pub(super) segment: Segment<'a>,
     pub(super) contexts: &'a [u8],
     pub(super) symbols: &'a mut [u8],
 }
 
 /// A segment being decoded, at a block boundary: `contexts` and `symbols` are what is left of it.
-pub(super) struct Lane<'a> {
+pub(super) struct SegmentDecoder<'a> {
     pub(super) states: [u32; LANES],
     pub(super) words: Words,
     pub(super) contexts: &'a [u8],
     symbols: &'a mut [u8],
 }
 
-impl<'a> Lane<'a> {
-    fn new(job: Job<'a>, spare: &mut Spare) -> Result<Self> {
-        let Job { segment, contexts, symbols } = job;
+impl<'a> SegmentDecoder<'a> {
+    fn new(job: SegmentJob<'a>, spare: &mut Spare) -> Result<Self> {
+        let SegmentJob { segment, contexts, symbols } = job;
         let words = Words::new(&segment, spare);
         Ok(Self { states: segment.states()?, words, contexts, symbols })
     }
@@ -115,13 +115,16 @@ pub(super) trait Blocks {
     /// The decoder for these slots.
     fn new(slots: Slots) -> Self;
 
-    /// Decodes `blocks` blocks of each lane.
+    /// Decodes `blocks` blocks of each segment.
     ///
     /// # Safety
     /// - The machine has the instructions, and the tables are those that they are for.
-    /// - The segment and the spare of each lane are there; contexts are below the number of tables.
-    unsafe fn blocks<const N: usize>(&self, lanes: [&mut Lane<'_>; N], blocks: usize)
-    -> Result<()>;
+    /// - The words and the spare of each segment are there; contexts are below the number of tables.
+    unsafe fn blocks<const N: usize>(
+        &self,
+        segments: [&mut SegmentDecoder<'_>; N],
+        blocks: usize,
+    ) -> Result<()>;
 }
 
 /// Decodes segments. What each carries is appended to `carries`.
@@ -134,24 +137,25 @@ pub(super) trait Blocks {
 /// - Contexts are below the number of tables.
 pub(super) unsafe fn decode<'a>(
     decoder: &impl Blocks,
-    mut jobs: impl Iterator<Item = Job<'a>>,
+    mut jobs: impl Iterator<Item = SegmentJob<'a>>,
     carries: &mut Vec<Carry>,
 ) -> Result<()> {
     while let Some(job) = jobs.next() {
         let (mut spare, mut other_spare) = (Spare::NEW, Spare::NEW);
-        let mut lane = Lane::new(job, &mut spare)?;
-        let mut other = jobs.next().map(|job| Lane::new(job, &mut other_spare)).transpose()?;
+        let mut segment = SegmentDecoder::new(job, &mut spare)?;
+        let mut other =
+            jobs.next().map(|job| SegmentDecoder::new(job, &mut other_spare)).transpose()?;
         // SAFETY: the segments and the spares are there; the rest is as for this function.
         unsafe {
             if let Some(other) = &mut other {
-                let both = lane.blocks().min(other.blocks());
-                decoder.blocks([&mut lane, other], both)?;
+                let both = segment.blocks().min(other.blocks());
+                decoder.blocks([&mut segment, other], both)?;
             }
-            for mut lane in std::iter::once(lane).chain(other) {
-                let left = lane.blocks();
-                decoder.blocks([&mut lane], left)?;
-                last_block(decoder, &mut lane)?;
-                carries.push(check_end(&lane.states, lane.words.left())?);
+            for mut segment in std::iter::once(segment).chain(other) {
+                let left = segment.blocks();
+                decoder.blocks([&mut segment], left)?;
+                last_block(decoder, &mut segment)?;
+                carries.push(check_end(&segment.states, segment.words.left())?);
             }
         }
     }
@@ -162,18 +166,18 @@ pub(super) unsafe fn decode<'a>(
 ///
 /// # Safety
 /// - As for [`Blocks::blocks`].
-unsafe fn last_block(decoder: &impl Blocks, lane: &mut Lane<'_>) -> Result<()> {
-    let rest = std::mem::take(&mut lane.symbols);
+unsafe fn last_block(decoder: &impl Blocks, segment: &mut SegmentDecoder<'_>) -> Result<()> {
+    let rest = std::mem::take(&mut segment.symbols);
     if rest.is_empty() {
         return Ok(());
     }
     let mut symbols = [0; BLOCK];
-    let padded = block_at(lane.contexts, 0, 0);
-    let contexts: &[u8] = if lane.contexts.is_empty() { &[] } else { &padded };
-    let mut last = Lane { symbols: &mut symbols, contexts, ..*lane };
+    let padded = block_at(segment.contexts, 0, 0);
+    let contexts: &[u8] = if segment.contexts.is_empty() { &[] } else { &padded };
+    let mut last = SegmentDecoder { symbols: &mut symbols, contexts, ..*segment };
     // SAFETY: as for this function.
     unsafe { decoder.blocks([&mut last], 1)? };
-    (lane.states, lane.words) = (last.states, last.words);
+    (segment.states, segment.words) = (last.states, last.words);
     rest.copy_from_slice(&symbols[..rest.len()]);
     Ok(())
 }

@@ -3,7 +3,7 @@
 use s4_format::{Error, Result};
 
 use super::model::{Counts, cost};
-use super::stream::{Carry, Place};
+use super::stream::{Carry, TablePlace};
 use super::table::{MAX_TABLES, Precision, Table, parse_tables};
 use super::{Tables, check_contexts};
 use crate::Symbols;
@@ -67,7 +67,7 @@ impl State {
             bytes => Some(self.cache.get(precision, bytes)?),
         };
         if let Some(list) = shared.filter(|_| !symbols.own_tables) {
-            return Ok(Tables { list, place: Place::Shared });
+            return Ok(Tables { list, place: TablePlace::Shared });
         }
         count(symbols, &mut self.counts)?;
         self.own.clear();
@@ -75,8 +75,8 @@ impl State {
         let (own, counts) = (&self.own[..], &self.counts[..]);
         let cheaper = |shared: &&[Table]| is_cheaper(shared, own, counts, symbols.bytes.len());
         Ok(match shared.filter(cheaper) {
-            Some(list) => Tables { list, place: Place::Shared },
-            None => Tables { list: own, place: Place::Inline },
+            Some(list) => Tables { list, place: TablePlace::Shared },
+            None => Tables { list: own, place: TablePlace::Inline },
         })
     }
 }

@@ -32,7 +32,7 @@ pub(super) const COUNT_LEN: usize = 2;
 
 /// Where the tables of a stream stand.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
+pub enum TablePlace {
     /// In the stream.
     Inline,
     /// In the tensor's side data: [`crate::Context::tables`].
@@ -71,7 +71,7 @@ pub(super) fn write_head(
     symbols: u32,
     segment_log2: u8,
     tables: &[Table],
-    place: Place,
+    place: TablePlace,
     carries: bool,
     dst: &mut [u8],
 ) -> (usize, usize) {
@@ -80,10 +80,10 @@ pub(super) fn write_head(
         LANES_LOG2,
         segment_log2,
         tables.len() as u8,
-        u8::from(place == Place::Shared) | u8::from(carries) << 1,
+        u8::from(place == TablePlace::Shared) | u8::from(carries) << 1,
     ]);
     let mut at = HEADER_LEN;
-    if place == Place::Inline {
+    if place == TablePlace::Inline {
         for table in tables {
             at += table.write_to(&mut dst[at..]);
         }

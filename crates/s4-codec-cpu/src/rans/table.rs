@@ -51,7 +51,7 @@ impl Precision {
 
 /// A symbol of a table and its frequency.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Entry {
+pub struct TableEntry {
     /// The symbol.
     pub symbol: u8,
     /// Its frequency, at least 1.
@@ -65,7 +65,7 @@ pub struct Table {
     precision: Precision,
     escape: u16,
     count: u16,
-    entries: [Entry; 256],
+    entries: [TableEntry; 256],
 }
 
 impl Table {
@@ -74,7 +74,7 @@ impl Table {
     /// # Errors
     /// `Corrupt` if a symbol occurs twice, a frequency is 0 (or above 255 with `P = 8`), or they
     /// add up to more than `2^P`.
-    pub fn new(precision: Precision, entries: &[Entry]) -> Result<Self> {
+    pub fn new(precision: Precision, entries: &[TableEntry]) -> Result<Self> {
         let total = precision.total();
         let max_freq = if precision == Precision::P8 { 255 } else { 4096 };
         let mut seen = [false; 256];
@@ -95,13 +95,13 @@ impl Table {
     }
 
     /// A table of entries that are as [`Table::new`] demands.
-    pub(crate) fn of_valid(precision: Precision, entries: &[Entry]) -> Self {
+    pub(crate) fn of_valid(precision: Precision, entries: &[TableEntry]) -> Self {
         let sum: u32 = entries.iter().map(|entry| u32::from(entry.freq)).sum();
         let mut table = Self {
             precision,
             escape: (precision.total() - sum) as u16,
             count: entries.len() as u16,
-            entries: [Entry::default(); 256],
+            entries: [TableEntry::default(); 256],
         };
         table.entries[..entries.len()].copy_from_slice(entries);
         table
@@ -122,11 +122,11 @@ impl Table {
         let freq_len = precision.freq_len();
         let (symbols, rest) = rest.split_at_checked(count).ok_or_else(cut)?;
         let freqs = rest.get(..count * freq_len).ok_or_else(cut)?;
-        let mut entries = [Entry::default(); 256];
+        let mut entries = [TableEntry::default(); 256];
         for ((entry, &symbol), freq) in entries.iter_mut().zip(symbols).zip(freqs.chunks(freq_len))
         {
             let freq = u16::from(freq[0]) | freq.get(1).map_or(0, |&high| u16::from(high) << 8);
-            *entry = Entry { symbol, freq };
+            *entry = TableEntry { symbol, freq };
         }
         let table = Self::new(precision, &entries[..count])?;
         if table.escape != escape {
@@ -177,12 +177,12 @@ impl Table {
     }
 
     /// Symbols and frequencies in the order of their slots, which follow those of the escape.
-    pub fn entries(&self) -> &[Entry] {
+    pub fn entries(&self) -> &[TableEntry] {
         &self.entries[..usize::from(self.count)]
     }
 
     /// The entries, each with its first slot.
-    pub(crate) fn slots(&self) -> impl Iterator<Item = (Entry, u16)> + '_ {
+    pub(crate) fn slots(&self) -> impl Iterator<Item = (TableEntry, u16)> + '_ {
         self.entries().iter().scan(self.escape, |slot, entry| {
             let start = *slot;
             *slot += entry.freq;
@@ -242,8 +242,8 @@ pub fn write_tables(tables: &[Table]) -> Vec<u8> {
 mod tests {
     use super::*;
 
-    fn entries(list: &[(u8, u16)]) -> Vec<Entry> {
-        list.iter().map(|&(symbol, freq)| Entry { symbol, freq }).collect()
+    fn entries(list: &[(u8, u16)]) -> Vec<TableEntry> {
+        list.iter().map(|&(symbol, freq)| TableEntry { symbol, freq }).collect()
     }
 
     #[test]

@@ -57,7 +57,7 @@ fn delta_on_cpu(host: &Host, before: &Host, plan: Option<TensorPlan>) -> Encoded
     let parent = ParentSample { manifest: MANIFEST, tensor: 3, values };
     let plan = plan.unwrap_or_else(|| {
         cpu.plan(
-            &PlanJob { preset: Preset::Fast, view: &view, parent: Some(&parent) },
+            &PlanJob { preset: Preset::Fast, view: &view, parent: Some(&parent), role: None },
             &mut scratch,
         )
         .unwrap()

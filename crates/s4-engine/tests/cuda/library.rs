@@ -39,7 +39,10 @@ fn by_host(engine: &CpuEngine, host: &Host) -> Encoded {
     let mut scratch = Scratch::default();
     let view = host.view();
     let plan = engine
-        .plan(&PlanJob { preset: Preset::Nvcomp, view: &view, parent: None }, &mut scratch)
+        .plan(
+            &PlanJob { preset: Preset::Nvcomp, view: &view, parent: None, role: None },
+            &mut scratch,
+        )
         .unwrap();
     let chunk = |chunk| {
         let mut frame = vec![];

@@ -199,7 +199,12 @@ fn frames_of_changing_differences_decode() {
         let sample: Vec<u8> = probes.into_iter().flat_map(part).copied().collect();
         let parent = ParentSample { manifest: Digest([7; 32]), tensor: 0, values: &sample };
         cpu.plan(
-            &PlanJob { preset: Preset::Fast, view: &t.host.view(), parent: Some(&parent) },
+            &PlanJob {
+                preset: Preset::Fast,
+                view: &t.host.view(),
+                parent: Some(&parent),
+                role: None,
+            },
             &mut scratch,
         )
         .unwrap()

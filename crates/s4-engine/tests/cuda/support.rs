@@ -189,8 +189,11 @@ pub(crate) fn on_cpu(host: &Host, plan: Option<TensorPlan>) -> Encoded {
     let mut scratch = Scratch::default();
     let view = host.view();
     let plan = plan.unwrap_or_else(|| {
-        cpu.plan(&PlanJob { preset: Preset::Fast, view: &view, parent: None }, &mut scratch)
-            .unwrap()
+        cpu.plan(
+            &PlanJob { preset: Preset::Fast, view: &view, parent: None, role: None },
+            &mut scratch,
+        )
+        .unwrap()
     });
     let chunk = |chunk| {
         let mut frame = vec![];

@@ -17,7 +17,7 @@ _DAY = 24 * 3600.0
 
 
 class Catalog(ABC):
-    """The checkpoints of a store. How it is opened is the subclass's matter."""
+    """The checkpoints of a store. Subclasses decide how it is opened."""
 
     url: str
     retention: Retention | None

@@ -129,9 +129,6 @@ class TensorCodec:
     def decompress(self, tensor: Compressed, address: int, nbytes: int) -> None:
         """Decompresses into memory of the tensor's size."""
 
-Described: TypeAlias = tuple[str | None, Mapping[str, bytes], Mapping[str, str], str | None]
-"""Tree, blobs, metadata, and roles as JSON."""
-
 class Store:
     """A checkpoint store. Calls may come from several threads. What is returned is JSON."""
 
@@ -139,6 +136,7 @@ class Store:
         cls,
         url: str,
         mode: str,
+        *,
         storage_options: Mapping[str, str],
         preset: str,
         threads: int | None,
@@ -154,8 +152,12 @@ class Store:
         self,
         step: int,
         tensors: Sequence[PlacedSource],
+        *,
         groups: bytes,
-        described: Described,
+        roles: str | None,
+        tree: str | None,
+        blobs: Mapping[str, bytes],
+        metadata: Mapping[str, str],
         metrics: Mapping[str, float],
         tags: Mapping[str, str],
         base: bool,
@@ -165,9 +167,10 @@ class Store:
         host_changes: bool,
         staging_memory: int | None,
     ) -> str:
-        """Saves a checkpoint. The tensors' memory is read during the call, that of CUDA devices, which
-        need an engine, until ``staged`` is called. With ``host_changes`` that is true of all tensors.
-        ``staging_memory``: bytes that may wait to be uploaded until then; ``None``: all.
+        """Saves a checkpoint; ``roles`` and ``tree`` are JSON. The tensors' memory is read during the
+        call, that of CUDA devices, which need an engine, until ``staged`` is called. With
+        ``host_changes`` that is true of all tensors. ``staging_memory``: bytes that may wait to be
+        uploaded until then; ``None``: all.
         """
 
     def list(self) -> str:
@@ -212,7 +215,8 @@ class Store:
 class Writer:
     """Writes one file, to one of a path, a URL and a stream with a ``write`` method.
 
-    It cannot be used any more after `finish`, `abort` or an error.
+    ``roles`` is the role table as JSON: planning may depend on it. The writer cannot be used any more
+    after `finish`, `abort` or an error.
     """
 
     def __new__(
@@ -223,6 +227,7 @@ class Writer:
         preset: str,
         threads: int | None,
         storage_options: Mapping[str, str],
+        roles: str | None = ...,
     ) -> Writer: ...
     def write(
         self, tensors: Sequence[TensorSource], groups: bytes, progress: Progress | None
@@ -245,7 +250,6 @@ class Writer:
         tree: str | None,
         blobs: Mapping[str, bytes],
         metadata: Mapping[str, str],
-        roles: str | None,
     ) -> str:
         """Makes the file visible and returns, as JSON, what was written."""
 

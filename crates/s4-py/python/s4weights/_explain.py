@@ -14,9 +14,9 @@ from typing import Any
 
 from ._names import join
 
-#: Globals that are told of, at most.
+#: Most globals that a message lists.
 MAX_REFUSED = 9
-#: Keys of a path that are told, at its beginning and at its end.
+#: Keys that a message shows of a long path, at either end.
 PATH_ENDS = 16
 #: Of a key that is no string: its levels, and parts of each. Characters of any key.
 LABEL_DEPTH, LABEL_PARTS, LABEL_LENGTH = 3, 8, 200

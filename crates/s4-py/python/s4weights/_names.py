@@ -45,7 +45,7 @@ def _label(key: object, depth: int = 0) -> str:
     if type(key) in _PLAIN_LEAVES:
         return str(key)
     if type(key) is tuple and depth < MAX_LABEL_DEPTH:
-        # Tuples that hold one another twice would be told of twice, and so on.
+        # Nested tuples would double the label at every level.
         parts = [_label(part, depth + 1)[:MAX_NAME] for part in key[:MAX_LABEL_PARTS]]
         more = ["..."] if len(key) > MAX_LABEL_PARTS else []
         return f"({', '.join(parts + more)})"[:MAX_NAME]

@@ -148,7 +148,7 @@ def save(
     storages, tree, stream = describe(obj, pickle_module, pickle_protocol)
     groups, roles = find_roles(obj, storages)
     blobs = {} if stream is None else {"pickle": stream}
-    described = (tree, blobs, dict(metadata or {}), roles)
+    described = (tree, blobs, dict(metadata or {}))
     tracker = Progress(progress, storages.nbytes, "save")
     nbytes = storages.nbytes
 
@@ -169,7 +169,7 @@ def save(
 
     def open_writer() -> _core.Writer:
         try:
-            return _open_writer(f, preset, threads, storage_options)
+            return _open_writer(f, preset, threads, storage_options, roles)
         except BaseException:
             tracker.close()
             raise
@@ -216,17 +216,21 @@ def describe(
 
 
 def _open_writer(
-    f: FileLike, preset: str, threads: int | None, storage_options: Mapping[str, str] | None
+    f: FileLike,
+    preset: str,
+    threads: int | None,
+    storage_options: Mapping[str, str] | None,
+    roles: str | None,
 ) -> _core.Writer:
     if preset == "nvcomp":
         load_nvcomp()
     options = dict(storage_options or {})
     if is_url(f):
-        return _core.Writer(None, str(f), None, preset, threads, options)
+        return _core.Writer(None, str(f), None, preset, threads, options, roles)
     if isinstance(f, (str, os.PathLike)):
-        return _core.Writer(os.fspath(f), None, None, preset, threads, options)
+        return _core.Writer(os.fspath(f), None, None, preset, threads, options, roles)
     if hasattr(f, "write"):
-        return _core.Writer(None, None, f, preset, threads, options)
+        return _core.Writer(None, None, f, preset, threads, options, roles)
     raise AttributeError(
         "expected 'f' to be string, path, or a file-like object with a 'write' attribute"
     )

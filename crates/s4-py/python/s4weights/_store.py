@@ -135,6 +135,8 @@ class CheckpointStore(Catalog):
             "read_only": read_only,
             "device": device,
             "gpu_scratch": gpu_scratch,
+            "staging_memory": staging_memory,
+            "device_reserve": device_reserve,
         }
         # One for each call: what it finds is of one process.
         self._compute: Callable[[], Compute] = lambda: Compute(device, gpu_scratch)
@@ -149,20 +151,19 @@ class CheckpointStore(Catalog):
             raise ValueError(f"writers={writers!r}: 'many' or 'single' expected")
         self._read_only = read_only
         options = dict(storage_options or {})
-        # The order of the native constructor's arguments is known here alone.
         self._connect: Callable[[str], _core.Store] = lambda mode: _core.Store(
             self.url,
             "open_read_only" if read_only else mode,
-            options,
-            preset,
-            threads,
-            max_chain,
-            max_hops,
-            parent_memory,
-            bandwidth,
-            allow_network_fs,
-            timeout,
-            writers,
+            storage_options=options,
+            preset=preset,
+            threads=threads,
+            max_chain=max_chain,
+            max_hops=max_hops,
+            parent_memory=parent_memory,
+            bandwidth=bandwidth,
+            allow_network_fs=allow_network_fs,
+            timeout=timeout,
+            writers=writers,
         )
         # Each of these is set at one stroke, without a lock: a signal handler may wait for saves
         # wherever the main thread is, also where it would hold one.
@@ -348,7 +349,7 @@ class CheckpointStore(Catalog):
         storages, tree, stream = describe(state, pickle_module, pickle_protocol)
         groups, roles = find_roles(state, storages)
         blobs = {} if stream is None else {"pickle": stream}
-        described = (tree, blobs, dict(metadata or {}), roles)
+        texts = dict(metadata or {})
         numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
         words = {str(name): str(value) for name, value in (tags or {}).items()}
         tracker = Progress(progress, storages.nbytes, "save")
@@ -369,8 +370,21 @@ class CheckpointStore(Catalog):
                 native = self._open("open_or_create")
                 watch = self._watch(tracker, pending)
                 done = native.save(
-                    *(step, sources, groups, described, numbers, words, base, watch, engine),
-                    *(staged, reads_host, memory),
+                    step,
+                    sources,
+                    groups=groups,
+                    roles=roles,
+                    tree=tree,
+                    blobs=blobs,
+                    metadata=texts,
+                    metrics=numbers,
+                    tags=words,
+                    base=base,
+                    callback=watch,
+                    engine=engine,
+                    staged=staged,
+                    host_changes=reads_host,
+                    staging_memory=memory,
                 )
                 tracker.finish()
             finally:

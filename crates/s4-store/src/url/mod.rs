@@ -48,7 +48,7 @@ impl Place {
         let name = redact_url(url).into_owned();
         let bad = |what: &str| Error::Argument(format!("{name}: {what}"));
         let parsed = Url::parse(url).map_err(|e| bad(&e.to_string()))?;
-        // A scheme that means nothing is told before anything else about the URL.
+        // An unknown scheme is reported before any other mistake in the URL.
         let remote = remote(&parsed).map_err(bad)?;
         check_parts(&parsed).map_err(bad)?;
         let Some((scheme, path)) = remote else {

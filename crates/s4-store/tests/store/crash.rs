@@ -10,7 +10,7 @@ use s4_store::{
     SweepOptions,
 };
 
-use crate::faulty;
+use crate::{doing_at, faulty};
 
 /// Notes the points that are reached, and stops the world at one of them.
 #[derive(Debug, Default)]
@@ -141,32 +141,6 @@ async fn an_orphan_that_is_published_meanwhile_stays() {
     assert_eq!(writer.latest().await.unwrap().unwrap().id(), saved.id());
 }
 
-/// Does something when a point is reached, once.
-struct Do<F>(&'static str, Mutex<Option<F>>);
-
-impl<F> std::fmt::Debug for Do<F> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.0)
-    }
-}
-
-#[async_trait::async_trait]
-impl<F: Future<Output = ()> + Send> CrashPoints for Do<F> {
-    async fn reached(&self, point: &'static str) {
-        if point == self.0 {
-            let what = self.1.lock().unwrap().take();
-            if let Some(what) = what {
-                what.await;
-            }
-        }
-    }
-}
-
-fn at<F: Future<Output = ()> + Send + 'static>(point: &'static str, what: F) -> StoreOptions {
-    let points: Arc<dyn CrashPoints> = Arc::new(Do(point, Mutex::new(Some(what))));
-    StoreOptions { crash_points: Some(points), ..quick_options() }
-}
-
 /// As above, but the sweep goes on at once: it gives up the other orphan and leaves this one.
 #[tokio::test(start_paused = true)]
 async fn a_sweep_looks_at_the_log_once_more_before_it_gives_up() {
@@ -177,7 +151,7 @@ async fn a_sweep_looks_at_the_log_once_more_before_it_gives_up() {
     let (id, orphan) = (staged.id(), dropped.id());
     tokio::time::sleep(8 * DAY).await;
     let publish = async move { drop(staged.publish().await.unwrap()) };
-    let sweeper = Store::open(&place, at("sweep.judged", publish)).await.unwrap();
+    let sweeper = Store::open(&place, doing_at("sweep.judged", publish)).await.unwrap();
     let report = sweeper.sweep(&SweepOptions::default()).await.unwrap();
     assert_eq!(report.aborted.iter().filter_map(|s| s.checkpoint).collect::<Vec<_>>(), [orphan]);
     assert_eq!(writer.latest().await.unwrap().unwrap().id(), id);
@@ -196,7 +170,7 @@ async fn what_is_not_stored_whole_is_not_published() {
             let data = metas.iter().find(|m| m.location.as_ref().ends_with("d-1")).unwrap();
             cut.put(&data.location, "x".into()).await.unwrap();
         };
-        let store = Store::open(&place, at("attempt.manifest", damage)).await.unwrap();
+        let store = Store::open(&place, doing_at("attempt.manifest", damage)).await.unwrap();
         let error = toy::save(&store, 1, None, &vec![1; len]).await.unwrap_err();
         assert!(matches!(error, Error::Corrupt { .. }), "{len}: {error}");
         assert!(creator.list().await.unwrap().is_empty());

@@ -19,13 +19,13 @@ mod single;
 mod unretire;
 mod writers;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use object_store::ObjectStore;
 use object_store::memory::InMemory;
 use object_store::path::Path;
-use s4_store::Place;
-use s4_store::testing::FaultStore;
+use s4_store::testing::{FaultStore, quick_options};
+use s4_store::{CrashPoints, Place, StoreOptions};
 
 /// A store in memory, failing on command; the fault store and the place.
 fn faulty() -> (FaultStore, Place) {
@@ -37,4 +37,31 @@ fn faulty() -> (FaultStore, Place) {
 fn place_of(faults: &FaultStore) -> Place {
     let store: Arc<dyn ObjectStore> = Arc::new(faults.clone());
     Place::objects(store, Path::from("runs/one"))
+}
+
+/// Runs a future the first time that a point is reached.
+struct DoAt<F>(&'static str, Mutex<Option<F>>);
+
+impl<F> std::fmt::Debug for DoAt<F> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.0)
+    }
+}
+
+#[async_trait::async_trait]
+impl<F: Future<Output = ()> + Send> CrashPoints for DoAt<F> {
+    async fn reached(&self, point: &'static str) {
+        if point == self.0 {
+            let what = self.1.lock().unwrap().take();
+            if let Some(what) = what {
+                what.await;
+            }
+        }
+    }
+}
+
+/// Options of a store that runs `what` the first time that it reaches a point.
+fn doing_at<F: Future<Output = ()> + Send + 'static>(point: &'static str, what: F) -> StoreOptions {
+    let points: Arc<dyn CrashPoints> = Arc::new(DoAt(point, Mutex::new(Some(what))));
+    StoreOptions { crash_points: Some(points), ..quick_options() }
 }

@@ -1,16 +1,14 @@
 //! Listing retired checkpoints again, and who is faster: that, or a sweep.
 
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use object_store::ObjectStoreExt;
 use object_store::path::Path;
 use s4_store::testing::quick_options;
-use s4_store::{
-    About, Best, Conflict, CrashPoints, Error, Retention, Store, StoreOptions, SweepOptions,
-};
+use s4_store::{About, Best, Conflict, Error, Retention, Store, SweepOptions};
 
 use crate::damage::{grown, key, steps};
+use crate::doing_at;
 
 fn now() -> SweepOptions {
     SweepOptions { grace: Duration::ZERO, exclusive: true, dry_run: false }
@@ -74,27 +72,6 @@ async fn what_a_sweep_has_given_up_does_not_come_back() {
     assert_eq!(steps(&store).await, [1, 2, 3, 4, 5]);
 }
 
-/// Does something when a point is reached for the first time.
-struct Do<F>(&'static str, Mutex<Option<F>>);
-
-impl<F> std::fmt::Debug for Do<F> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.0)
-    }
-}
-
-#[async_trait::async_trait]
-impl<F: Future<Output = ()> + Send> CrashPoints for Do<F> {
-    async fn reached(&self, point: &'static str) {
-        if point == self.0 {
-            let what = self.1.lock().unwrap().take();
-            if let Some(what) = what {
-                what.await;
-            }
-        }
-    }
-}
-
 /// The two meet at every point of a sweep: one of them gets its way, and the other does nothing.
 #[tokio::test(start_paused = true)]
 async fn a_sweep_and_an_unretire_at_the_same_time() {
@@ -110,9 +87,7 @@ async fn a_sweep_and_an_unretire_at_the_same_time() {
             let back = other.unretire(&[id]).await;
             assert_eq!(back.is_ok(), comes_back, "{point}: {back:?}");
         };
-        let points: Arc<dyn CrashPoints> = Arc::new(Do(point, Mutex::new(Some(meanwhile))));
-        let options = StoreOptions { crash_points: Some(points), ..quick_options() };
-        let sweeper = Store::open(&place, options).await.unwrap();
+        let sweeper = Store::open(&place, doing_at(point, meanwhile)).await.unwrap();
         let report = sweeper.sweep(&now()).await.unwrap();
         assert_eq!(report.deleted.is_empty(), comes_back, "{point}: {report:?}");
         assert_eq!(steps(&store).await.len(), if comes_back { 6 } else { 5 }, "{point}");
@@ -133,9 +108,7 @@ async fn a_checkpoint_that_was_retired_twice_has_two_graces() {
         other.unretire(&[id]).await.unwrap();
         other.retire(&[id], "").await.unwrap();
     };
-    let points: Arc<dyn CrashPoints> = Arc::new(Do("log.before", Mutex::new(Some(meanwhile))));
-    let options = StoreOptions { crash_points: Some(points), ..quick_options() };
-    let sweeper = Store::open(&place, options).await.unwrap();
+    let sweeper = Store::open(&place, doing_at("log.before", meanwhile)).await.unwrap();
     let report = sweeper.sweep(&SweepOptions::default()).await.unwrap();
     assert!(report.deleted.is_empty(), "{report:?}");
     store.unretire(&[id]).await.unwrap();

@@ -195,13 +195,17 @@ impl Writer {
     }
 
     fn write_host(&mut self, large: &[Registered<'_>], meter: &mut Meter) -> Result<()> {
+        let roles = self.roles.clone();
         let mut list = vec![];
-        for Registered { group, source: PlacedSource { name, dtype, shape, place }, .. } in large {
+        for Registered { number, group, source: PlacedSource { name, dtype, shape, place } } in
+            large
+        {
             if let Place::Host(data) = *place {
                 let (name, dtype, shape) = (*name, *dtype, *shape);
                 let parent = self.parent_of(name, dtype, shape);
                 let view = TensorView { dtype, shape, data };
-                list.push(Large { name, view, group: *group, parent });
+                let role = roles.as_ref().and_then(|r| r.of(*number));
+                list.push(Large { name, view, group: *group, parent, role });
             }
         }
         let items = self.encode(list, meter)?;

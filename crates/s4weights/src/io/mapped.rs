@@ -1,10 +1,9 @@
 //! Writing a file of a memory file system with several threads.
 //!
-//! A file takes `write` from one thread at a time, and on tmpfs that thread is slow: it takes a page,
-//! fills it, takes the next. Here several threads take huge pages and fill them through a mapping.
-//! Where there are none (`MADV_COLLAPSE` is of Linux 6.1), pages are reserved with `fallocate` first.
-//! Either way no page is touched that the file does not have: a full file system is an error and no
-//! signal.
+//! The kernel serialises `write` calls on a file, and on tmpfs each call is slow: it allocates and fills one
+//! page at a time. Here several threads allocate huge pages and fill them through a mapping. Without huge
+//! pages (`MADV_COLLAPSE` needs Linux 6.1), pages are reserved with `fallocate` first. Either way only pages
+//! that the file already has are touched, so a full file system is an error and not a signal.
 
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
@@ -28,13 +27,13 @@ const LEAST_BYTES: usize = 1 << 20;
 /// How a file is written: each call maps the bytes that it appends.
 pub(super) struct Mapped {
     least_threads: [usize; 2],
-    /// Whether huge pages were to be had so far.
+    /// Whether huge pages have been available so far.
     huge: AtomicBool,
 }
 
 impl Mapped {
-    /// For a new file that nobody else can open, and so write or cut. `None`: its file system is none
-    /// where this is known to be right and fast.
+    /// For a new file that nobody else can open, and therefore neither write nor truncate. `None` on file
+    /// systems where this is not known to be safe and fast.
     pub(super) fn of(file: &File) -> Option<Self> {
         let kind = fstatfs(file).ok()?.f_type;
         let huge = AtomicBool::new(has_huge_pages());
@@ -42,7 +41,7 @@ impl Mapped {
         (u64::try_from(kind) == Ok(TMPFS)).then_some(new)
     }
 
-    /// Whether so many bytes are written faster by these threads than by one.
+    /// Whether these threads write `bytes` bytes faster than a single one.
     pub(super) fn suits(&self, pool: &ThreadPool, bytes: usize) -> bool {
         let [huge, small] = self.least_threads;
         let least = if self.huge.load(Ordering::Relaxed) { huge } else { small };

@@ -18,7 +18,7 @@ use crate::interrupt::{self, POLL};
 use crate::objects::{DataObject, ObjectSink};
 use crate::options::{Progress, ProgressFn};
 
-/// How long work that is better finished may go on after the caller wanted to stop.
+/// How long a commit or a clean-up may still take after the caller cancelled.
 const GRACE: Duration = Duration::from_millis(400);
 
 /// Threads that requests run on. They wait for most of their time.
@@ -35,7 +35,7 @@ struct Owned(Option<Runtime>);
 
 impl Drop for Owned {
     fn drop(&mut self) {
-        // The last clone may go on one of the runtime's own threads, which must not wait for itself.
+        // The last clone may be dropped on one of the runtime's own threads, which must not wait for itself.
         if let Some(runtime) = self.0.take() {
             runtime.shutdown_background();
         }
@@ -121,8 +121,8 @@ impl Bridge {
         }
     }
 
-    /// Waits for work that is better not stopped halfway: a commit, or cleaning up. When the caller's
-    /// work is stopped it has a little longer; then it goes on with nobody waiting for it.
+    /// Waits for work that should not be cut short: a commit or a clean-up. After the caller cancels it
+    /// has a short grace period; then it continues in the background.
     pub(crate) fn wait_to_finish<T: Send + 'static>(
         &self,
         work: impl Future<Output = T> + Send + 'static,
@@ -141,7 +141,7 @@ impl Bridge {
         }
     }
 
-    /// Starts work, whose outcome comes by the channel: a panic too.
+    /// Starts work and sends its outcome, or its panic, through the channel.
     fn start<T: Send + 'static>(
         &self,
         work: impl Future<Output = T> + Send + 'static,
@@ -158,7 +158,7 @@ impl Bridge {
     fn look<T>(&self, told: &Outcome<std::thread::Result<T>>) -> Result<Option<T>> {
         match told.recv_timeout(POLL) {
             Ok(Ok(done)) => Ok(Some(done)),
-            // Whoever called for the work is told of its panic.
+            // The panic continues in the caller.
             Ok(Err(panic)) => resume_unwind(panic),
             Err(RecvTimeoutError::Timeout) => Ok(None),
             Err(RecvTimeoutError::Disconnected) => Err(self.stopped()),
@@ -166,7 +166,7 @@ impl Bridge {
     }
 }
 
-/// Asks the caller whether to go on, also where there is no progress to tell of.
+/// Lets the caller cancel, even while there is no progress to report.
 #[derive(Clone, Default)]
 pub(crate) struct Asker(Option<Arc<Asked>>);
 
@@ -207,8 +207,8 @@ pub(crate) fn group_of(kind: &str) -> u8 {
     found.and_then(|i| u8::try_from(i).ok()).unwrap_or(0)
 }
 
-/// Hands a writer's objects to the future that uploads them. At most one waits between them; how
-/// many are on their way is the store's matter.
+/// Hands a writer's objects to the future that uploads them. At most one waits between the two; the store
+/// decides how many uploads are in flight.
 pub(crate) struct ChannelSink {
     pub(crate) bridge: Bridge,
     pub(crate) asker: Asker,
@@ -221,7 +221,7 @@ impl ObjectSink for ChannelSink {
         let send = async move { sender.send(object).await.is_ok() };
         match self.bridge.wait_asking(&self.asker, send)? {
             true => Ok(()),
-            // What failed there is the error that the caller is told of.
+            // The caller gets the upload's own error instead.
             false => Err(self.bridge.stopped()),
         }
     }

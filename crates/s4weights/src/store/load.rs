@@ -85,7 +85,7 @@ impl CheckpointStore {
         self.load_id(found.id(), None)
     }
 
-    /// Opens a checkpoint. `progress` is told of what is read from it.
+    /// Opens a checkpoint. `progress` is called as values are read from it.
     ///
     /// # Errors
     /// As [`CheckpointStore::load`].

@@ -1,4 +1,4 @@
-//! Rebasing: the same values once more, as a base, so that what they were a difference from can go.
+//! Rebasing: rewrites a delta as a base, so that its parents can be deleted.
 
 use s4_store::{Attempt, CallbackError, Checkpoint, CheckpointId, Rebaser, Staged, Store};
 use tokio::sync::mpsc::{Sender, channel};
@@ -14,9 +14,8 @@ use crate::store::open::Opener;
 use crate::writer::Writer;
 
 impl CheckpointStore {
-    /// Writes a checkpoint once more, as a base, compares every value with the original, and puts it
-    /// in the original's place: with its step, metrics, tags and pin, and with its children. What is a
-    /// base already stays as it is.
+    /// Rewrites a checkpoint as a base, compares every value with the original, and replaces the original:
+    /// step, metrics, tags, pin and children are kept. A checkpoint that is a base already is left alone.
     ///
     /// # Errors
     /// [`Error::Checkpoint`] if it cannot be read, [`Error::Store`] if it was retired meanwhile or the

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use s4_delta::policy::Reason;
 use s4_format::limits::{MAX_CHAIN, MAX_OBJECTS};
+use s4_format::manifest::Roles;
 use s4_store::{
     About, Attempt, Checkpoint, CheckpointId, Conflict, Error as StoreError, Resolution, Staged,
     State, Store,
@@ -31,6 +32,8 @@ pub struct SaveOptions<'a> {
     /// A group for each tensor, below 4; empty: all are of group 0. Tensors of different groups lie
     /// in different objects: weights (0), optimizer state (1).
     pub groups: &'a [u8],
+    /// What the tensors are to the optimizer, as for [`Writer::declare`].
+    pub roles: Option<Roles>,
     /// What the checkpoint holds besides tensors.
     pub contents: Contents,
     /// Finite numbers that retention can choose by.
@@ -351,6 +354,9 @@ impl CheckpointStore {
         let buffers = self.buffers.clone();
         let mut writer =
             Writer::create_objects_in(target, Box::new(sink), objects, write, buffers)?;
+        if let Some(roles) = &options.roles {
+            writer.declare(roles.clone())?;
+        }
         let tell = || {
             if let Some(tell) = options.staged.filter(|_| !staged.replace(true)) {
                 tell();

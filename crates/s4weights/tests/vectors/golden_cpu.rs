@@ -70,7 +70,6 @@ fn contents(step: u64) -> Contents {
         tree: Some(serde_json::value::RawValue::from_string(tree).unwrap()),
         blobs: BTreeMap::from([("notes".to_owned(), b"any bytes".to_vec())]),
         metadata: BTreeMap::from([("step".to_owned(), step.to_string())]),
-        roles: None,
     }
 }
 

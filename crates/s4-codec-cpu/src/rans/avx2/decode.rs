@@ -5,7 +5,7 @@ use std::array::from_fn;
 
 use s4_format::Result;
 
-use super::super::pairs::{Blocks, Lane, Slots};
+use super::super::pairs::{Blocks, SegmentDecoder, Slots};
 use super::super::stream::{BLOCK, LANES, RUN};
 use super::{VECTORS, WIDTH};
 
@@ -38,42 +38,42 @@ impl<const P: i32> Blocks for Decoder<P> {
     #[target_feature(enable = "avx2,popcnt,bmi1,bmi2")]
     unsafe fn blocks<const N: usize>(
         &self,
-        lanes: [&mut Lane<'_>; N],
+        segments: [&mut SegmentDecoder<'_>; N],
         blocks: usize,
     ) -> Result<()> {
         // SAFETY: as for this function.
         unsafe {
-            match lanes.iter().any(|lane| !lane.contexts.is_empty()) {
-                true => self.blocks_of::<N, true>(lanes, blocks),
-                false => self.blocks_of::<N, false>(lanes, blocks),
+            match segments.iter().any(|segment| !segment.contexts.is_empty()) {
+                true => self.blocks_of::<N, true>(segments, blocks),
+                false => self.blocks_of::<N, false>(segments, blocks),
             }
         }
     }
 }
 
 impl<const P: i32> Decoder<P> {
-    /// Decodes `blocks` blocks of each lane, with contexts if CONTEXTS is set.
+    /// Decodes `blocks` blocks of each segment, with contexts if CONTEXTS is set.
     ///
     /// # Safety
     /// - The machine has AVX2, and the tables are of this `P`.
-    /// - The segment and the spare of each lane are there; contexts are below the number of tables.
+    /// - The words and the spare of each segment are there; contexts are below the number of tables.
     #[target_feature(enable = "avx2,popcnt,bmi1,bmi2")]
     unsafe fn blocks_of<const N: usize, const CONTEXTS: bool>(
         &self,
-        mut lanes: [&mut Lane<'_>; N],
+        mut segments: [&mut SegmentDecoder<'_>; N],
         blocks: usize,
     ) -> Result<()> {
-        let mut x: [_; N] = from_fn(|n| load(&lanes[n].states));
+        let mut x: [_; N] = from_fn(|n| load(&segments[n].states));
         let mut bases = [[[0; LANES]; RUN]; N];
         for _ in 0..blocks {
-            for (lane, bases) in lanes.iter_mut().zip(&mut bases) {
+            for (segment, bases) in segments.iter_mut().zip(&mut bases) {
                 if CONTEXTS {
-                    *bases = first_slots::<P>(lane.next_contexts()?);
+                    *bases = first_slots::<P>(segment.next_contexts()?);
                 }
                 // SAFETY: as for this function; `check` follows every use of words.
-                unsafe { lane.words.ensure(BLOCK_AHEAD) };
+                unsafe { segment.words.ensure(BLOCK_AHEAD) };
             }
-            let mut next: [_; N] = from_fn(|n| lanes[n].words.next);
+            let mut next: [_; N] = from_fn(|n| segments[n].words.next);
             let mut halves = [[[_mm256_setzero_si256(); VECTORS]; 2]; N];
             for k in 0..RUN {
                 for n in 0..N {
@@ -94,21 +94,21 @@ impl<const P: i32> Decoder<P> {
                 }
             }
             for n in 0..N {
-                let lane = &mut *lanes[n];
-                lane.words.next = next[n];
-                lane.words.check()?;
-                let block = lane.next_block()?;
+                let segment = &mut *segments[n];
+                segment.words.next = next[n];
+                segment.words.check()?;
+                let block = segment.next_block()?;
                 let escapes = store_symbols(&halves[n], block, self.0.escape.unwrap_or(0));
                 if self.0.escape.is_some() && escapes != [0; 4] {
-                    store(x[n], &mut lane.states);
+                    store(x[n], &mut segment.states);
                     // SAFETY: as for this function, and `check` has succeeded.
-                    unsafe { lane.take_escapes(escapes, block)? };
-                    x[n] = load(&lane.states);
+                    unsafe { segment.take_escapes(escapes, block)? };
+                    x[n] = load(&segment.states);
                 }
             }
         }
-        for (lane, x) in lanes.iter_mut().zip(x) {
-            store(x, &mut lane.states);
+        for (segment, x) in segments.iter_mut().zip(x) {
+            store(x, &mut segment.states);
         }
         Ok(())
     }

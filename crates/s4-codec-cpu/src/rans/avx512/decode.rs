@@ -33,7 +33,7 @@ pub(crate) struct Decoder {
 
 /// A segment being decoded, at a block boundary.
 #[derive(Clone, Copy)]
-struct Lane {
+struct SegmentDecoder {
     low: [u16; LANES],
     high: [u16; LANES],
     words: Words,
@@ -43,8 +43,8 @@ struct Lane {
     blocks: usize,
 }
 
-impl Lane {
-    /// A lane that decodes the same once more, into `nothing`.
+impl SegmentDecoder {
+    /// A decoder of the same once more, into `nothing`.
     fn repeat(self, spare: *mut Spare, nothing: &mut [u8; BLOCK]) -> Self {
         Self { words: self.words.with_spare(spare), out: nothing.as_mut_ptr(), ..self }
     }
@@ -115,11 +115,11 @@ impl Decoder {
     ) -> Result<()> {
         let mut spares = [const { Spare::NEW }; N];
         let mut last_blocks = [[0; BLOCK]; N];
-        let mut lanes = Vec::with_capacity(N);
+        let mut segments = Vec::with_capacity(N);
         for ((range, segment), spare) in group.iter().flatten().zip(&mut spares) {
             let states = segment.states()?;
             let out = &mut symbols[range.clone()];
-            lanes.push(Lane {
+            segments.push(SegmentDecoder {
                 low: states.map(|x| x as u16),
                 high: states.map(|x| (x >> 16) as u16),
                 words: Words::new(segment, spare),
@@ -127,81 +127,82 @@ impl Decoder {
                 blocks: out.len() / BLOCK,
             });
         }
-        // SAFETY: each lane has its own segment, spare and part of `symbols`, of at least as many
+        // SAFETY: each segment has its own words, spare and part of `symbols`, of at least as many
         // blocks as it says; the machine is as demanded.
-        unsafe { self.advance::<N>(&mut lanes)? };
+        unsafe { self.advance::<N>(&mut segments)? };
         let ranges = || group.iter().flatten().map(|(range, _)| range.clone());
-        for ((lane, range), block) in lanes.iter_mut().zip(ranges()).zip(&mut last_blocks) {
-            lane.out = block.as_mut_ptr();
-            lane.blocks = usize::from(range.len() % BLOCK != 0);
+        for ((segment, range), block) in segments.iter_mut().zip(ranges()).zip(&mut last_blocks) {
+            segment.out = block.as_mut_ptr();
+            segment.blocks = usize::from(range.len() % BLOCK != 0);
         }
-        // SAFETY: as above, with a block of its own for each lane.
-        unsafe { self.advance::<N>(&mut lanes)? };
-        for ((lane, range), block) in lanes.iter().zip(ranges()).zip(&last_blocks) {
+        // SAFETY: as above, with a block of its own for each segment.
+        unsafe { self.advance::<N>(&mut segments)? };
+        for ((segment, range), block) in segments.iter().zip(ranges()).zip(&last_blocks) {
             let rest = range.len() % BLOCK;
             symbols[range.end - rest..range.end].copy_from_slice(&block[..rest]);
-            let state = |l: usize| u32::from(lane.high[l]) << 16 | u32::from(lane.low[l]);
-            carries.push(check_end(&from_fn(state), lane.words.left())?);
+            let state = |l: usize| u32::from(segment.high[l]) << 16 | u32::from(segment.low[l]);
+            carries.push(check_end(&from_fn(state), segment.words.left())?);
         }
         Ok(())
     }
 
-    /// Decodes the blocks of all lanes, as many side by side as still have some. Places without a
-    /// lane repeat one that has blocks, for nothing.
+    /// Decodes the blocks of all segments, as many side by side as still have some. Places without a
+    /// segment repeat one that has blocks, for nothing.
     ///
     /// # Safety
     /// - The machine has AVX-512 F, BW, VL, VBMI and VBMI2.
-    /// - There are at most `N` lanes. The segment, the spare and the room for `blocks` blocks at
+    /// - There are at most `N` segments. The words, the spare and the room for `blocks` blocks at
     ///   `out` of each are there, and those that are written are its own.
-    unsafe fn advance<const N: usize>(&self, lanes: &mut [Lane]) -> Result<()> {
+    unsafe fn advance<const N: usize>(&self, segments: &mut [SegmentDecoder]) -> Result<()> {
         let mut spares = [const { Spare::NEW }; N];
         let mut nothing = [0; BLOCK];
         let spare_pointer = spares.as_mut_ptr();
-        while let Some(some) = lanes.iter().filter(|lane| lane.blocks > 0).min_by_key(|l| l.blocks)
+        while let Some(some) =
+            segments.iter().filter(|segment| segment.blocks > 0).min_by_key(|l| l.blocks)
         {
             let some = *some;
-            let mut work = from_fn::<_, N, _>(|i| match lanes.get(i) {
-                Some(lane) if lane.blocks > 0 => (*lane, BLOCK),
+            let mut work = from_fn::<_, N, _>(|i| match segments.get(i) {
+                Some(segment) if segment.blocks > 0 => (*segment, BLOCK),
                 _ => {
                     // SAFETY: `i < N`, the number of spares.
                     let spare = unsafe { spare_pointer.add(i) };
                     (some.repeat(spare, &mut nothing), 0)
                 }
             });
-            // SAFETY: what lanes write is their own, or `nothing`, which no one reads; each has
+            // SAFETY: what segments write is their own, or `nothing`, which no one reads; each has
             // `some.blocks` blocks of room or the stride 0.
             unsafe { self.blocks(&mut work, some.blocks)? };
-            for (lane, (done, stride)) in lanes.iter_mut().zip(work) {
+            for (segment, (done, stride)) in segments.iter_mut().zip(work) {
                 if stride > 0 {
-                    *lane = done;
-                    lane.blocks -= some.blocks;
+                    *segment = done;
+                    segment.blocks -= some.blocks;
                 }
             }
         }
         Ok(())
     }
 
-    /// Decodes `blocks` blocks of each lane; a lane's stride says how far apart they are.
+    /// Decodes `blocks` blocks of each segment; a segment's stride says how far apart they are.
     ///
     /// # Safety
     /// - The machine has AVX-512 F, BW, VL, VBMI and VBMI2.
-    /// - The segment and the spare of each lane are there; so is the room for the blocks.
+    /// - The words and the spare of each segment are there; so is the room for the blocks.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt,bmi1,bmi2")]
     unsafe fn blocks<const N: usize>(
         &self,
-        lanes: &mut [(Lane, usize); N],
+        segments: &mut [(SegmentDecoder, usize); N],
         blocks: usize,
     ) -> Result<()> {
         let tables = Tables::load(self);
-        let mut first = Pair::load([&lanes[0].0, &lanes[1].0]);
-        let mut second = Pair::load([&lanes[N - 2].0, &lanes[N - 1].0]);
+        let mut first = Pair::load([&segments[0].0, &segments[1].0]);
+        let mut second = Pair::load([&segments[N - 2].0, &segments[N - 1].0]);
         let mut steps = [[_mm512_setzero_si512(); RUN]; 2];
         for _ in 0..blocks {
-            for (lane, _) in lanes.iter_mut() {
+            for (segment, _) in segments.iter_mut() {
                 // SAFETY: as for this function; `check` follows every use of words.
-                unsafe { lane.words.ensure(BLOCK_AHEAD) };
+                unsafe { segment.words.ensure(BLOCK_AHEAD) };
             }
-            let mut next: [_; N] = from_fn(|i| lanes[i].0.words.next);
+            let mut next: [_; N] = from_fn(|i| segments[i].0.words.next);
             for k in (0..RUN).step_by(2) {
                 for k in [k, k + 1] {
                     steps[0][k] = first.step(&tables);
@@ -209,7 +210,7 @@ impl Decoder {
                         steps[1][k] = second.step(&tables);
                     }
                 }
-                // SAFETY: one of the RUN / 2 loads that were ensured, for each lane.
+                // SAFETY: one of the RUN / 2 loads that were ensured, for each segment.
                 unsafe {
                     first.a.refill(&mut next[0]);
                     first.b.refill(&mut next[1]);
@@ -219,20 +220,20 @@ impl Decoder {
                     }
                 }
             }
-            for (lane, next) in lanes.iter_mut().zip(next) {
-                lane.0.words.next = next;
+            for (segment, next) in segments.iter_mut().zip(next) {
+                segment.0.words.next = next;
             }
-            // SAFETY: as for this function: the block of each lane is there.
+            // SAFETY: as for this function: the block of each segment is there.
             unsafe {
-                first.finish(&steps[0], &mut lanes[..2], self.escape)?;
+                first.finish(&steps[0], &mut segments[..2], self.escape)?;
                 if N == 4 {
-                    second.finish(&steps[1], &mut lanes[2..], self.escape)?;
+                    second.finish(&steps[1], &mut segments[2..], self.escape)?;
                 }
             }
         }
-        first.store(&mut lanes[..2]);
+        first.store(&mut segments[..2]);
         if N == 4 {
-            second.store(&mut lanes[2..]);
+            second.store(&mut segments[2..]);
         }
         Ok(())
     }
@@ -295,7 +296,7 @@ struct Pair {
 impl Pair {
     #[inline]
     #[target_feature(enable = "avx512f")]
-    fn load([a, b]: [&Lane; 2]) -> Self {
+    fn load([a, b]: [&SegmentDecoder; 2]) -> Self {
         Self {
             a: States { low: load(&a.low), high: load(&a.high) },
             b: States { low: load(&b.low), high: load(&b.high) },
@@ -304,10 +305,10 @@ impl Pair {
 
     #[inline]
     #[target_feature(enable = "avx512f")]
-    fn store(self, lanes: &mut [(Lane, usize)]) {
-        for ((lane, _), states) in lanes.iter_mut().zip([self.a, self.b]) {
-            store16(&mut lane.low, states.low);
-            store16(&mut lane.high, states.high);
+    fn store(self, segments: &mut [(SegmentDecoder, usize)]) {
+        for ((segment, _), states) in segments.iter_mut().zip([self.a, self.b]) {
+            store16(&mut segment.low, states.low);
+            store16(&mut segment.high, states.high);
         }
     }
 
@@ -327,7 +328,7 @@ impl Pair {
         look_up(&tables.symbol, slots, upper)
     }
 
-    /// Writes the symbols of a block, escapes included, to each lane's next place.
+    /// Writes the symbols of a block, escapes included, to each segment's next place.
     ///
     /// # Safety
     /// - As for [`Decoder::blocks`].
@@ -336,27 +337,27 @@ impl Pair {
     unsafe fn finish(
         &mut self,
         steps: &[__m512i; RUN],
-        lanes: &mut [(Lane, usize)],
+        segments: &mut [(SegmentDecoder, usize)],
         escape: Option<u8>,
     ) -> Result<()> {
         let marker = _mm512_set1_epi8(escape.unwrap_or(0) as i8);
-        for (segment, (lane, stride)) in lanes.iter_mut().enumerate() {
-            lane.words.check()?;
-            let rows = to_symbols(steps, segment);
+        for (n, (segment, stride)) in segments.iter_mut().enumerate() {
+            segment.words.check()?;
+            let rows = to_symbols(steps, n);
             let mut escapes = [0; 4];
             for j in 0..4 {
                 // SAFETY: 64 of the BLOCK bytes that are there.
-                unsafe { _mm512_storeu_si512(lane.out.add(64 * j).cast(), rows[j]) };
+                unsafe { _mm512_storeu_si512(segment.out.add(64 * j).cast(), rows[j]) };
                 escapes[j] = _mm512_cmpeq_epi8_mask(rows[j], marker);
             }
             let any = escapes[0] | escapes[1] | escapes[2] | escapes[3];
             if any != 0 && escape.is_some() {
-                let states = if segment == 0 { &mut self.a } else { &mut self.b };
+                let states = if n == 0 { &mut self.a } else { &mut self.b };
                 // SAFETY: as for this function.
-                unsafe { states.take_escapes(lane, escapes)? };
+                unsafe { states.take_escapes(segment, escapes)? };
             }
             // SAFETY: the next block, or the end of the last one.
-            lane.out = unsafe { lane.out.add(*stride) };
+            segment.out = unsafe { segment.out.add(*stride) };
         }
         Ok(())
     }
@@ -398,7 +399,11 @@ impl States {
     /// - Segment and spare of `words` are there, and [`Words::check`] has succeeded.
     #[cold]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt")]
-    unsafe fn take_escapes(&mut self, lane: &mut Lane, escapes: [u64; 4]) -> Result<()> {
+    unsafe fn take_escapes(
+        &mut self,
+        segment: &mut SegmentDecoder,
+        escapes: [u64; 4],
+    ) -> Result<()> {
         let [e0, e1, e2, e3] = escapes.map(|e| e as i64);
         // Byte `l` has a bit for each escape of lane `l`.
         let mut left = _mm256_setr_epi64x(e0, e1, e2, e3);
@@ -423,17 +428,17 @@ impl States {
                 let bytes = _mm512_permutexvar_epi8(load(&LOW_BYTES[j]), self.low);
                 // SAFETY: 64 of the BLOCK bytes that are there.
                 unsafe {
-                    _mm512_mask_storeu_epi8(lane.out.add(64 * j).cast(), places as u64, bytes);
+                    _mm512_mask_storeu_epi8(segment.out.add(64 * j).cast(), places as u64, bytes);
                 }
             }
             self.low = _mm512_mask_shrdi_epi16::<8>(self.low, served, self.low, self.high);
             self.high = _mm512_mask_srli_epi16::<8>(self.high, served, self.high);
             // SAFETY: as for this function; the words are checked after each round.
             unsafe {
-                lane.words.ensure(64);
-                self.refill(&mut lane.words.next);
+                segment.words.ensure(64);
+                self.refill(&mut segment.words.next);
             }
-            lane.words.check()?;
+            segment.words.check()?;
         }
     }
 }

@@ -32,7 +32,7 @@ pub(crate) struct Encoder {
 }
 
 /// A segment being encoded, at a block boundary.
-struct Lane<'a, 'b> {
+struct SegmentEncoder<'a, 'b> {
     part: &'a mut Part<'b>,
     low: [u16; LANES],
     high: [u16; LANES],
@@ -79,31 +79,32 @@ impl Encoder {
     /// # Safety
     /// - The machine has AVX-512 F, BW, VL, VBMI and VBMI2.
     pub(crate) unsafe fn group(&self, parts: &mut [Part<'_>]) -> Result<()> {
-        let lane = |part| Lane { part, low: [0; LANES], high: [0; LANES], blocks: 0, at: 0 };
-        let mut lanes: Vec<_> = parts.iter_mut().map(lane).collect();
-        for lane in &mut lanes {
-            lane.low = lane.part.start.map(|x| x as u16);
-            lane.high = lane.part.start.map(|x| (x >> 16) as u16);
-            lane.at = lane.part.words.len();
-            lane.blocks = lane.part.symbols.len() / BLOCK;
-            if let Some(block) = lane.part.last_block(self.padding) {
+        let segment =
+            |part| SegmentEncoder { part, low: [0; LANES], high: [0; LANES], blocks: 0, at: 0 };
+        let mut segments: Vec<_> = parts.iter_mut().map(segment).collect();
+        for segment in &mut segments {
+            segment.low = segment.part.start.map(|x| x as u16);
+            segment.high = segment.part.start.map(|x| (x >> 16) as u16);
+            segment.at = segment.part.words.len();
+            segment.blocks = segment.part.symbols.len() / BLOCK;
+            if let Some(block) = segment.part.last_block(self.padding) {
                 // SAFETY: as for this function.
-                unsafe { self.blocks(&mut [lane], &[&block], 1)? };
+                unsafe { self.blocks(&mut [segment], &[&block], 1)? };
             }
         }
         // SAFETY: as for this function.
         unsafe {
-            for four in lanes.chunks_exact_mut(4) {
+            for four in segments.chunks_exact_mut(4) {
                 self.together::<4>(four)?;
             }
-            for two in lanes.chunks_mut(2).filter(|two| two.len() == 2) {
+            for two in segments.chunks_mut(2).filter(|two| two.len() == 2) {
                 self.together::<2>(two)?;
             }
-            for one in lanes.chunks_mut(1) {
+            for one in segments.chunks_mut(1) {
                 self.together::<1>(one)?;
             }
         }
-        lanes.into_iter().for_each(Lane::finish);
+        segments.into_iter().for_each(SegmentEncoder::finish);
         Ok(())
     }
 
@@ -111,17 +112,20 @@ impl Encoder {
     ///
     /// # Safety
     /// - The machine has AVX-512 F, BW, VL, VBMI and VBMI2.
-    unsafe fn together<const N: usize>(&self, lanes: &mut [Lane<'_, '_>]) -> Result<()> {
-        let blocks = lanes.iter().map(|lane| lane.blocks).min().unwrap_or(0);
-        let Some(lanes) = lanes.first_chunk_mut::<N>() else { return Ok(()) };
-        let mut lanes = lanes.each_mut();
+    unsafe fn together<const N: usize>(
+        &self,
+        segments: &mut [SegmentEncoder<'_, '_>],
+    ) -> Result<()> {
+        let blocks = segments.iter().map(|segment| segment.blocks).min().unwrap_or(0);
+        let Some(segments) = segments.first_chunk_mut::<N>() else { return Ok(()) };
+        let mut segments = segments.each_mut();
         let sources: [&[u8]; N] = from_fn(|i| {
-            let end = lanes[i].blocks * BLOCK;
-            &lanes[i].part.symbols[end - blocks * BLOCK..end]
+            let end = segments[i].blocks * BLOCK;
+            &segments[i].part.symbols[end - blocks * BLOCK..end]
         });
         // SAFETY: as for this function.
-        unsafe { self.blocks(&mut lanes, &sources, blocks)? };
-        lanes.iter_mut().for_each(|lane| lane.blocks -= blocks);
+        unsafe { self.blocks(&mut segments, &sources, blocks)? };
+        segments.iter_mut().for_each(|segment| segment.blocks -= blocks);
         Ok(())
     }
 
@@ -132,14 +136,14 @@ impl Encoder {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt,bmi1,bmi2")]
     unsafe fn blocks<const N: usize>(
         &self,
-        lanes: &mut [&mut Lane<'_, '_>; N],
+        segments: &mut [&mut SegmentEncoder<'_, '_>; N],
         sources: &[&[u8]; N],
         blocks: usize,
     ) -> Result<()> {
         let tables = Tables::load(self);
         let mut states: [States; 4] = [States::ZERO; 4];
         for i in 0..N {
-            states[i] = States { low: load(&lanes[i].low), high: load(&lanes[i].high) };
+            states[i] = States { low: load(&segments[i].low), high: load(&segments[i].high) };
         }
         let [mut s0, mut s1, mut s2, mut s3] = states;
         let mut codes = [[_mm512_setzero_si512(); RUN / 2]; N];
@@ -150,7 +154,7 @@ impl Encoder {
                     sources[i][block * BLOCK..].first_chunk().ok_or_else(no_room)?;
                 let (rows, escapes) = tables.codes(symbols);
                 codes[i] = to_steps(&rows);
-                let words = &mut lanes[i].part.words[..lanes[i].at];
+                let words = &mut segments[i].part.words[..segments[i].at];
                 if words.len() < MOST_BLOCK {
                     return Err(no_room());
                 }
@@ -182,14 +186,14 @@ impl Encoder {
                 }
             }
             for i in 0..N {
-                lanes[i].at = next[i] as usize - lanes[i].part.words.as_ptr() as usize;
+                segments[i].at = next[i] as usize - segments[i].part.words.as_ptr() as usize;
             }
         }
-        for (lane, states) in lanes.iter_mut().zip([s0, s1, s2, s3]) {
+        for (segment, states) in segments.iter_mut().zip([s0, s1, s2, s3]) {
             // SAFETY: the references are to 64 writable bytes.
             unsafe {
-                _mm512_storeu_si512(lane.low.as_mut_ptr().cast(), states.low);
-                _mm512_storeu_si512(lane.high.as_mut_ptr().cast(), states.high);
+                _mm512_storeu_si512(segment.low.as_mut_ptr().cast(), states.low);
+                _mm512_storeu_si512(segment.high.as_mut_ptr().cast(), states.high);
             }
         }
         Ok(())
@@ -205,7 +209,7 @@ fn no_room() -> Error {
     Error::limit("rans: no room for words")
 }
 
-impl Lane<'_, '_> {
+impl SegmentEncoder<'_, '_> {
     /// Leaves states and length in the part.
     fn finish(self) {
         for (l, state) in self.part.states.as_chunks_mut::<4>().0.iter_mut().enumerate() {

@@ -5,7 +5,7 @@ use std::array::from_fn;
 
 use s4_format::Result;
 
-use super::super::super::pairs::{Blocks, Lane, Slots};
+use super::super::super::pairs::{Blocks, SegmentDecoder, Slots};
 use super::super::super::stream::{BLOCK, LANES, RUN};
 use super::super::transpose::zip_dwords;
 use super::{VECTORS, WIDTH, load, store};
@@ -24,16 +24,16 @@ impl Blocks for Decoder {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt,bmi1,bmi2")]
     unsafe fn blocks<const N: usize>(
         &self,
-        mut lanes: [&mut Lane<'_>; N],
+        mut segments: [&mut SegmentDecoder<'_>; N],
         blocks: usize,
     ) -> Result<()> {
-        let mut x: [_; N] = from_fn(|n| load(&lanes[n].states));
+        let mut x: [_; N] = from_fn(|n| load(&segments[n].states));
         for _ in 0..blocks {
-            for lane in &mut lanes {
+            for segment in &mut segments {
                 // SAFETY: as for this function; `check` follows every use of words.
-                unsafe { lane.words.ensure(BLOCK_AHEAD) };
+                unsafe { segment.words.ensure(BLOCK_AHEAD) };
             }
-            let mut next: [_; N] = from_fn(|n| lanes[n].words.next);
+            let mut next: [_; N] = from_fn(|n| segments[n].words.next);
             let mut halves = [[[_mm512_setzero_si512(); VECTORS]; 2]; N];
             for k in 0..RUN {
                 for n in 0..N {
@@ -47,21 +47,21 @@ impl Blocks for Decoder {
                 }
             }
             for n in 0..N {
-                let lane = &mut *lanes[n];
-                lane.words.next = next[n];
-                lane.words.check()?;
-                let block = lane.next_block()?;
+                let segment = &mut *segments[n];
+                segment.words.next = next[n];
+                segment.words.check()?;
+                let block = segment.next_block()?;
                 let escapes = store_symbols(&halves[n], block, self.0.escape.unwrap_or(0));
                 if self.0.escape.is_some() && escapes != [0; 4] {
-                    store(x[n], &mut lane.states);
+                    store(x[n], &mut segment.states);
                     // SAFETY: as for this function, and `check` has succeeded.
-                    unsafe { lane.take_escapes(escapes, block)? };
-                    x[n] = load(&lane.states);
+                    unsafe { segment.take_escapes(escapes, block)? };
+                    x[n] = load(&segment.states);
                 }
             }
         }
-        for (lane, x) in lanes.iter_mut().zip(x) {
-            store(x, &mut lane.states);
+        for (segment, x) in segments.iter_mut().zip(x) {
+            store(x, &mut segment.states);
         }
         Ok(())
     }

@@ -38,7 +38,7 @@ pub(in crate::rans) struct Encoder {
 }
 
 /// A segment being encoded, at a block boundary.
-struct Lane<'a, 'b> {
+struct SegmentEncoder<'a, 'b> {
     part: &'a mut Part<'b>,
     states: [u32; LANES],
     /// Blocks that are not encoded yet: the first ones of the segment.
@@ -90,31 +90,31 @@ impl Encoder {
     /// - The machine has AVX-512 F, BW, VL, VBMI and VBMI2.
     pub(in crate::rans) unsafe fn group(&self, parts: &mut [Part<'_>]) -> Result<()> {
         for two in parts.chunks_mut(2) {
-            let mut lanes = Vec::with_capacity(2);
+            let mut segments = Vec::with_capacity(2);
             for part in two {
                 let (states, at) = (part.start, part.words.len());
                 let blocks = part.symbols.len() / BLOCK;
                 let last = part.last_block(self.padding);
-                let mut lane = Lane { part, states, blocks, at };
+                let mut segment = SegmentEncoder { part, states, blocks, at };
                 if let Some(block) = last {
                     // SAFETY: as for this function.
-                    unsafe { self.blocks([&mut lane], [&block])? };
+                    unsafe { self.blocks([&mut segment], [&block])? };
                 }
-                lanes.push(lane);
+                segments.push(segment);
             }
             // SAFETY: as for this function.
             unsafe {
-                if let [lane, other] = &mut lanes[..] {
-                    let both = lane.blocks.min(other.blocks);
-                    let sources = [lane.take_blocks(both), other.take_blocks(both)];
-                    self.blocks([lane, other], sources)?;
+                if let [segment, other] = &mut segments[..] {
+                    let both = segment.blocks.min(other.blocks);
+                    let sources = [segment.take_blocks(both), other.take_blocks(both)];
+                    self.blocks([segment, other], sources)?;
                 }
-                for lane in &mut lanes {
-                    let source = lane.take_blocks(lane.blocks);
-                    self.blocks([lane], [source])?;
+                for segment in &mut segments {
+                    let source = segment.take_blocks(segment.blocks);
+                    self.blocks([segment], [source])?;
                 }
             }
-            lanes.into_iter().for_each(Lane::finish);
+            segments.into_iter().for_each(SegmentEncoder::finish);
         }
         Ok(())
     }
@@ -125,14 +125,14 @@ impl Encoder {
     /// - The machine has AVX-512 F, BW, VL, VBMI and VBMI2.
     unsafe fn blocks<const N: usize>(
         &self,
-        lanes: [&mut Lane<'_, '_>; N],
+        segments: [&mut SegmentEncoder<'_, '_>; N],
         sources: [&[u8]; N],
     ) -> Result<()> {
         // SAFETY: as for this function.
         unsafe {
             match self.few {
-                true => self.blocks_of::<N, true>(lanes, sources),
-                false => self.blocks_of::<N, false>(lanes, sources),
+                true => self.blocks_of::<N, true>(segments, sources),
+                false => self.blocks_of::<N, false>(segments, sources),
             }
         }
     }
@@ -144,31 +144,31 @@ impl Encoder {
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt,bmi1,bmi2")]
     unsafe fn blocks_of<const N: usize, const FEW: bool>(
         &self,
-        mut lanes: [&mut Lane<'_, '_>; N],
+        mut segments: [&mut SegmentEncoder<'_, '_>; N],
         sources: [&[u8]; N],
     ) -> Result<()> {
         let tables = Tables::load(self);
         let sources = sources.map(|source| source.as_chunks::<BLOCK>().0);
-        let mut x: [_; N] = from_fn(|n| load(&lanes[n].states));
+        let mut x: [_; N] = from_fn(|n| load(&segments[n].states));
         for block in (0..sources[0].len()).rev() {
             let mut next = [std::ptr::null_mut(); N];
             let mut runs = [[[_mm512_setzero_si512(); VECTORS]; 2]; N];
             for n in 0..N {
-                let lane = &mut *lanes[n];
+                let segment = &mut *segments[n];
                 let symbols = &sources[n][block];
-                if lane.at < MOST_BLOCK {
+                if segment.at < MOST_BLOCK {
                     return Err(no_room());
                 }
                 let (rows, _) = symbols.as_chunks::<64>();
                 let codes: [_; 4] = from_fn(|i| tables.codes(transpose::load(&rows[i])));
                 let unknown = codes.map(|codes| _mm512_testn_epi8_mask(codes, codes));
                 if !self.complete && unknown != [0; 4] {
-                    store(x[n], &mut lane.states);
-                    self.put_escapes(lane, symbols, unknown)?;
-                    x[n] = load(&lane.states);
+                    store(x[n], &mut segment.states);
+                    self.put_escapes(segment, symbols, unknown)?;
+                    x[n] = load(&segment.states);
                 }
                 // SAFETY: `at` is a place in the words.
-                next[n] = unsafe { lane.part.words.as_mut_ptr().add(lane.at) };
+                next[n] = unsafe { segment.part.words.as_mut_ptr().add(segment.at) };
                 for v in 0..VECTORS {
                     let [first, second] = transpose::unzip_dwords(codes[2 * v], codes[2 * v + 1]);
                     runs[n][0][v] = first;
@@ -189,12 +189,12 @@ impl Encoder {
                     }
                 }
             }
-            for (lane, next) in lanes.iter_mut().zip(next) {
-                lane.at = next as usize - lane.part.words.as_ptr() as usize;
+            for (segment, next) in segments.iter_mut().zip(next) {
+                segment.at = next as usize - segment.part.words.as_ptr() as usize;
             }
         }
-        for (lane, x) in lanes.iter_mut().zip(x) {
-            store(x, &mut lane.states);
+        for (segment, x) in segments.iter_mut().zip(x) {
+            store(x, &mut segment.states);
         }
         Ok(())
     }
@@ -217,7 +217,7 @@ impl Encoder {
     #[cold]
     fn put_escapes(
         &self,
-        lane: &mut Lane<'_, '_>,
+        segment: &mut SegmentEncoder<'_, '_>,
         symbols: &[u8; BLOCK],
         unknown: [u64; 4],
     ) -> Result<()> {
@@ -228,7 +228,7 @@ impl Encoder {
         for (marks, row) in marks.as_chunks_mut::<8>().0.iter_mut().zip(unknown) {
             *marks = row.to_le_bytes();
         }
-        put_escapes(&mut lane.states, symbols, &marks, lane.part.words, &mut lane.at);
+        put_escapes(&mut segment.states, symbols, &marks, segment.part.words, &mut segment.at);
         Ok(())
     }
 }
@@ -313,7 +313,7 @@ fn no_room() -> Error {
     Error::limit("rans: no room for words")
 }
 
-impl<'b> Lane<'_, 'b> {
+impl<'b> SegmentEncoder<'_, 'b> {
     /// The last `count` blocks that are left.
     fn take_blocks(&mut self, count: usize) -> &'b [u8] {
         const { assert!(WIDTH * VECTORS == LANES) };

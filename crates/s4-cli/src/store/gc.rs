@@ -1,29 +1,14 @@
-//! `init`, `gc`: the care of a store.
+//! `gc`: deletes data that no listed checkpoint needs.
 
 use std::time::Duration;
 
-use s4weights::store::{
-    CheckpointStore, StoreOptions, SweepOptions, SweepReport, Swept, Why, Writers,
-};
+use s4weights::store::{StoreOptions, SweepOptions, SweepReport, Swept, Why};
 use serde::Serialize;
 
-use super::{Place, text, writing};
+use super::{StoreArgs, text};
 use crate::error::{Failure, Result};
 use crate::visible::name;
 use crate::{say, to_json};
-
-/// `init`
-pub(crate) fn init(place: &Place, writers: Writers, network: bool, json: bool) -> Result<()> {
-    let mut options = place.options(StoreOptions::default());
-    options.requests.writers = writers;
-    options.requests.allow_network_fs = network;
-    let store = CheckpointStore::create(&place.store, &place.storage()?, options)?;
-    if json {
-        return say(&to_json(store.repo())?);
-    }
-    let writers = writing::writers(store.repo().mode);
-    say(&format!("{}: store created; writers: {writers}", store.name()))
-}
 
 #[derive(Serialize)]
 struct SweptJson<'a> {
@@ -44,19 +29,13 @@ struct Collected<'a> {
 }
 
 /// `gc`
-pub(crate) fn gc(
-    place: &Place,
-    grace: Duration,
-    exclusive: bool,
-    dry_run: bool,
-    json: bool,
-) -> Result<()> {
+pub(crate) fn gc(args: &StoreArgs, grace: Duration, exclusive: bool, dry_run: bool) -> Result<()> {
     let store = match dry_run {
-        true => place.open_to_read(StoreOptions::default())?,
-        false => place.open()?,
+        true => args.open_to_read(StoreOptions::default())?,
+        false => args.open()?,
     };
     let report = store.sweep(&SweepOptions { grace, exclusive, dry_run })?;
-    say(&match json {
+    say(&match args.json {
         true => to_json(&Collected::new(dry_run, &report))?,
         false => collected(store.name(), dry_run, &report),
     })?;

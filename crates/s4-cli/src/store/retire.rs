@@ -1,10 +1,10 @@
-//! `retire`, `pin`, `unpin`: changes of the list, which delete nothing.
+//! `retire`: takes checkpoints off the list, and deletes nothing.
 
 use clap::Args;
 use s4weights::store::{Best, Checkpoint, CheckpointId, Retention, State};
 use serde::Serialize;
 
-use super::{Place, select, text};
+use super::{StoreArgs, select, text};
 use crate::error::{Failure, Result};
 use crate::{say, to_json};
 
@@ -52,13 +52,7 @@ struct Gone {
 }
 
 /// `retire`
-pub(crate) fn retire(
-    place: &Place,
-    choice: &Choice,
-    reason: &str,
-    dry_run: bool,
-    json: bool,
-) -> Result<()> {
+pub(crate) fn retire(args: &StoreArgs, choice: &Choice, reason: &str, dry_run: bool) -> Result<()> {
     let by_rules = choice.which.is_empty();
     if by_rules
         && choice.keep_last.is_none()
@@ -70,7 +64,7 @@ pub(crate) fn retire(
                 .into(),
         ));
     }
-    let store = place.open()?;
+    let store = args.open()?;
     let state = store.state()?;
     let gone = if by_rules {
         let policy = choice.policy();
@@ -95,7 +89,7 @@ pub(crate) fn retire(
     retired.sort_by_key(|gone| (gone.step, gone.id));
     let kept = state.list().len().saturating_sub(retired.len());
     let report = Retired { dry_run, retired, kept };
-    say(&if json { to_json(&report)? } else { as_text(store.name(), report) })
+    say(&if args.json { to_json(&report)? } else { as_text(store.name(), report) })
 }
 
 impl Choice {
@@ -145,53 +139,6 @@ fn as_text(store: &str, report: Retired) -> String {
             steps.join(", ")
         ),
     }
-}
-
-#[derive(Serialize)]
-struct Pinned {
-    step: u64,
-    id: CheckpointId,
-    pinned: bool,
-}
-
-/// `pin` and `unpin`
-pub(crate) fn pin(place: &Place, which: &[String], pinned: bool, json: bool) -> Result<()> {
-    let store = place.open()?;
-    let state = store.state()?;
-    let mut done = vec![];
-    for c in select::find_all(store.name(), &state, which)? {
-        if pinned {
-            store.pin(c.id())?
-        } else {
-            store.unpin(c.id())?
-        }
-        done.push(Pinned { step: c.step(), id: c.id(), pinned });
-    }
-    if json {
-        return say(&to_json(&done)?);
-    }
-    let word = if pinned { "pinned: it cannot be retired" } else { "not pinned" };
-    done.iter().try_for_each(|p| say(&format!("step {} is {word}", p.step)))
-}
-
-#[derive(Serialize)]
-struct Listed {
-    step: u64,
-    id: CheckpointId,
-}
-
-/// `unretire`
-pub(crate) fn unretire(place: &Place, which: &[String], json: bool) -> Result<()> {
-    let store = place.open()?;
-    let log = store.log(1)?;
-    let ids = which.iter().map(|word| select::find_retired(store.name(), &log, word));
-    let ids = ids.collect::<Result<Vec<_>>>()?;
-    let listed = store.unretire(&ids)?;
-    let listed: Vec<_> = listed.iter().map(|c| Listed { step: c.step(), id: c.id() }).collect();
-    if json {
-        return say(&to_json(&listed)?);
-    }
-    listed.iter().try_for_each(|c| say(&format!("step {} is listed again ({})", c.step, c.id)))
 }
 
 #[cfg(test)]

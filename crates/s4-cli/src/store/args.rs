@@ -8,9 +8,9 @@ use s4weights::store::{CheckpointStore, Retry, StorageOptions, StoreOptions};
 use crate::Remote;
 use crate::error::{Failure, Result};
 
-/// The place, and options of its object store.
+/// What every verb takes: the store, options of its object store, and the form of the output.
 #[derive(Args)]
-pub(crate) struct Place {
+pub(crate) struct StoreArgs {
     /// Folder or URL of the store: a path, s3://bucket/prefix, gs://..., az://...
     pub(crate) store: String,
     /// Option of the object store, such as endpoint_url=http://127.0.0.1:9000 or profile=name; may be
@@ -18,11 +18,14 @@ pub(crate) struct Place {
     // A text, not a parsed pair: the parser's own message would repeat what may be a secret.
     #[arg(short = 'o', long = "option", value_name = "KEY=VALUE")]
     options: Vec<String>,
+    /// As JSON
+    #[arg(long)]
+    pub(crate) json: bool,
     #[command(flatten)]
     remote: Remote,
 }
 
-impl Place {
+impl StoreArgs {
     /// The options by name.
     ///
     /// # Errors
