@@ -22,6 +22,7 @@ mod scratch;
 mod tables;
 #[cfg(test)]
 mod tests;
+mod values;
 
 use s4_codec_cpu::{Codecs, open_codecs};
 use s4_format::DType;
@@ -35,6 +36,7 @@ pub use plan::{PlaneCoding, TensorPlan};
 pub use planner::{ParentSample, PlanJob, parent_probes};
 pub use predict::InputValues;
 pub use scratch::Scratch;
+pub use values::{DeviceMemory, Values};
 
 /// How much effort goes into making a tensor smaller: the one knob.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

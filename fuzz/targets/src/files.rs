@@ -172,7 +172,7 @@ fn save(tensors: &[Tensor], contents: Contents, parent: Option<&Arc<Reader>>) ->
         let mut writer = Writer::create(Target::Stream(Box::new(memory.clone())), options)?;
         for t in tensors {
             let Tensor { name, dtype, shape, data } = t;
-            writer.write(&[TensorSource { name, dtype: *dtype, shape, data }])?;
+            writer.write(&[TensorSource::new(name, *dtype, shape, data)])?;
         }
         writer.finish(contents).map(drop)
     };

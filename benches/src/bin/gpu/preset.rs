@@ -9,7 +9,7 @@ use s4_engine::Preset;
 use s4_engine::cuda::{CudaEngine, CudaError, CudaOptions, DeviceMemory, DeviceTensor};
 use s4_format::DType;
 use s4weights::{
-    Contents, DeviceSource, ReadOptions, Reader, Source, Target, WriteOptions, Writer,
+    Contents, ReadOptions, Reader, Source, Target, TensorSource, WriteOptions, Writer,
 };
 
 use crate::Tile;
@@ -64,7 +64,7 @@ pub(crate) fn measure(lab: &Lab, tile: &Tile, bytes: u64, scratch: &[u64]) -> Ou
     let file = File(Arc::new(Mutex::new(memory)));
     for mib in scratch {
         let options = CudaOptions { scratch: mib << 20, ..CudaOptions::default() };
-        let engine = CudaEngine::new(lab.cuda.clone(), options);
+        let engine = Arc::new(CudaEngine::new(lab.cuda.clone(), options));
         let tensor = DeviceTensor { dtype: tile.dtype, shape: &shape, memory: lab.memory(&from) };
         let frames = frames(&engine, tensor)?;
         let used = engine.scratch_high_water(0)? >> 20;
@@ -118,16 +118,17 @@ fn frames(engine: &CudaEngine, tensor: DeviceTensor<'_>) -> Outcome<f64> {
 }
 
 fn save(
-    engine: &CudaEngine,
+    engine: &Arc<CudaEngine>,
     file: &File,
     dtype: DType,
     shape: &[u64],
     memory: DeviceMemory,
 ) -> Outcome<()> {
     file.lock().len = 0;
-    let options = WriteOptions { preset: Preset::Nvcomp, ..WriteOptions::default() };
+    let engine = Some(Arc::clone(engine));
+    let options = WriteOptions { preset: Preset::Nvcomp, engine, ..WriteOptions::default() };
     let mut writer = Writer::create(Target::Stream(Box::new(file.clone())), options)?;
-    writer.write_device(engine, &[DeviceSource { name: "t", dtype, shape, memory }], &[])?;
+    writer.write(&[TensorSource::new("t", dtype, shape, memory)])?;
     writer.finish(Contents::default())?;
     Ok(())
 }

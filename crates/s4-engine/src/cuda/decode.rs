@@ -14,8 +14,8 @@ use super::error::{CudaError, Of, Result};
 use super::job::{Batch, DecodeJob, Filled, Frames, check};
 use super::nvcomp::{Answers, Trusted};
 use super::route::{decode_route, side_tables};
-use super::tensor::DeviceMemory;
 use super::worker::{SLOTS, Session};
+use crate::DeviceMemory;
 use crate::Scratch;
 
 /// Decodes what it is given, several groups of frames at a time.

@@ -6,7 +6,7 @@ use s4_codec_gpu::{GpuError, Pinned, abi};
 use s4_format::ChunkRecord;
 
 use super::error::{Of, Result};
-use super::tensor::DeviceMemory;
+use crate::DeviceMemory;
 use crate::TensorSpec;
 
 /// Bytes of a decoded chunk that go somewhere.

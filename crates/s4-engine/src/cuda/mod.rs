@@ -42,8 +42,9 @@ pub use job::{Batch, DecodeJob, Piece};
 pub use nvcomp::Trusted;
 pub use parent::{ParentChunk, ParentFrame, ParentSize, ParentValues};
 pub use plan::Planners;
-pub use tensor::{DeviceMemory, DeviceTensor};
+pub use tensor::DeviceTensor;
 
+pub use crate::DeviceMemory;
 use crate::{CpuEngine, ParentSample, Preset, Scratch, TensorPlan, planner};
 use encode::Lane;
 use error::Of;

@@ -9,7 +9,7 @@ use s4_format::{ChunkRecord, Error};
 
 use super::error::{CudaError, Of, Result};
 use super::route::{decode_route, side_tables};
-use super::tensor::DeviceMemory;
+use crate::DeviceMemory;
 use crate::{CpuEngine, DecodeJob, InputValues, Scratch, TensorSpec};
 
 /// Where the parents' values of tensors come from that are encoded as differences.

@@ -9,8 +9,6 @@ use s4_engine::cuda::CudaError;
 
 use crate::error::Error;
 
-pub use write::{DeviceSource, Place, PlacedSource};
-
 /// What a call of the CUDA engine ended with.
 enum Failure {
     /// The engine's own error, which numbers tensors.

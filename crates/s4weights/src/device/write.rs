@@ -3,169 +3,23 @@
 use std::collections::HashMap;
 
 use rayon::ThreadPool;
-use s4_engine::cuda::{CudaEngine, DeviceFrame, DeviceMemory, DeviceTensor, Planners};
-use s4_engine::{TensorPlan, TensorView};
-use s4_format::DType;
+use s4_engine::TensorPlan;
+use s4_engine::cuda::{CudaEngine, DeviceFrame, DeviceTensor, Planners};
 
 use super::Failure;
 use super::parents::Parents;
 use crate::error::{At, Result};
 use crate::options::{Meter, thread_count};
-use crate::output::check_groups;
-use crate::pack::SMALL;
 use crate::parallel::pool;
-use crate::pipeline::{ChunkOf, Coded, Large};
+use crate::pipeline::{ChunkOf, Coded};
+use crate::write::{Registered, TensorSource};
 use crate::writer::Writer;
 
-/// A tensor in device memory, to be written.
-#[derive(Debug, Clone, Copy)]
-pub struct DeviceSource<'a> {
-    /// Unique in the file, not empty.
-    pub name: &'a str,
-    /// Type of the elements.
-    pub dtype: DType,
-    /// Size of each dimension, in elements.
-    pub shape: &'a [u64],
-    /// The elements: row-major, little-endian, without gaps.
-    pub memory: DeviceMemory,
-}
-
-/// Where a tensor's elements are: row-major, little-endian, without gaps.
-#[derive(Debug, Clone, Copy)]
-pub enum Place<'a> {
-    /// In the memory of the host.
-    Host(&'a [u8]),
-    /// In the memory of a device.
-    Device(DeviceMemory),
-}
-
-/// A tensor of either kind, to be written.
-#[derive(Debug, Clone, Copy)]
-pub struct PlacedSource<'a> {
-    /// Unique in the file, not empty.
-    pub name: &'a str,
-    /// Type of the elements.
-    pub dtype: DType,
-    /// Size of each dimension, in elements.
-    pub shape: &'a [u64],
-    /// The elements.
-    pub place: Place<'a>,
-}
-
-impl Place<'_> {
-    pub(crate) fn bytes(&self) -> u64 {
-        match self {
-            Self::Host(data) => data.len() as u64,
-            Self::Device(memory) => memory.bytes(),
-        }
-    }
-
-    pub(crate) fn memory(&self) -> Option<DeviceMemory> {
-        match self {
-            Self::Host(_) => None,
-            Self::Device(memory) => Some(*memory),
-        }
-    }
-}
-
-impl<'a> From<DeviceSource<'a>> for PlacedSource<'a> {
-    fn from(t: DeviceSource<'a>) -> Self {
-        Self { name: t.name, dtype: t.dtype, shape: t.shape, place: Place::Device(t.memory) }
-    }
-}
-
-/// A tensor that is registered.
-struct Registered<'a> {
-    number: usize,
-    group: u8,
-    source: PlacedSource<'a>,
-}
-
 impl Writer {
-    /// Writes tensors of CUDA devices, as [`Writer::write_grouped`] writes those of the host: the same
-    /// bytes. Values are encoded where they are. Calls of both kinds may follow each other.
-    ///
-    /// # Errors
-    /// As [`Writer::write_grouped`]; `Device`.
-    pub fn write_device(
-        &mut self,
-        engine: &CudaEngine,
-        tensors: &[DeviceSource<'_>],
-        groups: &[u8],
-    ) -> Result<()> {
-        let tensors: Vec<_> = tensors.iter().map(|&t| t.into()).collect();
-        self.write_placed(engine, &tensors, groups)
-    }
-
-    /// Writes tensors of the host and of devices: the bytes that one call of
-    /// [`Writer::write_grouped`] writes for the same values in the same order. Values on devices are
-    /// encoded there: as deltas, too, for which the parent's values are uploaded.
-    ///
-    /// # Errors
-    /// As [`Writer::write_grouped`]; `Device`.
-    pub fn write_placed(
-        &mut self,
-        engine: &CudaEngine,
-        tensors: &[PlacedSource<'_>],
-        groups: &[u8],
-    ) -> Result<()> {
-        self.write_staged(engine, tensors, groups, &mut || ())
-    }
-
-    /// As [`Writer::write_placed`], calling `staged`, once, when the values that lie on devices are not
-    /// needed any more: whoever works on them may go on, while those of the host are written.
-    ///
-    /// # Errors
-    /// As [`Writer::write_placed`].
-    pub fn write_staged(
-        &mut self,
-        engine: &CudaEngine,
-        tensors: &[PlacedSource<'_>],
-        groups: &[u8],
-        staged: &mut dyn FnMut(),
-    ) -> Result<()> {
-        check_groups(groups, tensors.len())?;
-        let total = tensors.iter().map(|t| t.place.bytes()).sum();
-        let callback = self.options.progress.clone();
-        let mut meter = Meter { callback, done: 0, total };
-        let (mut small, mut large) = (vec![], vec![]);
-        for (i, &source) in tensors.iter().enumerate() {
-            let number = self.next_number();
-            let PlacedSource { name, dtype, shape, place } = source;
-            let values = self.register(name, dtype, shape, place.bytes())?;
-            let group = groups.get(i).copied().unwrap_or(0);
-            let list = if values < SMALL { &mut small } else { &mut large };
-            list.push(Registered { number, group, source });
-        }
-        self.pack_small(engine, &small, &mut meter)?;
-        let side = |t: &Registered<'_>| t.source.place.memory().is_some();
-        let on_devices = large.iter().rposition(side).map_or(0, |last| last + 1);
-        let mut done = 0;
-        if on_devices == 0 {
-            staged();
-        }
-        for run in large.chunk_by(|a, b| side(a) == side(b)) {
-            if run.first().is_some_and(side) {
-                self.write_large(engine, run, &mut meter)?;
-            } else {
-                self.write_host(run, &mut meter)?;
-            }
-            done += run.len();
-            if done == on_devices {
-                staged();
-            }
-        }
-        Ok(())
-    }
-
     /// Packs small tensors, in their order.
-    fn pack_small(
-        &mut self,
-        engine: &CudaEngine,
-        small: &[Registered<'_>],
-        meter: &mut Meter,
-    ) -> Result<()> {
-        let there = |(i, t): (usize, &Registered<'_>)| Some((i, vec![t.source.place.memory()?]));
+    pub(crate) fn pack_small(&mut self, small: &[Registered<'_>], meter: &mut Meter) -> Result<()> {
+        let Some(engine) = self.options.engine.clone() else { return self.pack_host(small, meter) };
+        let there = |(i, t): (usize, &Registered<'_>)| Some((i, vec![t.source.values.memory()?]));
         let (numbers, items): (Vec<_>, Vec<_>) = small.iter().enumerate().filter_map(there).unzip();
         let target = self.name.clone();
         let mut packed = 0;
@@ -174,7 +28,7 @@ impl Writer {
                 // Between two that are fetched there are none but the host's.
                 self.pack_host(&small[packed..numbers[i]], meter)?;
                 let t = &small[numbers[i]];
-                self.pack(t.number, bytes, t.group)?;
+                self.pack(t.number, bytes, t.source.group)?;
                 meter.add(bytes.len() as u64)?;
                 packed = numbers[i] + 1;
             }
@@ -184,40 +38,13 @@ impl Writer {
         self.pack_host(&small[packed..], meter)
     }
 
-    fn pack_host(&mut self, small: &[Registered<'_>], meter: &mut Meter) -> Result<()> {
-        for t in small {
-            if let Place::Host(data) = t.source.place {
-                self.pack(t.number, data, t.group)?;
-                meter.add(data.len() as u64)?;
-            }
-        }
-        Ok(())
-    }
-
-    fn write_host(&mut self, large: &[Registered<'_>], meter: &mut Meter) -> Result<()> {
-        let mut list = vec![];
-        for Registered { group, source: PlacedSource { name, dtype, shape, place }, .. } in large {
-            if let Place::Host(data) = *place {
-                let (name, dtype, shape) = (*name, *dtype, *shape);
-                let parent = self.parent_of(name, dtype, shape);
-                let view = TensorView { dtype, shape, data };
-                list.push(Large { name, view, group: *group, parent });
-            }
-        }
-        let items = self.encode(list, meter)?;
-        for (t, item) in large.iter().zip(items) {
-            self.close_tensor(t.number, item.coded())?;
-        }
-        Ok(())
-    }
-
-    fn write_large(
+    pub(crate) fn write_device(
         &mut self,
-        engine: &CudaEngine,
         large: &[Registered<'_>],
         meter: &mut Meter,
     ) -> Result<()> {
-        let tensors: Vec<_> = large.iter().filter_map(|t| t.source.tensor()).collect();
+        let Some(engine) = self.options.engine.clone() else { return Ok(()) };
+        let tensors: Vec<_> = large.iter().filter_map(|t| on_device(&t.source)).collect();
         let target = self.name.clone();
         let named = |e: Failure| e.named(&target, |i| Some(large.get(i)?.source.name));
         let numbers: Vec<_> = (large.iter())
@@ -227,7 +54,7 @@ impl Writer {
         let pool = pool(thread_count(self.options.threads))?;
         let mut parents =
             parent.as_deref().map(|p| Parents::new(p, pool.as_ref(), &tensors, &numbers));
-        let plans = self.plan_device(engine, &tensors, parents.as_ref(), pool.as_ref());
+        let plans = self.plan_device(&engine, &tensors, parents.as_ref(), pool.as_ref());
         let plans = plans.map_err(named)?;
         if let Some(parents) = &mut parents {
             parents.find(&plans)?;
@@ -238,7 +65,7 @@ impl Writer {
             let of = ChunkOf {
                 dtype: tensors[frame.tensor].dtype,
                 bytes: tensors[frame.tensor].memory.bytes(),
-                group: large[frame.tensor].group,
+                group: large[frame.tensor].source.group,
                 plan: &plans[frame.tensor],
                 chunk: frame.chunk,
             };
@@ -299,9 +126,7 @@ impl Writer {
     }
 }
 
-impl<'a> PlacedSource<'a> {
-    fn tensor(&self) -> Option<DeviceTensor<'a>> {
-        let memory = self.place.memory()?;
-        Some(DeviceTensor { dtype: self.dtype, shape: self.shape, memory })
-    }
+fn on_device<'a>(source: &TensorSource<'a>) -> Option<DeviceTensor<'a>> {
+    let memory = source.values.memory()?;
+    Some(DeviceTensor { dtype: source.dtype, shape: source.shape, memory })
 }

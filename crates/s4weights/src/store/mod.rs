@@ -15,7 +15,7 @@
 //! let mut weights: Vec<u8> = (0..8192u32).flat_map(|i| (i as f32).sqrt().to_le_bytes()).collect();
 //! for step in 0..3 {
 //!     weights[step as usize * 4] ^= 1;
-//!     let tensors = [TensorSource { name: "w", dtype: DType::Float32, shape: &[8192], data: &weights }];
+//!     let tensors = [TensorSource::new("w", DType::Float32, &[8192], &weights)];
 //!     store.save(step, &tensors, &SaveOptions::default())?;
 //! }
 //! let newest = store.load(None)?;
@@ -35,7 +35,6 @@ mod open;
 mod parents;
 mod rebase;
 mod save;
-mod sources;
 
 use std::sync::{Arc, Mutex};
 

@@ -1,21 +1,22 @@
 //! Which checkpoint the next one is a difference from, and where the values of that one are.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use s4_delta::Tree;
 use s4_delta::policy::{Choice, Entry, Next, Policy};
-use s4_engine::Preset;
+use s4_engine::{Preset, Values};
 use s4_store::{Checkpoint, Reference, State};
 
 use crate::error::{Error, Result};
 use crate::memory::{MemoryOptions, TensorCodec};
 use crate::options::{ReadOptions, WriteOptions};
-use crate::parent::{MemoryParent, Snapshot};
+use crate::pack::SMALL;
+use crate::parent::{MemoryParent, Parent, Snapshot};
 use crate::reader::Reader;
 use crate::store::save::{WhyBase, chain};
-use crate::store::sources::Sources;
 use crate::store::{CheckpointStore, ParentValues, StoreOptions};
-use crate::writer::TensorSource;
+use crate::write::TensorSource;
 
 /// What one handle saved last, and what it keeps for the next save.
 #[derive(Default)]
@@ -72,7 +73,7 @@ impl CheckpointStore {
     pub(crate) fn choose(
         &self,
         line: &mut Line,
-        tensors: Sources<'_>,
+        tensors: &[TensorSource<'_>],
     ) -> Result<std::result::Result<Before, WhyBase>> {
         let state = self.state()?;
         let head = self.head(&state, line);
@@ -81,7 +82,7 @@ impl CheckpointStore {
         let entries: Vec<Entry> = chain.iter().rev().map(entry).collect();
         let deltas = chain.last().map_or(vec![], |base| newest_deltas(&state, base));
         let policy = Policy::new(self.options.tree());
-        let raw = tensors.bytes();
+        let raw = tensors.iter().map(|t| t.values.bytes()).sum();
         let (number, parent) = match policy.choose(&entries, &deltas, Next { raw, changed: 0 }) {
             Choice::Base(reason) => return Ok(Err(WhyBase::Policy(reason))),
             Choice::Delta { number, parent } => (number, parent),
@@ -93,7 +94,7 @@ impl CheckpointStore {
             Err(Error::Cancelled) => return Err(Error::Cancelled),
             Err(e) => return Ok(Err(WhyBase::Parent(e.to_string()))),
         };
-        let changed = tensors.changed(&*values.parent());
+        let changed = changed(tensors, &*values.parent());
         if let Choice::Base(reason) = policy.choose(&entries, &deltas, Next { raw, changed }) {
             return Ok(Err(WhyBase::Policy(reason)));
         }
@@ -115,7 +116,7 @@ impl CheckpointStore {
         &self,
         line: &mut Line,
         chain: &[Checkpoint],
-        tensors: Sources<'_>,
+        tensors: &[TensorSource<'_>],
     ) -> Result<(Reference, ParentValues)> {
         let parent = chain.first().ok_or_else(|| Error::Argument("an empty chain".into()))?;
         let reference = parent.reference();
@@ -126,7 +127,7 @@ impl CheckpointStore {
         let number = parent.since_base();
         let again = self.options.tree().last_child(number).is_some();
         // Devices decode frames by themselves.
-        let again = again && !tensors.on_devices();
+        let again = again && !on_devices(tensors);
         let Some(values) = (if again { self.keep_read(&reader)? } else { None }) else {
             return Ok((reference, ParentValues::Frames(reader)));
         };
@@ -149,10 +150,9 @@ impl CheckpointStore {
 
     /// Bytes of memory for what is stored of a checkpoint, by its number since the base: none if its
     /// values are kept, or if nothing becomes a difference from it.
-    pub(crate) fn room_for_stored(&self, tensors: Sources<'_>, number: u32) -> usize {
-        let placed = !matches!(tensors, Sources::Host(_));
+    pub(crate) fn room_for_stored(&self, keeps_values: bool, number: u32) -> usize {
         let is_parent = self.options.tree().last_child(number).is_some();
-        if placed && is_parent { self.options.share() } else { 0 }
+        if !keeps_values && is_parent { self.options.share() } else { 0 }
     }
 
     /// Lets go of values that are no parent's any more once checkpoint `number` since the base is saved
@@ -173,8 +173,11 @@ impl CheckpointStore {
     ) -> Option<ParentValues> {
         let snapshot = Arc::new(snapshot);
         let held = |t: &&TensorSource<'_>| snapshot.tensors.contains_key(t.name);
-        let values = tensors.iter().filter(held).map(|t| Ok((t.name, Values::Theirs(t.data))));
-        let raw = tensors.iter().filter(held).map(|t| t.data.len()).sum();
+        let values = tensors.iter().filter(held).filter_map(|t| match t.values {
+            Values::Host(data) => Some(Ok((t.name, Cow::Borrowed(data)))),
+            Values::Device(_) => None,
+        });
+        let raw = tensors.iter().filter(held).map(|t| t.values.bytes() as usize).sum();
         match self.keep(&snapshot, raw, values) {
             Ok(Some(values)) => return Some(ParentValues::Memory(Arc::new(values))),
             Ok(None) => tracing::debug!("later saves read this one back: it does not fit"),
@@ -189,7 +192,7 @@ impl CheckpointStore {
         let held = || reader.tensors().filter(|t| snapshot.tensors.contains_key(t.name));
         let raw = held().map(|t| usize::try_from(t.bytes).unwrap_or(usize::MAX));
         let raw = raw.fold(0, usize::saturating_add);
-        let read = held().map(|t| Ok((t.name, Values::Own(reader.read(t.name)?))));
+        let read = held().map(|t| Ok((t.name, Cow::Owned(reader.read(t.name)?))));
         self.keep(&snapshot, raw, read)
     }
 
@@ -198,7 +201,7 @@ impl CheckpointStore {
         &self,
         snapshot: &Arc<Snapshot>,
         raw: usize,
-        values: impl Iterator<Item = Result<(&'a str, Values<'a>)>>,
+        values: impl Iterator<Item = Result<(&'a str, Cow<'a, [u8]>)>>,
     ) -> Result<Option<MemoryParent>> {
         let share = self.options.share();
         let mut parent = MemoryParent::new(Arc::clone(snapshot), share);
@@ -206,8 +209,8 @@ impl CheckpointStore {
             for tensor in values {
                 let (name, values) = tensor?;
                 match values {
-                    Values::Theirs(values) => parent.own_copy(name, values, &self.buffers)?,
-                    Values::Own(values) => parent.own(name, values.into())?,
+                    Cow::Borrowed(values) => parent.own_copy(name, values, &self.buffers)?,
+                    Cow::Owned(values) => parent.own(name, values.into())?,
                 }
             }
             return Ok(Some(parent));
@@ -221,7 +224,7 @@ impl CheckpointStore {
         let codec = Arc::new(codec);
         for tensor in values {
             let (name, values) = tensor?;
-            if !parent.keep(&codec, name, values.as_slice())? {
+            if !parent.keep(&codec, name, &values)? {
                 return Ok(None);
             }
         }
@@ -229,19 +232,19 @@ impl CheckpointStore {
     }
 }
 
-/// Values of a tensor.
-enum Values<'a> {
-    Theirs(&'a [u8]),
-    Own(Vec<u8>),
+/// Whether any tensor is in the memory of a device.
+pub(crate) fn on_devices(tensors: &[TensorSource<'_>]) -> bool {
+    tensors.iter().any(|t| t.values.memory().is_some())
 }
 
-impl Values<'_> {
-    fn as_slice(&self) -> &[u8] {
-        match self {
-            Self::Theirs(values) => values,
-            Self::Own(values) => values,
-        }
-    }
+/// Bytes of tensors that have no counterpart. Small ones share chunks and are never differences.
+fn changed(tensors: &[TensorSource<'_>], parent: &dyn Parent) -> u64 {
+    let is_new = |t: &&TensorSource<'_>| {
+        let large = t.values.bytes() / t.dtype.value_width() as u64 >= SMALL;
+        let there = parent.find(t.name);
+        large && there.is_none_or(|p| p.dtype != t.dtype || p.shape != t.shape)
+    };
+    tensors.iter().filter(is_new).map(|t| t.values.bytes()).sum()
 }
 
 fn entry(c: &Checkpoint) -> Entry {

@@ -1,8 +1,8 @@
 //! Saving: as a delta, or as a base.
 
-use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use s4_delta::policy::Reason;
 use s4_format::limits::{MAX_CHAIN, MAX_OBJECTS};
@@ -15,22 +15,19 @@ use tokio::sync::mpsc::channel;
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::objects::ObjectOptions;
-use crate::options::{ProgressFn, WriteOptions};
+use crate::options::{ProgressFn, StagedFn, WriteOptions};
 use crate::parent::Parent;
 use crate::report::Report;
 use crate::store::bridge::{Asker, ChannelSink, upload};
 use crate::store::kept::{Keeping, Kept};
-use crate::store::parents::{Before, Line};
-use crate::store::sources::Sources;
+use crate::store::parents::{Before, Line, on_devices};
 use crate::store::{CheckpointStore, ParentValues};
-use crate::writer::{Contents, TensorSource, Writer, Written};
+use crate::write::TensorSource;
+use crate::writer::{Contents, Writer, Written};
 
 /// What is saved besides tensors, and how.
 #[derive(Clone, Default)]
-pub struct SaveOptions<'a> {
-    /// A group for each tensor, below 4; empty: all are of group 0. Tensors of different groups lie
-    /// in different objects: weights (0), optimizer state (1).
-    pub groups: &'a [u8],
+pub struct SaveOptions {
     /// What the checkpoint holds besides tensors.
     pub contents: Contents,
     /// Finite numbers that retention can choose by.
@@ -44,7 +41,24 @@ pub struct SaveOptions<'a> {
     /// Called once, on the calling thread, when the values on devices are no longer needed. By then all of
     /// their frames are in memory, waiting to be uploaded. A save that cannot be published after that,
     /// because another writer retired its parent, fails.
-    pub staged: Option<&'a dyn Fn()>,
+    pub staged: Option<StagedFn>,
+    /// What encodes tensors that are in the memory of devices. With it, what was stored is kept in memory,
+    /// within [`StoreOptions::parent_memory`], where later saves are differences from it; without it, the
+    /// values are.
+    ///
+    /// [`StoreOptions::parent_memory`]: crate::store::StoreOptions::parent_memory
+    #[cfg(feature = "cuda")]
+    pub engine: Option<Arc<s4_engine::cuda::CudaEngine>>,
+}
+
+impl SaveOptions {
+    /// Whether later saves are differences from the values, not from what was stored of them.
+    fn keeps_values(&self) -> bool {
+        #[cfg(feature = "cuda")]
+        return self.engine.is_none();
+        #[cfg(not(feature = "cuda"))]
+        true
+    }
 }
 
 /// What a save did.
@@ -97,11 +111,11 @@ struct Ready {
 /// A save in progress.
 struct Job<'a> {
     step: u64,
-    tensors: Sources<'a>,
-    options: &'a SaveOptions<'a>,
+    tensors: &'a [TensorSource<'a>],
+    options: &'a SaveOptions,
     asker: Asker,
     /// Whether the caller was told that it may change its values.
-    staged: Cell<bool>,
+    staged: Arc<AtomicBool>,
 }
 
 impl CheckpointStore {
@@ -120,40 +134,12 @@ impl CheckpointStore {
         &self,
         step: u64,
         tensors: &[TensorSource<'_>],
-        options: &SaveOptions<'_>,
-    ) -> Result<Saved> {
-        self.save_sources(step, Sources::Host(tensors), options)
-    }
-
-    /// As [`CheckpointStore::save`], of tensors of the host and of devices. Those are encoded where they
-    /// are; what was stored is kept in memory, within [`StoreOptions::parent_memory`], where later saves
-    /// are differences from it.
-    ///
-    /// # Errors
-    /// As [`CheckpointStore::save`]; [`Error::Device`].
-    ///
-    /// [`StoreOptions::parent_memory`]: crate::store::StoreOptions::parent_memory
-    #[cfg(feature = "cuda")]
-    pub fn save_placed(
-        &self,
-        engine: &s4_engine::cuda::CudaEngine,
-        step: u64,
-        tensors: &[crate::device::PlacedSource<'_>],
-        options: &SaveOptions<'_>,
-    ) -> Result<Saved> {
-        self.save_sources(step, Sources::Placed(engine, tensors), options)
-    }
-
-    fn save_sources(
-        &self,
-        step: u64,
-        tensors: Sources<'_>,
-        options: &SaveOptions<'_>,
+        options: &SaveOptions,
     ) -> Result<Saved> {
         // One save at a time from one handle: each may be the next one's parent.
         let mut line = interrupt::lock(&self.line)?;
         let asker = Asker::new(options.progress.clone());
-        let job = Job { step, tensors, options, asker, staged: Cell::new(false) };
+        let job = Job { step, tensors, options, asker, staged: Arc::default() };
         let saved = self.save_next(&job, &mut line);
         self.buffers.rest();
         drop(line);
@@ -189,7 +175,9 @@ impl CheckpointStore {
                     return Ok(saved);
                 }
                 // The caller's values are not those that were saved any more.
-                Err(e) if job.staged.get() && job.tensors.on_devices() => return Err(e),
+                Err(e) if job.staged.load(Ordering::Relaxed) && on_devices(job.tensors) => {
+                    return Err(e);
+                }
                 Err(e) if had_parent && is_parents(&e) => {
                     tracing::warn!(
                         store = self.name(), step = job.step, error = %e,
@@ -212,7 +200,7 @@ impl CheckpointStore {
         why_base: Option<WhyBase>,
     ) -> Result<Ready> {
         let Job { step, tensors, options, asker, .. } = job;
-        let (tensors, bridge) = (*tensors, &self.opener.bridge);
+        let bridge = &self.opener.bridge;
         let store = self.opener.store.clone();
         let reference = before.as_ref().map(|b| b.reference);
         let mut attempt = bridge.ask(async move {
@@ -235,7 +223,8 @@ impl CheckpointStore {
         let sink = ChannelSink { bridge: bridge.clone(), asker: asker.clone(), sender };
         let reader = before.as_ref().and_then(|b| b.values.reader());
         let number = parent.map_or(0, |(_, number)| number);
-        let (sink, stored) = Keeping::new(sink, self.room_for_stored(tensors, number));
+        let (sink, stored) =
+            Keeping::new(sink, self.room_for_stored(options.keeps_values(), number));
         let values = before.map(|b| b.values.parent());
         let written = match self.encode(job, sink, values) {
             Ok(written) => written,
@@ -276,12 +265,8 @@ impl CheckpointStore {
         };
         let again = self.is_parent_later(line, number);
         let (staged, kept) = std::thread::scope(|s| {
-            let keeping = match tensors {
-                Sources::Host(tensors) if again => {
-                    Some(s.spawn(move || self.keep_values(snapshot, tensors)))
-                }
-                _ => None,
-            };
+            let keeping = (again && options.keeps_values())
+                .then(|| s.spawn(move || self.keep_values(snapshot, tensors)));
             let staged = bridge.wait_asking(asker, staging);
             (staged, keeping.and_then(|keeping| keeping.join().ok()).flatten())
         });
@@ -317,8 +302,19 @@ impl CheckpointStore {
         parent: Option<Arc<dyn Parent>>,
     ) -> Result<Written> {
         let Job { tensors, options, asker, staged, .. } = job;
+        let staged = options.staged.clone().map(|tell| -> StagedFn {
+            let told = Arc::clone(staged);
+            Arc::new(move || {
+                if !told.swap(true, Ordering::Relaxed) {
+                    tell();
+                }
+            })
+        });
         let write = WriteOptions {
             parent,
+            staged,
+            #[cfg(feature = "cuda")]
+            engine: options.engine.clone(),
             // The policy decides; this is what readers allow.
             max_chain: Some(MAX_CHAIN as u32),
             progress: asker.callback(),
@@ -329,11 +325,7 @@ impl CheckpointStore {
         let buffers = self.buffers.clone();
         let mut writer =
             Writer::create_objects_in(target, Box::new(sink), objects, write, buffers)?;
-        tensors.write(&mut writer, options.groups, &mut || {
-            if let Some(tell) = options.staged.filter(|_| !staged.replace(true)) {
-                tell();
-            }
-        })?;
+        writer.write(tensors)?;
         writer.complete(options.contents.clone())
     }
 
