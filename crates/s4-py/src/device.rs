@@ -38,7 +38,7 @@ impl CudaEngine {
     fn open(&self, py: Python<'_>, ordinal: u32) -> PyResult<()> {
         // SAFETY: no bytes are used; the legacy default stream is always there.
         let nothing = unsafe { DeviceMemory::new(ordinal, 0, 0, 0) };
-        let open = || self.0.decode::<CudaError>(&[nothing], |_| Ok(()));
+        let open = || self.0.decode::<CudaError>(&[nothing], None, |_| Ok(()));
         watched(py, None, || open().map_err(of_engine))
     }
 

@@ -18,7 +18,7 @@ use crate::store::contents;
 use crate::watch::{Watcher, progress};
 
 /// Name, dtype, shape, address, bytes.
-pub(crate) type Tensor = (String, String, Vec<u64>, usize, usize);
+type Tensor = (String, String, Vec<u64>, usize, usize);
 
 /// Writes one file. It cannot be used any more after `finish`, `abort` or an error.
 #[pyclass(frozen, module = "s4weights._core")]
@@ -141,7 +141,7 @@ pub(crate) fn in_groups<'a>(
     tensors.zip(groups).map(|(tensor, group)| Ok(tensor?.in_group(group))).collect()
 }
 
-pub(crate) fn source(tensor: &Tensor) -> PyResult<TensorSource<'_>> {
+fn source(tensor: &Tensor) -> PyResult<TensorSource<'_>> {
     let (name, dtype, shape, address, nbytes) = tensor;
     let dtype: DType = dtype.parse().map_err(to_value_error)?;
     Ok(TensorSource::new(name, dtype, shape, values(name, *address, *nbytes)?))

@@ -86,9 +86,13 @@ impl WriteOptions {
     /// Whether tensors in the memory of devices can be encoded.
     pub(crate) fn has_engine(&self) -> bool {
         #[cfg(feature = "cuda")]
-        return self.engine.is_some();
+        {
+            self.engine.is_some()
+        }
         #[cfg(not(feature = "cuda"))]
-        false
+        {
+            false
+        }
     }
 }
 

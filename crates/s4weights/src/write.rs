@@ -1,13 +1,15 @@
 //! Writing tensors, wherever their values are.
 
-use s4_engine::{TensorView, Values};
+use s4_engine::{TensorValues, Values};
 use s4_format::DType;
 
 use crate::error::{Error, Result};
+#[cfg(feature = "cuda")]
+use crate::inputs::Failure;
 use crate::options::Meter;
 use crate::output::MAX_GROUPS;
 use crate::pack::SMALL;
-use crate::pipeline::Large;
+use crate::pipeline::Run;
 use crate::writer::Writer;
 
 /// A tensor to be written.
@@ -49,9 +51,9 @@ impl<'a> TensorSource<'a> {
 }
 
 /// A tensor that is registered.
-pub(crate) struct Registered<'a> {
-    pub(crate) number: usize,
-    pub(crate) source: TensorSource<'a>,
+struct Registered<'a> {
+    number: usize,
+    source: TensorSource<'a>,
 }
 
 impl Writer {
@@ -92,10 +94,7 @@ impl Writer {
         };
         encoded(self, &small);
         for run in large.chunk_by(|a, b| a.source.is_on_device() == b.source.is_on_device()) {
-            match run.first().is_some_and(|t| t.source.is_on_device()) {
-                true => self.write_device(run, &mut meter)?,
-                false => self.write_host(run, &mut meter)?,
-            }
+            self.write_large(run, &mut meter)?;
             encoded(self, run);
         }
         Ok(())
@@ -121,7 +120,7 @@ impl Writer {
     }
 
     /// Packs small tensors of the host, in their order.
-    pub(crate) fn pack_host(&mut self, small: &[Registered<'_>], meter: &mut Meter) -> Result<()> {
+    fn pack_host(&mut self, small: &[Registered<'_>], meter: &mut Meter) -> Result<()> {
         for t in small {
             if let Values::Host(data) = t.source.values {
                 self.pack(t.number, data, t.source.group)?;
@@ -131,33 +130,49 @@ impl Writer {
         Ok(())
     }
 
-    fn write_host(&mut self, large: &[Registered<'_>], meter: &mut Meter) -> Result<()> {
-        let mut list = vec![];
+    /// Writes tensors with chunks of their own, all of the host or all of devices.
+    fn write_large(&mut self, large: &[Registered<'_>], meter: &mut Meter) -> Result<()> {
+        let mut run = Run::default();
         for Registered { source, .. } in large {
             let TensorSource { name, dtype, shape, values, group } = *source;
-            if let Values::Host(data) = values {
-                let parent = self.parent_of(name, dtype, shape);
-                let view = TensorView { dtype, shape, data };
-                list.push(Large { name, view, group, parent });
-            }
+            run.parents.push(self.parent_of(name, dtype, shape));
+            run.names.push(name);
+            run.tensors.push(TensorValues { dtype, shape, values });
+            run.groups.push(group);
         }
-        let items = self.encode(list, meter)?;
-        for (t, item) in large.iter().zip(items) {
-            self.close_tensor(t.number, item.coded())?;
+        let coded = self.encode(&run, meter)?;
+        for (t, coded) in large.iter().zip(coded) {
+            self.close_tensor(t.number, coded)?;
         }
         Ok(())
     }
-}
 
-#[cfg(not(feature = "cuda"))]
-impl Writer {
     /// Packs small tensors, in their order.
+    #[cfg(feature = "cuda")]
+    fn pack_small(&mut self, small: &[Registered<'_>], meter: &mut Meter) -> Result<()> {
+        let Some(engine) = self.options.engine.clone() else { return self.pack_host(small, meter) };
+        let there = |(i, t): (usize, &Registered<'_>)| Some((i, vec![t.source.values.memory()?]));
+        let (numbers, items): (Vec<_>, Vec<_>) = small.iter().enumerate().filter_map(there).unzip();
+        let target = self.name.clone();
+        let mut packed = 0;
+        let done = engine.fetch::<Failure>(&items, |batch| {
+            for &(i, bytes) in batch {
+                // Between two that are fetched there are none but the host's.
+                self.pack_host(&small[packed..numbers[i]], meter)?;
+                let t = &small[numbers[i]];
+                self.pack(t.number, bytes, t.source.group)?;
+                meter.add(bytes.len() as u64)?;
+                packed = numbers[i] + 1;
+            }
+            Ok(())
+        });
+        done.map_err(|e| e.named(&target, |i| Some(small[*numbers.get(i)?].source.name)))?;
+        self.pack_host(&small[packed..], meter)
+    }
+
+    /// Packs small tensors, in their order.
+    #[cfg(not(feature = "cuda"))]
     fn pack_small(&mut self, small: &[Registered<'_>], meter: &mut Meter) -> Result<()> {
         self.pack_host(small, meter)
-    }
-
-    /// Nothing gets here: without CUDA there is no engine for devices.
-    fn write_device(&mut self, _: &[Registered<'_>], _: &mut Meter) -> Result<()> {
-        Ok(())
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::Bytes;
-use s4_engine::{CpuEngine, TensorView};
+use s4_engine::{CpuEngine, TensorValues, Values};
 use s4_format::file::{Footer, Version};
 use s4_format::index::{self, Block, Tensor, TensorKind};
 use s4_format::limits::MAX_CHAIN;
@@ -21,7 +21,7 @@ use crate::options::{DEFAULT_MAX_CHAIN, Meter, WriteOptions, simd, thread_count}
 use crate::output::Output;
 use crate::pack::{Class, Pack};
 use crate::parent::{Snapshot, SnapshotTensor};
-use crate::pipeline::{Buffers, Coded, Large};
+use crate::pipeline::{Coded, Run};
 use crate::report::{Report, Totals};
 
 /// Plans that a manifest can number; the last ones are reserved for tensors that are no deltas.
@@ -62,7 +62,6 @@ pub struct Writer {
     snapshot: HashMap<String, SnapshotTensor>,
     bytes_in: u64,
     pub(crate) totals: Totals,
-    pub(crate) buffers: Buffers,
 }
 
 /// What was written.
@@ -139,7 +138,6 @@ impl Writer {
             snapshot: HashMap::new(),
             bytes_in: 0,
             totals: Totals::default(),
-            buffers: Buffers::default(),
         })
     }
 
@@ -249,14 +247,16 @@ impl Writer {
     fn close_pack(&mut self, pack: Pack) -> Result<()> {
         let dtype = pack.class.dtype;
         let shape = [(pack.data.len() / dtype.size()) as u64];
-        let view = TensorView { dtype, shape: &shape, data: &pack.data };
+        let run = Run {
+            names: vec!["small tensors"],
+            tensors: vec![TensorValues { dtype, shape: &shape, values: Values::Host(&pack.data) }],
+            groups: vec![pack.class.group],
+            parents: vec![None],
+        };
         let mut meter = Meter { callback: None, done: 0, total: 0 };
-        let group = pack.class.group;
-        let large = Large { name: "small tensors", view, group, parent: None };
-        let items = self.encode(vec![large], &mut meter)?;
-        for item in items {
+        for coded in self.encode(&run, &mut meter)? {
             let number = usize::MAX - pack.number as usize;
-            let (plan, kind) = self.close_block(number, "small tensors", item.coded(), true)?;
+            let (plan, kind) = self.close_block(number, "small tensors", coded, true)?;
             let tensor = &mut self.packs[pack.number as usize];
             (tensor.plan, tensor.kind, tensor.shape) = (plan, kind, shape.to_vec());
         }

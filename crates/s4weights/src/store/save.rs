@@ -55,9 +55,13 @@ impl SaveOptions {
     /// Whether later saves are differences from the values, not from what was stored of them.
     fn keeps_values(&self) -> bool {
         #[cfg(feature = "cuda")]
-        return self.engine.is_none();
+        {
+            self.engine.is_none()
+        }
         #[cfg(not(feature = "cuda"))]
-        true
+        {
+            true
+        }
     }
 }
 
