@@ -33,7 +33,7 @@ impl State {
 /// The tensors to save, of what [`State::bytes`] gave.
 pub fn sources<'a>(bytes: &'a [Vec<u8>], shape: &'a [u64]) -> Vec<TensorSource<'a>> {
     let named = ["w", "m", "v"].iter().zip(bytes);
-    named.map(|(name, data)| TensorSource { name, dtype: DType::Float32, shape, data }).collect()
+    named.map(|(name, data)| TensorSource::new(name, DType::Float32, shape, data)).collect()
 }
 
 /// About a normal distribution.

@@ -45,7 +45,7 @@ impl State {
     /// The tensors to save.
     pub fn sources(&self) -> Vec<TensorSource<'_>> {
         let list = self.0.iter();
-        list.map(|(name, dtype, shape, data)| TensorSource { name, dtype: *dtype, shape, data })
+        list.map(|(name, dtype, shape, data)| TensorSource::new(name, *dtype, shape, data))
             .collect()
     }
 

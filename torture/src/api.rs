@@ -129,8 +129,9 @@ impl Store {
 
     /// Saves the values of a step.
     pub(crate) fn save(&self, step: u64, tensors: &[Tensor]) -> Result<Checkpoint, Error> {
-        let options = SaveOptions { groups: &[0, 0, 1, 1, 1], ..SaveOptions::default() };
-        Ok(self.0.save(step, &values::sources(tensors), &options)?.checkpoint)
+        let sources = values::sources(tensors).into_iter().zip([0, 0, 1, 1, 1]);
+        let sources: Vec<_> = sources.map(|(t, group)| t.in_group(group)).collect();
+        Ok(self.0.save(step, &sources, &SaveOptions::default())?.checkpoint)
     }
 
     /// All listed checkpoints, the oldest first.

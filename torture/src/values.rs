@@ -35,13 +35,8 @@ pub(crate) fn at(seed: u64, step: u64) -> Vec<Tensor> {
 /// The tensors in the form that a save takes.
 pub(crate) fn sources(tensors: &[Tensor]) -> Vec<TensorSource<'_>> {
     let list = tensors.iter();
-    list.map(|Tensor { name, dtype, shape, data }| TensorSource {
-        name,
-        dtype: *dtype,
-        shape,
-        data,
-    })
-    .collect()
+    list.map(|Tensor { name, dtype, shape, data }| TensorSource::new(name, *dtype, shape, data))
+        .collect()
 }
 
 fn floats(seed: u64, step: u64, len: u64) -> Vec<u8> {

@@ -12,8 +12,8 @@ use std::time::Instant;
 use bytes::Bytes;
 use s4_benches::states::{Outcome, State};
 use s4weights::{
-    Contents, MemoryParent, Preset, ReadOptions, Reader, Source, Target, WriteOptions, Writer,
-    Written,
+    Contents, MemoryParent, Preset, ReadOptions, Reader, Source, Target, Values, WriteOptions,
+    Writer, Written,
 };
 
 const CALLS: usize = 9;
@@ -64,7 +64,9 @@ fn measure(name: &str, base: &Path, file: &Path, threads: usize) -> Outcome<()> 
     // The parent's values are still in memory, as they are when a training loop saves again.
     let mut memory = MemoryParent::new(Arc::new(parent.snapshot), 0);
     for t in base.sources() {
-        memory.hold(t.name, Bytes::copy_from_slice(t.data))?;
+        if let Values::Host(data) = t.values {
+            memory.hold(t.name, Bytes::copy_from_slice(data))?;
+        }
     }
     let options = WriteOptions { parent: Some(Arc::new(memory)), ..options };
     let (delta_file, delta) = write(&file, options.clone())?;

@@ -76,12 +76,10 @@ fn move_on(state: &mut [Vec<u8>]) {
 fn save(store: &CheckpointStore, state: &[Vec<u8>], step: u64) -> Outcome<()> {
     let shape = [state[0].len() as u64 / 4];
     let names: Vec<String> = (0..state.len()).map(|n| format!("t{n}")).collect();
-    let sources = names.iter().zip(state).map(|(name, data)| TensorSource {
-        name,
-        dtype: DType::Float32,
-        shape: &shape,
-        data,
-    });
+    let sources = names
+        .iter()
+        .zip(state)
+        .map(|(name, data)| TensorSource::new(name, DType::Float32, &shape, data));
     let start = Instant::now();
     let saved = store.save(step, &sources.collect::<Vec<_>>(), &SaveOptions::default())?;
     let kind = if saved.checkpoint.base.is_some() { "delta" } else { "base" };

@@ -27,13 +27,10 @@ fn main() -> Result<(), Failure> {
         state.step(step);
         let bytes = state.bytes();
         let shape = [values as u64];
-        let sources = sources(&bytes, &shape);
+        let sources = sources(&bytes, &shape).into_iter().zip([0, 1, 1]);
+        let sources: Vec<_> = sources.map(|(t, group)| t.in_group(group)).collect();
         let start = Instant::now();
-        let saved = store.save(
-            step,
-            &sources,
-            &SaveOptions { groups: &[0, 1, 1], ..Default::default() },
-        )?;
+        let saved = store.save(step, &sources, &SaveOptions::default())?;
         let seconds = start.elapsed().as_secs_f64();
         let raw = saved.report.bytes_in as f64;
         let restore = restore(&store, &bytes)?;

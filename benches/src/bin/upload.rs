@@ -44,8 +44,9 @@ fn main() -> Outcome<()> {
     let mut state = State::new(values);
     (0..5).for_each(|step| state.step(step));
     let save = |bytes: &[Vec<u8>], step: u64, base: bool| -> Outcome<(Spent, f64)> {
-        let sources = sources(bytes, &shape);
-        let with = SaveOptions { groups: &[0, 1, 1], base, ..Default::default() };
+        let sources = sources(bytes, &shape).into_iter().zip([0, 1, 1]);
+        let sources: Vec<_> = sources.map(|(t, group)| t.in_group(group)).collect();
+        let with = SaveOptions { base, ..Default::default() };
         let start = Start::now();
         let saved = store.save(step, &sources, &with)?;
         let spent = start.spent();

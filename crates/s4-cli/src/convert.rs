@@ -95,7 +95,7 @@ pub(crate) fn compress(
                 (DType::Bytes, vec![data.len() as u64])
             }
         };
-        writer.write(&[TensorSource { name: &name, dtype, shape: &shape, data: &data }])?;
+        writer.write(&[TensorSource::new(&name, dtype, &shape, &data)])?;
     }
     Ok(writer.finish(contents)?)
 }

@@ -80,7 +80,7 @@ fn save(dtype: DType, data: &[u8], threads: Option<usize>, simd: Simd) -> Result
     };
     let mut writer = Writer::create(Target::Stream(Box::new(memory.clone())), options)?;
     let shape = [(data.len() / dtype.size()) as u64];
-    writer.write(&[TensorSource { name: "t", dtype, shape: &shape, data }])?;
+    writer.write(&[TensorSource::new("t", dtype, &shape, data)])?;
     writer.finish(Contents::default())?;
     Ok(std::mem::take(&mut *memory.0.lock().unwrap_or_else(|e| e.into_inner())))
 }

@@ -24,7 +24,7 @@ fn save(store: &CheckpointStore, step: u64) {
     let values = tensors(step);
     let sources: Vec<_> = values
         .iter()
-        .map(|(name, data)| TensorSource { name, dtype: DType::Float32, shape: &[300, 100], data })
+        .map(|(name, data)| TensorSource::new(name, DType::Float32, &[300, 100], data))
         .collect();
     let options = SaveOptions {
         metrics: [("loss".to_owned(), 10.0 - step as f64)].into(),

@@ -37,8 +37,7 @@ fn names_give_no_orders_to_a_terminal() {
     let (file, url) = (dir.path().join("a.s4w"), dir.path().join("store"));
     let (file, url) = (file.to_str().unwrap(), url.to_str().unwrap());
     let data = vec![7; 40_000];
-    let tensors =
-        [TensorSource { name: EVIL, dtype: DType::Float32, shape: &[10_000], data: &data }];
+    let tensors = [TensorSource::new(EVIL, DType::Float32, &[10_000], &data)];
     let mut writer = Writer::create(Target::from(file), WriteOptions::default()).unwrap();
     writer.write(&tensors).unwrap();
     writer.finish(contents()).unwrap();
@@ -193,9 +192,7 @@ fn long_names_and_permissions_are_those_of_other_programs() {
     let data = vec![7; 4000];
     let mut writer = Writer::create(Target::from(file.as_path()), WriteOptions::default()).unwrap();
     let shape = [1000];
-    writer
-        .write(&[TensorSource { name: "a", dtype: DType::Float32, shape: &shape, data: &data }])
-        .unwrap();
+    writer.write(&[TensorSource::new("a", DType::Float32, &shape, &data)]).unwrap();
     writer.finish(Contents::default()).unwrap();
     let long = dir.path().join(format!("{}.safetensors", "x".repeat(243)));
     let decompress = || {

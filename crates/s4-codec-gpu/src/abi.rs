@@ -437,8 +437,8 @@ mod tests {
 
     #[test]
     fn shared_tables_keep_the_order_of_slots() {
-        use s4_codec_cpu::rans::{Entry, Precision};
-        let entries = [Entry { symbol: 9, freq: 5 }, Entry { symbol: 3, freq: 250 }];
+        use s4_codec_cpu::rans::{Precision, TableEntry};
+        let entries = [TableEntry { symbol: 9, freq: 5 }, TableEntry { symbol: 3, freq: 250 }];
         let table = Table::new(Precision::P8, &entries).unwrap();
         let shared = SharedTable::from(&table);
         assert_eq!((shared.precision, shared.count, shared.escape), (8, 2, 1));

@@ -9,7 +9,7 @@ use crate::Tree;
 
 /// A checkpoint that is listed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Entry {
+pub struct CheckpointSize {
     /// Its number since the base ([`Tree`]): 0 for the base.
     pub number: u32,
     /// Bytes that it takes where it is stored.
@@ -90,7 +90,7 @@ impl Policy {
     /// What the next checkpoint should be. `line` is the checkpoint that it follows with all that
     /// this one needs, the base first ([`crate::chain()`]); empty if there is none. `deltas` are those
     /// of that base, from the oldest to the newest; more than [`Policy::recent`] are not looked at.
-    pub fn choose(&self, line: &[Entry], deltas: &[Entry], next: Next) -> Choice {
+    pub fn choose(&self, line: &[CheckpointSize], deltas: &[CheckpointSize], next: Next) -> Choice {
         let (Some(base), Some(last)) = (line.first(), line.last()) else {
             return Choice::Base(Reason::First);
         };
@@ -110,8 +110,9 @@ impl Policy {
     }
 
     /// Compares sizes for each byte of values: the base may have had other tensors.
-    fn no_longer_pay(&self, base: Entry, recent: &[Entry]) -> bool {
-        let sum = |of: fn(&Entry) -> u64| recent.iter().map(|e| u128::from(of(e))).sum::<u128>();
+    fn no_longer_pay(&self, base: CheckpointSize, recent: &[CheckpointSize]) -> bool {
+        let sum =
+            |of: fn(&CheckpointSize) -> u64| recent.iter().map(|e| u128::from(of(e))).sum::<u128>();
         let (stored, raw) = (sum(|e| e.stored), sum(|e| e.raw));
         // stored / raw >= not_paying / 1000 * base.stored / base.raw, without division.
         let left = stored.saturating_mul(u128::from(base.raw)).saturating_mul(1000);
@@ -136,8 +137,11 @@ mod tests {
         Policy::new(Tree::new(16, 2))
     }
 
-    fn sizes(stored: &[u64]) -> Vec<Entry> {
-        (0..).zip(stored).map(|(number, &stored)| Entry { number, stored, raw: 1000 }).collect()
+    fn sizes(stored: &[u64]) -> Vec<CheckpointSize> {
+        (0..)
+            .zip(stored)
+            .map(|(number, &stored)| CheckpointSize { number, stored, raw: 1000 })
+            .collect()
     }
 
     /// What follows checkpoints of these sizes, all of one base, the first.
@@ -165,7 +169,7 @@ mod tests {
         while let Choice::Delta { number, parent } = policy().choose(&line, &[], SAME) {
             parents.push(line[parent].number);
             line.truncate(parent + 1);
-            line.push(Entry { number, ..line[0] });
+            line.push(CheckpointSize { number, ..line[0] });
         }
         assert_eq!(parents, [0, 0, 0, 0, 4, 4, 4, 0, 8, 8, 8, 0, 12, 12, 12]);
         assert_eq!(policy().choose(&line, &[], SAME), Choice::Base(Reason::Full));
@@ -204,10 +208,10 @@ mod tests {
 
     #[test]
     fn numbers_of_any_size_do_not_overflow() {
-        let huge = [Entry { number: 0, stored: u64::MAX, raw: u64::MAX }; 5];
+        let huge = [CheckpointSize { number: 0, stored: u64::MAX, raw: u64::MAX }; 5];
         let next = Next { raw: u64::MAX, changed: 1 };
         assert_eq!(policy().choose(&huge, &huge, next), Choice::Base(Reason::NotPaying));
-        let empty = [Entry { number: 0, stored: 0, raw: 0 }; 5];
+        let empty = [CheckpointSize { number: 0, stored: 0, raw: 0 }; 5];
         assert_eq!(policy().choose(&empty, &empty, SAME), delta(1, 1));
     }
 }

@@ -6,8 +6,8 @@
 use std::sync::Arc;
 
 use s4_codec_gpu::{Pinned, Pool, Stream};
-use s4_engine::Preset;
-use s4_engine::cuda::{Cuda, CudaEngine, CudaError, CudaOptions, DeviceMemory, DeviceTensor};
+use s4_engine::cuda::{Cuda, CudaEngine, CudaError, CudaOptions, DeviceMemory};
+use s4_engine::{Engine, Jobs, NoInputs, Preset, TensorValues};
 use s4_format::DType;
 
 const MIB: u64 = 1 << 20;
@@ -39,10 +39,11 @@ fn main() -> Result<(), CudaError> {
     // SAFETY: the buffer lives until the end of this function, and nothing else writes it.
     let memory = unsafe { DeviceMemory::new(0, buffer.address(), buffer.bytes(), 0) };
 
-    let tensors = [DeviceTensor { dtype: DType::Float32, shape: &[4 * MIB], memory }];
-    let plans = engine.plan(Preset::Fast, &tensors, None)?;
+    let shape = &[4 * MIB];
+    let tensors = [TensorValues::new(DType::Float32, shape, memory)];
+    let plans = engine.plan::<CudaError>(Preset::Fast, &tensors, &NoInputs, None)?;
     let (mut chunks, mut bytes) = (0, 0);
-    engine.encode::<CudaError>(&tensors, &plans, |frame| {
+    engine.encode(&Jobs::<CudaError>::new(&tensors, &plans), |frame| {
         // A frame lies in pinned memory that is used again: who keeps it copies or writes it here.
         (chunks, bytes) = (chunks + 1, bytes + frame.bytes.len());
         Ok(())

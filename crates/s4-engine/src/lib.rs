@@ -1,7 +1,7 @@
 //! Plans, encodes and decodes tensors into chunks.
 //!
-//! A [`CpuEngine`] takes one chunk at a time and has no threads: called from many threads it works in
-//! parallel, and gives the same bytes for any number of threads. The planner looks at fixed
+//! An [`Engine`] plans and encodes tensors: the [`CpuEngine`] those of the host, on threads that its caller
+//! gives it, the CUDA engine those of devices. Both give the same bytes, for any number of threads. The planner looks at fixed
 //! positions of a tensor and compares integer costs, so that the choice too depends on nothing but
 //! the data, the preset and the version.
 //!
@@ -13,6 +13,8 @@ mod closed;
 pub mod cuda;
 mod decode;
 mod encode;
+mod engine;
+mod inputs;
 mod once;
 mod plan;
 mod planes;
@@ -22,19 +24,25 @@ mod scratch;
 mod tables;
 #[cfg(test)]
 mod tests;
+mod threads;
+mod values;
 
 use s4_codec_cpu::{Codecs, open_codecs};
 use s4_format::DType;
 use s4_planes::{Kernels, Simd};
 use s4_predict::{Predictors, predictors};
+use threads::ScratchPool;
 
 pub use chunk::chunk_log2;
 pub use decode::{DecodeJob, TensorSpec};
 pub use encode::{EncodeJob, EncodedChunk};
+pub use engine::{EncodedFrame, Engine, Jobs, TensorError, TensorValues};
+pub use inputs::{Input, InputFrame, InputSize, Inputs, NoInputs};
 pub use plan::{PlaneCoding, TensorPlan};
 pub use planner::{ParentSample, PlanJob, parent_probes};
 pub use predict::InputValues;
 pub use scratch::Scratch;
+pub use values::{DeviceMemory, Values};
 
 /// How much effort goes into making a tensor smaller: the one knob.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -95,6 +103,7 @@ pub struct CpuEngine {
     kernels: Kernels,
     codecs: Codecs,
     predictors: Predictors,
+    idle: ScratchPool,
 }
 
 impl CpuEngine {
@@ -106,7 +115,12 @@ impl CpuEngine {
     /// An engine that encodes and decodes with the given codecs. Those of plans that it is to encode
     /// must be among them, and `const`.
     pub fn with_codecs(simd: Simd, codecs: Codecs) -> Self {
-        Self { kernels: Kernels::new(simd), codecs, predictors: predictors() }
+        Self {
+            kernels: Kernels::new(simd),
+            codecs,
+            predictors: predictors(),
+            idle: ScratchPool::default(),
+        }
     }
 
     /// The engine with the given predictors instead of the project's own.

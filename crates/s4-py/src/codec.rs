@@ -2,11 +2,11 @@
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use s4weights::{MemoryOptions, TensorView};
+use s4weights::{DType, MemoryOptions, TensorView};
 
 use crate::reader::buffers;
 use crate::watch::watched;
-use crate::writer::{source, to_value_error};
+use crate::writer::{to_value_error, values};
 
 /// Compresses and decompresses tensors in memory, one after the other.
 #[pyclass(frozen, module = "s4weights._core")]
@@ -48,9 +48,9 @@ impl TensorCodec {
         dtype: String,
         shape: Vec<u64>,
     ) -> PyResult<Compressed> {
-        let tensor = ("tensor".to_owned(), dtype, shape, address, nbytes);
-        let tensor = source(&tensor)?;
-        let view = TensorView { dtype: tensor.dtype, shape: tensor.shape, data: tensor.data };
+        let dtype: DType = dtype.parse().map_err(to_value_error)?;
+        let data = values("tensor", address, nbytes)?;
+        let view = TensorView { dtype, shape: &shape, data };
         let bytes = view.shape.iter().try_fold(view.dtype.size() as u64, |n, &d| n.checked_mul(d));
         if bytes != Some(nbytes as u64) {
             return Err(to_value_error(format!("{nbytes} bytes for shape {:?}", view.shape)));

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 use s4weights::cuda::{
     Chunks, Cuda, CudaError, CudaOptions, DeviceMemory, GpuError, StagedCopies, Stager,
 };
-use s4weights::{DType, Error, Place, PlacedSource};
+use s4weights::{DType, Error, TensorSource};
 
 use crate::watch::watched;
 use crate::writer::{to_value_error, values};
@@ -24,7 +24,7 @@ pub(crate) type DeviceRequest = (usize, usize, usize, Where);
 
 /// Encodes and decodes on CUDA devices. Calls may come from several threads at once.
 #[pyclass(frozen, module = "s4weights._core")]
-pub(crate) struct CudaEngine(pub(crate) s4weights::cuda::CudaEngine, Stagers);
+pub(crate) struct CudaEngine(pub(crate) Arc<s4weights::cuda::CudaEngine>, Stagers);
 
 /// What copies tensors aside, by number of the device.
 #[derive(Default)]
@@ -57,7 +57,7 @@ impl CudaEngine {
         let options = CudaOptions { scratch, ..CudaOptions::default() };
         watched(py, None, || {
             let cuda = Cuda::discover().map_err(of_cuda)?;
-            Ok(Self(s4weights::cuda::CudaEngine::new(cuda, options), Stagers::default()))
+            Ok(Self(Arc::new(s4weights::cuda::CudaEngine::new(cuda, options)), Stagers::default()))
         })
     }
 
@@ -65,7 +65,7 @@ impl CudaEngine {
     fn open(&self, py: Python<'_>, ordinal: u32) -> PyResult<()> {
         // SAFETY: no bytes are used; the legacy default stream is always there.
         let nothing = unsafe { DeviceMemory::new(ordinal, 0, 0, 0) };
-        let open = || self.0.decode::<CudaError>(&[nothing], |_| Ok(()));
+        let open = || self.0.decode::<CudaError>(&[nothing], None, |_| Ok(()));
         watched(py, None, || open().map_err(of_engine))
     }
 
@@ -195,15 +195,15 @@ fn of_engine(e: CudaError) -> Error {
 }
 
 /// A tensor's description and, for one of the host, its values.
-pub(crate) fn placed(tensor: &PlacedTensor) -> PyResult<PlacedSource<'_>> {
+pub(crate) fn placed(tensor: &PlacedTensor) -> PyResult<TensorSource<'_>> {
     let (name, dtype, shape, address, nbytes, (ordinal, stream)) = tensor;
     let dtype: DType = dtype.parse().map_err(to_value_error)?;
-    let place = if *ordinal < 0 {
-        Place::Host(values(name, *address, *nbytes)?)
+    Ok(if *ordinal < 0 {
+        TensorSource::new(name, dtype, shape, values(name, *address, *nbytes)?)
     } else {
-        Place::Device(memory(*address, *nbytes, (*ordinal, *stream))?)
-    };
-    Ok(PlacedSource { name, dtype, shape, place })
+        let memory = memory(*address, *nbytes, (*ordinal, *stream))?;
+        TensorSource::new(name, dtype, shape, memory)
+    })
 }
 
 /// Memory to read into: disjoint, since kernels fill it at once.

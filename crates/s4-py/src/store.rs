@@ -1,6 +1,7 @@
 //! `_core.Store`: a checkpoint store.
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 use std::time::Duration;
 
 use pyo3::exceptions::PyValueError;
@@ -11,14 +12,14 @@ use s4weights::store::{
     CheckOptions, Checkpoint, CheckpointId, CheckpointStore, Retention, Retry, SaveOptions,
     StorageOptions, StoreOptions, SweepOptions, Swept, Verdict,
 };
-use s4weights::{Contents, Place, PlacedSource, TensorSource};
+use s4weights::{Contents, StagedFn};
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
 use crate::device::{CudaEngine, PlacedTensor, placed};
 use crate::reader::Reader;
 use crate::watch::{Watcher, progress};
-use crate::writer::to_value_error;
+use crate::writer::{in_groups, to_value_error};
 
 /// A store that is open. Calls may come from several threads.
 #[pyclass(frozen, module = "s4weights._core")]
@@ -109,36 +110,30 @@ impl Store {
         host_changes: bool,
         staging_memory: Option<usize>,
     ) -> PyResult<String> {
-        let sources = tensors.iter().map(placed).collect::<PyResult<Vec<_>>>()?;
-        let of_host = if engine.is_some() { vec![] } else { on_host(&sources)? };
+        let sources = in_groups(tensors.iter().map(placed), &groups)?;
         let (roles, contents) = (parse_roles(roles)?, contents(tree, blobs, metadata)?);
-        let tell = || {
+        let staged = staged.map(|tell| -> StagedFn {
             // Without an interpreter, which is shutting down then, nobody waits.
-            Python::try_attach(|py| {
-                if let Some(Err(e)) = staged.as_ref().map(|s| s.call0(py)) {
-                    e.write_unraisable(py, None);
-                }
-            });
-        };
+            Arc::new(move || {
+                Python::try_attach(|py| {
+                    tell.call0(py).map_or_else(|e| e.write_unraisable(py, None), drop);
+                });
+            })
+        });
         let (saved, note) = self.watcher.run(py, callback, || {
             let options = SaveOptions {
-                groups: &groups,
                 roles,
                 contents,
                 metrics,
                 tags,
                 base,
                 progress: Some(progress()),
-                staged: staged.is_some().then_some(&tell as &dyn Fn()),
+                staged,
                 host_changes,
                 staging_memory,
+                engine: engine.map(|e| Arc::clone(&e.get().0)),
             };
-            let saved = match &engine {
-                Some(engine) => {
-                    self.inner.save_placed(&engine.get().0, step, &sources, &options)?
-                }
-                None => self.inner.save(step, &of_host, &options)?,
-            };
+            let saved = self.inner.save(step, &sources, &options)?;
             let note = saved.why_base.as_ref().map(ToString::to_string);
             Ok((saved, note))
         })?;
@@ -280,17 +275,6 @@ impl Store {
     fn repo(&self) -> PyResult<String> {
         serde_json::to_string(self.inner.repo()).map_err(to_value_error)
     }
-}
-
-/// Tensors that are all of the host.
-fn on_host<'a>(sources: &[PlacedSource<'a>]) -> PyResult<Vec<TensorSource<'a>>> {
-    let source = |&PlacedSource { name, dtype, shape, place }: &PlacedSource<'a>| match place {
-        Place::Host(data) => Ok(TensorSource { name, dtype, shape, data }),
-        Place::Device(_) => {
-            Err(PyValueError::new_err(format!("tensor `{name}` is on a device, without an engine")))
-        }
-    };
-    sources.iter().map(source).collect()
 }
 
 /// What a saved object is besides tensors.

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
@@ -18,7 +18,7 @@ use crate::store::{contents, parse_roles};
 use crate::watch::{Watcher, progress};
 
 /// Name, dtype, shape, address, bytes.
-pub(crate) type Tensor = (String, String, Vec<u64>, usize, usize);
+type Tensor = (String, String, Vec<u64>, usize, usize);
 
 /// Writes one file. It cannot be used any more after `finish`, `abort` or an error.
 #[pyclass(frozen, module = "s4weights._core")]
@@ -78,9 +78,9 @@ impl Writer {
         groups: Vec<u8>,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<()> {
-        let sources = tensors.iter().map(source).collect::<PyResult<Vec<_>>>()?;
+        let sources = in_groups(tensors.iter().map(source), &groups)?;
         let mut writer = self.take()?;
-        let work = move || writer.write_grouped(&sources, &groups).map(|()| writer);
+        let work = move || writer.write(&sources).map(|()| writer);
         let writer = self.watcher.run(py, progress, work)?;
         self.lock().replace(writer);
         Ok(())
@@ -95,9 +95,10 @@ impl Writer {
         groups: Vec<u8>,
         progress: Option<Py<PyAny>>,
     ) -> PyResult<()> {
-        let sources = tensors.iter().map(device::placed).collect::<PyResult<Vec<_>>>()?;
-        let (engine, mut writer) = (engine.get(), self.take()?);
-        let work = move || writer.write_placed(&engine.0, &sources, &groups).map(|()| writer);
+        let sources = in_groups(tensors.iter().map(device::placed), &groups)?;
+        let mut writer = self.take()?;
+        writer.set_engine(Arc::clone(&engine.get().0));
+        let work = move || writer.write(&sources).map(|()| writer);
         let writer = self.watcher.run(py, progress, work)?;
         self.lock().replace(writer);
         Ok(())
@@ -139,10 +140,23 @@ impl Writer {
     }
 }
 
-pub(crate) fn source(tensor: &Tensor) -> PyResult<TensorSource<'_>> {
+/// Tensors, each in its group; without groups all are in the first.
+pub(crate) fn in_groups<'a>(
+    tensors: impl ExactSizeIterator<Item = PyResult<TensorSource<'a>>>,
+    groups: &[u8],
+) -> PyResult<Vec<TensorSource<'a>>> {
+    if !groups.is_empty() && groups.len() != tensors.len() {
+        let (groups, tensors) = (groups.len(), tensors.len());
+        return Err(PyValueError::new_err(format!("{groups} groups of {tensors} tensors")));
+    }
+    let groups = groups.iter().copied().chain(std::iter::repeat(0));
+    tensors.zip(groups).map(|(tensor, group)| Ok(tensor?.in_group(group))).collect()
+}
+
+fn source(tensor: &Tensor) -> PyResult<TensorSource<'_>> {
     let (name, dtype, shape, address, nbytes) = tensor;
     let dtype: DType = dtype.parse().map_err(to_value_error)?;
-    Ok(TensorSource { name, dtype, shape, data: values(name, *address, *nbytes)? })
+    Ok(TensorSource::new(name, dtype, shape, values(name, *address, *nbytes)?))
 }
 
 /// A tensor's values in host memory.

@@ -28,8 +28,7 @@ fn main() -> Outcome<()> {
     for step in 0..6 {
         weights.iter_mut().for_each(|w| *w *= 1.000_01);
         let data = bytes(&weights);
-        let tensor =
-            TensorSource { name: "w", dtype: DType::Float32, shape: &[100, 200], data: &data };
+        let tensor = TensorSource::new("w", DType::Float32, &[100, 200], &data);
         let saved = store.save(step, &[tensor], &SaveOptions::default())?;
         let kind = if saved.why_base.is_some() { "a base" } else { "a delta" };
         println!("step {step}: {kind} of {} bytes", saved.report.bytes_out);

@@ -5,10 +5,10 @@ use std::fmt;
 
 use s4_format::Digest;
 
-use crate::error::Result;
-use crate::output::check_groups;
+use crate::error::{Error, Result};
 use crate::reader::{Reader, TensorInfo};
-use crate::writer::{Contents, TensorSource, Writer, Written};
+use crate::write::TensorSource;
+use crate::writer::{Contents, Writer, Written};
 
 /// Bytes of values that are in memory at once, unless one tensor is larger.
 const BATCH: u64 = 64 << 20;
@@ -19,7 +19,7 @@ pub struct CopyOptions<'a> {
     /// Bytes of values that are in memory at once, unless one tensor is larger: 64 MiB unless told. What
     /// is written depends on it: small tensors are packed and chunks are placed batch by batch.
     pub batch: u64,
-    /// A group for each tensor, as for [`Writer::write_grouped`], or none.
+    /// The group of each tensor ([`TensorSource::group`]); none: all are of group 0.
     pub groups: &'a [u8],
     /// Whether the values are hashed on the way, so that [`compare`] need not read them again.
     pub hash: bool,
@@ -50,19 +50,19 @@ pub fn copy(from: &Reader, mut to: Writer, options: &CopyOptions<'_>) -> Result<
         to.declare(roles.clone())?;
     }
     let infos: Vec<_> = from.tensors().collect();
-    check_groups(options.groups, infos.len())?;
+    let groups = options.groups;
+    if !groups.is_empty() && groups.len() != infos.len() {
+        return Err(Error::Argument(format!("groups {groups:?} of {} tensors", infos.len())));
+    }
     let mut digests = options.hash.then(Vec::new);
     for batch in batches(&infos, options.batch) {
         let values = read_batch(from, batch.clone())?;
-        let sources: Vec<_> = (infos[batch.clone()].iter().zip(&values))
-            .map(|(&TensorInfo { name, dtype, shape, .. }, data)| TensorSource {
-                name,
-                dtype,
-                shape,
-                data,
-            })
-            .collect();
-        to.write_grouped(&sources, options.groups.get(batch).unwrap_or_default())?;
+        let source = |(i, values)| {
+            let TensorInfo { name, dtype, shape, .. } = infos[i];
+            let group = groups.get(i).copied().unwrap_or(0);
+            TensorSource::new(name, dtype, shape, values).in_group(group)
+        };
+        to.write(&batch.zip(&values).map(source).collect::<Vec<_>>())?;
         if let Some(digests) = &mut digests {
             digests.extend(values.iter().map(|v| Digest::of(v)));
         }

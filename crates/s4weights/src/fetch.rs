@@ -14,6 +14,7 @@ use crate::error::{At, Error, Result};
 use crate::options::{Meter, thread_count};
 use crate::parallel::pool;
 use crate::reader::{LoadedBlock, Reader};
+use crate::spans::{Part, Span};
 
 /// Requests in flight at once where answers are slow.
 const REMOTE_REQUESTS: usize = 8;
@@ -99,7 +100,7 @@ impl Reader {
     pub(crate) fn fetch_all(&self, wants: Vec<Want<'_>>, meter: &mut Meter) -> Result<()> {
         let wants = self.fill_mixed(wants, meter)?;
         let blocks = self.blocks(&self.hosts(&wants))?;
-        let spans = self.spans(self.jobs(wants, &blocks)?);
+        let spans = self.request_spans(self.jobs(wants, &blocks)?);
         self.run(spans, &blocks, meter)
     }
 
@@ -107,7 +108,7 @@ impl Reader {
     /// alike along their chains.
     pub(crate) fn fill(&self, wants: Vec<Want<'_>>, idle: &Mutex<Vec<Buffers>>) -> Result<()> {
         let blocks = self.blocks(&self.hosts(&wants))?;
-        let spans = self.spans(self.jobs(wants, &blocks)?);
+        let spans = self.request_spans(self.jobs(wants, &blocks)?);
         spans.into_iter().try_for_each(|span| self.run_span(span, &blocks, idle, &mut |_| Ok(())))
     }
 
@@ -127,18 +128,6 @@ impl Reader {
         }
     }
 
-    /// Where the bytes of a packed tensor are: in its pack.
-    fn in_host<'a>(&self, want: Want<'a>) -> Want<'a> {
-        let tensor = &self.tensors[want.tensor];
-        match tensor.kind {
-            TensorKind::Chunks { .. } => want,
-            TensorKind::Packed { pack, first } => {
-                let at = first * tensor.dtype.value_width() as u64;
-                Want { tensor: pack as usize, first: at + want.first, to: want.to }
-            }
-        }
-    }
-
     /// Cuts wants at the borders of chunks.
     fn jobs<'a>(
         &self,
@@ -147,69 +136,49 @@ impl Reader {
     ) -> Result<Vec<Job<'a>>> {
         let mut jobs: BTreeMap<(usize, u64), Job<'a>> = BTreeMap::new();
         for want in wants {
-            let want = self.in_host(want);
-            let tensor = &self.tensors[want.tensor];
-            let block = &blocks[&want.tensor];
-            let log2 = self.spec(want.tensor, block).chunk_log2;
-            let size = (tensor.dtype.value_width() as u64) << log2;
-            let all = tensor.bytes().at(&self.name)?;
-            let (mut at, mut rest) = (want.first, want.to);
-            while !rest.is_empty() {
-                let chunk = at / size;
-                let bytes = size.min(all - chunk * size) as usize;
-                let from = (at % size) as usize;
-                let (now, later) = rest.split_at_mut(rest.len().min(bytes - from));
-                at += now.len() as u64;
+            let mut rest = want.to;
+            for part in self.parts(want.tensor, want.first, rest.len() as u64, blocks)? {
+                let (now, later) = rest.split_at_mut(part.len as usize);
                 rest = later;
-                let job = jobs.entry((want.tensor, chunk)).or_insert_with(|| {
-                    self.job(want.tensor, chunk, block.records[chunk as usize], bytes)
-                });
-                job.pieces.push(Piece { from, to: now });
+                let job = jobs.entry((part.host, part.chunk)).or_insert_with(|| self.job(&part));
+                job.pieces.push(Piece { from: part.from as usize, to: now });
             }
         }
         Ok(jobs.into_values().collect())
     }
 
-    fn job(&self, tensor: usize, chunk: u64, record: ChunkRecord, bytes: usize) -> Job<'static> {
-        let plan = &self.manifest.plans[usize::from(self.tensors[tensor].plan)];
+    fn job(&self, part: &Part) -> Job<'static> {
+        let &Part { host, chunk, record, bytes, .. } = part;
+        let plan = &self.manifest.plans[usize::from(self.tensors[host].plan)];
         // A plain chunk is its values, whatever the plan.
         let delta = plan.parent().is_some() && !record.plain;
-        Job { tensor, chunk, record, bytes, pieces: vec![], delta, parent: vec![] }
+        let (pieces, parent) = Default::default();
+        Job { tensor: host, chunk, record, bytes: bytes as usize, pieces, delta, parent }
     }
 
     /// Groups chunks that lie close together: each group is read by one request. Differences are
     /// small: a group of them is bounded by the values too that its parent must give. Where requests
     /// are cheap these are few, so that they are in a core's cache still when the difference comes.
-    fn spans<'a>(&self, mut jobs: Vec<Job<'a>>) -> Vec<Vec<Job<'a>>> {
-        jobs.sort_by_key(|j| (j.record.object, j.record.offset));
+    fn request_spans<'a>(&self, jobs: Vec<Job<'a>>) -> Vec<Span<Job<'a>>> {
         let request = self.request_size() as u64;
         let most = if request > LOCAL_REQUEST { 4 * request } else { request / 2 };
-        let values = |job: &Job<'_>| if job.delta { job.bytes as u64 } else { 0 };
         let mut sum = 0;
-        let mut spans: Vec<Vec<Job<'a>>> = vec![];
-        for job in jobs {
-            let end = job.record.offset + u64::from(job.record.len);
-            let joins = spans.last().is_some_and(|s| {
-                let (first, last) = (&s[0].record, &s[s.len() - 1].record);
-                let last_end = last.offset + u64::from(last.len);
-                // A gap of a sixteenth of a request is cheaper to read than to skip.
-                first.object == job.record.object
-                    && job.record.offset <= last_end + request / 16
-                    && end.max(last_end) - first.offset <= request
-                    && sum + values(&job) <= most
-            });
-            sum = if joins { sum } else { 0 } + values(&job);
-            match spans.last_mut() {
-                Some(span) if joins => span.push(job),
-                _ => spans.push(vec![job]),
-            }
-        }
-        spans
+        self.spans(
+            jobs,
+            request,
+            |job| job.record,
+            |close, _, job| {
+                let values = if job.delta { job.bytes as u64 } else { 0 };
+                let joins = close && sum + values <= most;
+                sum = if joins { sum } else { 0 } + values;
+                joins
+            },
+        )
     }
 
     fn run(
         &self,
-        spans: Vec<Vec<Job<'_>>>,
+        spans: Vec<Span<Job<'_>>>,
         blocks: &HashMap<usize, Arc<LoadedBlock>>,
         meter: &mut Meter,
     ) -> Result<()> {
@@ -259,12 +228,12 @@ impl Reader {
     /// first, so that a thread holds the bytes of one checkpoint of the chain at a time.
     fn run_span(
         &self,
-        mut span: Vec<Job<'_>>,
+        mut span: Span<Job<'_>>,
         blocks: &HashMap<usize, Arc<LoadedBlock>>,
         idle: &Mutex<Vec<Buffers>>,
         done: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<()> {
-        self.fill_parents(&mut span, blocks, idle)?;
+        self.fill_parents(&mut span.jobs, blocks, idle)?;
         let mut buffers = lock(idle).pop().unwrap_or_default();
         let outcome = self.decode_span(span, blocks, &mut buffers, done);
         lock(idle).push(buffers);
@@ -300,17 +269,15 @@ impl Reader {
 
     fn decode_span(
         &self,
-        span: Vec<Job<'_>>,
+        mut span: Span<Job<'_>>,
         blocks: &HashMap<usize, Arc<LoadedBlock>>,
         buffers: &mut Buffers,
         done: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<()> {
-        let Some(first) = span.first().map(|j| j.record) else { return Ok(()) };
-        let ends = span.iter().map(|j| j.record.offset + u64::from(j.record.len));
-        let len = (ends.max().unwrap_or(first.offset) - first.offset) as usize;
-        self.read_object(first.object, first.offset, buffers.frame(len).0)?;
-        for job in span {
-            let at = (job.record.offset - first.offset) as usize;
+        let frames = buffers.frame(span.bytes()).0;
+        self.read_object(span.object, span.first, frames)?;
+        for job in std::mem::take(&mut span.jobs) {
+            let at = span.at(&job.record);
             let bytes: u64 = job.pieces.iter().map(|p| p.to.len() as u64).sum();
             self.decode(job, at, blocks, buffers)?;
             done(bytes)?;
@@ -372,16 +339,10 @@ impl Reader {
             if self.check_mixed(tensor, &mut meter)? {
                 continue;
             }
-            let size = (self.tensors[tensor].dtype.value_width() as u64)
-                << self.spec(tensor, block).chunk_log2;
             let all = self.tensors[tensor].bytes().at(&self.name)?;
-            for (chunk, record) in block.records.iter().enumerate() {
-                let chunk = chunk as u64;
-                let bytes = size.min(all - chunk * size) as usize;
-                jobs.push(self.job(tensor, chunk, *record, bytes));
-            }
+            jobs.extend(self.parts(tensor, 0, all, &blocks)?.iter().map(|part| self.job(part)));
         }
-        let done = self.run(self.spans(jobs), &blocks, &mut meter);
+        let done = self.run(self.request_spans(jobs), &blocks, &mut meter);
         self.let_go();
         done
     }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use s4_engine::TensorSpec;
+use s4_format::ResidualId;
 use s4_format::index::TensorKind;
 
 use crate::error::Result;
@@ -57,5 +58,21 @@ impl<'a> Levels<'a> {
                 None => return Ok(out),
             }
         }
+    }
+
+    /// What a tensor's chunks are decoded from on a device: the tensor itself, the one that it is a
+    /// difference from, and so on. `None`: a device does not.
+    pub(crate) fn for_device(self) -> Option<Vec<Level<'a>>> {
+        let Self { chunked, packed } = self;
+        let known = |level: &Level<'_>| {
+            let spec = level.spec();
+            // Chunks are differences from chunks.
+            let residual = [ResidualId::XOR, ResidualId::SUB].contains(&spec.plan.residual);
+            let known = spec.plan.is_direct() || spec.plan.is_delta() && residual;
+            let cut_alike = chunked[0].spec().chunk_log2 == spec.chunk_log2;
+            known && cut_alike && level.reader.manifest.closed_codecs.is_empty()
+        };
+        let all = packed.is_none() && chunked.iter().all(known);
+        all.then_some(chunked)
     }
 }

@@ -12,7 +12,7 @@
 //! let weights: Vec<u8> = (0..4096u32).flat_map(|i| (i as f32).sqrt().to_le_bytes()).collect();
 //!
 //! let mut writer = Writer::create(path.as_path().into(), WriteOptions::default())?;
-//! writer.write(&[TensorSource { name: "w", dtype: DType::Float32, shape: &[64, 64], data: &weights }])?;
+//! writer.write(&[TensorSource::new("w", DType::Float32, &[64, 64], &weights)])?;
 //! let report = writer.finish(Default::default())?;
 //! assert!(report.bytes_out < report.bytes_in);
 //!
@@ -45,6 +45,7 @@ mod device;
 mod error;
 mod extents;
 mod fetch;
+mod inputs;
 mod interrupt;
 mod io;
 mod levels;
@@ -61,29 +62,30 @@ mod reader;
 mod report;
 mod roles;
 mod slice;
+mod spans;
 pub mod store;
 mod verify;
+mod write;
 mod writer;
 
 pub use adversarial::adversarial;
-#[cfg(feature = "cuda")]
-pub use device::{DeviceSource, Place, PlacedSource};
 pub use error::{Error, ParentProblem, Result};
 pub use interrupt::Interrupt;
 pub use io::{ReadAt, Sink, Source, StorageOptions, Target, check_storage_options};
 pub use memory::{Compressed, MemoryOptions, TensorCodec};
 pub use objects::{DataObject, ObjectOptions, ObjectSink, ObjectSource};
 pub use options::{
-    DEFAULT_MAX_CHAIN, ParentResolver, Progress, ProgressFn, ReadOptions, WriteOptions,
+    DEFAULT_MAX_CHAIN, ParentResolver, Progress, ProgressFn, ReadOptions, StagedFn, WriteOptions,
 };
 pub use parent::{MemoryParent, Parent, ParentRange, ParentTensor, Snapshot};
 pub use reader::{Reader, TensorInfo};
 pub use report::{Inspection, PlaneReport, Report, StreamTotal, TensorReport, Verification};
 #[cfg(feature = "cuda")]
 pub use s4_engine::cuda;
-pub use s4_engine::{CpuEngine, Preset, TensorView};
+pub use s4_engine::{CpuEngine, DeviceMemory, Preset, TensorView, Values};
 pub use s4_format::{self as format, DType, Manifest};
 pub use s4_planes::Simd;
 pub use s4_store::{Cause, is_url, redact_url};
 pub use slice::{Slice, View};
-pub use writer::{Contents, TensorSource, Writer, Written};
+pub use write::TensorSource;
+pub use writer::{Contents, Writer, Written};

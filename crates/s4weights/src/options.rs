@@ -25,6 +25,9 @@ pub struct Progress {
 /// Called with the progress, on the calling thread; `false` cancels the operation.
 pub type ProgressFn = Arc<dyn Fn(Progress) -> bool + Send + Sync>;
 
+/// Called on the calling thread when values on devices are no longer needed.
+pub type StagedFn = Arc<dyn Fn() + Send + Sync>;
+
 /// Finds the parent of a checkpoint: opens the checkpoint whose manifest has this hash. Each reader calls
 /// it once, when a value that is stored as a delta is first read (more often only if several threads do so
 /// at the same time).
@@ -53,6 +56,12 @@ pub struct WriteOptions {
     pub deadline: Option<Duration>,
     /// Told of progress.
     pub progress: Option<ProgressFn>,
+    /// What encodes tensors that are in the memory of devices.
+    #[cfg(feature = "cuda")]
+    pub engine: Option<Arc<s4_engine::cuda::CudaEngine>>,
+    /// Called once by each [`crate::Writer::write`], when the values that lie on devices are not needed any
+    /// more: whoever works on them may go on, while those of the host are written.
+    pub staged: Option<StagedFn>,
 }
 
 /// Options of a [`crate::Reader`].
@@ -71,6 +80,20 @@ pub struct ReadOptions {
     /// Whether the file is known to come from a program that is trusted. Only then are closed
     /// bitstreams of a vendor decoded, on a GPU: the vendor's decoders are not safe on other bytes.
     pub trusted: bool,
+}
+
+impl WriteOptions {
+    /// Whether tensors in the memory of devices can be encoded.
+    pub(crate) fn has_engine(&self) -> bool {
+        #[cfg(feature = "cuda")]
+        {
+            self.engine.is_some()
+        }
+        #[cfg(not(feature = "cuda"))]
+        {
+            false
+        }
+    }
 }
 
 impl fmt::Debug for WriteOptions {

@@ -14,17 +14,8 @@ use crate::io::OpenSink;
 use crate::objects::{DataObject, ObjectOptions, ObjectSink};
 use crate::parallel::pool;
 
-/// Tensors are kept apart in at most so many groups: each may have a half-filled object in memory.
-const MAX_GROUPS: u8 = 4;
-
-/// Checks the groups of some tensors: none, or one for each.
-pub(crate) fn check_groups(groups: &[u8], tensors: usize) -> Result<()> {
-    let fits = groups.is_empty() || groups.len() == tensors;
-    if !fits || groups.iter().any(|g| *g >= MAX_GROUPS) {
-        return Err(Error::Argument(format!("groups {groups:?} of {tensors} tensors")));
-    }
-    Ok(())
-}
+/// Most groups of tensors: each may hold a partly filled object in memory.
+pub(crate) const MAX_GROUPS: u8 = 4;
 
 /// One file, or objects and an index. Chunks are put first, then everything else.
 pub(crate) struct Output {

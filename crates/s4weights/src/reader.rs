@@ -3,7 +3,6 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
 
-#[cfg(feature = "cuda")]
 use bytes::Bytes;
 use s4_engine::{CpuEngine, TensorSpec};
 use s4_format::file::{self, FOOTER_LEN, Footer, HEADER_LEN};
@@ -436,7 +435,6 @@ impl Reader {
     }
 
     /// The frame of a chunk: where objects are in memory, a part of theirs.
-    #[cfg(feature = "cuda")]
     pub(crate) fn frame(&self, record: &ChunkRecord) -> Result<Bytes> {
         let (number, len) = (record.object, u64::from(record.len));
         let range = record.offset..record.offset + len;

@@ -37,11 +37,11 @@ pub(crate) mod tests {
     use std::cell::RefCell;
     use std::sync::{Arc, Mutex};
 
-    use s4_engine::PlanJob;
     use s4_format::DType;
     use s4_format::manifest::{Role, RoleKind};
 
     use super::*;
+    use crate::pipeline::Run;
     use crate::{Contents, Error, Sink, Target, TensorSource, WriteOptions, Writer};
 
     /// What a plan knew of a tensor's role: its kind and its group's learning rate.
@@ -55,10 +55,13 @@ pub(crate) mod tests {
         static PLANNED: RefCell<Planned> = const { RefCell::new(vec![]) };
     }
 
-    /// Notes a tensor that is about to be planned.
-    pub(crate) fn planned(name: &str, job: &PlanJob<'_>) {
-        let known = job.role.map(|r| (r.row.kind, r.scalars().and_then(|s| s.get("lr").copied())));
-        PLANNED.with_borrow_mut(|all| all.push((name.to_owned(), known)));
+    /// Notes tensors that are about to be planned.
+    pub(crate) fn planned(run: &Run<'_>) {
+        for (name, tensor) in run.names.iter().zip(&run.tensors) {
+            let lr = |r: TensorRole<'_>| r.scalars().and_then(|s| s.get("lr").copied());
+            let known = tensor.role.map(|r| (r.row.kind, lr(r)));
+            PLANNED.with_borrow_mut(|all| all.push(((*name).to_owned(), known)));
+        }
     }
 
     fn roles() -> Roles {
@@ -105,11 +108,8 @@ pub(crate) mod tests {
         let mut writer = Writer::create(target, options).unwrap();
         writer.declare(roles()).unwrap();
         let data = noise(4 * 5000);
-        let source = |name, values: u64, shape| TensorSource {
-            name,
-            dtype: DType::Float32,
-            shape,
-            data: &data[..4 * values as usize],
+        let source = |name, values: u64, shape| {
+            TensorSource::new(name, DType::Float32, shape, &data[..4 * values as usize])
         };
         let large = |name| source(name, 5000, &[5000]);
         let tensors = [large("weight"), source("bias", 10, &[10]), large("other"), large("moment")];

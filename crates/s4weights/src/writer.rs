@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::Bytes;
-use s4_engine::{CpuEngine, TensorView};
+use s4_engine::{CpuEngine, TensorValues};
 use s4_format::file::{Footer, Version};
 use s4_format::index::{self, Block, Tensor, TensorKind};
 use s4_format::limits::MAX_CHAIN;
@@ -18,28 +18,15 @@ use crate::error::{At, Error, ParentProblem, Result};
 use crate::io::{Target, open_sink};
 use crate::objects::{ObjectOptions, ObjectSink};
 use crate::options::{DEFAULT_MAX_CHAIN, Meter, WriteOptions, simd, thread_count};
-use crate::output::{Output, check_groups};
-use crate::pack::{Class, Pack, SMALL};
+use crate::output::Output;
+use crate::pack::{Class, Pack};
 use crate::parent::{Snapshot, SnapshotTensor};
-use crate::pipeline::{Buffers, Coded, Large};
+use crate::pipeline::{Coded, Run};
 use crate::report::{Report, Totals};
 use crate::roles::RoleTable;
 
 /// Plans that a manifest can number; the last ones are reserved for tensors that are no deltas.
 const MAX_DELTAS: usize = 65_000;
-
-/// A tensor to be written.
-#[derive(Debug, Clone, Copy)]
-pub struct TensorSource<'a> {
-    /// Unique in the file, not empty.
-    pub name: &'a str,
-    /// Type of the elements.
-    pub dtype: DType,
-    /// Size of each dimension, in elements.
-    pub shape: &'a [u64],
-    /// The elements: row-major, little-endian, without gaps.
-    pub data: &'a [u8],
-}
 
 /// What a file holds besides tensors.
 #[derive(Debug, Clone, Default)]
@@ -75,7 +62,6 @@ pub struct Writer {
     pub(crate) roles: Option<Arc<RoleTable>>,
     bytes_in: u64,
     pub(crate) totals: Totals,
-    pub(crate) buffers: Buffers,
 }
 
 /// What was written.
@@ -153,7 +139,6 @@ impl Writer {
             roles: None,
             bytes_in: 0,
             totals: Totals::default(),
-            buffers: Buffers::default(),
         })
     }
 
@@ -171,51 +156,10 @@ impl Writer {
         Ok(())
     }
 
-    /// Writes tensors; several calls may follow each other.
-    ///
-    /// # Errors
-    /// `Argument` for a name that is empty or taken or data that does not have the shape's size,
-    /// `Io` if the target fails, `Cancelled`, and what reading the parent returns. After an error
-    /// the checkpoint cannot be finished.
-    pub fn write(&mut self, tensors: &[TensorSource<'_>]) -> Result<()> {
-        self.write_grouped(tensors, &[])
-    }
-
-    /// As [`Writer::write`], with a group for each tensor, below 4: in objects, tensors of
-    /// different groups lie in different objects, so that weights can be read, or kept, without the
-    /// optimizer's state. Without groups all are of group 0.
-    ///
-    /// # Errors
-    /// As [`Writer::write`]; `Argument` for a group of 4 or more, or if there is not one for each
-    /// tensor.
-    pub fn write_grouped(&mut self, tensors: &[TensorSource<'_>], groups: &[u8]) -> Result<()> {
-        check_groups(groups, tensors.len())?;
-        let total = tensors.iter().map(|t| t.data.len() as u64).sum();
-        let callback = self.options.progress.clone();
-        let mut meter = Meter { callback, done: 0, total };
-        let roles = self.roles.clone();
-        let mut large = vec![];
-        let mut numbers = vec![];
-        for (i, t) in tensors.iter().enumerate() {
-            let group = groups.get(i).copied().unwrap_or(0);
-            let number = self.tensors.len();
-            let values = self.register(t.name, t.dtype, t.shape, t.data.len() as u64)?;
-            if values < SMALL {
-                self.pack(number, t.data, group)?;
-                meter.add(t.data.len() as u64)?;
-            } else {
-                let view = TensorView { dtype: t.dtype, shape: t.shape, data: t.data };
-                numbers.push(number);
-                let parent = self.parent_of(t.name, t.dtype, t.shape);
-                let role = roles.as_ref().and_then(|r| r.of(number));
-                large.push(Large { name: t.name, view, group, parent, role });
-            }
-        }
-        let items = self.encode(large, &mut meter)?;
-        for (number, item) in numbers.into_iter().zip(items) {
-            self.close_tensor(number, item.coded())?;
-        }
-        Ok(())
+    /// Has tensors of devices encoded by an engine from now on, as [`WriteOptions::engine`] does.
+    #[cfg(feature = "cuda")]
+    pub fn set_engine(&mut self, engine: Arc<s4_engine::cuda::CudaEngine>) {
+        self.options.engine = Some(engine);
     }
 
     /// The number of the parent's tensor that a tensor may be stored as its difference from: the
@@ -249,7 +193,6 @@ impl Writer {
     }
 
     /// The number that the next tensor gets.
-    #[cfg(feature = "cuda")]
     pub(crate) fn next_number(&self) -> usize {
         self.tensors.len()
     }
@@ -319,14 +262,16 @@ impl Writer {
     fn close_pack(&mut self, pack: Pack) -> Result<()> {
         let dtype = pack.class.dtype;
         let shape = [(pack.data.len() / dtype.size()) as u64];
-        let view = TensorView { dtype, shape: &shape, data: &pack.data };
+        let run = Run {
+            names: vec!["small tensors"],
+            tensors: vec![TensorValues::new(dtype, &shape, &pack.data)],
+            groups: vec![pack.class.group],
+            parents: vec![None],
+        };
         let mut meter = Meter { callback: None, done: 0, total: 0 };
-        let group = pack.class.group;
-        let large = Large { name: "small tensors", view, group, parent: None, role: None };
-        let items = self.encode(vec![large], &mut meter)?;
-        for item in items {
+        for coded in self.encode(&run, &mut meter)? {
             let number = usize::MAX - pack.number as usize;
-            let (plan, kind) = self.close_block(number, "small tensors", item.coded(), true)?;
+            let (plan, kind) = self.close_block(number, "small tensors", coded, true)?;
             let tensor = &mut self.packs[pack.number as usize];
             (tensor.plan, tensor.kind, tensor.shape) = (plan, kind, shape.to_vec());
         }

@@ -13,8 +13,7 @@ use gpu::{Gpu, gpu, memory};
 use s4_codec_gpu::DeviceBuffer;
 use s4_planes::patterns::{self, Kind};
 use s4weights::{
-    DType, DeviceSource, Error, Place, PlacedSource, Preset, ReadOptions, Reader, TensorSource,
-    WriteOptions, Writer,
+    DType, Error, Preset, ReadOptions, Reader, TensorSource, Values, WriteOptions, Writer,
 };
 
 struct Tensor {
@@ -60,13 +59,13 @@ fn write_host(path: &Path, tensors: &[Tensor], options: WriteOptions) -> s4weigh
 }
 
 fn source(t: &Tensor) -> TensorSource<'_> {
-    TensorSource { name: &t.name, dtype: t.dtype, shape: &t.shape, data: &t.data }
+    TensorSource::new(&t.name, t.dtype, &t.shape, &t.data)
 }
 
-fn on_device_sources<'a>(tensors: &'a [Tensor], buffers: &[DeviceBuffer]) -> Vec<DeviceSource<'a>> {
+fn on_device_sources<'a>(tensors: &'a [Tensor], buffers: &[DeviceBuffer]) -> Vec<TensorSource<'a>> {
     let source = |(t, b): (&'a Tensor, &DeviceBuffer)| {
         let (name, shape) = (t.name.as_str(), t.shape.as_slice());
-        DeviceSource { name, dtype: t.dtype, shape, memory: memory(b) }
+        TensorSource::new(name, t.dtype, shape, memory(b))
     };
     tensors.iter().zip(buffers).map(source).collect()
 }
@@ -80,8 +79,9 @@ fn a_file_of_device_tensors_is_that_of_host_tensors_and_both_come_back() {
     let report = write_host(&on_host, &tensors, WriteOptions::default());
     let buffers: Vec<_> = tensors.iter().map(|t| gpu.upload(&t.data)).collect();
     let sources = on_device_sources(&tensors, &buffers);
-    let mut writer = Writer::create(on_device.as_path().into(), WriteOptions::default()).unwrap();
-    writer.write_device(&gpu.engine, &sources, &[]).unwrap();
+    let options = gpu.with(WriteOptions::default());
+    let mut writer = Writer::create(on_device.as_path().into(), options).unwrap();
+    writer.write(&sources).unwrap();
     let device_report = writer.finish(Default::default()).unwrap();
     assert_eq!(report.digest, device_report.digest);
     assert!(std::fs::read(&on_host).unwrap() == std::fs::read(&on_device).unwrap());
@@ -105,19 +105,15 @@ fn tensors_of_host_and_device_lie_in_one_file_as_those_of_the_host() {
     // Every third stays on the host: small and large ones, first and last ones among them.
     for first in 0..3 {
         let place = |i: usize| match i % 3 == first {
-            true => Place::Host(&tensors[i].data),
-            false => Place::Device(memory(&buffers[i])),
+            true => Values::Host(&tensors[i].data),
+            false => Values::Device(memory(&buffers[i])),
         };
         let sources: Vec<_> = (tensors.iter().enumerate())
-            .map(|(i, t)| PlacedSource {
-                name: &t.name,
-                dtype: t.dtype,
-                shape: &t.shape,
-                place: place(i),
-            })
+            .map(|(i, t)| TensorSource::new(&t.name, t.dtype, &t.shape, place(i)))
             .collect();
-        let mut writer = Writer::create(mixed.as_path().into(), WriteOptions::default()).unwrap();
-        writer.write_placed(&gpu.engine, &sources, &[]).unwrap();
+        let options = gpu.with(WriteOptions::default());
+        let mut writer = Writer::create(mixed.as_path().into(), options).unwrap();
+        writer.write(&sources).unwrap();
         writer.finish(Default::default()).unwrap();
         assert!(std::fs::read(&on_host).unwrap() == std::fs::read(&mixed).unwrap(), "{first}");
     }
@@ -185,7 +181,8 @@ fn preset_nvcomp_takes_device_tensors_and_gives_them_back() {
     let options = WriteOptions { preset: Preset::Nvcomp, ..WriteOptions::default() };
     let buffers: Vec<_> = tensors.iter().map(|t| gpu.upload(&t.data)).collect();
     let sources = on_device_sources(&tensors, &buffers);
-    let groups: Vec<u8> = (0..sources.len()).map(|i| (i % 4) as u8).collect();
+    let sources = sources.into_iter().zip((0..4).cycle());
+    let sources: Vec<_> = sources.map(|(t, group)| t.in_group(group)).collect();
     let mut writer = match Writer::create(path.as_path().into(), options) {
         Ok(writer) => writer,
         Err(e) => {
@@ -194,7 +191,8 @@ fn preset_nvcomp_takes_device_tensors_and_gives_them_back() {
             return;
         }
     };
-    writer.write_device(&gpu.engine, &sources, &groups).unwrap();
+    writer.set_engine(gpu.engine.clone());
+    writer.write(&sources).unwrap();
     let report = writer.finish(Default::default()).unwrap();
     assert!(report.streams.keys().any(|k| k.contains("nvcomp-ans")), "{:?}", report.streams);
     let open = |trusted| {

@@ -12,6 +12,7 @@ mod gpu;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use bytes::Bytes;
 use gpu::{Gpu, gpu, memory};
@@ -20,9 +21,9 @@ use s4_planes::Width;
 use s4_planes::patterns::{self, Kind};
 use s4weights::store::{CheckpointStore, SaveOptions, Saved, StoreOptions};
 use s4weights::{
-    DType, DataObject, DeviceSource, Error, MemoryParent, ObjectOptions, ObjectSink, ObjectSource,
-    Parent, Place, PlacedSource, ReadOptions, Reader, Result, Source, TensorSource, WriteOptions,
-    Writer, Written,
+    DType, DataObject, Error, MemoryParent, ObjectOptions, ObjectSink, ObjectSource, Parent,
+    ReadOptions, Reader, Result, Source, StagedFn, TensorSource, Values, WriteOptions, Writer,
+    Written,
 };
 
 #[test]
@@ -46,7 +47,7 @@ impl Tensor {
 
     fn source(&self) -> TensorSource<'_> {
         let Self { name, dtype, shape, data } = self;
-        TensorSource { name, dtype: *dtype, shape, data }
+        TensorSource::new(name, *dtype, shape, data)
     }
 }
 
@@ -103,11 +104,11 @@ fn write_device(gpu: &Gpu, path: &Path, tensors: &[Tensor], options: WriteOption
     let buffers: Vec<_> = tensors.iter().map(|t| gpu.upload(&t.data)).collect();
     let source = |(t, b)| {
         let t: &Tensor = t;
-        DeviceSource { name: &t.name, dtype: t.dtype, shape: &t.shape, memory: memory(b) }
+        TensorSource::new(&t.name, t.dtype, &t.shape, memory(b))
     };
     let sources: Vec<_> = tensors.iter().zip(&buffers).map(source).collect();
-    let mut writer = Writer::create(path.into(), options)?;
-    writer.write_device(&gpu.engine, &sources, &[])?;
+    let mut writer = Writer::create(path.into(), gpu.with(options))?;
+    writer.write(&sources)?;
     writer.finish(Default::default()).map(drop)
 }
 
@@ -308,7 +309,7 @@ fn store(dir: &Path, parent_memory: usize) -> CheckpointStore {
 }
 
 /// Called with the tensors' memory.
-type Told<'a> = &'a dyn Fn(&[DeviceBuffer]);
+type Told = Arc<dyn Fn(&[DeviceBuffer]) + Send + Sync>;
 
 /// Saves tensors, most of them on the device. `told` is called when they may change.
 fn save_device(
@@ -316,26 +317,28 @@ fn save_device(
     store: &CheckpointStore,
     step: u64,
     tensors: &[Tensor],
-    told: Option<Told<'_>>,
+    told: Option<Told>,
 ) -> Result<Saved> {
-    let buffers: Vec<_> = tensors.iter().map(|t| gpu.upload(&t.data)).collect();
+    let buffers: Arc<Vec<_>> = Arc::new(tensors.iter().map(|t| gpu.upload(&t.data)).collect());
     let mut sources = vec![];
-    for (t, buffer) in tensors.iter().zip(&buffers) {
+    for (t, buffer) in tensors.iter().zip(&*buffers) {
         let on_host = ["q", "none"].contains(&t.name.as_str());
-        let place = if on_host { Place::Host(&t.data) } else { Place::Device(memory(buffer)) };
-        sources.push(PlacedSource { name: &t.name, dtype: t.dtype, shape: &t.shape, place });
+        let place = if on_host { Values::Host(&t.data) } else { Values::Device(memory(buffer)) };
+        sources.push(TensorSource::new(&t.name, t.dtype, &t.shape, place));
     }
-    let calls = std::cell::Cell::new(0);
-    let staged = || {
-        calls.set(calls.get() + 1);
-        if let Some(told) = told {
+    let calls = Arc::new(AtomicU32::new(0));
+    let staged = told.map(|told| -> StagedFn {
+        let (calls, buffers) = (calls.clone(), buffers.clone());
+        Arc::new(move || {
+            calls.fetch_add(1, Ordering::Relaxed);
             told(&buffers);
-        }
-    };
-    let options =
-        SaveOptions { staged: told.map(|_| &staged as &dyn Fn()), ..SaveOptions::default() };
-    let saved = store.save_placed(&gpu.engine, step, &sources, &options);
-    assert!(told.is_none() || saved.is_err() || calls.get() == 1, "{} calls", calls.get());
+        })
+    });
+    let expected = u32::from(staged.is_some());
+    let engine = Some(gpu.engine.clone());
+    let options = SaveOptions { staged, engine, ..SaveOptions::default() };
+    let saved = store.save(step, &sources, &options);
+    assert!(saved.is_err() || calls.load(Ordering::Relaxed) == expected, "{calls:?} calls");
     saved
 }
 
@@ -384,15 +387,16 @@ fn tensors_may_change_once_they_are_staged() {
     let dir = tempfile::tempdir().unwrap();
     let store = store(dir.path(), 1 << 30);
     let mut tensors = first(gpu.is_slow());
-    let overwrite = |buffers: &[DeviceBuffer]| {
+    let stream = gpu.stream.clone();
+    let overwrite: Told = Arc::new(move |buffers| {
         for b in buffers.iter().filter(|b| b.bytes() > 0) {
             // SAFETY: nobody uses the memory but this test.
-            unsafe { gpu.stream.fill(b.address(), 0x55, b.bytes()) }.unwrap();
+            unsafe { stream.fill(b.address(), 0x55, b.bytes()) }.unwrap();
         }
-        gpu.stream.synchronize().unwrap();
-    };
+        stream.synchronize().unwrap();
+    });
     for step in 0..3 {
-        save_device(&gpu, &store, step, &tensors, Some(&overwrite)).unwrap();
+        save_device(&gpu, &store, step, &tensors, Some(overwrite.clone())).unwrap();
         let loaded = store.load(Some(step)).unwrap();
         for t in &tensors {
             assert!(loaded.reader().read(&t.name).unwrap() == t.data, "{} of {step}", t.name);

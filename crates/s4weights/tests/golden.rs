@@ -11,9 +11,7 @@ use std::path::{Path, PathBuf};
 
 use gpu::{gpu, memory};
 use s4weights::format::file::Footer;
-use s4weights::{
-    DType, DeviceSource, Reader, Source, TensorSource, WriteOptions, Writer, adversarial,
-};
+use s4weights::{DType, Reader, Source, TensorSource, WriteOptions, Writer, adversarial};
 
 const FILES: [&str; 3] = ["bf16.s4w", "fp32.s4w", "patterns.s4w"];
 
@@ -93,10 +91,8 @@ fn golden(file: &str) -> Vec<u8> {
 }
 
 fn by_cpu(path: &Path, tensors: &[Tensor]) {
-    let sources: Vec<_> = tensors
-        .iter()
-        .map(|t| TensorSource { name: &t.name, dtype: t.dtype, shape: &t.shape, data: &t.data })
-        .collect();
+    let sources: Vec<_> =
+        tensors.iter().map(|t| TensorSource::new(&t.name, t.dtype, &t.shape, &t.data)).collect();
     let mut writer = Writer::create(path.into(), WriteOptions::default()).unwrap();
     writer.write(&sources).unwrap();
     writer.finish(Default::default()).unwrap();
@@ -143,14 +139,13 @@ fn a_gpu_writes_them_again() {
     for name in FILES {
         let (tensors, path) = (contents(name), folder.join(name));
         let buffers: Vec<_> = tensors.iter().map(|t| gpu.upload(&t.data)).collect();
-        let sources = tensors.iter().zip(&buffers).map(|(t, b)| DeviceSource {
-            name: &t.name,
-            dtype: t.dtype,
-            shape: &t.shape,
-            memory: memory(b),
-        });
-        let mut writer = Writer::create(path.as_path().into(), WriteOptions::default()).unwrap();
-        writer.write_device(&gpu.engine, &sources.collect::<Vec<_>>(), &[]).unwrap();
+        let sources = tensors
+            .iter()
+            .zip(&buffers)
+            .map(|(t, b)| TensorSource::new(&t.name, t.dtype, &t.shape, memory(b)));
+        let options = gpu.with(WriteOptions::default());
+        let mut writer = Writer::create(path.as_path().into(), options).unwrap();
+        writer.write(&sources.collect::<Vec<_>>()).unwrap();
         writer.finish(Default::default()).unwrap();
         let written = std::fs::read(&path).unwrap();
         // On this machine the CPU writes the same file to the last byte.

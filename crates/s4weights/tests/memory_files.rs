@@ -28,13 +28,8 @@ fn save(path: &Path, threads: usize, data: &[u8]) -> Result<()> {
     let shape = [(data.len() / 4) as u64];
     // Something small in front, so that no chunk lies at the start of a page.
     let first = noise(4000);
-    writer.write(&[TensorSource {
-        name: "a",
-        dtype: DType::Float32,
-        shape: &[1000],
-        data: &first,
-    }])?;
-    writer.write(&[TensorSource { name: "w", dtype: DType::Float32, shape: &shape, data }])?;
+    writer.write(&[TensorSource::new("a", DType::Float32, &[1000], &first)])?;
+    writer.write(&[TensorSource::new("w", DType::Float32, &shape, data)])?;
     writer.finish(Default::default()).map(drop)
 }
 

@@ -11,8 +11,8 @@ use object_store::ObjectStoreExt;
 use object_store::memory::InMemory;
 use object_store::path::Path;
 use s4weights::{
-    Contents, DType, DataObject, Error, ObjectOptions, ObjectSink, ObjectSource, ReadOptions,
-    Reader, Result, Source, WriteOptions, Writer, Written, adversarial,
+    Contents, DType, DataObject, DeviceMemory, Error, ObjectOptions, ObjectSink, ObjectSource,
+    ReadOptions, Reader, Result, Source, TensorSource, WriteOptions, Writer, Written, adversarial,
 };
 use tokio::runtime::Runtime;
 
@@ -76,8 +76,9 @@ const SMALL_OBJECTS: ObjectOptions = ObjectOptions { bytes: 4 << 20 };
 fn write(objects: &Objects, tensors: &[Owned], options: WriteOptions) -> Result<Written> {
     let sink = Box::new(objects.clone());
     let mut writer = Writer::create_objects("objects", sink, SMALL_OBJECTS, options)?;
-    let groups: Vec<u8> = tensors.iter().map(|t| u8::from(t.name.starts_with("opt"))).collect();
-    writer.write_grouped(&tensors.iter().map(Owned::source).collect::<Vec<_>>(), &groups)?;
+    let group = |t: &Owned| u8::from(t.name.starts_with("opt"));
+    let sources: Vec<_> = tensors.iter().map(|t| t.source().in_group(group(t))).collect();
+    writer.write(&sources)?;
     let blobs = [("extra".to_owned(), vec![1, 2, 3])].into();
     writer.complete(Contents { blobs, ..Contents::default() })
 }
@@ -254,8 +255,12 @@ fn what_a_sink_refuses_and_what_does_not_fit_is_an_error() {
         let options = WriteOptions::default();
         Writer::create_objects("x", Box::new(Full(9)), ObjectOptions::default(), options).unwrap()
     };
-    assert!(matches!(create().write_grouped(&[source], &[4]), Err(Error::Argument(_))));
-    assert!(matches!(create().write_grouped(&[source], &[0, 1]), Err(Error::Argument(_))));
+    assert!(matches!(create().write(&[source.in_group(4)]), Err(Error::Argument(_))));
+    // Nothing here reads the memory of a device.
+    // SAFETY: it is not used.
+    let memory = unsafe { DeviceMemory::new(0, 0, source.values.bytes(), 0) };
+    let on_device = TensorSource { values: memory.into(), ..source };
+    assert!(matches!(create().write(&[on_device]), Err(Error::Argument(_))));
     // An index that nobody takes is not lost in silence; a checkpoint of nothing has one too.
     assert!(matches!(create().finish(Contents::default()), Err(Error::Argument(_))));
     let nothing = create().complete(Contents::default()).unwrap();

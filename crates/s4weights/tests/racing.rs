@@ -100,7 +100,7 @@ fn compressed_tensors_decompress() {
         for _ in 0..10 {
             for t in &tensors {
                 let source = t.source();
-                let (dtype, shape, data) = (source.dtype, source.shape, source.data);
+                let (dtype, shape, data) = (source.dtype, source.shape, t.data());
                 let compressed = codec.compress(&s4_engine::TensorView { dtype, shape, data });
                 let mut values = vec![0; data.len()];
                 codec.decompress(&compressed.unwrap(), &mut values).unwrap();
@@ -124,7 +124,7 @@ fn a_parent_in_memory_is_the_checkpoint_or_refuses_at_once() {
             let snapshot = Arc::new(written.snapshot);
             for t in &tensors {
                 let mut parent = MemoryParent::new(Arc::clone(&snapshot), 1 << 30);
-                if !parent.keep(&codec, t.name, t.source().data).is_ok_and(|kept| kept) {
+                if !parent.keep(&codec, t.name, t.data()).is_ok_and(|kept| kept) {
                     continue;
                 }
                 kept += 1;

@@ -44,7 +44,7 @@ fn threads_and_instructions_do_not_change_a_byte() {
     let target = Target::Stream(Box::new(memory.clone()));
     let mut writer = Writer::create(target, WriteOptions::default()).unwrap();
     for t in &tensors {
-        let source = TensorSource { name: &t.name, dtype: t.dtype, shape: &t.shape, data: &t.data };
+        let source = TensorSource::new(&t.name, t.dtype, &t.shape, &t.data);
         writer.write(&[source]).unwrap();
     }
     writer.finish(Contents::default()).unwrap();
@@ -172,14 +172,7 @@ fn contents_and_reports_are_kept() {
     let target = Target::Stream(Box::new(memory.clone()));
     let mut writer = Writer::create(target, WriteOptions::default()).unwrap();
     let data = mixed().remove(0);
-    writer
-        .write(&[TensorSource {
-            name: "w",
-            dtype: data.dtype,
-            shape: &data.shape,
-            data: &data.data,
-        }])
-        .unwrap();
+    writer.write(&[TensorSource::new("w", data.dtype, &data.shape, &data.data)]).unwrap();
     let contents = Contents {
         tree: Some(serde_json::value::RawValue::from_string("[1,null]".into()).unwrap()),
         blobs: [("extra".to_owned(), vec![1, 2, 3])].into(),
@@ -280,7 +273,7 @@ fn wrong_arguments_are_refused_by_name() {
         Writer::create(Target::Stream(Box::new(Memory::default())), WriteOptions::default())
             .unwrap();
     let mut write = |name, shape: &[u64], data: &[u8]| {
-        let source = TensorSource { name, dtype: DType::Float32, shape, data };
+        let source = TensorSource::new(name, DType::Float32, shape, data);
         writer.write(&[source]).unwrap_err().to_string()
     };
     assert!(write("a", &[3], &[0; 8]).contains("`a`"));

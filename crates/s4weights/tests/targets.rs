@@ -37,9 +37,7 @@ fn local_files_appear_whole_and_replace_the_old_one() {
     std::fs::write(&path, b"old").unwrap();
     let mut writer = Writer::create(path.as_path().into(), WriteOptions::default()).unwrap();
     let t = &tensors[0];
-    writer
-        .write(&[TensorSource { name: "w", dtype: t.dtype, shape: &t.shape, data: &t.data }])
-        .unwrap();
+    writer.write(&[TensorSource::new("w", t.dtype, &t.shape, &t.data)]).unwrap();
     assert_eq!(std::fs::read(&path).unwrap(), b"old");
     drop(writer);
     assert_eq!(

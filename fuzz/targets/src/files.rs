@@ -178,7 +178,7 @@ fn save(
         roles.map_or(Ok(()), |roles| writer.declare(roles))?;
         for t in tensors {
             let Tensor { name, dtype, shape, data } = t;
-            writer.write(&[TensorSource { name, dtype: *dtype, shape, data }])?;
+            writer.write(&[TensorSource::new(name, *dtype, shape, data)])?;
         }
         writer.finish(contents).map(drop)
     };

@@ -6,9 +6,11 @@ use std::time::Instant;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use s4_codec_gpu::DeviceBuffer;
 use s4_engine::cuda::{
-    Batch, CudaEngine, CudaError, CudaOptions, DecodeJob, DeviceMemory, DeviceTensor, Piece, Pinned,
+    Batch, CudaEngine, CudaError, CudaOptions, DeviceMemory, FrameJob, Piece, Pinned,
 };
-use s4_engine::{EncodedChunk, Preset, TensorPlan, TensorSpec};
+use s4_engine::{
+    EncodedChunk, Engine, Jobs, NoInputs, Preset, TensorPlan, TensorSpec, TensorValues,
+};
 use s4_format::ChunkRecord;
 use s4_format::limits::ALIGN;
 use s4_format::side::Side;
@@ -72,7 +74,7 @@ fn measure(lab: &Lab, tile: &Tile, sizes: &[u64], mut group: Group) -> Outcome<G
     let (mut tensors, mut targets) = (vec![], vec![]);
     for (i, shape) in shapes.iter().enumerate() {
         let memory = part(&from, i)?;
-        tensors.push(DeviceTensor { dtype: tile.dtype, shape, memory });
+        tensors.push(TensorValues::new(tile.dtype, shape, memory));
         targets.push(part(&to, i)?);
     }
     group.ceilings(copies(lab, &from, sizes, true)?, copies(lab, &to, sizes, false)?);
@@ -88,10 +90,11 @@ fn measure(lab: &Lab, tile: &Tile, sizes: &[u64], mut group: Group) -> Outcome<G
     let mut plans = vec![];
     for _ in 0..=ROUNDS {
         timed(&mut planned, &mut || {
-            plans = engine.plan(Preset::Fast, &tensors, Some(&pool))?;
+            plans = engine.plan::<CudaError>(Preset::Fast, &tensors, &NoInputs, Some(&pool))?;
             Ok(())
         })?;
-        timed(&mut encoded, &mut || Ok(engine.encode::<CudaError>(&tensors, &plans, |_| Ok(()))?))?;
+        let jobs = Jobs::<CudaError>::new(&tensors, &plans);
+        timed(&mut encoded, &mut || Ok(engine.encode(&jobs, |_| Ok(()))?))?;
     }
     let coded = Coded::collect(&engine, &tensors, &plans)?;
     let pinned = Arc::new(Pinned::new(&lab.device, coded.bytes.len())?);
@@ -152,12 +155,12 @@ fn copies(lab: &Lab, buffer: &DeviceBuffer, sizes: &[u64], to_host: bool) -> Out
 impl Coded {
     fn collect(
         engine: &CudaEngine,
-        tensors: &[DeviceTensor<'_>],
+        tensors: &[TensorValues<'_>],
         plans: &[TensorPlan],
     ) -> Outcome<Self> {
         let (mut frames, mut bytes, mut stored) = (vec![], vec![], 0);
         let mut shared = vec![false; tensors.len()];
-        engine.encode::<CudaError>(tensors, plans, |f| {
+        engine.encode(&Jobs::<CudaError>::new(tensors, plans), |f| {
             shared[f.tensor] |= f.encoded.shared;
             let (tensor, chunk, encoded) = (f.tensor, f.chunk, f.encoded);
             frames.push(Frame { tensor, chunk, encoded, at: bytes.len() });
@@ -174,7 +177,7 @@ impl Coded {
     /// Frames that fit into `room` bytes together: the first byte of each batch, and the batch.
     fn batches<'a>(
         &'a self,
-        tensors: &'a [DeviceTensor<'a>],
+        tensors: &'a [TensorValues<'a>],
         plans: &'a [TensorPlan],
         to: &[DeviceMemory],
         room: usize,
@@ -188,9 +191,9 @@ impl Coded {
             let Some((first, batch)) = batches.last_mut() else { continue };
             let (t, plan) = (&tensors[f.tensor], &plans[f.tensor]);
             let size = (t.dtype.value_width() as u64) << plan.chunk_log2;
-            let bytes = size.min(t.memory.bytes() - f.chunk * size);
+            let bytes = size.min(t.values.bytes() - f.chunk * size);
             batch.len = end - *first;
-            batch.jobs.push(DecodeJob {
+            batch.jobs.push(FrameJob {
                 tensor: f.tensor,
                 spec: TensorSpec {
                     dtype: t.dtype,
@@ -228,13 +231,13 @@ enum From<'a> {
 
 fn decode(
     engine: &CudaEngine,
-    tensors: &[DeviceTensor<'_>],
+    tensors: &[TensorValues<'_>],
     plans: &[TensorPlan],
     coded: &Coded,
     from: From<'_>,
     to: &[DeviceMemory],
 ) -> Outcome<()> {
-    engine.decode::<CudaError>(to, |decoder| {
+    engine.decode::<CudaError>(to, None, |decoder| {
         let batches = coded.batches(tensors, plans, to, decoder.room())?;
         match from {
             From::Pinned(pinned) => batches

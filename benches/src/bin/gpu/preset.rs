@@ -6,10 +6,11 @@ use std::time::Instant;
 
 use bytes::Bytes;
 use s4_engine::Preset;
-use s4_engine::cuda::{CudaEngine, CudaError, CudaOptions, DeviceMemory, DeviceTensor};
+use s4_engine::cuda::{CudaEngine, CudaError, CudaOptions, DeviceMemory};
+use s4_engine::{Engine, Jobs, NoInputs, TensorValues};
 use s4_format::DType;
 use s4weights::{
-    Contents, DeviceSource, ReadOptions, Reader, Source, Target, WriteOptions, Writer,
+    Contents, ReadOptions, Reader, Source, Target, TensorSource, WriteOptions, Writer,
 };
 
 use crate::Tile;
@@ -64,8 +65,8 @@ pub(crate) fn measure(lab: &Lab, tile: &Tile, bytes: u64, scratch: &[u64]) -> Ou
     let file = File(Arc::new(Mutex::new(memory)));
     for mib in scratch {
         let options = CudaOptions { scratch: mib << 20, ..CudaOptions::default() };
-        let engine = CudaEngine::new(lab.cuda.clone(), options);
-        let tensor = DeviceTensor { dtype: tile.dtype, shape: &shape, memory: lab.memory(&from) };
+        let engine = Arc::new(CudaEngine::new(lab.cuda.clone(), options));
+        let tensor = TensorValues::new(tile.dtype, &shape, lab.memory(&from));
         let frames = frames(&engine, tensor)?;
         let used = engine.scratch_high_water(0)? >> 20;
         let name = format!("frames alone, {used} of {mib} MiB of scratch");
@@ -104,12 +105,12 @@ pub(crate) fn measure(lab: &Lab, tile: &Tile, bytes: u64, scratch: &[u64]) -> Ou
 }
 
 /// Median seconds to encode, with the frames in pinned memory.
-fn frames(engine: &CudaEngine, tensor: DeviceTensor<'_>) -> Outcome<f64> {
+fn frames(engine: &CudaEngine, tensor: TensorValues<'_>) -> Outcome<f64> {
     let mut times = vec![];
     for round in 0..=ROUNDS {
         let started = Instant::now();
-        let plans = engine.plan(Preset::Nvcomp, &[tensor], None)?;
-        engine.encode::<CudaError>(&[tensor], &plans, |_| Ok(()))?;
+        let plans = engine.plan::<CudaError>(Preset::Nvcomp, &[tensor], &NoInputs, None)?;
+        engine.encode(&Jobs::<CudaError>::new(&[tensor], &plans), |_| Ok(()))?;
         if round > 0 {
             times.push(started.elapsed().as_secs_f64());
         }
@@ -118,16 +119,17 @@ fn frames(engine: &CudaEngine, tensor: DeviceTensor<'_>) -> Outcome<f64> {
 }
 
 fn save(
-    engine: &CudaEngine,
+    engine: &Arc<CudaEngine>,
     file: &File,
     dtype: DType,
     shape: &[u64],
     memory: DeviceMemory,
 ) -> Outcome<()> {
     file.lock().len = 0;
-    let options = WriteOptions { preset: Preset::Nvcomp, ..WriteOptions::default() };
+    let engine = Some(Arc::clone(engine));
+    let options = WriteOptions { preset: Preset::Nvcomp, engine, ..WriteOptions::default() };
     let mut writer = Writer::create(Target::Stream(Box::new(file.clone())), options)?;
-    writer.write_device(engine, &[DeviceSource { name: "t", dtype, shape, memory }], &[])?;
+    writer.write(&[TensorSource::new("t", dtype, shape, memory)])?;
     writer.finish(Contents::default())?;
     Ok(())
 }

@@ -13,16 +13,16 @@ use s4_format::limits::ALIGN;
 
 use super::Host;
 use super::error::{CudaError, Of, Result};
-use super::job::{Batch, DecodeJob, Filled, Frames, check};
+use super::job::{Batch, Filled, FrameJob, Frames, check};
 use super::nvcomp::{Answers, Trusted};
 use super::route::{decode_route, position, side_tables};
-use super::tensor::DeviceMemory;
 use super::worker::{SLOTS, Session};
+use crate::DeviceMemory;
 use crate::Scratch;
 
 /// Decodes what it is given, several groups of frames at a time.
 pub struct Decoder<'s, 'a> {
-    lanes: BTreeMap<u32, Lane<'s, 'a>>,
+    queues: BTreeMap<u32, DecodeQueue<'s, 'a>>,
 }
 
 impl<'s, 'a> Decoder<'s, 'a> {
@@ -31,14 +31,15 @@ impl<'s, 'a> Decoder<'s, 'a> {
         host: &'s Host,
         trusted: Option<&Trusted>,
     ) -> Self {
-        let lane =
-            |s: Session<'s>| (s.worker.device.ordinal(), Lane::new(s, host, trusted.cloned()));
-        Self { lanes: sessions.into_iter().map(lane).collect() }
+        let queue = |s: Session<'s>| {
+            (s.worker.device.ordinal(), DecodeQueue::new(s, host, trusted.cloned()))
+        };
+        Self { queues: sessions.into_iter().map(queue).collect() }
     }
 
     /// Bytes of frames that one [`Decoder::push`] may have.
     pub fn room(&self) -> usize {
-        let frames = self.lanes.values().map(|l| l.session.worker.sizes.frames as usize);
+        let frames = self.queues.values().map(|q| q.session.worker.sizes.frames as usize);
         frames.min().unwrap_or(usize::MAX)
     }
 
@@ -52,7 +53,7 @@ impl<'s, 'a> Decoder<'s, 'a> {
         &mut self,
         ordinal: u32,
         len: usize,
-        jobs: Vec<DecodeJob<'a>>,
+        jobs: Vec<FrameJob<'a>>,
         fill: impl FnOnce(&mut [u8]) -> Result<(), E>,
     ) -> Result<(), E> {
         let filled = self.take(Batch { ordinal, len, jobs })?;
@@ -75,7 +76,7 @@ impl<'s, 'a> Decoder<'s, 'a> {
         let filled = self.take(Batch { ordinal: to.ordinal(), len, jobs: vec![] })?;
         // SAFETY: what used the slot is done.
         fill(unsafe { filled.frames.pinned.slice_mut(0, len) })?;
-        self.lane(to.ordinal())?.send(filled.slot, to, len)?;
+        self.queue(to.ordinal())?.send(filled.slot, to, len)?;
         Ok(())
     }
 
@@ -83,20 +84,20 @@ impl<'s, 'a> Decoder<'s, 'a> {
     pub(super) fn take(&mut self, batch: Batch<'a>) -> Result<Filled<'a>> {
         let Batch { ordinal, len, jobs } = batch;
         let room = self.room();
-        let lane = self.lane(ordinal)?;
+        let queue = self.queue(ordinal)?;
         check(ordinal, len, room, &jobs)?;
-        let slot = lane.free_slot()?;
-        let pinned = Arc::clone(&lane.session.worker.slots[slot].pinned);
+        let slot = queue.free_slot()?;
+        let pinned = Arc::clone(&queue.session.worker.slots[slot].pinned);
         Ok(Filled { ordinal, slot, len, jobs, frames: Frames { pinned, at: 0 } })
     }
 
     /// Queues the decoding of a batch.
     pub(super) fn start(&mut self, filled: Filled<'a>) -> Result<()> {
-        self.lane(filled.ordinal)?.start(filled)
+        self.queue(filled.ordinal)?.start(filled)
     }
 
-    fn lane(&mut self, ordinal: u32) -> Result<&mut Lane<'s, 'a>> {
-        self.lanes.get_mut(&ordinal).ok_or_else(|| {
+    fn queue(&mut self, ordinal: u32) -> Result<&mut DecodeQueue<'s, 'a>> {
+        self.queues.get_mut(&ordinal).ok_or_else(|| {
             let what = format!("values for CUDA device {ordinal}, which is not decoded to");
             GpuError::Argument(what).into()
         })
@@ -110,9 +111,9 @@ impl<'s, 'a> Decoder<'s, 'a> {
     /// As [`Decoder::push`].
     pub fn undone(&mut self) -> Result<Vec<usize>> {
         let mut all = BTreeSet::new();
-        for lane in self.lanes.values_mut() {
-            lane.finish()?;
-            all.append(&mut lane.undone);
+        for queue in self.queues.values_mut() {
+            queue.finish()?;
+            all.append(&mut queue.undone);
         }
         Ok(all.into_iter().collect())
     }
@@ -150,7 +151,7 @@ impl Launch {
 
 /// The work in flight in a slot.
 pub(super) struct Busy<'a> {
-    pub(super) jobs: Vec<DecodeJob<'a>>,
+    pub(super) jobs: Vec<FrameJob<'a>>,
     pub(super) frames: Frames,
     /// The same as `asked` for chunks with blocks that a library decodes, and what it says of them.
     pub(super) by_library: Vec<(usize, usize)>,
@@ -164,13 +165,13 @@ pub(super) struct Busy<'a> {
 }
 
 impl<'a> Busy<'a> {
-    fn new(frames: Frames, jobs: Vec<DecodeJob<'a>>) -> Self {
+    fn new(frames: Frames, jobs: Vec<FrameJob<'a>>) -> Self {
         let (by_library, answers, asked) = Default::default();
         Self { jobs, frames, by_library, answers, asked, meta: 0, tables: HashMap::new() }
     }
 }
 
-pub(super) struct Lane<'s, 'a> {
+pub(super) struct DecodeQueue<'s, 'a> {
     pub(super) session: Session<'s>,
     pub(super) trusted: Option<Trusted>,
     host: &'s Host,
@@ -182,7 +183,7 @@ pub(super) struct Lane<'s, 'a> {
     undone: BTreeSet<usize>,
 }
 
-impl<'s, 'a> Lane<'s, 'a> {
+impl<'s, 'a> DecodeQueue<'s, 'a> {
     fn new(session: Session<'s>, host: &'s Host, trusted: Option<Trusted>) -> Self {
         let busy = (0..SLOTS).map(|_| None).collect();
         let (scratch, bounce, undone) = Default::default();
@@ -229,22 +230,22 @@ impl<'s, 'a> Lane<'s, 'a> {
         worker.compute.wait(&place.copied)?;
         let mut busy = Busy::new(frames, jobs);
         let mut launch = Launch::default();
-        let mut here = vec![];
+        let mut on_host = vec![];
         for number in 0..busy.jobs.len() {
             if self.add(slot, number, &mut busy, &mut launch)? {
                 continue;
             }
             match &busy.jobs[number] {
                 job if job.is_delta() => drop(self.undone.insert(job.tensor)),
-                _ => here.push(number),
+                _ => on_host.push(number),
             }
         }
         self.flush(slot, &mut busy, &mut launch)?;
-        let here = self.decode_blocks(slot, &mut busy, here)?;
+        let on_host = self.decode_blocks(slot, &mut busy, on_host)?;
         self.session.worker.slots[slot].worked.record(&self.session.worker.compute)?;
-        self.host.chunks.host.fetch_add(here.len() as u64, Ordering::Relaxed);
-        for number in here {
-            self.decode_here(&busy.frames, &busy.jobs[number])?;
+        self.host.chunks.host.fetch_add(on_host.len() as u64, Ordering::Relaxed);
+        for number in on_host {
+            self.decode_on_host(&busy.frames, &busy.jobs[number])?;
         }
         self.busy[slot] = Some(busy);
         Ok(())
@@ -327,7 +328,7 @@ impl<'s, 'a> Lane<'s, 'a> {
     /// Waits for what was queued, so that the slot's memory for descriptors is free again.
     pub(super) fn start_over(&mut self, slot: usize, busy: &mut Busy<'a>) -> Result<()> {
         self.session.worker.compute.synchronize()?;
-        self.judge(slot, busy)?;
+        self.check_statuses(slot, busy)?;
         (busy.meta, busy.tables) = Default::default();
         Ok(())
     }
@@ -396,12 +397,12 @@ impl<'s, 'a> Lane<'s, 'a> {
     fn complete(&mut self, slot: usize) -> Result<()> {
         let Some(mut busy) = self.busy[slot].take() else { return Ok(()) };
         self.session.worker.slots[slot].worked.synchronize()?;
-        self.judge(slot, &mut busy)
+        self.check_statuses(slot, &mut busy)
     }
 
     /// Looks at the status of chunks whose work is done.
-    fn judge(&mut self, slot: usize, busy: &mut Busy<'a>) -> Result<()> {
-        self.judge_blocks(slot, busy)?;
+    fn check_statuses(&mut self, slot: usize, busy: &mut Busy<'a>) -> Result<()> {
+        self.check_block_statuses(slot, busy)?;
         for (number, at) in std::mem::take(&mut busy.asked) {
             let worker = &self.session.worker;
             let at = self.session.pinned_meta() + at;
@@ -421,7 +422,7 @@ impl<'s, 'a> Lane<'s, 'a> {
                 continue;
             }
             // The CPU says what is wrong, or can do what the kernels cannot.
-            self.decode_here(&busy.frames, job)?;
+            self.decode_on_host(&busy.frames, job)?;
             if matches!(found, status::FRAME_CHECKSUM | status::VALUE_CHECKSUM) {
                 let what = "the device found a wrong checksum where the CPU found a right one";
                 return Err(s4_format::Error::corrupt(what).in_chunk(job.chunk)).of(job.tensor);
@@ -431,7 +432,7 @@ impl<'s, 'a> Lane<'s, 'a> {
     }
 
     /// Decodes a chunk on the CPU and copies its pieces.
-    fn decode_here(&mut self, frames: &Frames, job: &DecodeJob<'_>) -> Result<()> {
+    fn decode_on_host(&mut self, frames: &Frames, job: &FrameJob<'_>) -> Result<()> {
         if self.bounce.is_none() {
             let most = abi::MAX_DECODE_BYTES as usize;
             self.bounce = Some(Pinned::new(&self.session.worker.device, most)?);
@@ -455,12 +456,12 @@ impl<'s, 'a> Lane<'s, 'a> {
 }
 
 /// Whether a chunk goes to one place as a whole.
-pub(super) fn has_one_place(job: &DecodeJob<'_>) -> bool {
+pub(super) fn has_one_place(job: &FrameJob<'_>) -> bool {
     matches!(&job.pieces[..], [p] if p.to.bytes() == job.bytes)
 }
 
 /// The spans that copy a chunk's pieces from its values to their destinations.
-pub(super) fn cut_pieces(job: &DecodeJob<'_>, values: u64, spans: &mut Vec<CopySpan>) {
+pub(super) fn cut_pieces(job: &FrameJob<'_>, values: u64, spans: &mut Vec<CopySpan>) {
     job.pieces.iter().for_each(|p| cut(values + p.from, p.to, spans));
 }
 

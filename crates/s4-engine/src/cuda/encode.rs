@@ -1,54 +1,37 @@
 //! Chunks of device tensors into frames in pinned memory, group by group.
 
-mod bring;
 mod group;
+mod inputs;
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 
+use rayon::ThreadPool;
 use s4_codec_gpu::abi::{self, CopySpan, EncodeChunk, EncodeResult, TableSet, status};
 use s4_codec_gpu::{EncodeBatch, GpuError, Pinned};
-use s4_format::index::chunk_count;
 use s4_format::limits::ALIGN;
 use s4_format::{CodecId, StreamEntry};
 
-use bring::Decoding;
-use group::{Group, Job, PER_CHUNK, Room, SPAN, TABLES, TOTAL};
+use group::{Group, Member, PER_CHUNK, Room, SPAN, TABLES, TOTAL};
+use inputs::{Decoding, open_inputs};
 
 use super::Host;
-use super::Work;
 use super::error::{CudaError, Of, Result};
-use super::parent::{self, LevelPlaces, ParentValues};
+use super::parent::{self, LevelPlaces};
 use super::route::{codings, encode_route, plan_tables, position};
-use super::tensor::DeviceTensor;
 use super::worker::{SLOTS, Session};
-use crate::{EncodeJob, EncodedChunk, Scratch, TensorPlan, TensorView};
-
-/// A chunk of a device tensor, encoded.
-#[derive(Debug, Clone, Copy)]
-pub struct DeviceFrame<'a> {
-    /// Number of the tensor in the caller's list.
-    pub tensor: usize,
-    /// Number of the chunk within it.
-    pub chunk: u64,
-    /// Its record's content.
-    pub encoded: EncodedChunk,
-    /// The frame, as the CPU engine writes it.
-    pub bytes: &'a [u8],
-}
+use crate::engine::{Chunk, ChunkQueue};
+use crate::{EncodeJob, EncodedChunk, EncodedFrame, Input, Inputs, Scratch, TensorView};
 
 /// One device's chunks, in order.
-pub(super) struct Lane<'a> {
+pub(super) struct EncodeQueue<'a> {
     session: Session<'a>,
     host: &'a Host,
-    tensors: &'a [DeviceTensor<'a>],
-    plans: &'a [TensorPlan],
-    /// Tensors of this device that are not cut yet; the first is cut up to a chunk.
-    waiting: VecDeque<usize>,
-    chunk: u64,
+    chunks: ChunkQueue<'a>,
+    pool: Option<&'a ThreadPool>,
     /// Sets of tables that the parents of the first tensor have, at most.
     parent_sets: u32,
-    under_way: VecDeque<Group>,
+    in_flight: VecDeque<Group<'a>>,
     /// Chunks of the first group that were handed on.
     handed: usize,
     free: Vec<usize>,
@@ -57,17 +40,20 @@ pub(super) struct Lane<'a> {
     frame: Vec<u8>,
 }
 
-impl<'a> Lane<'a> {
-    pub(super) fn new(session: Session<'a>, work: Work<'a>) -> Self {
+impl<'a> EncodeQueue<'a> {
+    pub(super) fn new(
+        session: Session<'a>,
+        host: &'a Host,
+        chunks: ChunkQueue<'a>,
+        pool: Option<&'a ThreadPool>,
+    ) -> Self {
         Self {
-            waiting: work.on(session.worker.device.ordinal()),
             session,
-            host: work.host,
-            tensors: work.tensors,
-            plans: work.plans,
-            chunk: 0,
+            host,
+            chunks,
+            pool,
             parent_sets: 0,
-            under_way: VecDeque::new(),
+            in_flight: VecDeque::new(),
             handed: 0,
             free: (0..SLOTS).rev().collect(),
             scratch: Scratch::default(),
@@ -79,75 +65,53 @@ impl<'a> Lane<'a> {
     /// Fills the free slots with work.
     pub(super) fn launch<E: From<CudaError>>(
         &mut self,
-        parents: &dyn ParentValues<E>,
+        inputs: &'a dyn Inputs<E>,
     ) -> Result<(), E> {
         while let Some(slot) = self.free.pop() {
-            let mut group = self.cut(slot, parents);
-            if group.jobs.is_empty() {
+            let mut group = self.cut(slot, inputs);
+            if group.members.is_empty() {
                 self.free.push(slot);
                 return Ok(());
             }
-            let decoding = self.bring(&mut group, parents)?;
+            open_inputs(&mut group, inputs)?;
+            let decoding = self.upload_inputs(&mut group)?;
             self.start(&group, decoding)?;
-            self.under_way.push_back(group);
+            self.in_flight.push_back(group);
         }
         Ok(())
     }
 
     /// The next chunk that is not in a group yet.
-    fn job(&mut self) -> Option<Job> {
-        loop {
-            let tensor = *self.waiting.front()?;
-            let (t, plan) = (&self.tensors[tensor], &self.plans[tensor]);
-            let width = t.dtype.value_width();
-            let chunk = self.chunk;
-            if chunk >= chunk_count(t.memory.bytes() / width as u64, plan.chunk_log2) {
-                self.waiting.pop_front();
-                (self.chunk, self.parent_sets) = (0, 0);
-                continue;
-            }
-            let first = (chunk << plan.chunk_log2) * width as u64;
-            let bytes = ((width as u64) << plan.chunk_log2).min(t.memory.bytes() - first);
-            let route = encode_route(plan, bytes / width as u64, width);
-            let values = t.memory.address() + first;
-            let delta = plan.plan.is_delta();
-            let (at, copy, scratch, parent, statuses) = Default::default();
-            return Some(Job {
-                tensor,
-                chunk,
-                values,
-                copy,
-                bytes,
-                route,
-                at,
-                scratch,
-                delta,
-                parent,
-                statuses,
-            });
+    fn member(&mut self) -> Option<Member> {
+        let Chunk { tensor, chunk, first, bytes } = self.chunks.peek()?;
+        let (t, plan) = (&self.chunks.tensors[tensor], &self.chunks.plans[tensor]);
+        let width = t.dtype.value_width();
+        if chunk == 0 {
+            self.parent_sets = 0;
         }
+        Some(Member {
+            tensor,
+            chunk,
+            // Checked before: it is in a device's memory.
+            values: t.values.memory().map_or(0, |m| m.address()) + first,
+            bytes,
+            route: encode_route(plan, bytes / width as u64, width),
+            delta: plan.plan.is_delta(),
+            ..Member::default()
+        })
     }
 
     /// Takes as many chunks as a slot has room for.
-    fn cut<E>(&mut self, slot: usize, parents: &dyn ParentValues<E>) -> Group {
+    fn cut<E>(&mut self, slot: usize, inputs: &dyn Inputs<E>) -> Group<'a> {
         let sizes = self.session.worker.sizes;
-        let mut group = Group {
-            slot,
-            jobs: vec![],
-            routes: [0; 4],
-            capacity: 0,
-            copies: 0,
-            tables: vec![],
-            statuses: vec![],
-            sent: false,
-        };
+        let mut group = Group { slot, ..Group::default() };
         let mut used = Room { meta: TOTAL + 2 * SPAN + 64, ..Room::default() };
         self.parent_sets = 0;
-        while let Some(mut job) = self.job() {
-            let new_tables = job.route.is_some()
-                && group.tables.last() != Some(&job.tensor)
-                && self.plans[job.tensor].shared.iter().any(|tables| !tables.is_empty());
-            let (more, sets) = self.room(&job, new_tables, parents);
+        while let Some(mut member) = self.member() {
+            let new_tables = member.route.is_some()
+                && group.tables.last() != Some(&member.tensor)
+                && self.chunks.plans[member.tensor].shared.iter().any(|tables| !tables.is_empty());
+            let (more, sets) = self.room(&member, new_tables, inputs);
             let sum = Room {
                 frames: used.frames + more.frames,
                 parents: used.parents + more.parents,
@@ -158,44 +122,44 @@ impl<'a> Lane<'a> {
                 || sum.scratch > sizes.scratch
                 || sum.meta > sizes.meta;
             // A slot has room for any single chunk.
-            if full && !group.jobs.is_empty() {
+            if full && !group.members.is_empty() {
                 break;
             }
-            job.copy = self.session.scratch() + used.scratch;
-            job.scratch = job.copy + job.bytes.next_multiple_of(ALIGN as u64);
+            member.copy = self.session.scratch() + used.scratch;
+            member.scratch = member.copy + member.bytes.next_multiple_of(ALIGN as u64);
             used = sum;
-            self.chunk += 1;
+            self.chunks.advance();
             self.parent_sets = self.parent_sets.max(sets);
             if new_tables {
-                group.tables.push(job.tensor);
+                group.tables.push(member.tensor);
             }
-            if let Some(route) = job.route {
+            if let Some(route) = member.route {
                 group.routes[route as usize] += 1;
                 group.capacity += more.frames;
                 // A slot has room for their descriptors.
-                group.copies += job.copies() as u32;
+                group.copies += member.copies() as u32;
             }
-            group.jobs.push(job);
+            group.members.push(member);
         }
         group.place();
         group
     }
 
-    /// The room that a job takes, and how many sets of tables its parent has at most.
-    fn room<E>(&self, job: &Job, new_tables: bool, parents: &dyn ParentValues<E>) -> (Room, u32) {
-        let frames = job.bytes.next_multiple_of(ALIGN as u64);
-        let Some(route) = job.route else { return (Room { frames, ..Room::default() }, 0) };
-        let width = self.tensors[job.tensor].dtype.value_width() as u64;
-        let scratch = abi::encode_scratch(route, job.bytes / width, width).next_multiple_of(16);
-        let meta = PER_CHUNK + job.copies() * SPAN + if new_tables { TABLES } else { 0 };
+    /// The room that a member takes, and how many sets of tables its parent has at most.
+    fn room<E>(&self, member: &Member, new_tables: bool, inputs: &dyn Inputs<E>) -> (Room, u32) {
+        let frames = member.bytes.next_multiple_of(ALIGN as u64);
+        let Some(route) = member.route else { return (Room { frames, ..Room::default() }, 0) };
+        let width = self.chunks.tensors[member.tensor].dtype.value_width() as u64;
+        let scratch = abi::encode_scratch(route, member.bytes / width, width).next_multiple_of(16);
+        let meta = PER_CHUNK + member.copies() * SPAN + if new_tables { TABLES } else { 0 };
         let mut room = Room { frames, parents: 0, scratch: frames + scratch, meta };
         let mut sets = 0;
-        if job.delta {
-            let size = parents.size(job.tensor, job.chunk);
+        if member.delta {
+            let size = inputs.size(member.tensor, member.chunk);
             room.parents = frames;
-            room.scratch = 2 * frames + scratch.max(parent::scratch(job.bytes, width));
-            if self.on_device(size, job.bytes) {
-                room.parents = parent::stored(size, job.bytes);
+            room.scratch = 2 * frames + scratch.max(parent::scratch(member.bytes, width));
+            if self.on_device(size, member.bytes) {
+                room.parents = parent::stored(size, member.bytes);
                 sets = size.frames;
                 let new = u64::from(sets.saturating_sub(self.parent_sets));
                 room.meta += u64::from(sets) * parent::PER_FRAME + new * parent::PER_TENSOR;
@@ -205,7 +169,7 @@ impl<'a> Lane<'a> {
     }
 
     /// Queues a group's work.
-    fn start(&mut self, group: &Group, decoding: Option<Decoding>) -> Result<()> {
+    fn start(&mut self, group: &Group<'_>, decoding: Option<Decoding>) -> Result<()> {
         let worker = &self.session.worker;
         let slot = &worker.slots[group.slot];
         let (frames, meta) = (self.session.frames(group.slot), self.session.meta(group.slot));
@@ -264,35 +228,36 @@ impl<'a> Lane<'a> {
                 worker.compute.copy_spans(meta + results - 2 * SPAN, count)?;
             }
             slot.worked.record(&worker.compute)?;
-            for job in group.jobs.iter().filter(|j| j.route.is_none()) {
-                let len = job.bytes as usize;
-                worker.copy.copy_to_host(job.values, &slot.pinned, job.at, len)?;
+            for member in group.members.iter().filter(|j| j.route.is_none()) {
+                let len = member.bytes as usize;
+                worker.copy.copy_to_host(member.values, &slot.pinned, member.at, len)?;
             }
         }
         Ok(())
     }
 
     /// Writes descriptors and tables as they lie in the slot's meta memory, at `meta` on the device.
-    fn describe(&self, group: &Group, meta: u64, to: &mut [u8]) {
+    fn describe(&self, group: &Group<'_>, meta: u64, to: &mut [u8]) {
         let (tables_at, mut copies_at, _) = group.places();
-        for job in &group.jobs {
-            if job.route.is_none() {
+        for member in &group.members {
+            if member.route.is_none() {
                 continue;
             }
-            let (t, plan) = (&self.tensors[job.tensor], &self.plans[job.tensor]);
+            let (t, plan) =
+                (&self.chunks.tensors[member.tensor], &self.chunks.plans[member.tensor]);
             let width = t.dtype.value_width();
-            let n = job.bytes / width as u64;
-            let set = group.tables.iter().position(|&t| t == job.tensor);
-            let (first, cols) = position(t.dtype, t.shape, plan.chunk_log2, job.chunk);
+            let n = member.bytes / width as u64;
+            let set = group.tables.iter().position(|&t| t == member.tensor);
+            let (first, cols) = position(t.dtype, t.shape, plan.chunk_log2, member.chunk);
             let chunk = EncodeChunk {
-                values: job.copy,
-                inputs: abi::parent_input(job.parent),
+                values: member.copy,
+                inputs: abi::parent_input(member.parent),
                 first,
                 cols,
                 tables: TableSet::one_each(set.map_or(0, |i| meta + tables_at + i as u64 * TABLES)),
                 // Parents were decoded in the same memory, behind their values.
-                scratch: job.scratch
-                    + if job.delta { job.bytes.next_multiple_of(ALIGN as u64) } else { 0 },
+                scratch: member.scratch
+                    + if member.delta { member.bytes.next_multiple_of(ALIGN as u64) } else { 0 },
                 // At most 2^18 values of 1 to 8 bytes.
                 n: n as u32,
                 width: width as u8,
@@ -301,18 +266,18 @@ impl<'a> Lane<'a> {
                 coding: codings(plan),
                 ..bytemuck::Zeroable::zeroed()
             };
-            let at = job.at * size_of::<EncodeChunk>();
+            let at = member.at * size_of::<EncodeChunk>();
             to[at..at + size_of::<EncodeChunk>()].copy_from_slice(bytemuck::bytes_of(&chunk));
-            for first in (0..job.bytes).step_by(abi::COPY_SPAN_BYTES as usize) {
-                let len = abi::COPY_SPAN_BYTES.min(job.bytes - first);
-                let span = CopySpan { from: job.values + first, to: job.copy + first, len };
+            for first in (0..member.bytes).step_by(abi::COPY_SPAN_BYTES as usize) {
+                let len = abi::COPY_SPAN_BYTES.min(member.bytes - first);
+                let span = CopySpan { from: member.values + first, to: member.copy + first, len };
                 to[copies_at as usize..][..SPAN as usize]
                     .copy_from_slice(bytemuck::bytes_of(&span));
                 copies_at += SPAN;
             }
         }
         for (i, &tensor) in group.tables.iter().enumerate() {
-            if let Some(set) = plan_tables(&self.plans[tensor]) {
+            if let Some(set) = plan_tables(&self.chunks.plans[tensor]) {
                 let at = (tables_at + i as u64 * TABLES) as usize;
                 to[at..at + TABLES as usize].copy_from_slice(bytemuck::cast_slice(&set));
             }
@@ -322,7 +287,7 @@ impl<'a> Lane<'a> {
     /// Sends a group's frames to the host, once they are there.
     fn send(&mut self, number: usize) -> Result<()> {
         let worker = &self.session.worker;
-        let Some(group) = self.under_way.get_mut(number).filter(|g| !g.sent) else {
+        let Some(group) = self.in_flight.get_mut(number).filter(|g| !g.sent) else {
             return Ok(());
         };
         let slot = &worker.slots[group.slot];
@@ -340,71 +305,71 @@ impl<'a> Lane<'a> {
         }
         slot.copied.record(&worker.copy)?;
         group.sent = true;
+        // Of chunks that the CPU is to encode the inputs are still needed.
+        for i in 0..group.members.len() {
+            let member = &group.members[i];
+            if member.delta && member.route.is_some() && is_sound(&self.session, group, member) {
+                group.inputs[i] = None;
+            }
+        }
         Ok(())
     }
 
     /// The next chunk of this device's tensors; `None` after the last one.
     pub(super) fn next<E: From<CudaError>>(
         &mut self,
-        parents: &dyn ParentValues<E>,
-    ) -> Result<Option<DeviceFrame<'_>>, E> {
-        if self.under_way.front().is_some_and(|g| self.handed == g.jobs.len()) {
-            if let Some(done) = self.under_way.pop_front() {
+        inputs: &'a dyn Inputs<E>,
+    ) -> Result<Option<EncodedFrame<'_>>, E> {
+        if self.in_flight.front().is_some_and(|g| self.handed == g.members.len()) {
+            if let Some(done) = self.in_flight.pop_front() {
                 self.free.push(done.slot);
             }
             self.handed = 0;
         }
         if self.handed == 0 {
-            self.launch(parents)?;
+            self.launch(inputs)?;
             // The group behind it is sent while this one is handed on.
             self.send(0)?;
             self.send(1)?;
-            if let Some(group) = self.under_way.front() {
+            if let Some(group) = self.in_flight.front() {
                 let copied = self.session.worker.slots[group.slot].copied.synchronize();
                 copied.map_err(CudaError::from)?;
             }
         }
-        let Some(group) = self.under_way.front() else { return Ok(None) };
-        let job = group.jobs[self.handed];
-        let (slot, results) = (group.slot, group.places().2 + TOTAL);
-        let sound = self.parent_is_sound(group, &job);
+        let Some(group) = self.in_flight.front_mut() else { return Ok(None) };
+        let member = group.members[self.handed];
+        let input = group.inputs.get_mut(self.handed).and_then(Option::take);
+        let slot = group.slot;
         self.handed += 1;
-        match self.look(&job, slot, results, sound)? {
+        Ok(Some(match self.locate(&member)? {
             Some((offset, len, encoded)) => {
                 // SAFETY: the copy that wrote it is done; the slot is free only after the next call.
                 let bytes = unsafe { self.session.worker.slots[slot].pinned.slice(offset, len) };
-                Ok(Some(DeviceFrame { tensor: job.tensor, chunk: job.chunk, encoded, bytes }))
+                EncodedFrame { tensor: member.tensor, chunk: member.chunk, encoded, bytes }
             }
-            None => self.encode_here(&job, parents).map(Some),
-        }
+            None => self.encode_on_host(&member, input)?,
+        }))
     }
 
-    /// Where a chunk's frame lies in its slot; `None`: there is none, and its values are in
-    /// `self.values`.
-    fn look(
-        &mut self,
-        job: &Job,
-        slot: usize,
-        results: u64,
-        sound: bool,
-    ) -> Result<Option<(usize, usize, EncodedChunk)>> {
+    /// Where the frame of a chunk of the first group lies in its slot; `None`: there is none, and its
+    /// values are in `self.values`.
+    fn locate(&mut self, member: &Member) -> Result<Option<(usize, usize, EncodedChunk)>> {
+        let Some(group) = self.in_flight.front() else { return Ok(None) };
         let worker = &self.session.worker;
-        let pinned = &worker.slots[slot].pinned;
-        if job.route.is_none() {
+        if member.route.is_none() {
             self.host.chunks.host.fetch_add(1, Ordering::Relaxed);
+            let pinned = &worker.slots[group.slot].pinned;
             self.values.clear();
             // SAFETY: the copy that wrote it is done.
-            self.values.extend_from_slice(unsafe { pinned.slice(job.at, job.bytes as usize) });
+            let values = unsafe { pinned.slice(member.at, member.bytes as usize) };
+            self.values.extend_from_slice(values);
             return Ok(None);
         }
-        let size = size_of::<EncodeResult>();
-        let at = self.session.pinned_meta() + results as usize + job.at * size;
-        // SAFETY: as above.
-        let result: EncodeResult = bytemuck::pod_read_unaligned(unsafe { pinned.slice(at, size) });
-        if u32::from(result.status) != status::OK || !sound {
+        if !is_sound(&self.session, group, member) {
             self.host.chunks.refused.fetch_add(1, Ordering::Relaxed);
-            return self.fetch(job).map(|()| None);
+            return self.fetch(member).map(|()| None);
         }
+        let result = result_of(&self.session, group, member);
         let end = result.offset.checked_add(result.len.into());
         if end.is_none_or(|end| end > worker.sizes.frames) {
             return Err(bad_answer(worker.device.ordinal()).into());
@@ -414,15 +379,15 @@ impl<'a> Lane<'a> {
     }
 
     /// Copies a chunk's values to the host: the kernels would not have it.
-    fn fetch(&mut self, job: &Job) -> Result<()> {
+    fn fetch(&mut self, member: &Member) -> Result<()> {
         let mut values = std::mem::take(&mut self.values);
-        let done = self.copy_here(job.values, job.bytes as usize, &mut values);
+        let done = self.copy_to_host(member.values, member.bytes as usize, &mut values);
         self.values = values;
         done
     }
 
     /// Copies `len` bytes at an address to the host.
-    fn copy_here(&self, from: u64, len: usize, to: &mut Vec<u8>) -> Result<()> {
+    fn copy_to_host(&self, from: u64, len: usize, to: &mut Vec<u8>) -> Result<()> {
         let worker = &self.session.worker;
         let pinned = Pinned::new(&worker.device, len)?;
         // SAFETY: the caller's values, which stay; memory of our own, used after the copy is done.
@@ -436,22 +401,44 @@ impl<'a> Lane<'a> {
     }
 
     /// Encodes a chunk whose values are in `self.values`.
-    fn encode_here<E: From<CudaError>>(
+    fn encode_on_host(
         &mut self,
-        job: &Job,
-        parents: &dyn ParentValues<E>,
-    ) -> Result<DeviceFrame<'_>, E> {
-        let parent = if job.delta { Some(self.parent_here(job, parents)?) } else { None };
-        let (t, plan) = (&self.tensors[job.tensor], &self.plans[job.tensor]);
+        member: &Member,
+        input: Option<Input<'_>>,
+    ) -> Result<EncodedFrame<'_>> {
+        let parent = if member.delta { Some(self.input_on_host(member, input)?) } else { None };
+        let &Member { tensor, chunk, .. } = member;
+        let (t, plan) = (&self.chunks.tensors[tensor], &self.chunks.plans[tensor]);
         // A chunk depends on its own values, and its parent's, only.
         let view = TensorView { dtype: t.dtype, shape: t.shape, data: &self.values };
         self.frame.clear();
         let inputs = parent.as_deref();
-        let chunk = EncodeJob { view: &view, plan, chunk: 0, inputs: inputs.as_slice() };
-        let encoded = self.host.cpu.encode(&chunk, &mut self.scratch, &mut self.frame);
-        let encoded = encoded.map_err(|e| e.in_chunk(job.chunk)).of(job.tensor)?;
-        Ok(DeviceFrame { tensor: job.tensor, chunk: job.chunk, encoded, bytes: &self.frame })
+        let job = EncodeJob { view: &view, plan, chunk: 0, inputs: inputs.as_slice() };
+        let encoded = self.host.cpu.encode(&job, &mut self.scratch, &mut self.frame);
+        let encoded = encoded.map_err(|e| e.in_chunk(chunk)).of(tensor)?;
+        Ok(EncodedFrame { tensor, chunk, encoded, bytes: &self.frame })
     }
+}
+
+/// What the kernels say of a chunk that they encoded.
+fn result_of(session: &Session<'_>, group: &Group<'_>, member: &Member) -> EncodeResult {
+    let size = size_of::<EncodeResult>();
+    let results = (group.places().2 + TOTAL) as usize;
+    let at = session.pinned_meta() + results + member.at * size;
+    // SAFETY: the copy that wrote it is done.
+    bytemuck::pod_read_unaligned(unsafe { session.worker.slots[group.slot].pinned.slice(at, size) })
+}
+
+/// Whether the kernels encoded a chunk, and decoded the frames of its input, if there are any.
+fn is_sound(session: &Session<'_>, group: &Group<'_>, member: &Member) -> bool {
+    let (first, count) = member.statuses;
+    let pinned = &session.worker.slots[group.slot].pinned;
+    let decoded = group.statuses[first..first + count].iter().all(|at| {
+        // SAFETY: the copy that wrote it is done.
+        let found = unsafe { pinned.slice(session.pinned_meta() + at, 4) };
+        u32::from_le_bytes(found.try_into().unwrap_or_default()) == status::OK
+    });
+    decoded && u32::from(result_of(session, group, member).status) == status::OK
 }
 
 pub(super) fn encoded(r: &EncodeResult) -> EncodedChunk {

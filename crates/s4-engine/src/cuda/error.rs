@@ -2,6 +2,8 @@
 
 use s4_codec_gpu::GpuError;
 
+use crate::TensorError;
+
 /// Errors of the CUDA engine.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum CudaError {
@@ -16,6 +18,12 @@ pub enum CudaError {
         /// What is wrong.
         source: s4_format::Error,
     },
+}
+
+impl From<TensorError> for CudaError {
+    fn from(TensorError { tensor, source }: TensorError) -> Self {
+        Self::Format { tensor, source }
+    }
 }
 
 /// `Result` with [`CudaError`].

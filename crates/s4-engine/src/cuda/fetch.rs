@@ -4,8 +4,8 @@ use s4_codec_gpu::GpuError;
 use s4_codec_gpu::abi::{COPY_SPAN_BYTES, CopySpan};
 
 use super::error::{CudaError, Result};
-use super::tensor::DeviceMemory;
 use super::worker::{Session, Worker};
+use crate::DeviceMemory;
 
 const SPAN: usize = size_of::<CopySpan>();
 

@@ -6,7 +6,7 @@ use s4_codec_gpu::{GpuError, Pinned, abi};
 use s4_format::ChunkRecord;
 
 use super::error::{Of, Result};
-use super::tensor::DeviceMemory;
+use crate::DeviceMemory;
 use crate::TensorSpec;
 
 /// Bytes of a decoded chunk that go somewhere.
@@ -18,9 +18,9 @@ pub struct Piece {
     pub to: DeviceMemory,
 }
 
-/// A chunk to decode.
+/// A frame to decode.
 #[derive(Debug, Clone)]
-pub struct DecodeJob<'a> {
+pub struct FrameJob<'a> {
     /// Number of the tensor, for errors.
     pub tensor: usize,
     /// What decoding needs to know of the tensor. Jobs of one number have one spec.
@@ -39,7 +39,7 @@ pub struct DecodeJob<'a> {
     pub pieces: Vec<Piece>,
 }
 
-impl DecodeJob<'_> {
+impl FrameJob<'_> {
     /// Whether it is a difference from the parent's values.
     pub(super) fn is_delta(&self) -> bool {
         self.spec.plan.is_delta() && !self.record.plain
@@ -54,7 +54,7 @@ pub struct Batch<'a> {
     /// Bytes of the frames, and of what lies between them.
     pub len: usize,
     /// The chunks.
-    pub jobs: Vec<DecodeJob<'a>>,
+    pub jobs: Vec<FrameJob<'a>>,
 }
 
 /// A batch that has a slot, and its frames when it is started.
@@ -62,7 +62,7 @@ pub(super) struct Filled<'a> {
     pub(super) ordinal: u32,
     pub(super) slot: usize,
     pub(super) len: usize,
-    pub(super) jobs: Vec<DecodeJob<'a>>,
+    pub(super) jobs: Vec<FrameJob<'a>>,
     pub(super) frames: Frames,
 }
 
@@ -74,14 +74,14 @@ pub(super) struct Frames {
 
 impl Frames {
     /// A chunk's frame.
-    pub(super) fn frame(&self, job: &DecodeJob<'_>) -> &[u8] {
+    pub(super) fn frame(&self, job: &FrameJob<'_>) -> &[u8] {
         // SAFETY: it was written before, and is only read until the work on it is done.
         unsafe { self.pinned.slice(self.at + job.at, job.record.len as usize) }
     }
 }
 
 /// Checks what the caller says of jobs.
-pub(super) fn check(ordinal: u32, len: usize, room: usize, jobs: &[DecodeJob<'_>]) -> Result<()> {
+pub(super) fn check(ordinal: u32, len: usize, room: usize, jobs: &[FrameJob<'_>]) -> Result<()> {
     if len > room {
         let (what, needed, budget) = ("frames in one push", len as u64, room as u64);
         return Err(GpuError::Budget { what, needed, budget }.into());

@@ -20,37 +20,34 @@ mod parent;
 mod plan;
 mod route;
 mod staging;
-mod tensor;
 #[cfg(feature = "testing")]
 #[doc(hidden)]
 pub mod testing;
 mod worker;
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use rayon::ThreadPool;
 pub use s4_codec_gpu::{Cuda, DeviceInfo, GpuError, Pinned};
-use s4_format::DType;
 use s4_format::manifest::ClosedCodec;
 use s4_planes::Simd;
 
 pub use decode::Decoder;
-pub use encode::DeviceFrame;
 pub use error::{CudaError, Result};
-pub use job::{Batch, DecodeJob, Piece};
+pub use job::{Batch, FrameJob, Piece};
 pub use nvcomp::Trusted;
-pub use parent::{ParentChunk, ParentFrame, ParentSize, ParentValues};
-pub use plan::Planners;
 pub use staging::{StagedCopies, Stager};
-pub use tensor::{DeviceMemory, DeviceTensor};
 
-use crate::{CpuEngine, ParentSample, Preset, Scratch, TensorPlan, planner};
-use encode::Lane;
+pub use crate::DeviceMemory;
+use crate::engine::{EncodedFrame, Engine, Jobs, TensorError, TensorValues};
+use crate::{CpuEngine, Inputs, Preset, TensorPlan};
+use encode::EncodeQueue;
 use error::Of;
-use nvcomp::{Lanes, Library};
-use parent::NoParents;
+use nvcomp::{Library, LibraryQueue};
+use plan::device_memory;
 use worker::{Session, Worker};
 
 /// How much memory the engine may take.
@@ -123,46 +120,67 @@ impl Workers {
     }
 }
 
-/// What lanes encode: a run of all tensors.
-struct Work<'a> {
-    host: &'a Host,
-    tensors: &'a [DeviceTensor<'a>],
-    plans: &'a [TensorPlan],
-    run: Range<usize>,
-}
-
-impl Work<'_> {
-    /// Tensors of the run, by number, that are on a device.
-    fn on(&self, ordinal: u32) -> VecDeque<usize> {
-        self.run.clone().filter(|&t| self.tensors[t].memory.ordinal() == ordinal).collect()
-    }
-}
-
-/// What encodes the chunks of one device.
+/// The chunks of one device, on their way.
 #[expect(clippy::large_enum_variant, reason = "one a device")]
-enum EncodeLane<'a> {
-    /// This crate's kernels.
-    Kernels(Lane<'a>),
-    /// nvCOMP.
-    Library(Lanes<'a>),
+enum DeviceQueue<'a> {
+    /// Encoded by this crate's kernels.
+    Kernels(EncodeQueue<'a>),
+    /// By nvCOMP.
+    Library(LibraryQueue<'a>),
 }
 
-impl EncodeLane<'_> {
-    fn launch<E: From<CudaError>>(&mut self, parents: &dyn ParentValues<E>) -> Result<(), E> {
+impl<'a> DeviceQueue<'a> {
+    fn launch<E: From<CudaError>>(&mut self, inputs: &'a dyn Inputs<E>) -> Result<(), E> {
         match self {
-            Self::Kernels(lane) => lane.launch(parents),
-            Self::Library(lanes) => Ok(lanes.launch()?),
+            Self::Kernels(queue) => queue.launch(inputs),
+            Self::Library(queue) => Ok(queue.launch()?),
         }
     }
 
     fn next<E: From<CudaError>>(
         &mut self,
-        parents: &dyn ParentValues<E>,
-    ) -> Result<Option<DeviceFrame<'_>>, E> {
+        inputs: &'a dyn Inputs<E>,
+    ) -> Result<Option<EncodedFrame<'_>>, E> {
         match self {
-            Self::Kernels(lane) => lane.next(parents),
-            Self::Library(lanes) => Ok(lanes.next()?),
+            Self::Kernels(queue) => queue.next(inputs),
+            Self::Library(queue) => Ok(queue.next()?),
         }
+    }
+}
+
+impl Engine for CudaEngine {
+    type Error = CudaError;
+
+    fn plan<E>(
+        &self,
+        preset: Preset,
+        tensors: &[TensorValues<'_>],
+        inputs: &dyn Inputs<E>,
+        pool: Option<&ThreadPool>,
+    ) -> Result<Vec<TensorPlan>, E>
+    where
+        E: From<CudaError> + From<TensorError> + Send,
+    {
+        self.plan_tensors(preset, tensors, inputs, pool)
+    }
+
+    fn encode<E>(
+        &self,
+        jobs: &Jobs<'_, E>,
+        mut sink: impl FnMut(EncodedFrame<'_>) -> Result<(), E>,
+    ) -> Result<(), E>
+    where
+        E: From<CudaError> + From<TensorError> + Send,
+    {
+        check(jobs)?;
+        let mut first = 0;
+        // Runs of tensors whose plans are all the library's, or all not.
+        for run in jobs.plans.chunk_by(|a, b| nvcomp::codes(a) == nvcomp::codes(b)) {
+            let run = first..first + run.len();
+            first = run.end;
+            self.encode_run(jobs, run, &mut sink)?;
+        }
+        Ok(())
     }
 }
 
@@ -198,88 +216,6 @@ impl CudaEngine {
         Ok(worker.pool.high_water()?)
     }
 
-    /// Fetches what the planner looks at: for each tensor, in order, its number and its sample, in
-    /// batches that [`Planners`] plan with [`CudaEngine::plan_sample`].
-    ///
-    /// # Errors
-    /// `Gpu`; those of `sink`.
-    pub fn samples<E: From<CudaError>>(
-        &self,
-        tensors: &[DeviceTensor<'_>],
-        sink: impl FnMut(&[(usize, &[u8])]) -> Result<(), E>,
-    ) -> Result<(), E> {
-        self.samples_from(tensors, &[], sink)
-    }
-
-    /// As [`CudaEngine::samples`], where some tensors may become differences from a parent: those that
-    /// `differences` marks, by number. Theirs are planned with [`CudaEngine::plan_difference`].
-    ///
-    /// # Errors
-    /// As [`CudaEngine::samples`].
-    pub fn samples_from<E: From<CudaError>>(
-        &self,
-        tensors: &[DeviceTensor<'_>],
-        differences: &[bool],
-        sink: impl FnMut(&[(usize, &[u8])]) -> Result<(), E>,
-    ) -> Result<(), E> {
-        let runs = tensors.iter().enumerate().map(|(i, t)| {
-            let width = t.dtype.value_width() as u64;
-            let values = t.memory.bytes() / width;
-            let mut runs: Vec<_> = planner::sampled_runs(values).collect();
-            if differences.get(i) == Some(&true) {
-                runs.extend(planner::parent_probes(t.dtype, values));
-            }
-            let part =
-                |run: Range<u64>| t.memory.part(run.start * width, (run.end - run.start) * width);
-            runs.into_iter().map(part).collect::<Result<Vec<_>, GpuError>>()
-        });
-        let runs = runs.collect::<Result<Vec<_>, _>>().map_err(CudaError::from)?;
-        self.fetch(&runs, sink)
-    }
-
-    /// The plan for a tensor of `bytes` bytes whose sample was fetched.
-    ///
-    /// # Errors
-    /// Errors of a codec.
-    pub fn plan_sample(
-        &self,
-        preset: Preset,
-        dtype: DType,
-        bytes: u64,
-        sample: &[u8],
-        scratch: &mut Scratch,
-    ) -> s4_format::Result<TensorPlan> {
-        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
-        self.host.cpu.plan_sample(preset, dtype, bytes, sample, scratch)
-    }
-
-    /// As [`CudaEngine::plan_sample`], for a tensor that may become the difference from its parent:
-    /// the plan that [`CpuEngine::plan`] chooses.
-    ///
-    /// # Errors
-    /// Errors of a codec; `Corrupt` if the parent's sample has another size.
-    pub fn plan_difference(
-        &self,
-        preset: Preset,
-        (dtype, bytes): (DType, u64),
-        sample: &[u8],
-        parent: &ParentSample<'_>,
-        scratch: &mut Scratch,
-    ) -> s4_format::Result<TensorPlan> {
-        // Both samples are consecutive.
-        let width = dtype.value_width() as u64;
-        let probes = planner::parent_probes(dtype, bytes / width);
-        let probed = probes.iter().map(|r| (r.end - r.start) * width).sum::<u64>();
-        let at = (sample.len() as u64).saturating_sub(probed) as usize;
-        let (direct, probes) = sample.split_at(at);
-        let plan = |scratch: &mut Scratch| self.plan_sample(preset, dtype, bytes, direct, scratch);
-        if preset == Preset::Nvcomp {
-            return plan(scratch);
-        }
-        let len = usize::try_from(bytes).unwrap_or(usize::MAX);
-        self.host.cpu.plan_difference(dtype, len, probes.to_vec(), parent, scratch, plan)
-    }
-
     /// Copies values to the host: for each item, in order, its number and the consecutive bytes of its
     /// parts, in batches. An item has at most 2 MiB.
     ///
@@ -299,85 +235,45 @@ impl CudaEngine {
         fetch::run(&sessions, items, sink)
     }
 
-    /// Encodes tensors, of any devices, by their plans. `sink` gets every chunk, in order of tensors
-    /// and chunks; when it returns an error the work ends with that error.
-    ///
-    /// # Errors
-    /// `Gpu`: memory that is no device's, budgets, the driver. `Format`: a plan with a predictor, values
-    /// that do not fill the shape. Those of `sink`.
-    pub fn encode<E: From<CudaError>>(
-        &self,
-        tensors: &[DeviceTensor<'_>],
-        plans: &[TensorPlan],
-        sink: impl FnMut(DeviceFrame<'_>) -> Result<(), E>,
-    ) -> Result<(), E> {
-        self.encode_from(tensors, plans, &NoParents, sink)
-    }
-
-    /// As [`CudaEngine::encode`], where some tensors are differences from a parent, as their plans
-    /// say. The parents' values are uploaded before each group of chunks, and are decoded on the device if
-    /// frames are given.
-    ///
-    /// # Errors
-    /// As [`CudaEngine::encode`]; `Gpu` of type `Argument` for parents of another size than their
-    /// chunks; those of `parents`.
-    pub fn encode_from<E: From<CudaError>>(
-        &self,
-        tensors: &[DeviceTensor<'_>],
-        plans: &[TensorPlan],
-        parents: &dyn ParentValues<E>,
-        mut sink: impl FnMut(DeviceFrame<'_>) -> Result<(), E>,
-    ) -> Result<(), E> {
-        check(tensors, plans)?;
-        let mut first = 0;
-        for run in plans.chunk_by(|a, b| nvcomp::codes(a) == nvcomp::codes(b)) {
-            let run = first..first + run.len();
-            first = run.end;
-            self.encode_run(tensors, plans, run, parents, &mut sink)?;
-        }
-        Ok(())
-    }
-
-    /// Encodes a run of tensors whose plans are all the library's, or all not.
     fn encode_run<E: From<CudaError>>(
         &self,
-        tensors: &[DeviceTensor<'_>],
-        plans: &[TensorPlan],
+        jobs: &Jobs<'_, E>,
         run: Range<usize>,
-        parents: &dyn ParentValues<E>,
-        sink: &mut impl FnMut(DeviceFrame<'_>) -> Result<(), E>,
+        sink: &mut impl FnMut(EncodedFrame<'_>) -> Result<(), E>,
     ) -> Result<(), E> {
-        let library = self.coding_library(plans, run.clone())?;
-        let given = parents.memory();
-        let memory = || run.clone().map(|t| tensors[t].memory);
-        let workers = self.workers(memory().map(|m| m.ordinal()))?;
-        let mut lanes = BTreeMap::new();
+        let library = self.coding_library(jobs.plans, run.clone())?;
+        let given = jobs.inputs.memory();
+        let memory = jobs.tensors[run.clone()].iter().map(device_memory);
+        let memory = memory.collect::<Result<Vec<_>>>()?;
+        let workers = self.workers(memory.iter().map(|m| m.ordinal()))?;
+        let mut queues = BTreeMap::new();
         for (ordinal, _) in &workers.0 {
-            let all = memory().chain(given.iter().copied());
-            let own = all.filter(|m| m.ordinal() == *ordinal);
+            let own = memory.iter().chain(&given).copied().filter(|m| m.ordinal() == *ordinal);
             let Some(worker) = workers.lock(*ordinal) else { continue };
-            let work = Work { host: &self.host, tensors, plans, run: run.clone() };
-            let lane = match &library {
+            let here = run.clone().zip(&memory).filter(|t| t.1.ordinal() == *ordinal);
+            let chunks = jobs.queue(here.map(|t| t.0));
+            let queue = match &library {
                 Some(library) => {
                     let session = Session::whole(worker, own).map_err(CudaError::from)?;
-                    EncodeLane::Library(Lanes::new(session, library, work)?)
+                    let queue = LibraryQueue::new(session, library, &self.host, chunks)?;
+                    DeviceQueue::Library(queue)
                 }
                 None => {
                     let session = Session::new(worker, own).map_err(CudaError::from)?;
-                    EncodeLane::Kernels(Lane::new(session, work))
+                    DeviceQueue::Kernels(EncodeQueue::new(session, &self.host, chunks, jobs.pool))
                 }
             };
-            lanes.insert(*ordinal, lane);
+            queues.insert(*ordinal, queue);
         }
         // All devices begin before the first chunk is waited for.
-        lanes.values_mut().try_for_each(|lane| lane.launch(parents))?;
-        for (tensor, plan) in tensors[run.clone()].iter().zip(&plans[run.clone()]) {
-            let values = tensor.memory.bytes() / tensor.dtype.value_width() as u64;
-            for _ in 0..s4_format::index::chunk_count(values, plan.chunk_log2) {
-                let Some(lane) = lanes.get_mut(&tensor.memory.ordinal()) else { continue };
-                if let Some(frame) = lane.next(parents)? {
-                    sink(frame)?;
-                }
+        queues.values_mut().try_for_each(|queue| queue.launch(jobs.inputs))?;
+        let mut all = jobs.queue(run.clone());
+        while let Some(chunk) = all.peek() {
+            all.advance();
+            let ordinal = memory[chunk.tensor - run.start].ordinal();
+            let Some(queue) = queues.get_mut(&ordinal) else { continue };
+            if let Some(frame) = queue.next(jobs.inputs)? {
+                sink(frame)?;
             }
         }
         Ok(())
@@ -408,23 +304,7 @@ impl CudaEngine {
         Ok(Arc::clone(known.insert(Arc::new(Library::open(&self.cuda)?))))
     }
 
-    /// Decodes frames into device memory. `memory` is all that will be written, `work` pushes the
-    /// frames; when this returns, all of it is done and checked.
-    ///
-    /// # Errors
-    /// `Gpu`: memory that is no device's, budgets, the driver. `Format`: a chunk that is damaged or
-    /// not supported, by number of tensor and chunk; what was decoded is unspecified then. Those of
-    /// `work`.
-    pub fn decode<'a, E: From<CudaError>>(
-        &self,
-        memory: &[DeviceMemory],
-        work: impl FnOnce(&mut Decoder<'_, 'a>) -> Result<(), E>,
-    ) -> Result<(), E> {
-        self.decode_with(memory, None, work)
-    }
-
-    /// What [`CudaEngine::decode_with`] decodes streams in blocks with, those of these closed bitstreams
-    /// included; `None` where there is no nvCOMP that reads all of them.
+    /// What [`CudaEngine::decode`] decodes streams in blocks with, those of these closed bitstreams included; `None` where there is no nvCOMP that reads all of them.
     ///
     /// Only for checkpoints that a program wrote which the caller trusts: nvCOMP's decoders may read and
     /// write any memory of the device when they are given other bytes, and checksums do not say who
@@ -434,11 +314,15 @@ impl CudaEngine {
         Some(Trusted { library, closed: closed.to_vec() })
     }
 
-    /// As [`CudaEngine::decode`]; with `trusted`, streams in blocks are decoded on the device, too.
+    /// Decodes frames into device memory. `memory` is all that will be written, `work` pushes the
+    /// frames; when this returns, all of it is done and checked. With `trusted`, streams in blocks are
+    /// decoded on the device, too.
     ///
     /// # Errors
-    /// As [`CudaEngine::decode`].
-    pub fn decode_with<'a, E: From<CudaError>>(
+    /// `Gpu`: memory that is no device's, budgets, the driver. `Format`: a chunk that is damaged or
+    /// not supported, by number of tensor and chunk; what was decoded is unspecified then. Those of
+    /// `work`.
+    pub fn decode<'a, E: From<CudaError>>(
         &self,
         memory: &[DeviceMemory],
         trusted: Option<&Trusted>,
@@ -490,26 +374,15 @@ impl CudaEngine {
 }
 
 /// Checks what the caller says of tensors.
-fn check(tensors: &[DeviceTensor<'_>], plans: &[TensorPlan]) -> Result<()> {
-    if tensors.len() != plans.len() {
-        let (t, p) = (tensors.len(), plans.len());
-        return Err(GpuError::Argument(format!("{p} plans for {t} tensors")).into());
-    }
-    for (i, (t, plan)) in tensors.iter().zip(plans).enumerate() {
-        let elements = t.shape.iter().try_fold(t.dtype.size() as u64, |n, d| n.checked_mul(*d));
-        if elements != Some(t.memory.bytes()) {
-            let what = format!(
-                "{} bytes of device memory for shape {:?} of {}",
-                t.memory.bytes(),
-                t.shape,
-                t.dtype
-            );
-            return Err(s4_format::Error::limit(what)).of(i);
-        }
-        if !plan.plan.is_direct() && !plan.plan.is_delta() {
-            let what = format!("predictor `{}` in the CUDA engine", plan.plan.predictor);
-            return Err(s4_format::Error::unsupported(what)).of(i);
+fn check<E>(jobs: &Jobs<'_, E>) -> Result<()> {
+    jobs.check()?;
+    let known = |plan: &TensorPlan| plan.plan.is_direct() || plan.plan.is_delta();
+    match jobs.plans.iter().position(|plan| !known(plan)) {
+        None => Ok(()),
+        Some(tensor) => {
+            let predictor = jobs.plans[tensor].plan.predictor;
+            let what = format!("predictor `{predictor}` in the CUDA engine");
+            Err(s4_format::Error::unsupported(what)).of(tensor)
         }
     }
-    Ok(())
 }

@@ -1,119 +1,17 @@
 //! The values that differences are taken from, on their way to the device.
 
-use bytes::Bytes;
 use s4_codec_gpu::abi::{self, DecodeChunk, Route, SharedTable, TableSet};
 use s4_codec_gpu::{DecodeBatch, GpuError};
 use s4_format::layout::MAX_PLANES;
 use s4_format::limits::ALIGN;
-use s4_format::{ChunkRecord, Error};
 
-use super::error::{CudaError, Of, Result};
+use super::error::Result;
 use super::route::{decode_route, position, side_tables};
-use super::tensor::DeviceMemory;
-use crate::{CpuEngine, DecodeJob, InputValues, Scratch, TensorSpec};
+use crate::{Input, InputFrame, InputSize};
 
-/// Where the parents' values of tensors come from that are encoded as differences.
-pub trait ParentValues<E> {
-    /// All memory of devices that is given: what is queued on its streams is waited for.
-    fn memory(&self) -> Vec<DeviceMemory> {
-        vec![]
-    }
-
-    /// What the parent's values of a chunk are made of. Of a tensor that is stored by itself nobody
-    /// asks.
-    fn size(&self, tensor: usize, chunk: u64) -> ParentSize;
-
-    /// The parent's values of some chunks, by numbers of tensors and chunks, one for each.
-    ///
-    /// # Errors
-    /// What keeps them from being had.
-    fn get(&self, chunks: &[(usize, u64)]) -> Result<Vec<ParentChunk<'_>>, E>;
-
-    /// Copies bytes into pinned memory, each into its place of the same length: for callers that have
-    /// threads.
-    fn copy(&self, parts: Vec<(&mut [u8], Bytes)>) {
-        parts.into_iter().for_each(|(to, bytes)| to.copy_from_slice(&bytes));
-    }
-}
-
-/// How much a [`ParentChunk`] is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct ParentSize {
-    /// Bytes in the memory of the host, each frame rounded up to a multiple of 16.
-    pub bytes: u64,
-    /// Frames; 0: they are values.
-    pub frames: u32,
-}
-
-/// The parent's values of a chunk.
-#[derive(Debug, Clone)]
-pub enum ParentChunk<'a> {
-    /// In the memory of the chunk's device.
-    Device(DeviceMemory),
-    /// In the memory of the host.
-    Host(Bytes),
-    /// What they are decoded from: the first frame by itself, each other one as the difference from
-    /// what was decoded before.
-    Frames(Vec<ParentFrame<'a>>),
-}
-
-/// A frame that a parent's values are decoded from.
-#[derive(Debug, Clone)]
-pub struct ParentFrame<'a> {
-    /// What decoding needs to know of its tensor.
-    pub spec: TensorSpec<'a>,
-    /// Its record.
-    pub record: ChunkRecord,
-    /// The frame.
-    pub bytes: Bytes,
-}
-
-impl ParentFrame<'_> {
-    fn is_delta(&self) -> bool {
-        self.spec.plan.is_delta() && !self.record.plain
-    }
-}
-
-/// For tensors that are all stored by themselves.
-pub(super) struct NoParents;
-
-impl<E: From<CudaError>> ParentValues<E> for NoParents {
-    fn size(&self, _: usize, _: u64) -> ParentSize {
-        ParentSize::default()
-    }
-
-    fn get(&self, chunks: &[(usize, u64)]) -> Result<Vec<ParentChunk<'_>>, E> {
-        match chunks.first() {
-            None => Ok(vec![]),
-            Some(&(tensor, chunk)) => {
-                let what = "a delta without the values of its parent";
-                Err(Error::unsupported(what).in_chunk(chunk)).of(tensor).map_err(E::from)
-            }
-        }
-    }
-}
-
-/// Decodes frames one on top of the other: the values of chunk `chunk`, of `bytes` bytes.
-pub(super) fn decode_frames(
-    cpu: &CpuEngine,
-    frames: &[ParentFrame<'_>],
-    chunk: u64,
-    bytes: usize,
-    scratch: &mut Scratch,
-) -> s4_format::Result<Vec<u8>> {
-    if frames.is_empty() {
-        return Err(Error::corrupt("a parent without a frame").in_chunk(chunk));
-    }
-    let mut values = vec![0; bytes];
-    for (i, f) in frames.iter().enumerate() {
-        let (spec, record, frame) = (&f.spec, &f.record, &f.bytes[..]);
-        // All but the first are differences from what was decoded before.
-        let inputs: &[InputValues<'_>] = if i == 0 { &[] } else { &[InputValues::Destination] };
-        let job = DecodeJob { spec, chunk, record, frame, inputs };
-        let decoded = cpu.decode(&job, scratch, &mut values);
-        decoded.map_err(|e| e.in_part("parent"))?;
-    }
-    Ok(values)
+/// Whether a frame is a difference from what was decoded before.
+fn is_delta(frame: &InputFrame<'_>) -> bool {
+    frame.spec.plan.is_delta() && !frame.record.plain
 }
 
 const CHUNK: usize = size_of::<DecodeChunk>();
@@ -166,7 +64,7 @@ pub(super) struct Target {
 impl Levels {
     /// Adds the frames of a chunk, which lie at the given address each; `false`, and nothing is added:
     /// the CPU is to decode them.
-    pub(super) fn add(&mut self, to: &Target, frames: &[ParentFrame<'_>], at: &[u64]) -> bool {
+    pub(super) fn add(&mut self, to: &Target, frames: &[InputFrame<'_>], at: &[u64]) -> bool {
         if self.tensor != to.tensor {
             self.known.clear();
             self.tensor = to.tensor;
@@ -177,12 +75,12 @@ impl Levels {
             let Some((route, mut chunk)) = routed else { return false };
             let Ok(tables) = self.tables_of(f) else { return false };
             // Only the first one is no delta; and scratch is for frames that became smaller.
-            if f.is_delta() != (level > 0) || f.bytes.len() as u64 > to.bytes {
+            if is_delta(f) != (level > 0) || f.bytes.len() as u64 > to.bytes {
                 return false;
             }
             chunk.frame = address;
             chunk.values = to.values;
-            chunk.inputs = abi::parent_input(if f.is_delta() { to.values } else { 0 });
+            chunk.inputs = abi::parent_input(if is_delta(f) { to.values } else { 0 });
             (chunk.first, chunk.cols) =
                 position(f.spec.dtype, f.spec.shape, f.spec.chunk_log2, to.chunk);
             chunk.scratch = to.scratch;
@@ -197,7 +95,7 @@ impl Levels {
         true
     }
 
-    fn tables_of(&mut self, frame: &ParentFrame<'_>) -> s4_format::Result<Option<usize>> {
+    fn tables_of(&mut self, frame: &InputFrame<'_>) -> s4_format::Result<Option<usize>> {
         let side = std::ptr::from_ref(frame.spec.side);
         if let Some(known) = self.known.iter().find(|k| k.0 == side) {
             return Ok(known.1);
@@ -255,15 +153,16 @@ impl Levels {
 }
 
 /// Checks what a caller gave for a chunk, and how long it is.
-pub(super) fn check(parent: &ParentChunk<'_>, ordinal: u32, bytes: u64) -> Result<()> {
+pub(super) fn check(parent: &Input<'_>, ordinal: u32, bytes: u64) -> Result<()> {
     let found = match parent {
-        ParentChunk::Device(m) if m.ordinal() != ordinal => {
+        Input::Device(m) if m.ordinal() != ordinal => {
             let what = format!("a parent on device {} for a chunk on {ordinal}", m.ordinal());
             return Err(GpuError::Argument(what).into());
         }
-        ParentChunk::Device(m) => m.bytes(),
-        ParentChunk::Host(values) => values.len() as u64,
-        ParentChunk::Frames(_) => bytes,
+        Input::Device(m) => m.bytes(),
+        Input::Host(values) => values.len() as u64,
+        Input::Frames(_) => bytes,
+        Input::Late => 0,
     };
     if found == bytes {
         return Ok(());
@@ -273,13 +172,13 @@ pub(super) fn check(parent: &ParentChunk<'_>, ordinal: u32, bytes: u64) -> Resul
 }
 
 /// How much some frames are.
-pub(super) fn size(frames: &[ParentFrame<'_>]) -> ParentSize {
+pub(super) fn size(frames: &[InputFrame<'_>]) -> InputSize {
     let each = frames.iter().map(|f| (f.bytes.len() as u64).next_multiple_of(ALIGN as u64));
-    ParentSize { bytes: each.sum(), frames: u32::try_from(frames.len()).unwrap_or(u32::MAX) }
+    InputSize { bytes: each.sum(), frames: u32::try_from(frames.len()).unwrap_or(u32::MAX) }
 }
 
 /// Bytes that a chunk's parent takes in a slot: what it is made of, or its values if that is more.
-pub(super) fn stored(size: ParentSize, bytes: u64) -> u64 {
+pub(super) fn stored(size: InputSize, bytes: u64) -> u64 {
     size.bytes.max(bytes).checked_next_multiple_of(ALIGN as u64).unwrap_or(u64::MAX)
 }
 

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use s4_codec_gpu::abi::{COPY_SPAN_BYTES, CopySpan};
 use s4_codec_gpu::{Cuda, Device, DeviceBuffer, Event, GpuError, Pinned, Pool, Result, Stream};
 
-use super::tensor::DeviceMemory;
+use crate::DeviceMemory;
 
 const SPAN: usize = size_of::<CopySpan>();
 /// Copies start at multiples of this.

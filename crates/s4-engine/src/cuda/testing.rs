@@ -1,7 +1,7 @@
 //! Tensors in host memory, encoded and decoded on a device: copied there, worked on and copied back.
 //!
 //! For self-tests, which hold a device against the CPU engine; no part of the crate's API. Who has tensors
-//! in device memory uses [`CudaEngine::encode`] and [`CudaEngine::decode`], which copy no values.
+//! in device memory uses [`Engine::encode`] and [`CudaEngine::decode`], which copy no values.
 
 use std::sync::Arc;
 
@@ -10,12 +10,10 @@ use s4_format::ChunkRecord;
 use s4_format::side::Side;
 
 use super::error::{Of, Result};
-use super::{
-    CudaEngine, CudaError, DecodeJob, Decoder, DeviceMemory, DeviceTensor, Piece, Trusted,
-};
+use super::{CudaEngine, CudaError, Decoder, DeviceMemory, FrameJob, Piece, Trusted};
 use crate::{
-    CpuEngine, EncodeJob, EncodedChunk, PlanJob, Preset, Scratch, TensorPlan, TensorSpec,
-    TensorView,
+    CpuEngine, EncodeJob, EncodedChunk, Engine, Jobs, NoInputs, PlanJob, Preset, Scratch,
+    TensorPlan, TensorSpec, TensorValues, TensorView,
 };
 
 /// A tensor as an engine encoded it.
@@ -160,19 +158,16 @@ impl<'a> Copies<'a> {
     /// Copies tensors to the device and encodes them there.
     ///
     /// # Errors
-    /// As [`CudaEngine::plan`] and [`CudaEngine::encode`].
+    /// As [`Engine::plan`] and [`Engine::encode`].
     pub fn encode(&self, preset: Preset, tensors: &[TensorView<'_>]) -> Result<Vec<CodedTensor>> {
         let uploads = tensors.iter().map(|t| self.upload(t.data));
         let uploads = uploads.collect::<Result<Vec<_>>>()?;
-        let on_device = tensors.iter().zip(&uploads).map(|(t, buffer)| DeviceTensor {
-            dtype: t.dtype,
-            shape: t.shape,
-            memory: self.memory(buffer),
-        });
-        let on_device: Vec<_> = on_device.collect();
-        let plans = self.engine.plan(preset, &on_device, None)?;
+        let pairs = tensors.iter().zip(&uploads);
+        let on_device: Vec<_> =
+            pairs.map(|(t, b)| TensorValues::new(t.dtype, t.shape, self.memory(b))).collect();
+        let plans = self.engine.plan::<CudaError>(preset, &on_device, &NoInputs, None)?;
         let mut chunks: Vec<Vec<_>> = tensors.iter().map(|_| vec![]).collect();
-        self.engine.encode::<CudaError>(&on_device, &plans, |frame| {
+        self.engine.encode(&Jobs::<CudaError>::new(&on_device, &plans), |frame| {
             chunks[frame.tensor].push((frame.encoded, frame.bytes.to_vec()));
             Ok(())
         })?;
@@ -181,7 +176,7 @@ impl<'a> Copies<'a> {
     }
 
     /// Decodes tensors on the device and copies their values back. The views give dtypes and shapes,
-    /// `trusted` is what [`CudaEngine::decode_with`] takes.
+    /// `trusted` is what [`CudaEngine::decode`] takes.
     ///
     /// # Errors
     /// As [`CudaEngine::decode`]; `Argument` if the lists differ in length, or a tensor has another number
@@ -204,7 +199,7 @@ impl<'a> Copies<'a> {
         let buffers = tensors.iter().map(|t| self.upload(&vec![0xee; t.data.len()]));
         let buffers = buffers.collect::<Result<Vec<_>>>()?;
         let memory: Vec<_> = buffers.iter().map(|b| self.memory(b)).collect();
-        self.engine.decode_with::<CudaError>(&memory, trusted, |decoder| {
+        self.engine.decode::<CudaError>(&memory, trusted, |decoder| {
             let mut span = Span::default();
             for (number, (t, c)) in tensors.iter().zip(coded).enumerate() {
                 for chunk in 0..c.chunks.len() {
@@ -224,7 +219,7 @@ impl<'a> Copies<'a> {
 #[derive(Default)]
 struct Span<'a> {
     bytes: Vec<u8>,
-    jobs: Vec<DecodeJob<'a>>,
+    jobs: Vec<FrameJob<'a>>,
 }
 
 impl<'a> Span<'a> {
@@ -237,7 +232,7 @@ impl<'a> Span<'a> {
         let size = coded.chunk_bytes(view);
         let bytes = size.min(view.data.len() - chunk * size) as u64;
         self.bytes.resize(self.bytes.len().next_multiple_of(16), 0);
-        self.jobs.push(DecodeJob {
+        self.jobs.push(FrameJob {
             tensor: number,
             spec: coded.spec(view),
             chunk: chunk as u64,

@@ -5,7 +5,7 @@ use std::sync::{Arc, MutexGuard};
 use s4_codec_gpu::{Device, DeviceBuffer, Event, GpuError, Pinned, Pool, Result, Stream};
 use s4_format::limits::MAX_CHUNK_BYTES;
 
-use super::tensor::DeviceMemory;
+use crate::DeviceMemory;
 
 /// Groups of chunks in flight at once: one is encoded, one copied, one handed on.
 pub(super) const SLOTS: usize = 3;

@@ -1,6 +1,7 @@
 //! Memory: budgets kept, nothing left behind, and arguments that are refused.
 
 use s4_engine::cuda::{CudaError, CudaOptions, DeviceMemory, GpuError};
+use s4_engine::{Engine, Jobs, NoInputs, Preset, TensorValues};
 use s4_format::DType;
 use s4_planes::patterns::{self, Kind};
 
@@ -84,9 +85,9 @@ fn an_error_of_the_sink_ends_the_work_and_the_engine_goes_on() {
     let upload = gpu.upload(&host.data, 0);
     let engine = gpu.engine(CudaOptions { scratch: 32 << 20, ..CudaOptions::default() });
     let tensors = [host.on(&upload)];
-    let plans = engine.plan(s4_engine::Preset::Fast, &tensors, None).unwrap();
+    let plans = engine.plan::<CudaError>(Preset::Fast, &tensors, &NoInputs, None).unwrap();
     let mut seen = 0;
-    let stopped = engine.encode::<CudaError>(&tensors, &plans, |_| {
+    let stopped = engine.encode(&Jobs::<CudaError>::new(&tensors, &plans), |_| {
         seen += 1;
         match seen {
             2 => Err(GpuError::Argument("enough".into()).into()),
@@ -117,8 +118,8 @@ fn memory_that_is_not_the_devices_is_refused() {
     let refused = engine.fetch::<CudaError>(&[vec![memory]], |_| Ok(()));
     assert!(matches!(refused, Err(CudaError::Gpu(GpuError::Argument(_)))), "{refused:?}");
     let plan = on_cpu(&host, None).plan;
-    let short = s4_engine::cuda::DeviceTensor { shape: &[3], ..host.on(&upload) };
-    let refused = engine.encode::<CudaError>(&[short], &[plan], |_| Ok(()));
+    let short = TensorValues { shape: &[3], ..host.on(&upload) };
+    let refused = engine.encode(&Jobs::<CudaError>::new(&[short], &[plan]), |_| Ok(()));
     assert!(matches!(refused, Err(CudaError::Format { tensor: 0, .. })), "{refused:?}");
 }
 

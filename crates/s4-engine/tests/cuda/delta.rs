@@ -2,13 +2,10 @@
 //! of them decoded where they belong.
 
 use bytes::Bytes;
-use s4_engine::cuda::{
-    CudaEngine, CudaError, CudaOptions, DeviceMemory, DeviceTensor, GpuError, ParentChunk,
-    ParentFrame, ParentSize, ParentValues, Piece,
-};
+use s4_engine::cuda::{CudaEngine, CudaError, CudaOptions, DeviceMemory, GpuError, Piece};
 use s4_engine::{
-    CpuEngine, EncodeJob, ParentSample, PlanJob, PlaneCoding, Preset, Scratch, TensorPlan,
-    parent_probes,
+    CpuEngine, EncodeJob, Engine, Input, InputFrame, InputSize, Inputs, Jobs, ParentSample,
+    PlanJob, PlaneCoding, Preset, Scratch, TensorPlan, parent_probes,
 };
 use s4_format::{DType, Digest, PredictorId};
 use s4_planes::patterns::{self, Kind};
@@ -140,7 +137,7 @@ impl<'a> Parents<'a> {
         (chunk * size, line.last().chunk_bytes(&e.plan, chunk))
     }
 
-    fn frames(&self, tensor: usize, chunk: u64) -> Vec<ParentFrame<'_>> {
+    fn frames(&self, tensor: usize, chunk: u64) -> Vec<InputFrame<'_>> {
         let line = &self.lines[tensor];
         let frame = |step: usize| {
             let (host, e) = (&line.steps[step], &line.coded[step]);
@@ -148,70 +145,57 @@ impl<'a> Parents<'a> {
             if self.damaged == Some(tensor) {
                 bytes[9] ^= 4;
             }
-            ParentFrame {
-                spec: e.spec(host),
-                record: e.record(chunk as usize),
-                bytes: bytes.into(),
-            }
+            InputFrame { spec: e.spec(host), record: e.record(chunk as usize), bytes: bytes.into() }
         };
         line.levels(line.steps.len() - 2, chunk as usize).into_iter().map(frame).collect()
     }
 }
 
-impl ParentValues<CudaError> for Parents<'_> {
+impl Inputs<CudaError> for Parents<'_> {
+    fn parent(&self, _: usize) -> Option<(Digest, u32)> {
+        Some((MANIFEST, 3))
+    }
+
+    fn samples(&self, tensors: &[usize]) -> Result<Vec<Vec<u8>>, CudaError> {
+        let before = |&i: &usize| {
+            let steps = &self.lines[i].steps;
+            sample(&steps[steps.len() - 2])
+        };
+        Ok(tensors.iter().map(before).collect())
+    }
+
     fn memory(&self) -> Vec<DeviceMemory> {
         self.uploads.iter().map(Upload::memory).collect()
     }
 
-    fn size(&self, tensor: usize, chunk: u64) -> ParentSize {
+    fn size(&self, tensor: usize, chunk: u64) -> InputSize {
         match self.given {
-            Given::Device => ParentSize::default(),
-            Given::Host => ParentSize { bytes: self.range(tensor, chunk).1, frames: 0 },
+            Given::Device => InputSize::default(),
+            Given::Host => InputSize { bytes: self.range(tensor, chunk).1, frames: 0 },
             Given::Frames => {
                 let frames = self.frames(tensor, chunk);
                 let bytes = frames.iter().map(|f| f.bytes.len().next_multiple_of(16) as u64).sum();
-                ParentSize { bytes, frames: frames.len() as u32 }
+                InputSize { bytes, frames: frames.len() as u32 }
             }
         }
     }
 
-    fn get(&self, chunks: &[(usize, u64)]) -> Result<Vec<ParentChunk<'_>>, CudaError> {
+    fn open(&self, chunks: &[(usize, u64)]) -> Result<Vec<Input<'_>>, CudaError> {
         let one = |&(tensor, chunk): &(usize, u64)| {
             let line = &self.lines[tensor];
             let (first, len) = self.range(tensor, chunk);
             let data = &line.steps[line.steps.len() - 2].data;
             Ok(match self.given {
-                Given::Device => {
-                    ParentChunk::Device(self.uploads[tensor].memory().part(first, len)?)
-                }
+                Given::Device => Input::Device(self.uploads[tensor].memory().part(first, len)?),
                 Given::Host => {
                     let part = &data[first as usize..(first + len) as usize];
-                    ParentChunk::Host(Bytes::copy_from_slice(part))
+                    Input::Host(Bytes::copy_from_slice(part))
                 }
-                Given::Frames => ParentChunk::Frames(self.frames(tensor, chunk)),
+                Given::Frames => Input::Frames(self.frames(tensor, chunk)),
             })
         };
         chunks.iter().map(one).collect()
     }
-}
-
-fn plan(engine: &CudaEngine, lines: &[Line], tensors: &[DeviceTensor<'_>]) -> Vec<TensorPlan> {
-    let mut plans = vec![];
-    let mut scratch = Scratch::default();
-    engine
-        .samples_from::<CudaError>(tensors, &vec![true; tensors.len()], |batch| {
-            for &(i, found) in batch {
-                let line = &lines[i];
-                let values = &sample(&line.steps[line.steps.len() - 2])[..];
-                let parent = ParentSample { manifest: MANIFEST, tensor: 3, values };
-                let what = (tensors[i].dtype, tensors[i].memory.bytes());
-                let plan = engine.plan_difference(Preset::Fast, what, found, &parent, &mut scratch);
-                plans.push(plan.unwrap());
-            }
-            Ok(())
-        })
-        .unwrap();
-    plans
 }
 
 /// Encodes the last step of each line on the device.
@@ -225,9 +209,10 @@ fn encode(
     let uploads: Vec<_> =
         (0..).zip(lines).map(|(i, l)| gpu.upload(&l.last().data, i % 3 * 8)).collect();
     let tensors: Vec<_> = lines.iter().zip(&uploads).map(|(l, u)| l.last().on(u)).collect();
-    let plans = plans.unwrap_or_else(|| plan(engine, lines, &tensors));
+    let plan = || engine.plan(Preset::Fast, &tensors, parents, None);
+    let plans = plans.map_or_else(plan, Ok)?;
     let mut chunks: Vec<Vec<_>> = lines.iter().map(|_| vec![]).collect();
-    engine.encode_from::<CudaError>(&tensors, &plans, parents, |frame| {
+    engine.encode(&Jobs { inputs: parents, ..Jobs::new(&tensors, &plans) }, |frame| {
         assert_eq!(frame.chunk, chunks[frame.tensor].len() as u64);
         chunks[frame.tensor].push((frame.encoded, frame.bytes.to_vec()));
         Ok(())
@@ -341,7 +326,7 @@ fn decode(gpu: &Gpu, engine: &CudaEngine, lines: &[Line]) -> (Vec<Vec<u8>>, Vec<
     let memory: Vec<_> = to.iter().map(Upload::memory).collect();
     let mut undone = vec![];
     engine
-        .decode::<CudaError>(&memory, |decoder| {
+        .decode::<CudaError>(&memory, None, |decoder| {
             for step in 0..=last {
                 let mut span = Span::default();
                 for (number, line) in lines.iter().enumerate() {
@@ -417,7 +402,7 @@ fn what_the_kernels_lack_is_left_to_the_cpu() {
     // Nobody takes the device's memory for their values unasked.
     let to = gpu.upload(&lines[0].last().data, 0);
     let e = &lines[0].coded[1];
-    let left = engine.decode::<CudaError>(&[to.memory()], |decoder| {
+    let left = engine.decode::<CudaError>(&[to.memory()], None, |decoder| {
         let mut span = Span::default();
         let bytes = lines[0].last().chunk_bytes(&e.plan, 0);
         let pieces = vec![Piece { from: 0, to: to.memory().part(0, bytes)? }];
@@ -443,19 +428,19 @@ fn parents_that_are_damaged_or_missing_are_errors() {
     let uploads: Vec<_> = lines.iter().map(|l| gpu.upload(&l.last().data, 0)).collect();
     let tensors: Vec<_> = lines.iter().zip(&uploads).map(|(l, u)| l.last().on(u)).collect();
     let plans: Vec<_> = lines.iter().map(|l| l.coded[2].plan.clone()).collect();
-    let none = engine.encode::<CudaError>(&tensors, &plans, |_| Ok(()));
+    let none = engine.encode(&Jobs::<CudaError>::new(&tensors, &plans), |_| Ok(()));
     assert!(matches!(&none, Err(CudaError::Format { tensor: 0, .. })), "{none:?}");
 
     struct Short;
-    impl ParentValues<CudaError> for Short {
-        fn size(&self, _: usize, _: u64) -> ParentSize {
-            ParentSize { bytes: 10, frames: 0 }
+    impl Inputs<CudaError> for Short {
+        fn size(&self, _: usize, _: u64) -> InputSize {
+            InputSize { bytes: 10, frames: 0 }
         }
-        fn get(&self, chunks: &[(usize, u64)]) -> Result<Vec<ParentChunk<'_>>, CudaError> {
-            Ok(chunks.iter().map(|_| ParentChunk::Host(Bytes::from_static(&[0; 10]))).collect())
+        fn open(&self, chunks: &[(usize, u64)]) -> Result<Vec<Input<'_>>, CudaError> {
+            Ok(chunks.iter().map(|_| Input::Host(Bytes::from_static(&[0; 10]))).collect())
         }
     }
-    let short = engine.encode_from::<CudaError>(&tensors, &plans, &Short, |_| Ok(()));
+    let short = engine.encode(&Jobs { inputs: &Short, ..Jobs::new(&tensors, &plans) }, |_| Ok(()));
     assert!(matches!(&short, Err(CudaError::Gpu(GpuError::Argument(_)))), "{short:?}");
     // The engine goes on.
     parents.damaged = None;

@@ -64,7 +64,7 @@ fn fed(
     let memory: Vec<_> = to.iter().map(Upload::memory).collect();
     let (bytes, jobs): (Vec<_>, Vec<_>) = spans.into_iter().map(|s| (s.bytes, s.jobs)).unzip();
     let mut queued = vec![];
-    let done = engine.decode::<CudaError>(&memory, |decoder| {
+    let done = engine.decode::<CudaError>(&memory, None, |decoder| {
         let batches = jobs.into_iter().zip(&bytes);
         let batches = batches.map(|(jobs, b)| Batch { ordinal: 0, len: b.len(), jobs });
         let fill = |span: usize, first: usize, part: &mut [u8]| {
@@ -137,7 +137,7 @@ fn from_pinned(
     let pinned = Arc::new(Pinned::new(&gpu.device, all.len()).unwrap());
     // SAFETY: memory of this test alone.
     unsafe { pinned.slice_mut(0, all.len()) }.copy_from_slice(&all);
-    engine.decode::<CudaError>(&memory, |decoder| {
+    engine.decode::<CudaError>(&memory, None, |decoder| {
         let outside = Batch { ordinal: 0, len: 100, jobs: vec![] };
         let refused = decoder.push_pinned(outside, &pinned, all.len() - 99).unwrap_err();
         assert!(matches!(refused, CudaError::Gpu(GpuError::Argument(_))), "{refused}");

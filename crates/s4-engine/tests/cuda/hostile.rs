@@ -1,7 +1,7 @@
 //! Damaged frames whose checksums were mended: the device says what the CPU says, and writes nowhere
 //! else.
 
-use s4_engine::cuda::{CudaError, CudaOptions, DecodeJob, Piece};
+use s4_engine::cuda::{CudaError, CudaOptions, FrameJob, Piece};
 use s4_engine::{CpuEngine, Scratch};
 use s4_format::layout::Planes;
 use s4_format::{ChunkRecord, DType, StreamEntry};
@@ -158,10 +158,10 @@ fn decode_all(
     let engine = gpu.engine(CudaOptions::default());
     let mut errors: Vec<Option<CudaError>> = all.iter().map(|_| None).collect();
     engine
-        .decode::<CudaError>(&[to.memory()], |decoder| {
+        .decode::<CudaError>(&[to.memory()], None, |decoder| {
             for (i, d) in all.iter().enumerate() {
                 let bytes = hosts[d.source].data.len() as u64;
-                let job = DecodeJob {
+                let job = FrameJob {
                     tensor: i,
                     spec: encoded[d.source].spec(&hosts[d.source]),
                     chunk: 0,

@@ -5,7 +5,7 @@ use std::borrow::Borrow;
 
 use s4_codec_cpu::{Codecs, open_codecs};
 use s4_engine::cuda::{CudaEngine, CudaError, CudaOptions, Piece, Trusted};
-use s4_engine::{CpuEngine, EncodeJob, PlanJob, Preset, Scratch};
+use s4_engine::{CpuEngine, EncodeJob, Engine, NoInputs, PlanJob, Preset, Scratch};
 use s4_format::manifest::ClosedCodec;
 use s4_format::{CodecId, DType, LayoutId, StreamEntry};
 use s4_planes::Simd;
@@ -61,7 +61,7 @@ fn by_host(engine: &CpuEngine, host: &Host) -> Encoded {
 
 fn by_device(engine: &CudaEngine, hosts: &[Host], uploads: &[impl Borrow<Upload>]) -> Vec<Encoded> {
     let tensors: Vec<_> = hosts.iter().zip(uploads).map(|(h, u)| h.on(u.borrow())).collect();
-    let plans = engine.plan(Preset::Nvcomp, &tensors, None).unwrap();
+    let plans = engine.plan::<CudaError>(Preset::Nvcomp, &tensors, &NoInputs, None).unwrap();
     on_gpu(engine, hosts, uploads, Some(plans)).unwrap()
 }
 
@@ -84,7 +84,7 @@ fn decode(
     let to: Vec<Upload> = hosts.iter().enumerate().map(fill).collect();
     let memory: Vec<_> = to.iter().map(Upload::memory).collect();
     let ordinal = gpu.device.ordinal();
-    engine.decode_with::<CudaError>(&memory, trusted, |decoder| {
+    engine.decode::<CudaError>(&memory, trusted, |decoder| {
         let mut span = Span::default();
         for (t, (host, e)) in hosts.iter().zip(encoded).enumerate() {
             let wanted = range(host);
@@ -167,8 +167,8 @@ fn many_groups_and_mixed_plans_keep_their_order() {
     let hosts: Vec<Host> = small.iter().cloned().chain([large]).chain(small.clone()).collect();
     let uploads = upload(&gpu, &hosts);
     let on: Vec<_> = hosts.iter().zip(&uploads).map(|(h, u)| h.on(u)).collect();
-    let mut plans = engine.plan(Preset::Nvcomp, &on, None).unwrap();
-    let others = engine.plan(Preset::Fast, &on, None).unwrap();
+    let mut plans = engine.plan::<CudaError>(Preset::Nvcomp, &on, &NoInputs, None).unwrap();
+    let others = engine.plan::<CudaError>(Preset::Fast, &on, &NoInputs, None).unwrap();
     for (i, plan) in plans.iter_mut().enumerate().filter(|p| p.0 % 3 == 1) {
         *plan = others[i].clone();
     }

@@ -5,10 +5,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use bytes::Bytes;
 use s4_codec_gpu::{Pinned, Stream};
-use s4_engine::cuda::{CudaError, CudaOptions, ParentChunk, ParentSize, ParentValues};
+use s4_engine::cuda::{CudaError, CudaOptions};
 use s4_engine::{
-    CpuEngine, DecodeJob, InputValues, ParentSample, PlanJob, Preset, Scratch, TensorPlan,
-    parent_probes,
+    CpuEngine, DecodeJob, Engine, Input, InputSize, InputValues, Inputs, Jobs, ParentSample,
+    PlanJob, Preset, Scratch, TensorPlan, parent_probes,
 };
 use s4_format::{DType, Digest, PredictorId};
 use s4_planes::patterns::{self, Kind};
@@ -171,14 +171,14 @@ impl Parents<'_> {
     }
 }
 
-impl ParentValues<CudaError> for Parents<'_> {
-    fn size(&self, tensor: usize, chunk: u64) -> ParentSize {
-        ParentSize { bytes: self.values(tensor, chunk).len() as u64, frames: 0 }
+impl Inputs<CudaError> for Parents<'_> {
+    fn size(&self, tensor: usize, chunk: u64) -> InputSize {
+        InputSize { bytes: self.values(tensor, chunk).len() as u64, frames: 0 }
     }
 
-    fn get(&self, chunks: &[(usize, u64)]) -> Result<Vec<ParentChunk<'_>>, CudaError> {
+    fn open(&self, chunks: &[(usize, u64)]) -> Result<Vec<Input<'_>>, CudaError> {
         let values = |&(t, c): &(usize, u64)| Bytes::copy_from_slice(self.values(t, c));
-        Ok(chunks.iter().map(|c| ParentChunk::Host(values(c))).collect())
+        Ok(chunks.iter().map(|c| Input::Host(values(c))).collect())
     }
 }
 
@@ -217,7 +217,7 @@ fn frames_of_changing_differences_decode() {
         for _ in 0..if gpu.is_slow() { 6 } else { 60 } {
             let given = Parents(&plans, &tensors, parents.clone());
             let mut chunks: Vec<Vec<_>> = tensors.iter().map(|_| vec![]).collect();
-            let done = engine.encode_from::<CudaError>(&on, &plans, &given, |frame| {
+            let done = engine.encode(&Jobs { inputs: &given, ..Jobs::new(&on, &plans) }, |frame| {
                 chunks[frame.tensor].push((frame.encoded, frame.bytes.to_vec()));
                 Ok(())
             });

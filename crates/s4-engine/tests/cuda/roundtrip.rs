@@ -1,7 +1,7 @@
 //! Frames equal to the CPU's, and values that come back.
 
 use s4_engine::cuda::{CudaError, CudaOptions, DeviceMemory, Piece};
-use s4_engine::{PlaneCoding, TensorPlan};
+use s4_engine::{Engine, Jobs, NoInputs, PlaneCoding, Preset, TensorPlan, TensorValues};
 use s4_format::layout::Planes;
 use s4_format::{DType, LayoutId, Plan};
 use s4_planes::patterns::{self, Kind};
@@ -151,7 +151,7 @@ fn parts(
     let size = (host.dtype.value_width() as u64) << e.plan.chunk_log2;
     let runs = |bytes: u64| [(1, bytes / 3), (bytes / 2 + 1, bytes / 4)];
     engine
-        .decode::<CudaError>(&[to.memory()], |decoder| {
+        .decode::<CudaError>(&[to.memory()], None, |decoder| {
             let mut span = Span::default();
             for chunk in 0..e.chunks.len() {
                 let bytes = host.chunk_bytes(&e.plan, chunk as u64);
@@ -195,13 +195,13 @@ fn tensors_of_several_devices_are_encoded_in_their_order() {
         stream.synchronize().unwrap();
         DeviceMemory::new(0, buffer.address(), buffer.bytes(), 0)
     };
-    let middle = s4_engine::cuda::DeviceTensor { memory, ..host.on(&on_second[0]) };
+    let middle = TensorValues { values: memory.into(), ..host.on(&on_second[0]) };
     let tensors = [host.on(&on_second[0]), middle, host.on(&on_second[1])];
-    let plans = engine.plan(s4_engine::Preset::Fast, &tensors, None).unwrap();
+    let plans = engine.plan::<CudaError>(Preset::Fast, &tensors, &NoInputs, None).unwrap();
     let cpu = on_cpu(&host, None);
     let mut seen = vec![];
     engine
-        .encode::<CudaError>(&tensors, &plans, |frame| {
+        .encode(&Jobs::<CudaError>::new(&tensors, &plans), |frame| {
             assert!(frame.bytes == cpu.chunks[frame.chunk as usize].1, "{}", frame.tensor);
             seen.push((frame.tensor, frame.chunk));
             Ok(())

@@ -1,7 +1,8 @@
 //! Copies of tensors on the device: what they hold, what they cost, and what is refused.
 
 use s4_codec_gpu::{GpuError, Pinned};
-use s4_engine::cuda::{CudaOptions, DeviceMemory, DeviceTensor, StagedCopies, Stager};
+use s4_engine::cuda::{CudaError, CudaOptions, DeviceMemory, StagedCopies, Stager};
+use s4_engine::{Engine, Jobs, TensorValues};
 use s4_format::DType;
 use s4_planes::patterns::{self, Kind};
 
@@ -103,12 +104,12 @@ fn copies_are_encoded_to_the_frames_of_the_originals() {
         overwrite(&gpu, &upload, &vec![0; upload.bytes as usize]);
     }
     let tensors: Vec<_> = (hosts.iter().zip(copies.memory()))
-        .map(|(h, &memory)| DeviceTensor { dtype: h.dtype, shape: &h.shape, memory })
+        .map(|(h, &memory)| TensorValues::new(h.dtype, &h.shape, memory))
         .collect();
     let plans: Vec<_> = expected.iter().map(|e| e.plan.clone()).collect();
     let mut frames: Vec<Vec<Vec<u8>>> = hosts.iter().map(|_| vec![]).collect();
     engine
-        .encode::<s4_engine::cuda::CudaError>(&tensors, &plans, |frame| {
+        .encode(&Jobs::<CudaError>::new(&tensors, &plans), |frame| {
             frames[frame.tensor].push(frame.bytes.to_vec());
             Ok(())
         })
@@ -174,12 +175,12 @@ fn a_stream_of_its_own_comes_after_the_owners() {
     let after = unsafe { stager.after(0).unwrap() };
     // SAFETY: the upload's own memory; the stager lives longer than what is done with it.
     let memory = unsafe { DeviceMemory::new(0, upload.address, upload.bytes, after) };
-    let tensor = DeviceTensor { dtype: host.dtype, shape: &host.shape, memory };
-    let plan = on_cpu(&host, None).plan;
+    let tensors = [TensorValues::new(host.dtype, &host.shape, memory)];
+    let plans = [on_cpu(&host, None).plan];
     let mut bytes = 0;
     let engine = gpu.engine(CudaOptions::default());
     engine
-        .encode::<s4_engine::cuda::CudaError>(&[tensor], &[plan], |frame| {
+        .encode(&Jobs::<CudaError>::new(&tensors, &plans), |frame| {
             bytes += frame.bytes.len();
             Ok(())
         })

@@ -4,12 +4,10 @@ use std::borrow::Borrow;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use s4_codec_gpu::{Cuda, Device, DeviceBuffer, GpuError, Pinned, Pool, Stream};
-use s4_engine::cuda::{
-    CudaEngine, CudaError, CudaOptions, DecodeJob, DeviceMemory, DeviceTensor, Piece,
-};
+use s4_engine::cuda::{CudaEngine, CudaError, CudaOptions, DeviceMemory, FrameJob, Piece};
 use s4_engine::{
-    CpuEngine, EncodeJob, EncodedChunk, PlanJob, Preset, Scratch, TensorPlan, TensorSpec,
-    TensorView,
+    CpuEngine, EncodeJob, EncodedChunk, Engine, Jobs, NoInputs, PlanJob, Preset, Scratch,
+    TensorPlan, TensorSpec, TensorValues, TensorView,
 };
 use s4_format::index::chunk_count;
 use s4_format::side::Side;
@@ -131,8 +129,8 @@ impl Host {
         TensorView { dtype: self.dtype, shape: &self.shape, data: &self.data }
     }
 
-    pub(crate) fn on<'a>(&'a self, upload: &Upload) -> DeviceTensor<'a> {
-        DeviceTensor { dtype: self.dtype, shape: &self.shape, memory: upload.memory() }
+    pub(crate) fn on<'a>(&'a self, upload: &Upload) -> TensorValues<'a> {
+        TensorValues::new(self.dtype, &self.shape, upload.memory())
     }
 
     pub(crate) fn chunks(&self, plan: &TensorPlan) -> u64 {
@@ -220,11 +218,11 @@ pub(crate) fn on_gpu(
     let tensors: Vec<_> = hosts.iter().zip(uploads).map(|(h, u)| h.on(u.borrow())).collect();
     let plans = match plans {
         Some(plans) => plans,
-        None => engine.plan(Preset::Fast, &tensors, None)?,
+        None => engine.plan::<CudaError>(Preset::Fast, &tensors, &NoInputs, None)?,
     };
     let mut chunks: Vec<Vec<_>> = hosts.iter().map(|_| vec![]).collect();
     let mut last = None;
-    engine.encode::<CudaError>(&tensors, &plans, |frame| {
+    engine.encode(&Jobs::<CudaError>::new(&tensors, &plans), |frame| {
         assert!(last < Some((frame.tensor, frame.chunk)), "chunks are out of order");
         last = Some((frame.tensor, frame.chunk));
         assert_eq!(frame.chunk, chunks[frame.tensor].len() as u64);
@@ -268,7 +266,7 @@ pub(crate) fn decode(
     };
     let to: Vec<Upload> = hosts.iter().enumerate().map(fill).collect();
     let memory: Vec<_> = to.iter().map(Upload::memory).collect();
-    engine.decode::<CudaError>(&memory, |decoder| {
+    engine.decode::<CudaError>(&memory, None, |decoder| {
         let mut span = Span::default();
         for (t, (host, e)) in hosts.iter().zip(encoded).enumerate() {
             let mut first = 0;
@@ -291,7 +289,7 @@ pub(crate) fn decode(
 #[derive(Default)]
 pub(crate) struct Span<'a> {
     pub(crate) bytes: Vec<u8>,
-    pub(crate) jobs: Vec<DecodeJob<'a>>,
+    pub(crate) jobs: Vec<FrameJob<'a>>,
 }
 
 impl<'a> Span<'a> {
@@ -305,7 +303,7 @@ impl<'a> Span<'a> {
         pieces: Vec<Piece>,
     ) {
         self.bytes.resize(self.bytes.len().next_multiple_of(16), 0);
-        self.jobs.push(DecodeJob {
+        self.jobs.push(FrameJob {
             tensor,
             spec,
             chunk: chunk as u64,

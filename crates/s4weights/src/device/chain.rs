@@ -4,27 +4,10 @@
 use std::collections::HashSet;
 
 use s4_engine::cuda::DeviceMemory;
-use s4_format::ResidualId;
 
 use crate::error::Result;
 use crate::levels::{Level, Levels};
 use crate::reader::Reader;
-
-/// What a tensor's chunks are decoded from: the tensor itself, the one that it is a difference from,
-/// and so on. `None`: not by a device. What was prepared for reading is at hand.
-pub(super) fn levels(reader: &Reader, tensor: usize) -> Result<Option<Vec<Level<'_>>>> {
-    let Levels { chunked, packed } = Levels::of(reader, tensor)?;
-    let known = |level: &Level<'_>| {
-        let spec = level.spec();
-        // Chunks are differences from chunks.
-        let residual = [ResidualId::XOR, ResidualId::SUB].contains(&spec.plan.residual);
-        let known = spec.plan.is_direct() || spec.plan.is_delta() && residual;
-        let cut_alike = chunked[0].spec().chunk_log2 == spec.chunk_log2;
-        known && cut_alike && level.reader.manifest.closed_codecs.is_empty()
-    };
-    let all = packed.is_none() && chunked.iter().all(known);
-    Ok(all.then_some(chunked))
-}
 
 /// Chunks of a tensor that are wanted, and where its values go.
 pub(super) struct Wanted {
@@ -71,7 +54,10 @@ impl<'a> Chain<'a> {
                 chain.steps[0].wanted.push(Wanted { tensor: number, request, to, chunks: None });
                 continue;
             }
-            let levels = if host == number { levels(reader, host)? } else { None };
+            let levels = match host == number {
+                true => Levels::of(reader, host)?.for_device(),
+                false => None,
+            };
             let free = |levels: &Vec<Level<'_>>| {
                 (0..).zip(levels).all(|(depth, l)| !taken.contains(&(depth, l.tensor)))
             };

@@ -4,27 +4,19 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use rayon::ThreadPool;
-use s4_engine::cuda::{
-    Batch, CudaEngine, DecodeJob, Decoder, DeviceMemory, GpuError, Piece, Trusted,
-};
-use s4_format::index::TensorKind;
+use s4_engine::cuda::{Batch, CudaEngine, Decoder, DeviceMemory, FrameJob, Piece, Trusted};
 
-use super::Failure;
 use super::chain::{Chain, Step, Wanted};
 use crate::error::{At, Error, Result};
 use crate::fetch::Want;
+use crate::inputs::Failure;
 use crate::options::{Meter, thread_count};
 use crate::parallel::pool;
 use crate::reader::{LoadedBlock, Reader};
+use crate::spans::{Part, Span};
 
-/// Frames that are decoded together: as they lie in one object, on their way to one device.
-struct Span<'a> {
-    ordinal: u32,
-    object: u32,
-    first: u64,
-    len: usize,
-    jobs: Vec<DecodeJob<'a>>,
-}
+/// A chunk, on its way to one device.
+type Job<'a> = (u32, FrameJob<'a>);
 
 /// What is read of one checkpoint of a chain.
 struct Call<'a> {
@@ -74,7 +66,7 @@ impl Reader {
         let total = requests.iter().map(|r| r.1.bytes()).sum();
         let mut meter = Meter { callback: self.options.progress.clone(), done: 0, total };
         let memory: Vec<_> = requests.iter().map(|r| r.1).collect();
-        let done = engine.decode_with::<Failure>(&memory, trusted.as_ref(), |decoder| {
+        let done = engine.decode::<Failure>(&memory, trusted.as_ref(), |decoder| {
             // What others are differences from comes first.
             for call in calls.iter().rev() {
                 call.push(call.spans(decoder.room())?, decoder, &mut meter)?;
@@ -117,11 +109,10 @@ impl Reader {
         decoder: &mut Decoder<'_, '_>,
         meter: &mut Meter,
     ) -> Result<(), Failure> {
-        let gpu = |e: GpuError| Failure::Engine(e.into());
         let mut done = 0;
         while done < to.bytes() {
             let len = (to.bytes() - done).min(decoder.room() as u64);
-            let part = to.part(done, len).map_err(gpu)?;
+            let part = to.part(done, len).map_err(Failure::Device)?;
             decoder.put::<Failure>(part, |values| {
                 let want = Want { tensor: number, first: done, to: values };
                 let mut silent = Meter { callback: None, done: 0, total: len };
@@ -141,76 +132,39 @@ impl Reader {
 
 impl Call<'_> {
     /// The chunks that are wanted, in the order in which they lie, in spans of at most `room` bytes.
-    fn spans<'b>(&'b self, room: usize) -> Result<Vec<Span<'b>>, Failure> {
-        let mut jobs: BTreeMap<(u32, usize, u64), DecodeJob<'b>> = BTreeMap::new();
+    fn spans<'b>(&'b self, room: usize) -> Result<Vec<Span<Job<'b>>>, Failure> {
+        let mut jobs: BTreeMap<(u32, usize, u64), FrameJob<'b>> = BTreeMap::new();
         for wanted in &self.wanted {
-            self.cut(wanted, &mut jobs)?;
+            self.add(wanted, &mut jobs)?;
         }
-        let mut jobs: Vec<_> =
-            jobs.into_iter().map(|((ordinal, ..), job)| (ordinal, job)).collect();
-        jobs.sort_by_key(|(ordinal, j)| (j.record.object, j.record.offset, *ordinal));
-        let gap = self.reader.request_size() as u64 / 16;
-        let mut spans: Vec<Span<'b>> = vec![];
-        for (ordinal, mut job) in jobs {
-            let record = job.record;
-            let end = record.offset + u64::from(record.len);
-            let joins = |s: &&mut Span<'b>| {
-                s.ordinal == ordinal
-                    && s.object == record.object
-                    && record.offset <= s.first + s.len as u64 + gap
-                    && end - s.first <= room as u64
-            };
-            match spans.last_mut().filter(joins) {
-                Some(span) => {
-                    job.at = (record.offset - span.first) as usize;
-                    span.len = span.len.max((end - span.first) as usize);
-                    span.jobs.push(job);
-                }
-                None => spans.push(Span {
-                    ordinal,
-                    object: record.object,
-                    first: record.offset,
-                    len: record.len as usize,
-                    jobs: vec![job],
-                }),
-            }
-        }
-        Ok(spans)
+        let jobs = jobs.into_iter().map(|((ordinal, ..), job)| (ordinal, job)).collect();
+        let record = |(_, job): &Job<'_>| job.record;
+        let together = |close, last: Option<&Job<'_>>, job: &Job<'_>| {
+            close && last.is_some_and(|last| last.0 == job.0)
+        };
+        Ok(self.reader.spans(jobs, room as u64, record, together))
     }
 
     /// Cuts what is wanted of a tensor at the borders of chunks.
-    fn cut<'b>(
+    fn add<'b>(
         &'b self,
-        &Wanted { tensor: number, to, ref chunks, .. }: &Wanted,
-        jobs: &mut BTreeMap<(u32, usize, u64), DecodeJob<'b>>,
+        &Wanted { tensor, to, ref chunks, .. }: &Wanted,
+        jobs: &mut BTreeMap<(u32, usize, u64), FrameJob<'b>>,
     ) -> Result<(), Failure> {
-        let reader = self.reader;
-        let host = reader.host(number);
-        let (tensor, block) = (&reader.tensors[host], &self.blocks[&host]);
-        let spec = reader.spec(host, block);
-        let width = tensor.dtype.value_width() as u64;
-        let size = width << spec.chunk_log2;
-        let all = tensor.bytes().at(&reader.name)?;
-        let first = match reader.tensors[number].kind {
-            TensorKind::Chunks { .. } => 0,
-            TensorKind::Packed { first, .. } => first * width,
-        };
         let mut done = 0;
-        while done < to.bytes() {
-            let at = first + done;
-            let (chunk, from) = (at / size, at % size);
-            let bytes = size.min(all - chunk * size);
-            let len = (to.bytes() - done).min(bytes - from);
-            let part = to.part(done, len).map_err(|e| Failure::Engine(e.into()))?;
+        for Part { host, chunk, record, bytes, from, len } in
+            self.reader.parts(tensor, 0, to.bytes(), &self.blocks)?
+        {
+            let part = to.part(done, len).map_err(Failure::Device)?;
             done += len;
             if chunks.as_ref().is_some_and(|list| list.binary_search(&chunk).is_err()) {
                 continue;
             }
-            let job = jobs.entry((to.ordinal(), host, chunk)).or_insert_with(|| DecodeJob {
+            let job = jobs.entry((to.ordinal(), host, chunk)).or_insert_with(|| FrameJob {
                 tensor: self.base + host,
-                spec,
+                spec: self.reader.spec(host, &self.blocks[&host]),
                 chunk,
-                record: block.records[chunk as usize],
+                record,
                 at: 0,
                 bytes,
                 pieces: vec![],
@@ -223,19 +177,21 @@ impl Call<'_> {
     /// Reads spans into pinned memory, with parallel requests, and has them decoded.
     fn push<'b>(
         &'b self,
-        spans: Vec<Span<'b>>,
+        spans: Vec<Span<Job<'b>>>,
         decoder: &mut Decoder<'_, 'b>,
         meter: &mut Meter,
     ) -> Result<(), Failure> {
         // Each value is counted once, as that of the checkpoint itself.
-        let counted = |jobs: &[DecodeJob<'_>]| -> u64 {
+        let counted = |jobs: &[Job<'_>]| -> u64 {
             let own = jobs.iter().filter(|_| self.base == 0);
-            own.flat_map(|j| &j.pieces).map(|p| p.to.bytes()).sum()
+            own.flat_map(|j| &j.1.pieces).map(|p| p.to.bytes()).sum()
         };
         let places: Vec<_> = spans.iter().map(|s| (s.object, s.first, counted(&s.jobs))).collect();
-        let batches = spans.into_iter().map(|span| {
-            let Span { ordinal, len, jobs, .. } = span;
-            Batch { ordinal, len, jobs }
+        let batches = spans.into_iter().map(|mut span| {
+            let ordinal = span.jobs.first().map_or(0, |job| job.0);
+            let jobs = std::mem::take(&mut span.jobs).into_iter();
+            let jobs = jobs.map(|(_, job)| FrameJob { at: span.at(&job.record), ..job });
+            Batch { ordinal, len: span.bytes(), jobs: jobs.collect() }
         });
         let read = |span: usize, at: usize, part: &mut [u8]| {
             let (object, first, _) = places[span];

@@ -15,7 +15,7 @@
 //! let mut weights: Vec<u8> = (0..8192u32).flat_map(|i| (i as f32).sqrt().to_le_bytes()).collect();
 //! for step in 0..3 {
 //!     weights[step as usize * 4] ^= 1;
-//!     let tensors = [TensorSource { name: "w", dtype: DType::Float32, shape: &[8192], data: &weights }];
+//!     let tensors = [TensorSource::new("w", DType::Float32, &[8192], &weights)];
 //!     store.save(step, &tensors, &SaveOptions::default())?;
 //! }
 //! let newest = store.load(None)?;
@@ -27,7 +27,7 @@
 //! absent: what the tensors are, which is the caller's `contents`.
 
 mod bridge;
-mod kept;
+mod cache;
 mod load;
 mod manage;
 mod objects;
@@ -35,7 +35,6 @@ mod open;
 mod parents;
 mod rebase;
 mod save;
-mod sources;
 
 use std::sync::{Arc, Mutex};
 
@@ -63,7 +62,7 @@ use crate::parent::{MemoryParent, Parent};
 use crate::reader::Reader;
 use bridge::Bridge;
 use open::Opener;
-use parents::Line;
+use parents::SaveHistory;
 
 /// Checkpoints that share a base, by default.
 pub const DEFAULT_STORE_CHAIN: u32 = 16;
@@ -145,7 +144,7 @@ pub struct CheckpointStore {
     opener: Opener,
     options: StoreOptions,
     /// What this handle saved last. Locked for as long as a save lasts.
-    line: Mutex<Line>,
+    history: Mutex<SaveHistory>,
     /// What was opened last.
     opened: Mutex<Option<Reference>>,
     /// For objects and for values that are kept.
@@ -304,9 +303,9 @@ impl CheckpointStore {
         let local = place.as_folder().is_some();
         let opener = Opener { bridge, store, local };
         let buffers = LargeBuffers::new(options.buffers());
-        let (line, opened) = (Mutex::default(), Mutex::default());
+        let (history, opened) = (Mutex::default(), Mutex::default());
         let process = std::process::id();
-        Ok(Self { opener, options, line, opened, buffers, process })
+        Ok(Self { opener, options, history, opened, buffers, process })
     }
 
     /// Folder or URL, for messages; holds no secret.

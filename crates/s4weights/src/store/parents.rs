@@ -1,25 +1,26 @@
 //! Which checkpoint the next one is a difference from, and where the values of that one are.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 
 use s4_delta::Tree;
-use s4_delta::policy::{Choice, Entry, Next, Policy};
-use s4_engine::Preset;
+use s4_delta::policy::{CheckpointSize, Choice, Next, Policy};
+use s4_engine::{Preset, Values};
 use s4_store::{Checkpoint, Reference, State};
 
 use crate::error::{Error, Result};
 use crate::memory::{MemoryOptions, TensorCodec};
 use crate::options::{ReadOptions, WriteOptions};
-use crate::parent::{MemoryParent, Snapshot};
+use crate::pack::SMALL;
+use crate::parent::{MemoryParent, Parent, Snapshot};
 use crate::reader::Reader;
 use crate::store::save::{WhyBase, chain};
-use crate::store::sources::Sources;
 use crate::store::{CheckpointStore, ParentValues, StoreOptions};
-use crate::writer::TensorSource;
+use crate::write::TensorSource;
 
 /// What one handle saved last, and what it keeps for the next save.
 #[derive(Default)]
-pub(crate) struct Line {
+pub(crate) struct SaveHistory {
     /// What was saved last.
     last: Option<Reference>,
     /// Values that later saves may be differences from.
@@ -35,14 +36,14 @@ struct Held {
 }
 
 /// The checkpoint that the next one may be a difference from.
-pub(crate) struct Before {
+pub(crate) struct ParentCheckpoint {
     pub(crate) reference: Reference,
     pub(crate) values: ParentValues,
     /// The next one's number since the base.
     pub(crate) number: u32,
 }
 
-impl Line {
+impl SaveHistory {
     /// Notes what was saved, and its values if they are kept.
     pub(crate) fn saved(&mut self, saved: &Checkpoint, kept: Option<ParentValues>) {
         let (reference, number) = (saved.reference(), saved.since_base());
@@ -56,7 +57,7 @@ impl StoreOptions {
         Tree::new(self.max_chain, self.max_hops)
     }
 
-    /// Bytes of buffers up to which they are used again: what a save takes, and values that are kept.
+    /// Bytes of buffers to keep for reuse: those of one save and those of the values that stay in memory.
     pub(crate) fn buffers(&self) -> usize {
         self.requests.upload_memory.saturating_add(self.parent_memory)
     }
@@ -71,40 +72,40 @@ impl CheckpointStore {
     /// The parent of what is saved next, or why it has none.
     pub(crate) fn choose(
         &self,
-        line: &mut Line,
-        tensors: Sources<'_>,
-    ) -> Result<std::result::Result<Before, WhyBase>> {
+        history: &mut SaveHistory,
+        tensors: &[TensorSource<'_>],
+    ) -> Result<std::result::Result<ParentCheckpoint, WhyBase>> {
         let state = self.state()?;
-        let head = self.head(&state, line);
+        let head = self.head(&state, history);
         let chain = head.map_or(Ok(vec![]), |head| chain(&state, head.id()));
         let chain = chain.map_err(|e| self.error(e))?;
-        let entries: Vec<Entry> = chain.iter().rev().map(entry).collect();
+        let entries: Vec<CheckpointSize> = chain.iter().rev().map(entry).collect();
         let deltas = chain.last().map_or(vec![], |base| newest_deltas(&state, base));
         let policy = Policy::new(self.options.tree());
-        let raw = tensors.bytes();
+        let raw = tensors.iter().map(|t| t.values.bytes()).sum();
         let (number, parent) = match policy.choose(&entries, &deltas, Next { raw, changed: 0 }) {
             Choice::Base(reason) => return Ok(Err(WhyBase::Policy(reason))),
             Choice::Delta { number, parent } => (number, parent),
         };
         // The chain is in the opposite order.
         let chain = &chain[chain.len() - 1 - parent..];
-        let (reference, values) = match self.values(line, chain, tensors) {
+        let (reference, values) = match self.values(history, chain, tensors) {
             Ok(found) => found,
             Err(Error::Cancelled) => return Err(Error::Cancelled),
             Err(e) => return Ok(Err(WhyBase::Parent(e.to_string()))),
         };
-        let changed = tensors.changed(&*values.parent());
+        let changed = changed(tensors, &*values.parent());
         if let Choice::Base(reason) = policy.choose(&entries, &deltas, Next { raw, changed }) {
             return Ok(Err(WhyBase::Policy(reason)));
         }
-        Ok(Ok(Before { reference, values, number }))
+        Ok(Ok(ParentCheckpoint { reference, values, number }))
     }
 
     /// The checkpoint that the next one follows: what this handle saved last; before its first save
     /// what it opened last, because a run goes on from there; else the newest.
-    fn head<'a>(&self, state: &'a State, line: &Line) -> Option<&'a Checkpoint> {
+    fn head<'a>(&self, state: &'a State, history: &SaveHistory) -> Option<&'a Checkpoint> {
         let opened = *self.opened.lock().unwrap_or_else(|e| e.into_inner());
-        let own = line.last.or(opened);
+        let own = history.last.or(opened);
         let own = own.and_then(|r| state.get(r.id).filter(|c| c.reference() == r));
         own.or_else(|| state.latest())
     }
@@ -113,25 +114,25 @@ impl CheckpointStore {
     /// kept if it is wanted again.
     fn values(
         &self,
-        line: &mut Line,
+        history: &mut SaveHistory,
         chain: &[Checkpoint],
-        tensors: Sources<'_>,
+        tensors: &[TensorSource<'_>],
     ) -> Result<(Reference, ParentValues)> {
         let parent = chain.first().ok_or_else(|| Error::Argument("an empty chain".into()))?;
         let reference = parent.reference();
-        if let Some(held) = line.held.iter().find(|h| h.reference == reference) {
+        if let Some(held) = history.held.iter().find(|h| h.reference == reference) {
             return Ok((reference, held.values.clone()));
         }
         let reader = self.opener.open(chain, &self.reading())?;
         let number = parent.since_base();
         let again = self.options.tree().last_child(number).is_some();
         // Devices decode frames by themselves.
-        let again = again && !tensors.on_devices();
+        let again = again && !on_devices(tensors);
         let Some(values) = (if again { self.keep_read(&reader)? } else { None }) else {
             return Ok((reference, ParentValues::Frames(reader)));
         };
         let values = ParentValues::Memory(Arc::new(values));
-        line.held.push(Held { reference, number, values: values.clone() });
+        history.held.push(Held { reference, number, values: values.clone() });
         Ok((reference, values))
     }
 
@@ -154,12 +155,12 @@ impl CheckpointStore {
         if wanted && is_parent { self.options.share() } else { 0 }
     }
 
-    /// Lets go of values that are no parent's any more once checkpoint `number` since the base is saved
+    /// Drops values that no later save can use once checkpoint `number` since the base is saved
     /// (0: a base); returns whether that one will be.
-    pub(crate) fn is_parent_later(&self, line: &mut Line, number: u32) -> bool {
+    pub(crate) fn is_parent_later(&self, history: &mut SaveHistory, number: u32) -> bool {
         let tree = self.options.tree();
         let later = |h: &Held| tree.last_child(h.number).is_some_and(|last| last > number);
-        line.held.retain(|h| number > 0 && later(h));
+        history.held.retain(|h| number > 0 && later(h));
         tree.last_child(number).is_some()
     }
 
@@ -172,8 +173,11 @@ impl CheckpointStore {
     ) -> Option<ParentValues> {
         let snapshot = Arc::new(snapshot);
         let held = |t: &&TensorSource<'_>| snapshot.tensors.contains_key(t.name);
-        let values = tensors.iter().filter(held).map(|t| Ok((t.name, Values::Theirs(t.data))));
-        let raw = tensors.iter().filter(held).map(|t| t.data.len()).sum();
+        let values = tensors.iter().filter(held).filter_map(|t| match t.values {
+            Values::Host(data) => Some(Ok((t.name, Cow::Borrowed(data)))),
+            Values::Device(_) => None,
+        });
+        let raw = tensors.iter().filter(held).map(|t| t.values.bytes() as usize).sum();
         match self.keep(&snapshot, raw, values) {
             Ok(Some(values)) => return Some(ParentValues::Memory(Arc::new(values))),
             Ok(None) => tracing::debug!("later saves read this one back: it does not fit"),
@@ -188,7 +192,7 @@ impl CheckpointStore {
         let held = || reader.tensors().filter(|t| snapshot.tensors.contains_key(t.name));
         let raw = held().map(|t| usize::try_from(t.bytes).unwrap_or(usize::MAX));
         let raw = raw.fold(0, usize::saturating_add);
-        let read = held().map(|t| Ok((t.name, Values::Own(reader.read(t.name)?))));
+        let read = held().map(|t| Ok((t.name, Cow::Owned(reader.read(t.name)?))));
         self.keep(&snapshot, raw, read)
     }
 
@@ -197,7 +201,7 @@ impl CheckpointStore {
         &self,
         snapshot: &Arc<Snapshot>,
         raw: usize,
-        values: impl Iterator<Item = Result<(&'a str, Values<'a>)>>,
+        values: impl Iterator<Item = Result<(&'a str, Cow<'a, [u8]>)>>,
     ) -> Result<Option<MemoryParent>> {
         let share = self.options.share();
         let mut parent = MemoryParent::new(Arc::clone(snapshot), share);
@@ -205,8 +209,8 @@ impl CheckpointStore {
             for tensor in values {
                 let (name, values) = tensor?;
                 match values {
-                    Values::Theirs(values) => parent.own_copy(name, values, &self.buffers)?,
-                    Values::Own(values) => parent.own(name, values.into())?,
+                    Cow::Borrowed(values) => parent.own_copy(name, values, &self.buffers)?,
+                    Cow::Owned(values) => parent.own(name, values.into())?,
                 }
             }
             return Ok(Some(parent));
@@ -220,7 +224,7 @@ impl CheckpointStore {
         let codec = Arc::new(codec);
         for tensor in values {
             let (name, values) = tensor?;
-            if !parent.keep(&codec, name, values.as_slice())? {
+            if !parent.keep(&codec, name, &values)? {
                 return Ok(None);
             }
         }
@@ -228,23 +232,23 @@ impl CheckpointStore {
     }
 }
 
-/// Values of a tensor.
-enum Values<'a> {
-    Theirs(&'a [u8]),
-    Own(Vec<u8>),
+/// Whether any tensor is in the memory of a device.
+pub(crate) fn on_devices(tensors: &[TensorSource<'_>]) -> bool {
+    tensors.iter().any(|t| t.values.memory().is_some())
 }
 
-impl Values<'_> {
-    fn as_slice(&self) -> &[u8] {
-        match self {
-            Self::Theirs(values) => values,
-            Self::Own(values) => values,
-        }
-    }
+/// Bytes of tensors that have no counterpart. Small ones share chunks and are never differences.
+fn changed(tensors: &[TensorSource<'_>], parent: &dyn Parent) -> u64 {
+    let is_new = |t: &&TensorSource<'_>| {
+        let large = t.values.bytes() / t.dtype.value_width() as u64 >= SMALL;
+        let there = parent.find(t.name);
+        large && there.is_none_or(|p| p.dtype != t.dtype || p.shape != t.shape)
+    };
+    tensors.iter().filter(is_new).map(|t| t.values.bytes()).sum()
 }
 
-fn entry(c: &Checkpoint) -> Entry {
-    Entry {
+fn entry(c: &Checkpoint) -> CheckpointSize {
+    CheckpointSize {
         number: c.since_base(),
         stored: c.about.data_len.saturating_add(c.about.manifest_len),
         raw: c.about.raw_len,
@@ -252,7 +256,7 @@ fn entry(c: &Checkpoint) -> Entry {
 }
 
 /// Deltas that share a base, from the oldest to the newest.
-fn newest_deltas(state: &State, base: &Checkpoint) -> Vec<Entry> {
+fn newest_deltas(state: &State, base: &Checkpoint) -> Vec<CheckpointSize> {
     let family = state.descendants(&[base.id()]);
     state.list().into_iter().filter(|c| family.contains(&c.id())).map(entry).collect()
 }

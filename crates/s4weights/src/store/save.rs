@@ -1,8 +1,8 @@
 //! Saving: as a delta, or as a base.
 
-use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use s4_delta::policy::Reason;
 use s4_format::limits::{MAX_CHAIN, MAX_OBJECTS};
@@ -16,22 +16,19 @@ use tokio::sync::mpsc::channel;
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::objects::ObjectOptions;
-use crate::options::{ProgressFn, WriteOptions};
+use crate::options::{ProgressFn, StagedFn, WriteOptions};
 use crate::parent::Parent;
 use crate::report::Report;
 use crate::store::bridge::{Asker, ChannelSink, upload};
-use crate::store::kept::{Keeping, Kept};
-use crate::store::parents::{Before, Line};
-use crate::store::sources::Sources;
+use crate::store::cache::{CachingSink, ObjectCache};
+use crate::store::parents::{ParentCheckpoint, SaveHistory, on_devices};
 use crate::store::{CheckpointStore, ParentValues};
-use crate::writer::{Contents, TensorSource, Writer, Written};
+use crate::write::TensorSource;
+use crate::writer::{Contents, Writer, Written};
 
 /// What is saved besides tensors, and how.
 #[derive(Clone, Default)]
-pub struct SaveOptions<'a> {
-    /// A group for each tensor, below 4; empty: all are of group 0. Tensors of different groups lie
-    /// in different objects: weights (0), optimizer state (1).
-    pub groups: &'a [u8],
+pub struct SaveOptions {
     /// What the tensors are to the optimizer, as for [`Writer::declare`].
     pub roles: Option<Roles>,
     /// What the checkpoint holds besides tensors.
@@ -47,13 +44,32 @@ pub struct SaveOptions<'a> {
     /// Called once, on the calling thread, when the values on devices are no longer needed. By then all of
     /// their frames are in memory, waiting to be uploaded. A save that cannot be published after that,
     /// because another writer retired its parent, fails.
-    pub staged: Option<&'a dyn Fn()>,
+    pub staged: Option<StagedFn>,
     /// Whether values in the memory of the host may change, too, once `staged` was called: it is called later
     /// then, when nothing needs them any more. What is kept of them for later deltas is what was stored.
     pub host_changes: bool,
     /// Bytes of encoded objects that may wait to be uploaded before `staged` is called; `None`: all of them.
     /// With less than that the call comes later: encoding waits for uploads.
     pub staging_memory: Option<usize>,
+    /// What encodes tensors that are in the memory of devices. With it, what was stored is kept in memory,
+    /// within [`StoreOptions::parent_memory`], where later saves are differences from it; without it, the
+    /// values are.
+    ///
+    /// [`StoreOptions::parent_memory`]: crate::store::StoreOptions::parent_memory
+    #[cfg(feature = "cuda")]
+    pub engine: Option<Arc<s4_engine::cuda::CudaEngine>>,
+}
+
+impl SaveOptions {
+    /// Whether later saves are differences from the values, not from what was stored of them: those may
+    /// have changed by then.
+    fn keeps_values(&self) -> bool {
+        #[cfg(feature = "cuda")]
+        let on_devices = self.engine.is_some();
+        #[cfg(not(feature = "cuda"))]
+        let on_devices = false;
+        !on_devices && !self.host_changes
+    }
 }
 
 /// What a save did.
@@ -104,32 +120,27 @@ struct Ready {
 }
 
 /// A save in progress.
-struct Job<'a> {
+struct SaveRequest<'a> {
     step: u64,
-    tensors: Sources<'a>,
-    options: &'a SaveOptions<'a>,
+    tensors: &'a [TensorSource<'a>],
+    options: &'a SaveOptions,
     asker: Asker,
-    /// Whether the caller was told that it may change its values.
-    staged: Cell<bool>,
+    /// Whether the caller has been told that it may change its values.
+    staged: Arc<AtomicBool>,
 }
 
-impl Job<'_> {
+impl SaveRequest<'_> {
     /// Whether the caller may change values once it was told that they are staged.
     fn may_change(&self) -> bool {
-        self.tensors.on_devices() || self.options.host_changes
-    }
-
-    /// Whether what was stored is kept for later saves, instead of values, which may have changed by then.
-    fn keeps_stored(&self) -> bool {
-        !matches!(self.tensors, Sources::Host(_)) || self.options.host_changes
+        self.options.host_changes || on_devices(self.tensors)
     }
 }
 
 impl CheckpointStore {
     /// Saves a checkpoint: it is listed whole, or not at all. It follows the one that this handle saved
-    /// last, or opened last if it has saved none, or else the newest one, and becomes a difference from
-    /// that one or from one of those which that one needs ([`StoreOptions::max_hops`]); and a base when
-    /// the policy wants one, or when the values for a difference cannot be had.
+    /// last, or opened last if it has saved none, or else the newest one, and is stored as a delta of that
+    /// one or of a checkpoint further down its chain ([`StoreOptions::max_hops`]). It becomes a base when the
+    /// policy asks for one, or when the parent's values are not available.
     ///
     /// [`StoreOptions::max_hops`]: crate::store::StoreOptions::max_hops
     ///
@@ -141,59 +152,31 @@ impl CheckpointStore {
         &self,
         step: u64,
         tensors: &[TensorSource<'_>],
-        options: &SaveOptions<'_>,
-    ) -> Result<Saved> {
-        self.save_sources(step, Sources::Host(tensors), options)
-    }
-
-    /// As [`CheckpointStore::save`], of tensors of the host and of devices. Those are encoded where they
-    /// are; what was stored is kept in memory, within [`StoreOptions::parent_memory`], where later saves
-    /// are differences from it.
-    ///
-    /// # Errors
-    /// As [`CheckpointStore::save`]; [`Error::Device`].
-    ///
-    /// [`StoreOptions::parent_memory`]: crate::store::StoreOptions::parent_memory
-    #[cfg(feature = "cuda")]
-    pub fn save_placed(
-        &self,
-        engine: &s4_engine::cuda::CudaEngine,
-        step: u64,
-        tensors: &[crate::device::PlacedSource<'_>],
-        options: &SaveOptions<'_>,
-    ) -> Result<Saved> {
-        self.save_sources(step, Sources::Placed(engine, tensors), options)
-    }
-
-    fn save_sources(
-        &self,
-        step: u64,
-        tensors: Sources<'_>,
-        options: &SaveOptions<'_>,
+        options: &SaveOptions,
     ) -> Result<Saved> {
         // One save at a time from one handle: each may be the next one's parent.
-        let mut line = interrupt::lock(&self.line)?;
+        let mut history = interrupt::lock(&self.history)?;
         let asker = Asker::new(options.progress.clone());
-        let job = Job { step, tensors, options, asker, staged: Cell::new(false) };
-        let saved = self.save_next(&job, &mut line);
+        let request = SaveRequest { step, tensors, options, asker, staged: Arc::default() };
+        let saved = self.save_next(&request, &mut history);
         self.buffers.rest();
-        drop(line);
+        drop(history);
         let mut saved = saved?;
         saved.retired = self.retain(&saved.checkpoint)?;
         Ok(saved)
     }
 
     /// Saves as a difference if it can, else as a base.
-    fn save_next(&self, job: &Job<'_>, line: &mut Line) -> Result<Saved> {
-        let chosen = match job.options.base {
+    fn save_next(&self, request: &SaveRequest<'_>, history: &mut SaveHistory) -> Result<Saved> {
+        let chosen = match request.options.base {
             true => Err(WhyBase::Asked),
-            false => self.choose(line, job.tensors)?,
+            false => self.choose(history, request.tensors)?,
         };
         let (mut before, mut why_base) = match chosen {
             Ok(before) => (Some(before), None),
             Err(why) => {
                 if matches!(why, WhyBase::Parent(_)) {
-                    tracing::warn!(step = job.step, "saving as a base: {why}");
+                    tracing::warn!(step = request.step, "saving as a base: {why}");
                 }
                 (None, Some(why))
             }
@@ -202,18 +185,20 @@ impl CheckpointStore {
             let parent = before.take();
             let had_parent = parent.is_some();
             let outcome = self
-                .stage(job, line, parent, why_base.clone())
+                .stage(request, history, parent, why_base.clone())
                 .and_then(|ready| self.publish(ready));
             match outcome {
                 Ok((saved, kept)) => {
-                    line.saved(&saved.checkpoint, kept);
+                    history.saved(&saved.checkpoint, kept);
                     return Ok(saved);
                 }
                 // The caller's values are not those that were saved any more.
-                Err(e) if job.staged.get() && job.may_change() => return Err(e),
+                Err(e) if request.staged.load(Ordering::Relaxed) && request.may_change() => {
+                    return Err(e);
+                }
                 Err(e) if had_parent && is_parents(&e) => {
                     tracing::warn!(
-                        store = self.name(), step = job.step, error = %e,
+                        store = self.name(), step = request.step, error = %e,
                         "the checkpoint before cannot be used: saving as a base. `s4w store verify` shows \
                          what is damaged"
                     );
@@ -227,13 +212,13 @@ impl CheckpointStore {
     /// Encodes and uploads, at the same time; what is kept for later saves is copied meanwhile.
     fn stage(
         &self,
-        job: &Job<'_>,
-        line: &mut Line,
-        before: Option<Before>,
+        request: &SaveRequest<'_>,
+        history: &mut SaveHistory,
+        before: Option<ParentCheckpoint>,
         why_base: Option<WhyBase>,
     ) -> Result<Ready> {
-        let Job { step, tensors, options, asker, .. } = job;
-        let (tensors, bridge) = (*tensors, &self.opener.bridge);
+        let SaveRequest { step, tensors, options, asker, .. } = request;
+        let bridge = &self.opener.bridge;
         let store = self.opener.store.clone();
         let reference = before.as_ref().map(|b| b.reference);
         let mut attempt = bridge.ask(async move {
@@ -260,9 +245,10 @@ impl CheckpointStore {
         let sink = ChannelSink { bridge: bridge.clone(), asker: asker.clone(), sender };
         let reader = before.as_ref().and_then(|b| b.values.reader());
         let number = parent.map_or(0, |(_, number)| number);
-        let (sink, stored) = Keeping::new(sink, self.room_for_stored(job.keeps_stored(), number));
+        let (sink, stored) =
+            CachingSink::new(sink, self.room_for_stored(!options.keeps_values(), number));
         let values = before.map(|b| b.values.parent());
-        let written = match self.encode(job, sink, values) {
+        let written = match self.encode(request, sink, values) {
             Ok(written) => written,
             Err(e) => {
                 // If an upload failed, that is why the writer could not go on.
@@ -299,14 +285,10 @@ impl CheckpointStore {
                 }
             }
         };
-        let again = self.is_parent_later(line, number);
+        let again = self.is_parent_later(history, number);
         let (staged, kept) = std::thread::scope(|s| {
-            let keeping = match tensors {
-                Sources::Host(tensors) if again && !job.keeps_stored() => {
-                    Some(s.spawn(move || self.keep_values(snapshot, tensors)))
-                }
-                _ => None,
-            };
+            let keeping = (again && options.keeps_values())
+                .then(|| s.spawn(move || self.keep_values(snapshot, tensors)));
             let staged = bridge.wait_asking(asker, staging);
             (staged, keeping.and_then(|keeping| keeping.join().ok()).flatten())
         });
@@ -318,7 +300,7 @@ impl CheckpointStore {
             }
         };
         let why_base = why_base.or_else(|| (!delta).then_some(WhyBase::NothingGained));
-        let stored = Kept::open(&stored, index, reader, self.reading())?;
+        let stored = ObjectCache::open(&stored, index, reader, self.reading())?;
         let kept = kept.or_else(|| stored.filter(|_| again).map(ParentValues::Frames));
         Ok(Ready { staged, report, why_base, kept })
     }
@@ -337,13 +319,24 @@ impl CheckpointStore {
 
     fn encode(
         &self,
-        job: &Job<'_>,
-        sink: Keeping,
+        request: &SaveRequest<'_>,
+        sink: CachingSink,
         parent: Option<Arc<dyn Parent>>,
     ) -> Result<Written> {
-        let Job { tensors, options, asker, staged, .. } = job;
+        let SaveRequest { tensors, options, asker, staged, .. } = request;
+        let staged = options.staged.clone().map(|tell| -> StagedFn {
+            let told = Arc::clone(staged);
+            Arc::new(move || {
+                if !told.swap(true, Ordering::Relaxed) {
+                    tell();
+                }
+            })
+        });
         let write = WriteOptions {
             parent,
+            staged: staged.clone().filter(|_| !options.host_changes),
+            #[cfg(feature = "cuda")]
+            engine: options.engine.clone(),
             // The policy decides; this is what readers allow.
             max_chain: Some(MAX_CHAIN as u32),
             progress: asker.callback(),
@@ -357,17 +350,10 @@ impl CheckpointStore {
         if let Some(roles) = &options.roles {
             writer.declare(roles.clone())?;
         }
-        let tell = || {
-            if let Some(tell) = options.staged.filter(|_| !staged.replace(true)) {
-                tell();
-            }
-        };
-        tensors.write(&mut writer, options.groups, &mut || {
-            if !options.host_changes {
-                tell();
-            }
-        })?;
-        tell();
+        writer.write(tensors)?;
+        if let Some(staged) = staged {
+            staged();
+        }
         writer.complete(options.contents.clone())
     }
 
@@ -398,8 +384,8 @@ impl CheckpointStore {
         Ok((Saved { checkpoint, report, why_base, retired: vec![] }, kept))
     }
 
-    /// Applies the retention. The checkpoint is safe by now: a failure is told of, and is no failure
-    /// of the save.
+    /// Applies the retention. The checkpoint is safe by now, so a failure is logged and does not fail the
+    /// save.
     fn retain(&self, saved: &Checkpoint) -> Result<Vec<CheckpointId>> {
         let Some(policy) = self.options.retention.clone() else { return Ok(vec![]) };
         let store = self.opener.store.clone();

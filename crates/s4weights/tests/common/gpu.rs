@@ -9,6 +9,7 @@
 use std::sync::Arc;
 
 use s4_codec_gpu::{Cuda, Device, DeviceBuffer, Pinned, Pool, Stream};
+use s4weights::WriteOptions;
 use s4weights::cuda::{CudaEngine, CudaOptions, DeviceMemory};
 
 /// A device with memory of the test's own.
@@ -16,7 +17,7 @@ pub struct Gpu {
     pub device: Arc<Device>,
     pub stream: Arc<Stream>,
     pub pool: Arc<Pool>,
-    pub engine: CudaEngine,
+    pub engine: Arc<CudaEngine>,
 }
 
 /// Whether a missing GPU is a failure.
@@ -37,10 +38,16 @@ pub fn gpu() -> Option<Gpu> {
     let device = cuda.device(0).expect("opens");
     let stream = Arc::new(Stream::new(&device).unwrap());
     let pool = Pool::new(&device, 4 << 30).unwrap();
-    Some(Gpu { device, stream, pool, engine: CudaEngine::new(cuda, CudaOptions::default()) })
+    let engine = Arc::new(CudaEngine::new(cuda, CudaOptions::default()));
+    Some(Gpu { device, stream, pool, engine })
 }
 
 impl Gpu {
+    /// The same options, for tensors of the device, too.
+    pub fn with(&self, options: WriteOptions) -> WriteOptions {
+        WriteOptions { engine: Some(self.engine.clone()), ..options }
+    }
+
     /// Whether kernels are emulated: then tests keep to less data.
     pub fn is_slow(&self) -> bool {
         self.device.info().name == "emulated"

@@ -30,7 +30,7 @@ impl Owned {
 
     pub fn source(&self) -> TensorSource<'_> {
         let Self { name, dtype, shape, data } = self;
-        TensorSource { name, dtype: *dtype, shape, data }
+        TensorSource::new(name, *dtype, shape, data)
     }
 }
 
@@ -50,10 +50,8 @@ impl Write for Memory {
 
 pub fn save_to(target: Target, tensors: &[Owned], options: WriteOptions) -> Result<Report> {
     let mut writer = Writer::create(target, options)?;
-    let sources: Vec<_> = tensors
-        .iter()
-        .map(|t| TensorSource { name: &t.name, dtype: t.dtype, shape: &t.shape, data: &t.data })
-        .collect();
+    let sources: Vec<_> =
+        tensors.iter().map(|t| TensorSource::new(&t.name, t.dtype, &t.shape, &t.data)).collect();
     writer.write(&sources)?;
     writer.finish(Contents::default())
 }

@@ -41,13 +41,16 @@ impl Racing {
         Self { name, dtype, shape: [n as u64], memory, versions }
     }
 
-    pub(crate) fn source(&self) -> TensorSource<'_> {
+    pub(crate) fn data(&self) -> &[u8] {
         // SAFETY: as many bytes are readable. They change meanwhile, which is what is tested: whoever
         // saves may assume nothing of bytes that it reads again.
-        let data = unsafe {
+        unsafe {
             std::slice::from_raw_parts(self.memory.as_ptr().cast::<u8>(), self.versions[0].len())
-        };
-        TensorSource { name: self.name, dtype: self.dtype, shape: &self.shape, data }
+        }
+    }
+
+    pub(crate) fn source(&self) -> TensorSource<'_> {
+        TensorSource::new(self.name, self.dtype, &self.shape, self.data())
     }
 
     /// Whether each value is one that was there at some time.

@@ -23,7 +23,7 @@ fn store(folder: &Path) -> Option<CheckpointStore> {
     let place = Place::folder(folder);
     let store = open(&place, StoreOptions { preset: Preset::Nvcomp, ..options() });
     let (shape, data) = ([150_000], values());
-    let tensor = TensorSource { name: "w", dtype: DType::BFloat16, shape: &shape, data: &data };
+    let tensor = TensorSource::new("w", DType::BFloat16, &shape, &data);
     match store.save(1, &[tensor], &SaveOptions::default()) {
         Ok(_) => Some(store),
         Err(e) => {

@@ -42,9 +42,11 @@ impl State {
     }
 
     pub(crate) fn sources(&self) -> Vec<TensorSource<'_>> {
-        let list = self.0.iter();
-        list.map(|(name, dtype, shape, data)| TensorSource { name, dtype: *dtype, shape, data })
-            .collect()
+        let list = self.0.iter().map(|(name, dtype, shape, data)| {
+            let group = u8::from(name.starts_with("optimizer"));
+            TensorSource::new(name, *dtype, shape, data).in_group(group)
+        });
+        list.collect()
     }
 
     pub(crate) fn save(&self, store: &CheckpointStore, step: u64) -> Result<Saved> {
@@ -55,9 +57,8 @@ impl State {
         &self,
         store: &CheckpointStore,
         step: u64,
-        mut options: SaveOptions<'_>,
+        mut options: SaveOptions,
     ) -> Result<Saved> {
-        options.groups = &[0, 0, 0, 1, 1];
         let metadata = [("step".to_owned(), step.to_string())].into();
         options.contents = Contents { metadata, ..Contents::default() };
         store.save(step, &self.sources(), &options)

@@ -1,6 +1,6 @@
 //! Tensors of the host that change as soon as a save says that it needs them no more.
 
-use std::cell::Cell;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use s4weights::store::{SaveOptions, StoreOptions};
@@ -39,7 +39,7 @@ impl Changing {
         let data = unsafe {
             std::slice::from_raw_parts(self.words.as_ptr().cast::<u8>(), 8 * self.words.len())
         };
-        TensorSource { name: self.name, dtype: self.dtype, shape: &self.shape, data }
+        TensorSource::new(self.name, self.dtype, &self.shape, data)
     }
 
     fn values(&self) -> Vec<u8> {
@@ -70,24 +70,25 @@ fn what_is_stored_and_kept_are_the_values_before_staged() {
     {
         let options = StoreOptions { parent_memory, object_bytes: 4 << 20, ..options() };
         let store = open(&memory(), options);
-        let tensors = Changing::all();
+        let tensors = Arc::new(Changing::all());
         let mut steps = vec![];
         for step in 0..4 {
             let before: Vec<_> = tensors.iter().map(Changing::values).collect();
-            let calls = Cell::new(0);
-            let staged = || {
-                calls.set(calls.get() + 1);
-                tensors.iter().for_each(Changing::spoil);
+            let calls = Arc::new(AtomicU64::new(0));
+            let (count, spoilt) = (Arc::clone(&calls), Arc::clone(&tensors));
+            let staged = move || {
+                count.fetch_add(1, Ordering::Relaxed);
+                spoilt.iter().for_each(Changing::spoil);
             };
             let with = SaveOptions {
-                staged: Some(&staged),
+                staged: Some(Arc::new(staged)),
                 host_changes: true,
                 staging_memory,
                 ..SaveOptions::default()
             };
             let sources: Vec<_> = tensors.iter().map(Changing::source).collect();
             let saved = store.save(step, &sources, &with).unwrap();
-            assert_eq!(calls.get(), 1);
+            assert_eq!(calls.load(Ordering::Relaxed), 1);
             assert_eq!(saved.checkpoint.base.is_some(), step > 0, "{:?}", saved.why_base);
             tensors.iter().zip(&before).for_each(|(t, values)| t.set(values));
             tensors.iter().for_each(Changing::step);
@@ -108,11 +109,14 @@ fn without_that_promise_the_host_is_told_at_once_and_stays_as_it_is() {
     let tensors = Changing::all();
     let sources: Vec<_> = tensors.iter().map(Changing::source).collect();
     for step in 0..3 {
-        let calls = Cell::new(0);
-        let staged = || calls.set(calls.get() + 1);
-        let with = SaveOptions { staged: Some(&staged), ..SaveOptions::default() };
+        let calls = Arc::new(AtomicU64::new(0));
+        let count = Arc::clone(&calls);
+        let staged = move || {
+            count.fetch_add(1, Ordering::Relaxed);
+        };
+        let with = SaveOptions { staged: Some(Arc::new(staged)), ..SaveOptions::default() };
         store.save(step, &sources, &with).unwrap();
-        assert_eq!(calls.get(), 1);
+        assert_eq!(calls.load(Ordering::Relaxed), 1);
         tensors.iter().for_each(Changing::step);
     }
 }

@@ -123,9 +123,9 @@ fn the_golden_store_can_be_made_again() {
     for (i, step) in [100, 200, 300, 400].into_iter().enumerate() {
         let mut tensors = checkpoint(i as u64 % 2);
         tensors[1].data[4 * i] ^= 1;
-        let sources: Vec<TensorSource<'_>> = tensors.iter().map(Owned::source).collect();
+        let sources = tensors.iter().map(Owned::source).zip([0, 0, 0, 0, 0, 1, 1, 0]);
+        let sources: Vec<_> = sources.map(|(t, group)| t.in_group(group)).collect();
         let options = SaveOptions {
-            groups: &[0, 0, 0, 0, 0, 1, 1, 0],
             contents: contents(step),
             metrics: BTreeMap::from([("loss".to_owned(), 4.0 / (i + 1) as f64)]),
             tags: BTreeMap::from([("run".to_owned(), "example".to_owned())]),

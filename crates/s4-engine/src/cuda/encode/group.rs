@@ -4,9 +4,11 @@ use s4_codec_gpu::abi::{self, CopySpan, EncodeChunk, EncodeResult, Route};
 use s4_format::layout::MAX_PLANES;
 use s4_format::limits::ALIGN;
 
-/// A chunk on its way.
-#[derive(Clone, Copy)]
-pub(super) struct Job {
+use crate::Input;
+
+/// A chunk of a group.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Member {
     pub(super) tensor: usize,
     pub(super) chunk: u64,
     /// Address and bytes of its values, and where they are copied to, in scratch memory: whoever changes
@@ -27,9 +29,12 @@ pub(super) struct Job {
 }
 
 /// The work in flight in one slot.
-pub(super) struct Group {
+#[derive(Default)]
+pub(super) struct Group<'a> {
     pub(super) slot: usize,
-    pub(super) jobs: Vec<Job>,
+    pub(super) members: Vec<Member>,
+    /// What deltas are predicted from, until their frames are known to be good.
+    pub(super) inputs: Vec<Option<Input<'a>>>,
     /// Chunks of each route.
     pub(super) routes: [u32; 4],
     /// Bytes of frames at most; the values of the CPU's chunks follow.
@@ -60,14 +65,14 @@ pub(super) const PER_CHUNK: u64 = (size_of::<EncodeChunk>() + size_of::<EncodeRe
 pub(super) const TOTAL: u64 = 16;
 pub(super) const SPAN: u64 = size_of::<CopySpan>() as u64;
 
-impl Job {
+impl Member {
     /// Pieces that the values are copied in.
     pub(super) fn copies(&self) -> u64 {
         self.bytes.div_ceil(abi::COPY_SPAN_BYTES)
     }
 }
 
-impl Group {
+impl Group<'_> {
     pub(super) fn count(&self) -> u32 {
         self.routes.iter().sum()
     }
@@ -91,15 +96,15 @@ impl Group {
         let [a, b, c, _] = self.routes;
         let mut next = [0, a, a + b, a + b + c];
         let mut behind = self.capacity;
-        for job in &mut self.jobs {
-            match job.route {
+        for member in &mut self.members {
+            match member.route {
                 Some(route) => {
-                    job.at = next[route as usize] as usize;
+                    member.at = next[route as usize] as usize;
                     next[route as usize] += 1;
                 }
                 None => {
-                    job.at = behind as usize;
-                    behind += job.bytes.next_multiple_of(ALIGN as u64);
+                    member.at = behind as usize;
+                    behind += member.bytes.next_multiple_of(ALIGN as u64);
                 }
             }
         }

@@ -18,8 +18,8 @@ use s4_format::{CodecId, Error, ResidualId, StreamEntry};
 
 use super::layout::plane_sizes;
 use super::library::{Library, decode_scratch};
-use crate::cuda::DecodeJob;
-use crate::cuda::decode::{Busy, Lane, cut_pieces, has_one_place};
+use crate::cuda::FrameJob;
+use crate::cuda::decode::{Busy, DecodeQueue, cut_pieces, has_one_place};
 use crate::cuda::error::{Of, Result};
 use crate::cuda::route::has_layout;
 use std::sync::Arc;
@@ -101,7 +101,7 @@ impl Chunk {
     }
 }
 
-impl<'a> Lane<'_, 'a> {
+impl<'a> DecodeQueue<'_, 'a> {
     /// Queues the jobs that the library can decode; gives the others.
     pub(in crate::cuda) fn decode_blocks(
         &mut self,
@@ -211,7 +211,7 @@ impl<'a> Lane<'_, 'a> {
         trusted: &Trusted,
         slot: usize,
         number: usize,
-        job: &DecodeJob<'_>,
+        job: &FrameJob<'_>,
         frame: &[u8],
     ) -> Option<Chunk> {
         let (plan, width) = (job.spec.plan, job.spec.dtype.value_width());
@@ -374,7 +374,11 @@ impl<'a> Lane<'_, 'a> {
     }
 
     /// Looks at what the library and the kernels say of chunks whose work is done.
-    pub(in crate::cuda) fn judge_blocks(&self, slot: usize, busy: &mut Busy<'a>) -> Result<()> {
+    pub(in crate::cuda) fn check_block_statuses(
+        &self,
+        slot: usize,
+        busy: &mut Busy<'a>,
+    ) -> Result<()> {
         let base = self.session.pinned_meta();
         let pinned = &self.session.worker.slots[slot].pinned;
         // SAFETY: the copy that wrote it is done.
@@ -413,7 +417,7 @@ impl<'a> Lane<'_, 'a> {
 /// Gives a chunk its addresses, with scratch memory from an address on, and its blocks to the calls;
 /// returns where its scratch memory ends.
 fn place(
-    job: &DecodeJob<'_>,
+    job: &FrameJob<'_>,
     chunk: Chunk,
     scratch: u64,
     calls: &mut BTreeMap<(u8, u8), Call>,

@@ -2,8 +2,8 @@
 //!
 //! The library's encoders take milliseconds for a block, however few there are, and much scratch memory
 //! for each: speed comes from many blocks at once. So the engine's whole budget of device memory is shared
-//! out to lanes, each with a stream of its own and a group of chunks; all of a group's planes are coded by
-//! one call for each codec, and the lanes' calls run in parallel.
+//! out to streams, each with a group of chunks; all of a group's planes are coded by
+//! one call for each codec, and the streams' calls run in parallel.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -13,152 +13,116 @@ use s4_codec_gpu::abi::{COPY_SPAN_BYTES, CopySpan, EncodeChunk, EncodeResult, MA
 use s4_codec_gpu::nvcomp::Compress;
 use s4_codec_gpu::{CodedBatch, CodedPlane, Event, Stream, split_scratch};
 use s4_format::Error;
-use s4_format::index::chunk_count;
 use s4_format::limits::ALIGN;
 
 use super::layout::{Load, Places, plane_sizes};
 use super::library::{Library, WRITERS};
-use crate::TensorPlan;
-use crate::cuda::encode::{DeviceFrame, bad_answer, encoded};
+use crate::EncodedFrame;
+use crate::cuda::Host;
+use crate::cuda::encode::{bad_answer, encoded};
 use crate::cuda::error::{Of, Result};
-use crate::cuda::tensor::DeviceTensor;
 use crate::cuda::worker::{SLOTS, Session};
-use crate::cuda::{Host, Work};
+use crate::engine::{Chunk, ChunkQueue};
 
-/// Device memory of a lane: enough for as many values as pinned memory has room for at a time.
-const LANE: u64 = 128 << 20;
-/// Lanes: with fewer nothing would be coded while frames are copied, and more make nothing faster.
-const LANES: std::ops::RangeInclusive<u64> = 2..=12;
-
-/// A chunk on its way.
-#[derive(Clone, Copy)]
-struct Job {
-    tensor: usize,
-    chunk: u64,
-    /// Address of its values.
-    values: u64,
-    n: u64,
-    width: usize,
-}
+/// Device memory of a stream: enough for as many values as pinned memory has room for at a time.
+const SHARE: u64 = 128 << 20;
+/// Streams: with fewer nothing would be coded while frames are copied, and more make nothing faster.
+const STREAMS: std::ops::RangeInclusive<u64> = 2..=12;
 
 /// Chunks that are coded together.
 struct Group {
-    lane: usize,
-    jobs: Vec<Job>,
+    share: usize,
+    chunks: Vec<Chunk>,
     load: Load,
 }
 
-struct Lane {
+/// A stream with its share of the device memory.
+struct Share {
     stream: Arc<Stream>,
     worked: Event,
 }
 
 /// One device's chunks, in order.
-pub(in crate::cuda) struct Lanes<'a> {
+pub(in crate::cuda) struct LibraryQueue<'a> {
     session: Session<'a>,
     library: &'a Library,
     host: &'a Host,
-    tensors: &'a [DeviceTensor<'a>],
-    plans: &'a [TensorPlan],
-    /// Tensors of this device that are not cut yet; the first is cut up to a chunk.
-    waiting: VecDeque<usize>,
-    chunk: u64,
-    lanes: Vec<Lane>,
-    /// Bytes of each lane's device memory, and of its pinned memory for descriptors and results.
+    chunks: ChunkQueue<'a>,
+    shares: Vec<Share>,
+    /// Bytes of each share's device memory, and of its pinned memory for descriptors and results.
     memory: u64,
     meta: u64,
-    under_way: VecDeque<Group>,
+    in_flight: VecDeque<Group>,
     /// What the first group's chunks became, and how many of them were handed on.
     results: Vec<EncodeResult>,
     handed: usize,
 }
 
-impl<'a> Lanes<'a> {
+impl<'a> LibraryQueue<'a> {
     pub(in crate::cuda) fn new(
         session: Session<'a>,
         library: &'a Library,
-        work: Work<'a>,
+        host: &'a Host,
+        chunks: ChunkQueue<'a>,
     ) -> Result<Self> {
         let worker = &session.worker;
-        let count = (session.bytes() / LANE).clamp(*LANES.start(), *LANES.end());
-        let lane = |_| {
+        let count = (session.bytes() / SHARE).clamp(*STREAMS.start(), *STREAMS.end());
+        let share = |_| {
             let stream = Arc::new(Stream::new(&worker.device)?);
             // It waits for the caller's streams already, and the memory is allocated in its order.
             stream.wait_for(&worker.compute)?;
-            Ok(Lane { stream, worked: Event::new(&worker.device)? })
+            Ok(Share { stream, worked: Event::new(&worker.device)? })
         };
-        let lanes = (0..count).map(lane).collect::<Result<_>>()?;
+        let shares = (0..count).map(share).collect::<Result<_>>()?;
         Ok(Self {
             memory: (session.bytes() / count) & !255,
             meta: (worker.sizes.meta / count.div_ceil(SLOTS as u64)) & !255,
-            waiting: work.on(worker.device.ordinal()),
             session,
             library,
-            host: work.host,
-            tensors: work.tensors,
-            plans: work.plans,
-            chunk: 0,
-            lanes,
-            under_way: VecDeque::new(),
+            host,
+            chunks,
+            shares,
+            in_flight: VecDeque::new(),
             results: vec![],
             handed: 0,
         })
     }
 
-    /// Fills every lane with work.
+    /// Fills every share with work.
     pub(in crate::cuda) fn launch(&mut self) -> Result<()> {
-        (0..self.lanes.len()).try_for_each(|lane| self.launch_on(lane))
+        (0..self.shares.len()).try_for_each(|share| self.launch_on(share))
     }
 
-    fn launch_on(&mut self, lane: usize) -> Result<()> {
-        let group = self.cut(lane)?;
-        if !group.jobs.is_empty() {
+    fn launch_on(&mut self, share: usize) -> Result<()> {
+        let group = self.cut(share)?;
+        if !group.chunks.is_empty() {
             self.start(&group)?;
-            self.under_way.push_back(group);
+            self.in_flight.push_back(group);
         }
         Ok(())
     }
 
-    /// The next chunk that is not in a group yet.
-    fn job(&mut self) -> Option<Job> {
-        loop {
-            let tensor = *self.waiting.front()?;
-            let (t, plan) = (&self.tensors[tensor], &self.plans[tensor]);
-            let width = t.dtype.value_width();
-            let (chunk, values) = (self.chunk, t.memory.bytes() / width as u64);
-            if chunk >= chunk_count(values, plan.chunk_log2) {
-                self.waiting.pop_front();
-                self.chunk = 0;
-                continue;
-            }
-            let first = chunk << plan.chunk_log2;
-            let n = (1 << plan.chunk_log2).min(values - first);
-            let values = t.memory.address() + first * width as u64;
-            return Some(Job { tensor, chunk, values, n, width });
-        }
-    }
-
-    /// Takes as many chunks as a lane has room for. The library is asked what it needs when blocks become
+    /// Takes as many chunks as a share has room for. The library is asked what it needs when blocks become
     /// longer, and in the end.
-    fn cut(&mut self, lane: usize) -> Result<Group> {
-        let mut taken: Vec<(Job, Load)> = vec![];
-        while let Some(job) = self.job() {
+    fn cut(&mut self, share: usize) -> Result<Group> {
+        let mut taken: Vec<(Chunk, Load)> = vec![];
+        while let Some(chunk) = self.chunks.peek() {
             let load = taken.last().map_or(Load::default(), |t| t.1);
-            let plan = &self.plans[job.tensor];
-            let load = load.with(self.library, plan, (job.n, job.width));
-            let load = load.and_then(|l| if l.is_known() { Ok(l) } else { self.asked(lane, l) });
-            let load = load.map_err(|e| e.in_chunk(job.chunk)).of(job.tensor)?;
+            let plan = &self.chunks.plans[chunk.tensor];
+            let load = load.with(self.library, plan, self.values_of(&chunk));
+            let load = load.and_then(|l| if l.is_known() { Ok(l) } else { self.asked(share, l) });
+            let load = load.map_err(|e| e.in_chunk(chunk.chunk)).of(chunk.tensor)?;
             if !self.fits(&load) && !taken.is_empty() {
                 break;
             }
-            self.chunk += 1;
-            taken.push((job, load));
+            self.chunks.advance();
+            taken.push((chunk, load));
         }
-        while let Some((job, load)) = taken.last().copied() {
-            let named = |e: Error| e.in_chunk(job.chunk);
-            let load = self.asked(lane, load).map_err(named).of(job.tensor)?;
+        while let Some((chunk, load)) = taken.last().copied() {
+            let named = |e: Error| e.in_chunk(chunk.chunk);
+            let load = self.asked(share, load).map_err(named).of(chunk.tensor)?;
             if self.fits(&load) {
-                return Ok(Group { lane, jobs: taken.into_iter().map(|t| t.0).collect(), load });
+                return Ok(Group { share, chunks: taken.into_iter().map(|t| t.0).collect(), load });
             }
             if taken.len() == 1 {
                 let what = format!(
@@ -166,16 +130,16 @@ impl<'a> Lanes<'a> {
                     Places::of(&load).end,
                     self.memory
                 );
-                return Err(named(Error::limit(what))).of(job.tensor);
+                return Err(named(Error::limit(what))).of(chunk.tensor);
             }
             taken.pop();
-            self.put_back(job);
+            self.chunks.put_back(&chunk);
         }
-        Ok(Group { lane, jobs: vec![], load: Load::default() })
+        Ok(Group { share, chunks: vec![], load: Load::default() })
     }
 
-    fn asked(&self, lane: usize, load: Load) -> s4_format::Result<Load> {
-        let stream = self.lanes[lane].stream.address();
+    fn asked(&self, share: usize, load: Load) -> s4_format::Result<Load> {
+        let stream = self.shares[share].stream.address();
         load.asked(self.library, &self.session.worker.device, stream)
     }
 
@@ -186,30 +150,28 @@ impl<'a> Lanes<'a> {
             && load.frames <= self.session.worker.sizes.frames
     }
 
-    /// Makes a chunk that was taken last the next one again.
-    fn put_back(&mut self, job: Job) {
-        if self.waiting.front() != Some(&job.tensor) {
-            self.waiting.push_front(job.tensor);
-        }
-        self.chunk = job.chunk;
+    /// How many values a chunk has, and how many bytes each.
+    fn values_of(&self, chunk: &Chunk) -> (u64, usize) {
+        let width = self.chunks.tensors[chunk.tensor].dtype.value_width();
+        (chunk.bytes / width as u64, width)
     }
 
-    /// Address of a lane's device memory.
-    fn address(&self, lane: usize) -> u64 {
-        self.session.address() + lane as u64 * self.memory
+    /// Address of a share's device memory.
+    fn address(&self, share: usize) -> u64 {
+        self.session.address() + share as u64 * self.memory
     }
 
-    /// The pinned memory of a lane's descriptors and results: a slot, and where in it.
-    fn pinned(&self, lane: usize) -> (usize, usize) {
-        (lane % SLOTS, self.session.pinned_meta() + lane / SLOTS * self.meta as usize)
+    /// The pinned memory of a share's descriptors and results: a slot, and where in it.
+    fn pinned(&self, share: usize) -> (usize, usize) {
+        (share % SLOTS, self.session.pinned_meta() + share / SLOTS * self.meta as usize)
     }
 
     /// Queues a group's work.
     fn start(&self, group: &Group) -> Result<()> {
         let worker = &self.session.worker;
-        let Lane { stream, worked } = &self.lanes[group.lane];
-        let (base, places) = (self.address(group.lane), Places::of(&group.load));
-        let (slot, at) = self.pinned(group.lane);
+        let Share { stream, worked } = &self.shares[group.share];
+        let (base, places) = (self.address(group.share), Places::of(&group.load));
+        let (slot, at) = self.pinned(group.share);
         let pinned = &worker.slots[slot].pinned;
         let (up, down) = (places.up() as usize, places.down() as usize);
         // SAFETY: the group that used it was handed on.
@@ -222,9 +184,9 @@ impl<'a> Lanes<'a> {
             frames: base + places.frames,
             capacity: group.load.frames,
             // Bounded by the memory for descriptors.
-            count: group.jobs.len() as u32,
+            count: group.chunks.len() as u32,
         };
-        // SAFETY: all parts are the lane's, as large as `Load` added up, and used in the order of its
+        // SAFETY: all parts are the share's, as large as `Load` added up, and used in the order of its
         // stream, but for the caller's values, whose memory stays. Pinned memory as above. Descriptors of
         // copies are bounded by the memory for them.
         unsafe {
@@ -244,9 +206,9 @@ impl<'a> Lanes<'a> {
     /// Queues one codec's blocks.
     ///
     /// # Safety
-    /// The group's descriptors are on the lane's device memory when the stream gets there.
+    /// The group's descriptors are on the share's device memory when the stream gets there.
     unsafe fn code(&self, group: &Group, places: &Places, number: usize) -> Result<()> {
-        let (base, call) = (self.address(group.lane), &group.load.calls[number]);
+        let (base, call) = (self.address(group.share), &group.load.calls[number]);
         let [inputs, input_sizes, outputs] = places.inputs(number).map(|at| base + at);
         let [output_sizes, statuses] = places.answers(number).map(|at| base + at);
         let batch = Compress {
@@ -258,48 +220,51 @@ impl<'a> Lanes<'a> {
             scratch_bytes: call.scratch as usize,
             statuses,
         };
-        let stream = &self.lanes[group.lane].stream;
+        let stream = &self.shares[group.share].stream;
         // The library does not write every byte of what it counts as output: files would keep what
         // happened to be there.
-        // SAFETY: the slots are the lane's.
+        // SAFETY: the slots are the share's.
         unsafe { stream.fill(base + places.slots[number], 0, call.slot * call.blocks()) }?;
         let _current = self.session.worker.device.enter()?;
         let (codec, stream) = (self.library.writer(number), stream.address());
-        // SAFETY: the caller's: what the arrays name is the lane's, each block's output as large as the
+        // SAFETY: the caller's: what the arrays name is the share's, each block's output as large as the
         // codec asks for; the device is current.
         let queued = unsafe { codec.encode(call.shape, batch, stream) };
-        queued.map_err(Error::from).of(group.jobs[0].tensor)
+        queued.map_err(Error::from).of(group.chunks[0].tensor)
     }
 
     /// Writes what is uploaded.
     fn describe(&self, group: &Group, places: &Places, to: &mut [u8]) -> Result<()> {
         let mut next = [0u64; WRITERS];
-        let base = self.address(group.lane);
+        let base = self.address(group.share);
         let (mut scratch, mut values, mut span) =
             (base + places.split, base + places.values, places.copies);
-        for (i, job) in group.jobs.iter().enumerate() {
-            let plan = &self.plans[job.tensor].plan;
-            let bytes = job.n * job.width as u64;
+        for (i, chunk) in group.chunks.iter().enumerate() {
+            let (plan, bytes) = (&self.chunks.plans[chunk.tensor].plan, chunk.bytes);
+            let (n, width) = self.values_of(chunk);
+            // Checked before: it is in a device's memory.
+            let memory = self.chunks.tensors[chunk.tensor].values.memory();
+            let address = memory.map_or(0, |m| m.address()) + chunk.first;
             for first in (0..bytes).step_by(COPY_SPAN_BYTES as usize) {
                 let len = COPY_SPAN_BYTES.min(bytes - first);
-                let copy = CopySpan { from: job.values + first, to: values + first, len };
+                let copy = CopySpan { from: address + first, to: values + first, len };
                 put(to, span, bytemuck::bytes_of(&copy));
                 span += size_of::<CopySpan>() as u64;
             }
-            let chunk = EncodeChunk {
+            let descriptor = EncodeChunk {
                 values,
                 scratch,
                 // The kernels refuse what is out of range.
-                n: job.n as u32,
-                width: job.width as u8,
+                n: n as u32,
+                width: width as u8,
                 layout: plan.layout.0,
                 residual: plan.residual.0,
                 ..bytemuck::Zeroable::zeroed()
             };
-            put(to, (i * size_of::<EncodeChunk>()) as u64, bytemuck::bytes_of(&chunk));
-            let coded = self.describe_planes(group, places, (job, scratch), &mut next, to)?;
+            put(to, (i * size_of::<EncodeChunk>()) as u64, bytemuck::bytes_of(&descriptor));
+            let coded = self.describe_planes(group, places, (chunk, scratch), &mut next, to)?;
             put(to, places.planes + i as u64 * CodedBatch::PLANES, bytemuck::cast_slice(&coded));
-            scratch += split_scratch(job.n, job.width as u64);
+            scratch += split_scratch(n, width as u64);
             values += bytes.next_multiple_of(ALIGN as u64);
         }
         Ok(())
@@ -310,13 +275,14 @@ impl<'a> Lanes<'a> {
         &self,
         group: &Group,
         places: &Places,
-        (job, mut plane): (&Job, u64),
+        (chunk, mut plane): (&Chunk, u64),
         next: &mut [u64; WRITERS],
         to: &mut [u8],
     ) -> Result<[CodedPlane; MAX_PLANES]> {
-        let plan = &self.plans[job.tensor];
+        let plan = &self.chunks.plans[chunk.tensor];
+        let (n, width) = self.values_of(chunk);
         let mut coded: [CodedPlane; MAX_PLANES] = bytemuck::Zeroable::zeroed();
-        let sizes = plane_sizes(plan.plan.layout, job.width, job.n).of(job.tensor)?;
+        let sizes = plane_sizes(plan.plan.layout, width, n).of(chunk.tensor)?;
         for (i, &size) in sizes.sizes().iter().enumerate() {
             if let Some(number) = plan.planes.get(i).and_then(|c| Library::number(*c)) {
                 coded[i] = self.coded(group, places, number, (next[number], size));
@@ -344,7 +310,7 @@ impl<'a> Lanes<'a> {
         (first, size): (u64, usize),
     ) -> CodedPlane {
         let (codec, call) = (self.library.writer(number), &group.load.calls[number]);
-        let base = self.address(group.lane);
+        let base = self.address(group.share);
         let [sizes, statuses] = places.answers(number);
         CodedPlane {
             slots: base + places.slots[number] + first * call.slot,
@@ -359,31 +325,34 @@ impl<'a> Lanes<'a> {
         }
     }
 
-    /// Copies the first group's frames to the host, and gives its lane new work.
+    /// Copies the first group's frames to the host, and gives its share new work.
     fn fetch(&mut self) -> Result<()> {
-        let Some(group) = self.under_way.front() else { return Ok(()) };
-        let (lane, places) = (group.lane, Places::of(&group.load));
-        let Lane { stream, worked } = &self.lanes[lane];
+        let Some(group) = self.in_flight.front() else { return Ok(()) };
+        let (share, places) = (group.share, Places::of(&group.load));
+        let Share { stream, worked } = &self.shares[share];
         worked.synchronize()?;
         let results = self.results_of(group, &places);
         let mut total = 0;
-        for (job, result) in group.jobs.iter().zip(&results) {
+        for (chunk, result) in group.chunks.iter().zip(&results) {
             let end = result.offset.checked_add(result.len.into());
             match u32::from(result.status) {
                 status::OK => {}
                 status::CORRUPT => {
                     let what = "nvCOMP could not encode a block";
-                    return Err(Error::unsupported(what).in_chunk(job.chunk)).of(job.tensor);
+                    return Err(Error::unsupported(what).in_chunk(chunk.chunk)).of(chunk.tensor);
                 }
                 _ => {
-                    let what = format!("{} values of {} bytes for the device", job.n, job.width);
-                    return Err(Error::limit(what).in_chunk(job.chunk)).of(job.tensor);
+                    let what = {
+                        let (n, width) = self.values_of(chunk);
+                        format!("{n} values of {width} bytes for the device")
+                    };
+                    return Err(Error::limit(what).in_chunk(chunk.chunk)).of(chunk.tensor);
                 }
             }
             let end = end.filter(|&end| end <= group.load.frames);
             total = total.max(end.ok_or_else(|| bad_answer(self.ordinal()))?);
         }
-        let frames = self.address(lane) + places.frames;
+        let frames = self.address(share) + places.frames;
         // SAFETY: the kernels are done with the frames, of which there are as many bytes; the frames that
         // were in the slot were handed on.
         unsafe {
@@ -391,7 +360,7 @@ impl<'a> Lanes<'a> {
         }
         stream.synchronize()?;
         self.results = results;
-        self.launch_on(lane)
+        self.launch_on(share)
     }
 
     fn ordinal(&self) -> u32 {
@@ -401,40 +370,40 @@ impl<'a> Lanes<'a> {
     /// What the kernels say of a group that is done.
     fn results_of(&self, group: &Group, places: &Places) -> Vec<EncodeResult> {
         let size = size_of::<EncodeResult>();
-        let (slot, at) = self.pinned(group.lane);
+        let (slot, at) = self.pinned(group.share);
         let at = at + places.results as usize;
         // SAFETY: the copy that wrote it is done.
         let bytes =
-            unsafe { self.session.worker.slots[slot].pinned.slice(at, group.jobs.len() * size) };
+            unsafe { self.session.worker.slots[slot].pinned.slice(at, group.chunks.len() * size) };
         bytes.chunks_exact(size).map(bytemuck::pod_read_unaligned).collect()
     }
 
     /// The next chunk of this device's tensors; `None` after the last one.
-    pub(in crate::cuda) fn next(&mut self) -> Result<Option<DeviceFrame<'_>>> {
-        if self.under_way.front().is_some_and(|g| self.handed == g.jobs.len()) {
-            self.under_way.pop_front();
+    pub(in crate::cuda) fn next(&mut self) -> Result<Option<EncodedFrame<'_>>> {
+        if self.in_flight.front().is_some_and(|g| self.handed == g.chunks.len()) {
+            self.in_flight.pop_front();
             self.handed = 0;
         }
         if self.handed == 0 {
             self.fetch()?;
         }
-        let Some(group) = self.under_way.front() else { return Ok(None) };
-        let (job, result) = (group.jobs[self.handed], self.results[self.handed]);
+        let Some(group) = self.in_flight.front() else { return Ok(None) };
+        let (chunk, result) = (group.chunks[self.handed], self.results[self.handed]);
         self.handed += 1;
         self.host.chunks.device.fetch_add(1, Ordering::Relaxed);
         let (at, len) = (result.offset as usize, result.len as usize);
         // SAFETY: the copy that wrote it is done; the next one is made by a later call.
         let bytes = unsafe { self.session.worker.slots[0].pinned.slice(at, len) };
         let encoded = encoded(&result);
-        Ok(Some(DeviceFrame { tensor: job.tensor, chunk: job.chunk, encoded, bytes }))
+        Ok(Some(EncodedFrame { tensor: chunk.tensor, chunk: chunk.chunk, encoded, bytes }))
     }
 }
 
-impl Drop for Lanes<'_> {
+impl Drop for LibraryQueue<'_> {
     fn drop(&mut self) {
         // The session's memory goes away. An error was reported before, or is of a device that is gone.
-        for lane in &self.lanes {
-            let _ = lane.stream.synchronize();
+        for share in &self.shares {
+            let _ = share.stream.synchronize();
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What a group of chunks needs of a lane's memory, and where each part of it lies.
+//! What a group of chunks needs of a share's memory, and where each part of it lies.
 
 use s4_codec_gpu::CodedBatch;
 use s4_codec_gpu::abi::{COPY_SPAN_BYTES, CopySpan, EncodeChunk, EncodeResult};
@@ -108,7 +108,7 @@ impl Load {
     }
 }
 
-/// Where the parts lie, counted from the start of a lane's memory. First what is uploaded (chunks,
+/// Where the parts lie, counted from the start of a share's memory. First what is uploaded (chunks,
 /// their planes' descriptors, arrays of inputs, sizes and outputs of each call, what is copied), then what
 /// is sent back (total and results), then what stays: sizes and statuses of each call, values, planes,
 /// outputs.

@@ -18,7 +18,7 @@ use s4_format::manifest::ClosedCodec;
 
 pub(super) use decode::Answers;
 pub use decode::Trusted;
-pub(super) use encode::Lanes;
+pub(super) use encode::LibraryQueue;
 pub(super) use library::{Library, codes, is_needed};
 
 /// Of GDeflate: the default, which finds short matches.

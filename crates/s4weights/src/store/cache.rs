@@ -1,5 +1,5 @@
-//! The objects of a checkpoint kept in memory while they are uploaded: the parent of the next one,
-//! without its values being copied or coded once more.
+//! A cache of the objects that a save uploads. The next save reads its parent from it: no copy of the
+//! values is needed, and nothing is encoded twice.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -15,35 +15,35 @@ use crate::reader::Reader;
 use crate::store::bridge::ChannelSink;
 
 /// Objects by number, as long as they fit.
-pub(crate) struct Kept {
+pub(crate) struct ObjectCache {
     objects: Option<BTreeMap<u32, Bytes>>,
     /// Bytes that more of them may take.
     left: usize,
 }
 
 /// Hands objects on, and keeps them.
-pub(crate) struct Keeping {
+pub(crate) struct CachingSink {
     sink: ChannelSink,
-    kept: Arc<Mutex<Kept>>,
+    cache: Arc<Mutex<ObjectCache>>,
 }
 
-impl Keeping {
+impl CachingSink {
     /// A sink, and what it keeps: at most `budget` bytes, or nothing.
-    pub(crate) fn new(sink: ChannelSink, budget: usize) -> (Self, Arc<Mutex<Kept>>) {
+    pub(crate) fn new(sink: ChannelSink, budget: usize) -> (Self, Arc<Mutex<ObjectCache>>) {
         let objects = (budget > 0).then(BTreeMap::new);
-        let kept = Arc::new(Mutex::new(Kept { objects, left: budget }));
-        (Self { sink, kept: Arc::clone(&kept) }, kept)
+        let cache = Arc::new(Mutex::new(ObjectCache { objects, left: budget }));
+        (Self { sink, cache: Arc::clone(&cache) }, cache)
     }
 }
 
-impl ObjectSink for Keeping {
+impl ObjectSink for CachingSink {
     fn put(&mut self, object: DataObject) -> Result<()> {
-        lock(&self.kept).add(object.number, &object.bytes);
+        lock(&self.cache).add(object.number, &object.bytes);
         self.sink.put(object)
     }
 }
 
-impl Kept {
+impl ObjectCache {
     fn add(&mut self, number: u32, bytes: &Bytes) {
         match self.left.checked_sub(bytes.len()) {
             Some(left) => {
@@ -63,12 +63,12 @@ impl Kept {
     /// # Errors
     /// As [`Reader::open_objects`].
     pub(crate) fn open(
-        kept: &Mutex<Self>,
+        cache: &Mutex<Self>,
         index: Bytes,
         parent: Option<Arc<Reader>>,
         options: ReadOptions,
     ) -> Result<Option<Arc<Reader>>> {
-        let Some(objects) = lock(kept).objects.take() else { return Ok(None) };
+        let Some(objects) = lock(cache).objects.take() else { return Ok(None) };
         let objects = Box::new(Objects(objects));
         let reader = Reader::open_objects(Source::Bytes(index), objects, options)?;
         match (reader.parent_digest(), parent) {
@@ -80,8 +80,8 @@ impl Kept {
     }
 }
 
-fn lock(kept: &Mutex<Kept>) -> MutexGuard<'_, Kept> {
-    kept.lock().unwrap_or_else(|e| e.into_inner())
+fn lock(cache: &Mutex<ObjectCache>) -> MutexGuard<'_, ObjectCache> {
+    cache.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 /// Objects in memory.

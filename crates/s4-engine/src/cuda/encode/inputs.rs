@@ -1,15 +1,14 @@
-//! The parent's values of a group of deltas, uploaded before the group.
+//! What a group of deltas is predicted from, uploaded before the group.
 
 use bytes::Bytes;
-use s4_codec_gpu::abi::status;
 use s4_codec_gpu::{DecodeBatch, GpuError};
 use s4_format::limits::ALIGN;
 
-use super::{Group, Job, Lane};
+use super::{EncodeQueue, Group, Member};
 use crate::cuda::error::{CudaError, Of, Result};
-use crate::cuda::parent::{
-    self, LevelPlaces, Levels, ParentChunk, ParentFrame, ParentSize, ParentValues, Target,
-};
+use crate::cuda::parent::{self, LevelPlaces, Levels, Target};
+use crate::engine::each;
+use crate::inputs::{Input, InputFrame, InputSize, Inputs, decode_frames, missing};
 
 /// What decodes a group's parents.
 pub(super) struct Decoding {
@@ -17,42 +16,16 @@ pub(super) struct Decoding {
     pub(super) places: LevelPlaces,
 }
 
-impl Lane<'_> {
+impl<'a> EncodeQueue<'a> {
     /// Whether a parent of this size can be decoded in one slot; else the CPU does.
-    pub(super) fn on_device(&self, size: ParentSize, bytes: u64) -> bool {
+    pub(super) fn on_device(&self, size: InputSize, bytes: u64) -> bool {
         let sizes = self.session.worker.sizes;
         let meta = u64::from(size.frames) * (parent::PER_FRAME + parent::PER_TENSOR);
         parent::stored(size, bytes) <= sizes.frames && meta <= sizes.meta / 2
     }
 
-    /// Has what a group's parents are made of copied to the device.
-    pub(super) fn bring<E: From<CudaError>>(
-        &mut self,
-        group: &mut Group,
-        parents: &dyn ParentValues<E>,
-    ) -> Result<Option<Decoding>, E> {
-        let wanted: Vec<_> = (0..group.jobs.len())
-            .filter(|&i| group.jobs[i].delta && group.jobs[i].route.is_some())
-            .collect();
-        if wanted.is_empty() {
-            return Ok(None);
-        }
-        let name = |&i: &usize| (group.jobs[i].tensor, group.jobs[i].chunk);
-        let chunks = parents.get(&wanted.iter().map(name).collect::<Vec<_>>())?;
-        if chunks.len() != wanted.len() {
-            let what = format!("{} parents for {} chunks", chunks.len(), wanted.len());
-            return Err(CudaError::from(GpuError::Argument(what)).into());
-        }
-        let incoming = self.place(group, wanted.into_iter().zip(chunks))?;
-        Ok(self.upload(group, incoming, |parts| parents.copy(parts))?)
-    }
-
-    /// Gives each parent its place.
-    fn place<'p>(
-        &mut self,
-        group: &mut Group,
-        parents: impl Iterator<Item = (usize, ParentChunk<'p>)>,
-    ) -> Result<Incoming> {
+    /// Has a group's inputs, or what they are decoded from, copied to the device.
+    pub(super) fn upload_inputs(&mut self, group: &mut Group<'a>) -> Result<Option<Decoding>> {
         let start = self.session.frames(group.slot);
         let mut incoming = Incoming {
             bytes: vec![],
@@ -61,32 +34,31 @@ impl Lane<'_> {
             most: start + self.session.worker.sizes.frames,
         };
         let ordinal = self.session.worker.device.ordinal();
-        for (number, parent) in parents {
-            let job = group.jobs[number];
-            parent::check(&parent, ordinal, job.bytes)?;
-            group.jobs[number].parent = match parent {
-                ParentChunk::Device(memory) => memory.address(),
-                ParentChunk::Host(values) => incoming.values(values)?,
-                ParentChunk::Frames(frames) => {
-                    let said = parent::size(&frames);
-                    let here = !self.on_device(said, job.bytes);
-                    match incoming.frames(number, &job, &frames, here) {
+        let mut any = false;
+        for (number, input) in group.inputs.iter().enumerate() {
+            let member = group.members[number];
+            let Some(input) = input.as_ref().filter(|_| member.route.is_some()) else { continue };
+            any = true;
+            parent::check(input, ordinal, member.bytes)?;
+            group.members[number].parent = match input {
+                Input::Device(memory) => memory.address(),
+                Input::Host(values) => incoming.values(values.clone())?,
+                Input::Frames(frames) => {
+                    let on_host = !self.on_device(parent::size(frames), member.bytes);
+                    match incoming.frames(number, &member, frames, on_host) {
                         Some(address) => address,
-                        None => incoming.values(self.decode_frames(&job, &frames)?.into())?,
+                        None => incoming.values(self.decode_frames(&member, frames)?.into())?,
                     }
                 }
+                // Every input of a group was opened.
+                Input::Late => return Err(more_than_said()),
             };
         }
-        Ok(incoming)
+        if any { self.upload(group, incoming) } else { Ok(None) }
     }
 
     /// Copies what was placed to the device.
-    fn upload(
-        &mut self,
-        group: &mut Group,
-        incoming: Incoming,
-        copy: impl FnOnce(Vec<(&mut [u8], Bytes)>),
-    ) -> Result<Option<Decoding>> {
+    fn upload(&mut self, group: &mut Group<'a>, incoming: Incoming) -> Result<Option<Decoding>> {
         let start = self.session.frames(group.slot);
         let worker = &self.session.worker;
         let slot = &worker.slots[group.slot];
@@ -103,12 +75,12 @@ impl Lane<'_> {
             rest = behind;
             parts.push((to, bytes));
         }
-        copy(parts);
+        each(self.pool, &mut parts, |(to, bytes)| to.copy_from_slice(bytes));
         // SAFETY: as above; the slot's memory on the device is idle, too.
         unsafe { worker.up.copy_to_device(&slot.pinned, 0, len, start) }?;
         slot.arrived.record(&worker.up)?;
         worker.compute.wait(&slot.arrived)?;
-        if group.jobs.iter().any(|j| j.route.is_none()) {
+        if group.members.iter().any(|j| j.route.is_none()) {
             // Their values go where the parents are now.
             worker.copy.wait(&slot.arrived)?;
         }
@@ -116,7 +88,7 @@ impl Lane<'_> {
     }
 
     /// Writes what decodes the parents' frames behind what encodes their chunks.
-    fn describe_parents(&self, group: &mut Group, levels: Levels) -> Result<Option<Decoding>> {
+    fn describe_parents(&self, group: &mut Group<'a>, levels: Levels) -> Result<Option<Decoding>> {
         if levels.is_empty() {
             return Ok(None);
         }
@@ -136,7 +108,7 @@ impl Lane<'_> {
         jobs.sort_unstable();
         group.statuses = order.into_iter().map(|i| places.status + 4 * i).collect();
         for (i, &job) in jobs.iter().enumerate() {
-            let (first, count) = &mut group.jobs[job].statuses;
+            let (first, count) = &mut group.members[job].statuses;
             *first = if *count == 0 { i } else { *first };
             *count += 1;
         }
@@ -144,44 +116,59 @@ impl Lane<'_> {
     }
 
     /// Decodes a chunk's parent on the CPU.
-    fn decode_frames(&mut self, job: &Job, frames: &[ParentFrame<'_>]) -> Result<Vec<u8>> {
-        let (cpu, bytes) = (&self.host.cpu, job.bytes as usize);
-        parent::decode_frames(cpu, frames, job.chunk, bytes, &mut self.scratch).of(job.tensor)
+    fn decode_frames(&mut self, member: &Member, frames: &[InputFrame<'_>]) -> Result<Vec<u8>> {
+        let (cpu, bytes) = (&self.host.cpu, member.bytes as usize);
+        decode_frames(cpu, frames, member.chunk, bytes, &mut self.scratch).of(member.tensor)
     }
 
-    /// The parent's values of a chunk, copied to the host.
-    pub(super) fn parent_here<E: From<CudaError>>(
+    /// The input of a chunk, copied to the host.
+    pub(super) fn input_on_host(
         &mut self,
-        job: &Job,
-        parents: &dyn ParentValues<E>,
-    ) -> Result<Vec<u8>, E> {
-        let found = parents.get(&[(job.tensor, job.chunk)])?.into_iter().next();
-        let found = found.ok_or_else(|| {
-            let what = format!("no parent for chunk {} of tensor {}", job.chunk, job.tensor);
-            CudaError::from(GpuError::Argument(what))
-        })?;
-        parent::check(&found, self.session.worker.device.ordinal(), job.bytes)?;
-        match found {
-            ParentChunk::Host(values) => Ok(values.into()),
-            ParentChunk::Device(memory) => {
+        member: &Member,
+        input: Option<Input<'_>>,
+    ) -> Result<Vec<u8>> {
+        let input = input.ok_or_else(|| missing(member.tensor, member.chunk))?;
+        parent::check(&input, self.session.worker.device.ordinal(), member.bytes)?;
+        match input {
+            Input::Host(values) => Ok(values.into()),
+            Input::Device(memory) => {
                 let mut values = vec![];
-                self.copy_here(memory.address(), job.bytes as usize, &mut values)?;
+                self.copy_to_host(memory.address(), member.bytes as usize, &mut values)?;
                 Ok(values)
             }
-            ParentChunk::Frames(frames) => Ok(self.decode_frames(job, &frames)?),
+            Input::Frames(frames) => self.decode_frames(member, &frames),
+            Input::Late => Err(more_than_said()),
         }
     }
+}
 
-    /// Whether the frames of a chunk's parent were decoded well, if there are any.
-    pub(super) fn parent_is_sound(&self, group: &Group, job: &Job) -> bool {
-        let (first, count) = job.statuses;
-        let pinned = &self.session.worker.slots[group.slot].pinned;
-        group.statuses[first..first + count].iter().all(|at| {
-            // SAFETY: the copy that wrote it is done.
-            let found = unsafe { pinned.slice(self.session.pinned_meta() + at, 4) };
-            u32::from_le_bytes(found.try_into().unwrap_or_default()) == status::OK
-        })
+/// Opens what a group's deltas are predicted from.
+pub(super) fn open_inputs<'a, E: From<CudaError>>(
+    group: &mut Group<'a>,
+    inputs: &'a dyn Inputs<E>,
+) -> Result<(), E> {
+    let deltas: Vec<_> = (0..group.members.len()).filter(|&i| group.members[i].delta).collect();
+    if deltas.is_empty() {
+        return Ok(());
     }
+    let name = |&i: &usize| (group.members[i].tensor, group.members[i].chunk);
+    let names: Vec<_> = deltas.iter().map(name).collect();
+    let opened = inputs.open(&names)?;
+    if opened.len() != names.len() {
+        let what = format!("{} inputs for {} chunks", opened.len(), names.len());
+        return Err(CudaError::from(GpuError::Argument(what)).into());
+    }
+    group.inputs.resize_with(group.members.len(), || None);
+    for ((number, (tensor, chunk)), input) in deltas.into_iter().zip(names).zip(opened) {
+        group.inputs[number] = Some(match input {
+            Input::Late => {
+                let mut buffer = vec![];
+                Input::Host(Bytes::copy_from_slice(inputs.read(tensor, chunk, &mut buffer)?))
+            }
+            other => other,
+        });
+    }
+    Ok(())
 }
 
 /// What goes to a slot's memory on the device.
@@ -208,9 +195,9 @@ impl Incoming {
     fn frames(
         &mut self,
         number: usize,
-        job: &Job,
-        frames: &[ParentFrame<'_>],
-        here: bool,
+        member: &Member,
+        frames: &[InputFrame<'_>],
+        on_host: bool,
     ) -> Option<u64> {
         let mut end = self.end;
         let mut at = vec![];
@@ -220,13 +207,13 @@ impl Incoming {
         }
         let target = Target {
             job: number,
-            tensor: job.tensor,
-            chunk: job.chunk,
-            values: job.scratch,
-            scratch: job.scratch + job.bytes.next_multiple_of(ALIGN as u64),
-            bytes: job.bytes,
+            tensor: member.tensor,
+            chunk: member.chunk,
+            values: member.scratch,
+            scratch: member.scratch + member.bytes.next_multiple_of(ALIGN as u64),
+            bytes: member.bytes,
         };
-        if here || end > self.most || !self.levels.add(&target, frames, &at) {
+        if on_host || end > self.most || !self.levels.add(&target, frames, &at) {
             return None;
         }
         self.end = end;

@@ -1,7 +1,49 @@
-//! Tensors in device memory.
+//! Where values are: in the memory of the host or of a device.
 
-use s4_codec_gpu::{GpuError, Result};
-use s4_format::DType;
+/// The values of a tensor: row-major, little-endian, without gaps.
+#[derive(Debug, Clone, Copy)]
+pub enum Values<'a> {
+    /// In the memory of the host.
+    Host(&'a [u8]),
+    /// In the memory of a device, which only an engine for devices reads.
+    Device(DeviceMemory),
+}
+
+impl Values<'_> {
+    /// Bytes of the values.
+    pub fn bytes(&self) -> u64 {
+        match self {
+            Self::Host(data) => data.len() as u64,
+            Self::Device(memory) => memory.bytes(),
+        }
+    }
+
+    /// The memory of a device that they are in.
+    pub fn memory(&self) -> Option<DeviceMemory> {
+        match self {
+            Self::Host(_) => None,
+            Self::Device(memory) => Some(*memory),
+        }
+    }
+}
+
+impl<'a> From<&'a [u8]> for Values<'a> {
+    fn from(data: &'a [u8]) -> Self {
+        Self::Host(data)
+    }
+}
+
+impl<'a> From<&'a Vec<u8>> for Values<'a> {
+    fn from(data: &'a Vec<u8>) -> Self {
+        Self::Host(data)
+    }
+}
+
+impl From<DeviceMemory> for Values<'_> {
+    fn from(memory: DeviceMemory) -> Self {
+        Self::Device(memory)
+    }
+}
 
 /// Bytes in the memory of a device, and the stream that the framework works on them with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,10 +73,11 @@ impl DeviceMemory {
     ///
     /// # Errors
     /// `Argument` if there are not as many.
-    pub fn part(&self, first: u64, len: u64) -> Result<Self> {
+    #[cfg(feature = "cuda")]
+    pub fn part(&self, first: u64, len: u64) -> s4_codec_gpu::Result<Self> {
         if first.checked_add(len).is_none_or(|end| end > self.bytes) {
             let bytes = self.bytes;
-            return Err(GpuError::Argument(format!(
+            return Err(s4_codec_gpu::GpuError::Argument(format!(
                 "bytes {first} to {first} + {len} of {bytes} bytes of device memory"
             )));
         }
@@ -60,15 +103,4 @@ impl DeviceMemory {
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
-}
-
-/// A tensor in device memory: row-major, little-endian, without gaps.
-#[derive(Debug, Clone, Copy)]
-pub struct DeviceTensor<'a> {
-    /// Type of the elements.
-    pub dtype: DType,
-    /// Size of each dimension, in elements.
-    pub shape: &'a [u64],
-    /// The elements.
-    pub memory: DeviceMemory,
 }

@@ -1,0 +1,212 @@
+//! The CPU engine on the threads of its caller: a window of chunks is encoded while the one before is
+//! handed on.
+
+use std::sync::{Mutex, MutexGuard};
+
+use rayon::ThreadPool;
+use s4_format::Error;
+
+use crate::engine::{Chunk, EncodedFrame, Engine, Jobs, TensorError, TensorValues, each};
+use crate::inputs::{Input, Inputs, decode_frames, missing};
+use crate::{
+    CpuEngine, EncodeJob, EncodedChunk, ParentSample, PlanJob, Preset, Scratch, TensorPlan,
+    TensorView, Values,
+};
+
+/// Tensors that are planned together: samples of so many parents are in memory at once.
+const PLANNED: usize = 64;
+
+/// Memory that calls reuse, for as many threads as need some at once.
+#[derive(Debug, Default)]
+pub(crate) struct ScratchPool {
+    scratch: Mutex<Vec<Scratch>>,
+    windows: Mutex<Vec<[Vec<Frame>; 2]>>,
+}
+
+impl ScratchPool {
+    /// Does work with scratch memory that no other thread has.
+    pub(crate) fn with<T>(&self, work: impl FnOnce(&mut Scratch) -> T) -> T {
+        let mut scratch = lock(&self.scratch).pop().unwrap_or_default();
+        let out = work(&mut scratch);
+        lock(&self.scratch).push(scratch);
+        out
+    }
+}
+
+/// Buffers of a chunk: its frame, and the values that it is predicted from.
+#[derive(Debug, Default)]
+struct Frame {
+    bytes: Vec<u8>,
+    input: Vec<u8>,
+}
+
+/// What the chunks of a window became.
+type Outcomes<E> = Vec<Option<Result<EncodedChunk, E>>>;
+
+impl Engine for CpuEngine {
+    type Error = TensorError;
+
+    fn plan<E>(
+        &self,
+        preset: Preset,
+        tensors: &[TensorValues<'_>],
+        inputs: &dyn Inputs<E>,
+        pool: Option<&ThreadPool>,
+    ) -> Result<Vec<TensorPlan>, E>
+    where
+        E: From<TensorError> + Send,
+    {
+        let mut plans = Vec::with_capacity(tensors.len());
+        for (batch, some) in tensors.chunks(PLANNED).enumerate() {
+            let numbers: Vec<_> = (batch * PLANNED..).take(some.len()).collect();
+            let samples = inputs.samples(&numbers)?;
+            let mut work: Vec<_> =
+                numbers.into_iter().zip(some).zip(samples).map(|w| (w, None)).collect();
+            each(pool, &mut work, |(((tensor, t), sample), plan)| {
+                *plan =
+                    Some(host_values(*tensor, t).and_then(|data| {
+                        let view = &TensorView { dtype: t.dtype, shape: t.shape, data };
+                        let parent = inputs.parent(*tensor).map(|(manifest, tensor)| {
+                            ParentSample { manifest, tensor, values: sample }
+                        });
+                        let job = PlanJob { preset, view, parent: parent.as_ref(), role: t.role };
+                        let planned = self.idle.with(|scratch| self.plan(&job, scratch));
+                        planned.map_err(|source| TensorError { tensor: *tensor, source })
+                    }));
+            });
+            for plan in work.into_iter().filter_map(|w| w.1) {
+                plans.push(plan?);
+            }
+        }
+        Ok(plans)
+    }
+
+    fn encode<E>(
+        &self,
+        jobs: &Jobs<'_, E>,
+        mut sink: impl FnMut(EncodedFrame<'_>) -> Result<(), E>,
+    ) -> Result<(), E>
+    where
+        E: From<TensorError> + Send,
+    {
+        jobs.check()?;
+        let mut queue = jobs.queue(0..jobs.tensors.len());
+        let mut buffers = lock(&self.idle.windows).pop().unwrap_or_default();
+        let [now, next] = &mut buffers;
+        let (mut done, mut following_done) = (vec![], vec![]);
+        let mut current = queue.take(jobs.window.max(1));
+        self.encode_window(jobs, &current, now, &mut done);
+        let outcome = loop {
+            if current.is_empty() {
+                break Ok(());
+            }
+            let following = queue.take(jobs.window.max(1));
+            let mut hand_on = || {
+                current.iter().zip(&*now).zip(&mut done).try_for_each(|((chunk, frame), done)| {
+                    let Chunk { tensor, chunk, .. } = *chunk;
+                    let encoded = done.take().unwrap_or_else(|| {
+                        let source = Error::corrupt("chunk was not encoded").in_chunk(chunk);
+                        Err(TensorError { tensor, source }.into())
+                    })?;
+                    sink(EncodedFrame { tensor, chunk, encoded, bytes: &frame.bytes })
+                })
+            };
+            let (list, to, told) = (&following, &mut *next, &mut following_done);
+            let handed = match jobs.pool {
+                None => hand_on().map(|()| self.encode_window(jobs, list, to, told)),
+                Some(pool) => pool.in_place_scope(|s| {
+                    s.spawn(move |_| self.encode_window(jobs, list, to, told));
+                    hand_on()
+                }),
+            };
+            if handed.is_err() {
+                break handed;
+            }
+            std::mem::swap(now, next);
+            std::mem::swap(&mut done, &mut following_done);
+            current = following;
+        };
+        lock(&self.idle.windows).push(buffers);
+        outcome
+    }
+}
+
+impl CpuEngine {
+    /// Encodes a window of chunks, each into its frame.
+    fn encode_window<E: From<TensorError> + Send>(
+        &self,
+        jobs: &Jobs<'_, E>,
+        chunks: &[Chunk],
+        frames: &mut Vec<Frame>,
+        done: &mut Outcomes<E>,
+    ) {
+        frames.resize_with(frames.len().max(chunks.len()), Frame::default);
+        done.clear();
+        done.resize_with(chunks.len(), || None);
+        let is_delta = |c: &&Chunk| jobs.plans[c.tensor].plan.parent().is_some();
+        let deltas: Vec<_> = chunks.iter().filter(is_delta).map(Chunk::name).collect();
+        let opened = match deltas.is_empty() {
+            true => Ok(vec![]),
+            false => jobs.inputs.open(&deltas),
+        };
+        let mut inputs = match opened {
+            Ok(inputs) => inputs.into_iter(),
+            Err(e) => {
+                // The first frame is looked at first: nothing after it is handed on.
+                done.iter_mut().take(1).zip([e]).for_each(|(first, e)| *first = Some(Err(e)));
+                return;
+            }
+        };
+        let with_input = |c| (c, if is_delta(&c) { inputs.next() } else { None });
+        let mut work: Vec<_> = chunks.iter().map(with_input).zip(frames).zip(done).collect();
+        each(jobs.pool, &mut work, |(((chunk, input), frame), done)| {
+            **done = Some(self.encode_one(jobs, chunk, input.as_ref(), frame));
+        });
+    }
+
+    fn encode_one<E: From<TensorError>>(
+        &self,
+        jobs: &Jobs<'_, E>,
+        chunk: &Chunk,
+        input: Option<&Input<'_>>,
+        frame: &mut Frame,
+    ) -> Result<EncodedChunk, E> {
+        let Chunk { tensor, chunk: number, bytes, .. } = *chunk;
+        let of = |source: Error| TensorError { tensor, source: source.in_chunk(number) };
+        let (t, plan) = (&jobs.tensors[tensor], &jobs.plans[tensor]);
+        let view = TensorView { dtype: t.dtype, shape: t.shape, data: host_values(tensor, t)? };
+        let decoded;
+        let values = match input {
+            None => None,
+            Some(Input::Host(values)) => Some(&values[..]),
+            Some(Input::Late) => Some(jobs.inputs.read(tensor, number, &mut frame.input)?),
+            Some(Input::Frames(frames)) => {
+                let decode = |scratch: &mut Scratch| {
+                    decode_frames(self, frames, number, bytes as usize, scratch)
+                };
+                decoded = self.idle.with(decode).map_err(of)?;
+                Some(&decoded[..])
+            }
+            Some(Input::Device(_)) => return Err(missing(tensor, number).into()),
+        };
+        frame.bytes.clear();
+        let job = EncodeJob { view: &view, plan, chunk: number, inputs: values.as_slice() };
+        let encoded = self.idle.with(|scratch| self.encode(&job, scratch, &mut frame.bytes));
+        Ok(encoded.map_err(of)?)
+    }
+}
+
+/// The values of a tensor of the host.
+fn host_values<'a>(tensor: usize, t: &TensorValues<'a>) -> Result<&'a [u8], TensorError> {
+    match t.values {
+        Values::Host(data) => Ok(data),
+        Values::Device(_) => {
+            let source = Error::unsupported("values in the memory of a device, on the CPU");
+            Err(TensorError { tensor, source })
+        }
+    }
+}
+
+fn lock<T>(list: &Mutex<Vec<T>>) -> MutexGuard<'_, Vec<T>> {
+    list.lock().unwrap_or_else(|e| e.into_inner())
+}

@@ -1,0 +1,291 @@
+//! What a writer's tensors are predicted from, for the engine that encodes them.
+
+use bytes::Bytes;
+use rayon::ThreadPool;
+use rayon::prelude::*;
+use s4_engine::{
+    Input, InputFrame, InputSize, Inputs, TensorError, TensorPlan, TensorValues, parent_probes,
+};
+use s4_format::Digest;
+use s4_format::limits::ALIGN;
+
+use crate::error::{Error, Result};
+use crate::levels::{Level, Levels};
+use crate::parent::{Parent, ParentRange};
+
+/// Least requests in flight at once where answers are slow.
+const TOGETHER: usize = 64;
+
+/// What a call of an engine ended with.
+pub(crate) enum Failure {
+    /// What is wrong with a tensor, by its number in the engine's call.
+    Tensor(TensorError),
+    /// A device or its driver.
+    #[cfg(feature = "cuda")]
+    Device(s4_engine::cuda::GpuError),
+    /// What the engine called.
+    Own(Error),
+}
+
+impl From<TensorError> for Failure {
+    fn from(e: TensorError) -> Self {
+        Self::Tensor(e)
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(e: Error) -> Self {
+        Self::Own(e)
+    }
+}
+
+#[cfg(feature = "cuda")]
+impl From<s4_engine::cuda::CudaError> for Failure {
+    fn from(e: s4_engine::cuda::CudaError) -> Self {
+        use s4_engine::cuda::CudaError;
+        match e {
+            CudaError::Gpu(source) => Self::Device(source),
+            CudaError::Format { tensor, source } => Self::Tensor(TensorError { tensor, source }),
+        }
+    }
+}
+
+impl Failure {
+    /// Names the target and, by its number in the engine's call, the tensor.
+    pub(crate) fn named<'a>(
+        self,
+        target: &str,
+        name: impl FnOnce(usize) -> Option<&'a str>,
+    ) -> Error {
+        let target = target.to_owned();
+        match self {
+            Self::Own(e) => e,
+            #[cfg(feature = "cuda")]
+            Self::Device(source) => Error::Device { target, source },
+            Self::Tensor(TensorError { tensor, source }) => {
+                let source = match name(tensor) {
+                    Some(name) => source.in_tensor(name),
+                    None => source,
+                };
+                Error::Format { target, source }
+            }
+        }
+    }
+}
+
+/// The parents of some tensors.
+pub(crate) struct ParentInputs<'a> {
+    parent: Option<&'a dyn Parent>,
+    pool: Option<&'a ThreadPool>,
+    tensors: &'a [TensorValues<'a>],
+    /// For each tensor the number of the parent's tensor that it may be a difference from.
+    numbers: &'a [Option<u32>],
+    /// For each that is one: where its values are, once the plans are known.
+    places: Vec<Option<Place<'a>>>,
+    /// Whether values that are quickly had are read by the threads that need them.
+    late: bool,
+}
+
+enum Place<'a> {
+    /// In frames that are quickly had, and that the engine decodes.
+    Frames(Vec<Level<'a>>),
+    /// Wherever the parent finds them.
+    Values { tensor: u32, chunk_log2: u8 },
+}
+
+impl<'a> ParentInputs<'a> {
+    pub(crate) fn new(
+        parent: Option<&'a dyn Parent>,
+        pool: Option<&'a ThreadPool>,
+        tensors: &'a [TensorValues<'a>],
+        numbers: &'a [Option<u32>],
+    ) -> Self {
+        Self { parent, pool, tensors, numbers, places: vec![], late: true }
+    }
+
+    /// Finds where the values are that plans predict from. A device decodes frames, where there are some,
+    /// and what it needs is read before it begins.
+    pub(crate) fn find(&mut self, plans: &[TensorPlan], on_device: bool) -> Result<()> {
+        self.late = !on_device;
+        let place = |plan: &TensorPlan| {
+            let Some((parent, (_, tensor))) = self.parent.zip(plan.plan.parent()) else {
+                return Ok(None);
+            };
+            let chunk_log2 = plan.chunk_log2;
+            let reader = parent.frames_of(tensor).filter(|_| on_device);
+            let levels = match reader {
+                Some(reader) => {
+                    reader.prepare(&[tensor as usize])?;
+                    Levels::of(reader, tensor as usize)?.for_device()
+                }
+                None => None,
+            };
+            let alike = |l: &Vec<Level<'_>>| l[0].spec().chunk_log2 == chunk_log2;
+            Ok(Some(match levels.filter(alike) {
+                Some(levels) => Place::Frames(levels),
+                None => Place::Values { tensor, chunk_log2 },
+            }))
+        };
+        self.places = plans.iter().map(place).collect::<Result<_>>()?;
+        Ok(())
+    }
+
+    fn is_remote(&self) -> bool {
+        self.parent.is_some_and(Parent::is_remote)
+    }
+
+    fn read_ranges(&self, ranges: &mut [ParentRange<'_>]) -> Result<()> {
+        match self.parent.filter(|_| !ranges.is_empty()) {
+            Some(parent) => parent.read(ranges),
+            None => Ok(()),
+        }
+    }
+
+    /// The ranges of its parent that a tensor's plan looks at, one after the other in `sample`.
+    fn sample_ranges<'b>(
+        &self,
+        i: usize,
+        sample: &'b mut Vec<u8>,
+        ranges: &mut Vec<ParentRange<'b>>,
+    ) {
+        let (Some(tensor), t) = (self.numbers[i], &self.tensors[i]) else { return };
+        let width = t.dtype.value_width() as u64;
+        let probes = parent_probes(t.dtype, t.values.bytes() / width);
+        let bytes: u64 = probes.iter().map(|p| (p.end - p.start) * width).sum();
+        sample.resize(bytes as usize, 0);
+        let mut rest = sample.as_mut_slice();
+        for p in probes {
+            let (to, later) = rest.split_at_mut(((p.end - p.start) * width) as usize);
+            ranges.push(ParentRange { tensor, first: p.start * width, to });
+            rest = later;
+        }
+    }
+
+    /// Runs `work` on all of a list, on the pool if there is one.
+    fn each<T: Send>(
+        &self,
+        list: &mut [T],
+        work: impl Fn(&mut T) -> Result<()> + Sync + Send,
+    ) -> Result<()> {
+        match self.pool {
+            Some(pool) if list.len() > 1 => pool.install(|| list.par_iter_mut().try_for_each(work)),
+            _ => list.iter_mut().try_for_each(work),
+        }
+    }
+
+    fn place(&self, tensor: usize) -> Option<&Place<'a>> {
+        self.places.get(tensor)?.as_ref()
+    }
+
+    /// The tensor of the parent, the number of the first byte of a chunk there, and bytes. `None`: it is not
+    /// in values.
+    fn range(&self, i: usize, chunk: u64) -> Option<(u32, u64, usize)> {
+        let Some(&Place::Values { tensor, chunk_log2 }) = self.place(i) else { return None };
+        let t = &self.tensors[i];
+        let size = (t.dtype.value_width() as u64) << chunk_log2;
+        let bytes = size.min(t.values.bytes() - chunk * size);
+        Some((tensor, chunk * size, bytes as usize))
+    }
+
+    /// Reads the frames of chunks that are in some; nothing for the others.
+    fn frames(&self, chunks: &[(usize, u64)]) -> Result<Vec<Vec<InputFrame<'_>>>> {
+        let mut parts = vec![];
+        for (request, &(i, chunk)) in chunks.iter().enumerate() {
+            let Some(Place::Frames(levels)) = self.place(i) else { continue };
+            let part = |level| (request, chunk, level, Bytes::new());
+            parts.extend(needed(levels, chunk).map(part));
+        }
+        self.each(&mut parts, |(_, chunk, level, bytes)| {
+            *bytes = level.reader.frame(&level.block.records[*chunk as usize])?;
+            Ok(())
+        })?;
+        let mut out: Vec<_> = chunks.iter().map(|_| vec![]).collect();
+        for (request, chunk, level, bytes) in parts {
+            let record = level.block.records[chunk as usize];
+            out[request].push(InputFrame { spec: level.spec(), record, bytes });
+        }
+        Ok(out)
+    }
+}
+
+/// The levels whose frames a chunk needs, the one that is no delta first.
+fn needed<'a, 'b>(levels: &'b [Level<'a>], chunk: u64) -> impl Iterator<Item = &'b Level<'a>> {
+    let deltas = levels.iter().take_while(|l| l.is_delta(chunk)).count();
+    levels[..levels.len().min(deltas + 1)].iter().rev()
+}
+
+impl Inputs<Failure> for ParentInputs<'_> {
+    fn parent(&self, tensor: usize) -> Option<(Digest, u32)> {
+        Some((self.parent?.digest(), self.numbers[tensor]?))
+    }
+
+    fn samples(&self, tensors: &[usize]) -> Result<Vec<Vec<u8>>, Failure> {
+        let mut samples: Vec<(usize, Vec<u8>)> = tensors.iter().map(|&i| (i, vec![])).collect();
+        let read = |some: &mut [(usize, Vec<u8>)]| {
+            let mut ranges = vec![];
+            some.iter_mut().for_each(|(i, sample)| self.sample_ranges(*i, sample, &mut ranges));
+            self.read_ranges(&mut ranges)
+        };
+        if self.is_remote() {
+            samples.chunks_mut(TOGETHER).try_for_each(read)?;
+        } else if self.parent.is_some() {
+            self.each(&mut samples, |one| read(std::slice::from_mut(one)))?;
+        }
+        Ok(samples.into_iter().map(|s| s.1).collect())
+    }
+
+    fn size(&self, tensor: usize, chunk: u64) -> InputSize {
+        if let Some(Place::Frames(levels)) = self.place(tensor) {
+            let sizes = needed(levels, chunk).map(|l| {
+                u64::from(l.block.records[chunk as usize].len).next_multiple_of(ALIGN as u64)
+            });
+            return sizes.fold(InputSize::default(), |sum, bytes| InputSize {
+                bytes: sum.bytes + bytes,
+                frames: sum.frames + 1,
+            });
+        }
+        let bytes = self.range(tensor, chunk).map_or(0, |r| r.2 as u64);
+        InputSize { bytes, frames: 0 }
+    }
+
+    fn open(&self, chunks: &[(usize, u64)]) -> Result<Vec<Input<'_>>, Failure> {
+        let frames = self.frames(chunks)?;
+        let mut values: Vec<Vec<u8>> = chunks.iter().map(|_| vec![]).collect();
+        if self.is_remote() || !self.late {
+            let mut ranges = vec![];
+            for (&(i, chunk), to) in chunks.iter().zip(&mut values) {
+                let Some((tensor, first, len)) = self.range(i, chunk) else { continue };
+                to.resize(len, 0);
+                ranges.push(ParentRange { tensor, first, to });
+            }
+            match self.is_remote() {
+                true => self.read_ranges(&mut ranges)?,
+                false => self.each(&mut ranges, |r| self.read_ranges(std::slice::from_mut(r)))?,
+            }
+        }
+        let input = |(frames, values): (Vec<_>, Vec<u8>)| match (frames.is_empty(), values) {
+            (false, _) => Input::Frames(frames),
+            (true, values) if values.is_empty() => Input::Late,
+            (true, values) => Input::Host(values.into()),
+        };
+        Ok(frames.into_iter().zip(values).map(input).collect())
+    }
+
+    fn read<'b>(
+        &'b self,
+        tensor: usize,
+        chunk: u64,
+        buffer: &'b mut Vec<u8>,
+    ) -> Result<&'b [u8], Failure> {
+        let Some((parent, (number, first, len))) = self.parent.zip(self.range(tensor, chunk))
+        else {
+            return Ok(&[]);
+        };
+        if let Some(values) = parent.in_memory(number, first, len)? {
+            return Ok(values);
+        }
+        buffer.resize(len, 0);
+        parent.read(&mut [ParentRange { tensor: number, first, to: buffer }])?;
+        Ok(buffer)
+    }
+}
