@@ -189,7 +189,10 @@ def measure_peers(bench: Bench, state: State, count: int, parent: Path) -> None:
                 if i > 0:
                     best = [min(best[0], blocked), min(best[1], time.perf_counter() - start)]
             bench.row(count, f"s4weights.save, background, {stage}", *best)
-    measure_dcp(bench, state, count, parent)
+    try:
+        measure_dcp(bench, state, count, parent)
+    except Exception as error:  # Whatever a peer raises, the others can still be measured.
+        bench.row(count, f"dcp.async_save failed: {type(error).__name__}: {error}", None, None)
 
 
 def measure_dcp(bench: Bench, state: State, count: int, parent: Path) -> None:
@@ -199,10 +202,7 @@ def measure_dcp(bench: Bench, state: State, count: int, parent: Path) -> None:
     except ImportError:
         print("no DefaultStager in this PyTorch: DCP is left out", file=sys.stderr)
         return
-    flat = {
-        f"{i}": tensor
-        for i, tensor in enumerate(tensors_of(state))
-    }
+    flat = {f"{i}": tensor for i, tensor in enumerate(tensors_of(state))}
     with new_folder(parent) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for i in range(1 if bench.tiny else 2):
