@@ -147,15 +147,24 @@ def test_all_kinds_of_streams_get_the_same_bytes(tmp_path):
 
 def test_a_stream_that_fails_gets_no_more(tmp_path):
     class Full(io.RawIOBase):
+        calls = 0
+        is_full = True
+
         def writable(self):
             return True
 
         def write(self, part):
-            raise OSError(28, "No space left on device")
+            self.calls += 1
+            if self.is_full:
+                raise OSError(28, "No space left on device")
+            return len(part)
 
-    stream = io.BufferedWriter(Full(), 16)
+    raw = Full()
+    stream = io.BufferedWriter(raw, 16)
     with pytest.raises(OSError, match="No space"):
         s4weights.save({"a": torch.randn(900_000)}, stream)
+    assert raw.calls == 1
+    raw.is_full = False
     stream.detach()
 
 

@@ -106,12 +106,18 @@ def test_other_indices_are_refused(path, index, error):
 
 def test_what_is_not_there_and_what_was_closed(path, tmp_path):
     with s4weights.open(path) as f:
-        with pytest.raises(KeyError):
-            f.get_tensor("model.nothing")
+        with pytest.raises(KeyError, match=r"did you mean 'model\.bias'"):
+            f.get_tensor("model.bais")
+        with pytest.raises(KeyError, match="no tensor is at 'xyz'"):
+            f.get_tensor("xyz")
+        assert repr(f) == f"<s4weights.File {str(path)!r}: {len(f)} tensors>"
+        part = f.get_slice("model.w")
+        assert repr(part) == "<s4weights.Slice 'model.w': torch.float32 [700, 300]>"
         with pytest.raises(KeyError):
             f.get_slice("step")
     with pytest.raises(ValueError, match="closed"):
         f.get_tensor("model.w")
+    assert repr(f).endswith(": closed>")
     torch.save({}, tmp_path / "torch")
     with pytest.raises(s4weights.UnsupportedFormatError):
         s4weights.open(tmp_path / "torch")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
 
 from . import _core
 from ._device import Compute
@@ -11,7 +14,7 @@ from ._load import build, choose_unpickler
 from ._names import walk_tensors
 from ._progress import Progress
 from ._save import require_little_endian
-from ._sources import FileLike, open_source, require_s4w
+from ._sources import FileLike, is_url, open_source, require_s4w
 from ._storages import StorageReader
 
 if TYPE_CHECKING:
@@ -32,9 +35,12 @@ class File(Mapping[str, Any]):
     key paths.
     """
 
-    def __init__(self, reader: _core.Reader, device: Any, weights_only: bool | None) -> None:
+    def __init__(
+        self, name: str, reader: _core.Reader, device: Any, weights_only: bool | None
+    ) -> None:
         import torch
 
+        self._name = name
         self._reader: _core.Reader | None = reader
         self._device = torch.device("cpu" if device is None else device)
         compute, no_progress = Compute("cpu", None), Progress(None, 0, "load")
@@ -49,6 +55,10 @@ class File(Mapping[str, Any]):
                 number = numbers.get(tensor.untyped_storage()._cdata)
                 if number is not None:
                     self._saved[path] = _Saved(tensor, number)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._reader is None else f"{len(self)} tensors"
+        return f"<s4weights.File {self._name!r}: {state}>"
 
     def __enter__(self) -> File:
         return self
@@ -79,6 +89,10 @@ class File(Mapping[str, Any]):
 
     def get_slice(self, key: str) -> Slice:
         """A tensor of which parts can be read: ``f.get_slice("w")[10:20, :]``."""
+        if key not in self._saved:
+            close = difflib.get_close_matches(str(key), self._saved, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise KeyError(f"{self._name}: no tensor is at {key!r}{hint}")
         return Slice(self, key, self._saved[key])
 
     def _open(self) -> _core.Reader:
@@ -95,6 +109,9 @@ class Slice:
 
     def __init__(self, file: File, key: str, saved: _Saved) -> None:
         self._file, self._key, self._saved = file, key, saved
+
+    def __repr__(self) -> str:
+        return f"<s4weights.Slice {self._key!r}: {self.get_dtype()} {self.get_shape()}>"
 
     def get_shape(self) -> list[int]:
         """Sizes of the dimensions."""
@@ -209,4 +226,14 @@ def open(
     """
     require_little_endian()
     source = require_s4w(open_source(f, storage_options, threads, trusted))
-    return File(source, device, weights_only)
+    return File(_name_of(f), source, device, weights_only)
+
+
+def _name_of(f: FileLike) -> str:
+    if not isinstance(f, (str, os.PathLike)):
+        return type(f).__name__
+    if not is_url(f):
+        return os.fspath(f)
+    # Without passwords and signatures.
+    parts = urlsplit(str(f))
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

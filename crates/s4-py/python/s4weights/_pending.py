@@ -94,6 +94,14 @@ class Pending(Generic[T]):
         self._given_up = False
         self._abandoned = False
 
+    def __repr__(self) -> str:
+        if not self.committed.done():
+            state = "staged" if self.staged.done() else "reading values"
+        else:
+            # Asked in this way it does not count as seen.
+            state = "done" if Future.exception(self.committed) is None else "failed"
+        return f"<{type(self).__name__} {self._what}: {state}>"
+
     def wait(self, timeout: float | None = None) -> T:
         """Waits until the save is done. Raises what it failed with."""
         return self.committed.result(timeout)
