@@ -113,7 +113,7 @@ def test_load_into_refuses_what_does_not_fit(path: Path) -> None:
         (three(a=torch.zeros(3, 1)), r"`a` is torch.float32 \[3, 1\], in the file"),
         (three(a=torch.zeros(3).double()), r"`a` is torch.float64 \[3\], in the file"),
         (three(a=torch.zeros(3, device="meta")), "`a` has no memory"),
-        (three(a=torch.zeros(3).to_sparse()), "`a` is not|`a.indices` is not"),
+        (three(a=torch.zeros(3).to_sparse()), "`a` is of layout sparse_coo"),
         (three(b=shared[:2], c=shared[1:3]), "`b` and `c` share memory"),
         (three(b=shared[:2], c=shared[:2]), "`b` and `c` share memory"),
     ]
