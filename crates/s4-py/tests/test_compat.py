@@ -168,6 +168,21 @@ def test_a_stream_that_fails_gets_no_more(tmp_path):
     stream.detach()
 
 
+def test_a_stream_is_not_asked_for_its_end_if_that_takes_reading_it(tmp_path):
+    class NoEnd(io.BytesIO):
+        def seek(self, offset, whence=io.SEEK_SET):
+            if whence != io.SEEK_SET:
+                raise io.UnsupportedOperation("whence")
+            return super().seek(offset)
+
+    stream = NoEnd()
+    s4weights.save({"a": torch.ones(3)}, stream)
+    s4weights.save([7], stream)
+    stream.seek(0)
+    assert_identical(s4weights.load(stream), {"a": torch.ones(3)})
+    assert s4weights.load(stream) == [7]
+
+
 def test_what_is_loaded_from_memory_is_not_what_is_written_to_it_later():
     stream = io.BytesIO()
     s4weights.save({"a": torch.ones(300_000)}, stream)

@@ -87,11 +87,13 @@ def _open_stream(
             return _core.Reader(None, None, data, threads, options, trusted)
         return Foreign(io.BytesIO(data), _is_safetensors(data[:_HEAD]))
     start = f.tell()
-    head, tail = f.read(_HEAD), _tail(f)
-    f.seek(start)
-    if not _core.is_s4w(head) and not (start == 0 and _core.ends_s4w(tail)):
-        return Foreign(f, _is_safetensors(head))
+    head = f.read(_HEAD)
     path = _path_of(f) if start == 0 else None
+    # Other streams may have to be read, or decompressed, for their end to be found.
+    tail = _tail(f) if path is not None or (start == 0 and type(f) is io.BytesIO) else b""
+    f.seek(start)
+    if not _core.is_s4w(head) and not _core.ends_s4w(tail):
+        return Foreign(f, _is_safetensors(head))
     if path is not None and _core.is_whole(tail, os.fstat(f.fileno()).st_size):
         f.seek(0, os.SEEK_END)
         return _core.Reader(path, None, None, threads, options, trusted)
