@@ -226,7 +226,9 @@ async fn a_silent_server_is_found_out() {
         let large = bytes::Bytes::from(vec![7; 24 << 20]);
         let wrote = client.put(&Path::from("k"), large.into()).await.unwrap_err();
         assert_eq!(Failure::new(&wrote).cause(), Cause::Timeout, "{wrote}");
-        assert!(start.elapsed() < Duration::from_secs(20), "{endpoint}: {:?}", start.elapsed());
+        // What the system took of the upload may yet be on its way: it is waited for as on a slow line. A
+        // system that remembers a fast line to this address takes more, 2 MiB and half a minute.
+        assert!(start.elapsed() < Duration::from_secs(50), "{endpoint}: {:?}", start.elapsed());
     }
 }
 
