@@ -1,6 +1,8 @@
 //! Changes to a file in pieces, eight bytes each, so that what the fuzzer inserts, drops and copies are
 //! whole changes.
 
+use std::sync::Arc;
+
 use serde_json::Value;
 
 use crate::input::{Input, expand};
@@ -74,7 +76,10 @@ impl Edit {
                 kit.share |= v & 1 == 1;
                 let from = kit.blocks.get(usize::from(c) % kit.blocks.len().max(1));
                 let from = from.and_then(|b| b.as_ref()?.chunks.first().cloned());
-                let chunks = kit.blocks.get_mut(t).and_then(|b| Some(&mut b.as_mut()?.chunks));
+                let chunks = kit
+                    .blocks
+                    .get_mut(t)
+                    .and_then(|b| Some(&mut Arc::make_mut(b.as_mut()?).chunks));
                 if let (Some(chunk), Some(chunks)) = (from, chunks) {
                     let at = usize::from(b) % chunks.len().max(1);
                     chunks.insert(at, chunk);
@@ -99,6 +104,7 @@ impl Edit {
             }
             _ => {
                 let Some(Some(block)) = kit.blocks.get_mut(t) else { return };
+                let block = Arc::make_mut(block);
                 match c % 3 {
                     0 => block.side.resize(usize::from(b) * 8, v as u8),
                     1 => {
@@ -183,6 +189,7 @@ impl Edit {
     /// A byte, a stream's entry, a stream's length, or the form of a chunk.
     fn edit_frame(self, kit: &mut Kit, t: usize) {
         let Some(Some(block)) = kit.blocks.get_mut(t) else { return };
+        let block = Arc::make_mut(block);
         let chunks = block.chunks.len().max(1);
         let Some(chunk) = block.chunks.get_mut(usize::from(self.b) % chunks) else { return };
         let len = chunk.frame.len().max(1);

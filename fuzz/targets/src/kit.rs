@@ -1,6 +1,8 @@
 //! A `.s4w` file in pieces: taken apart, changed, and put together again with every checksum, hash and
 //! offset as it must be.
 
+use std::sync::Arc;
+
 use s4_format::file::{FOOTER_LEN, Footer, header};
 use s4_format::index::{RECORD_LEN, TABLE_HEADER_LEN, TensorKind, chunk_count, parse_table};
 use s4_format::{ChunkRecord, DType, Digest, Manifest, StreamEntry, crc32c};
@@ -43,8 +45,9 @@ pub(crate) struct Kit {
     pub(crate) records: Vec<[u8; RECORD_LEN]>,
     pub(crate) dims: Vec<u64>,
     pub(crate) names: Vec<u8>,
-    /// Of each record, if it has chunks of its own.
-    pub(crate) blocks: Vec<Option<Block>>,
+    /// Of each record, if it has chunks of its own. Records that were repeated share theirs: thousands of
+    /// copies would take gigabytes.
+    pub(crate) blocks: Vec<Option<Arc<Block>>>,
     pub(crate) blobs: Vec<(String, Vec<u8>)>,
     pub(crate) patches: Vec<Patch>,
     /// Whether chunks of a tensor that grew lie where its own are, instead of being copies.
@@ -89,7 +92,7 @@ impl Kit {
             };
             let chunks = ChunkRecord::parse_table(records).ok()?;
             let chunks = chunks.iter().map(chunk).collect::<Option<_>>()?;
-            blocks.push(Some(Block { side: side.to_vec(), chunks }));
+            blocks.push(Some(Arc::new(Block { side: side.to_vec(), chunks })));
         }
         let blob = |(name, s): (&String, &s4_format::manifest::Section)| {
             Some((name.clone(), part(s.offset, s.bytes)?.to_vec()))
@@ -129,7 +132,7 @@ impl Kit {
             let Some(block) = self
                 .blocks
                 .get(t)
-                .and_then(Option::as_ref)
+                .and_then(Option::as_deref)
                 .filter(|_| room > 0 && out.len() < MAX_FILE)
             else {
                 blocks.push(None);
