@@ -26,7 +26,13 @@ fn nearest(x: u32) -> u16 {
     match distance(low).cmp(&distance(above)) {
         std::cmp::Ordering::Less => low,
         std::cmp::Ordering::Greater => above,
-        std::cmp::Ordering::Equal => if low % 2 == 0 { low } else { above },
+        std::cmp::Ordering::Equal => {
+            if low % 2 == 0 {
+                low
+            } else {
+                above
+            }
+        }
     }
 }
 

@@ -10,8 +10,8 @@ use common::{Memory, Owned};
 use proptest::prelude::*;
 use s4weights::format::manifest::{Role, RoleKind, Roles};
 use s4weights::{
-    Contents, DType, Preset, ReadOptions, Reader, Simd, Slice, Source, Target, WriteOptions, Writer,
-    adversarial,
+    Contents, DType, Preset, ReadOptions, Reader, Simd, Slice, Source, Target, WriteOptions,
+    Writer, adversarial,
 };
 
 /// About a normal distribution, by number.
@@ -195,10 +195,13 @@ fn matrices_of_adversarial_values_round_trip_with_every_preset_and_role() {
     for dtype in [DType::Float32, DType::BFloat16, DType::Float16, DType::Float64] {
         let n = 150 * 100;
         let all: Vec<_> = adversarial(dtype, n).collect();
-        let tensors: Vec<_> =
-            all.iter().map(|(name, data)| Owned::new(*name, dtype, &[150, 100], data.clone())).collect();
+        let tensors: Vec<_> = all
+            .iter()
+            .map(|(name, data)| Owned::new(*name, dtype, &[150, 100], data.clone()))
+            .collect();
         let kinds = [Weight, ExpAvg, ExpAvgSq];
-        let list: Vec<_> = (0u32..).zip(&tensors).map(|(i, _)| (i, kinds[i as usize % 3])).collect();
+        let list: Vec<_> =
+            (0u32..).zip(&tensors).map(|(i, _)| (i, kinds[i as usize % 3])).collect();
         let file = save(&tensors, roles(&list), preset(Preset::Balanced));
         let base = Arc::new(open(file));
         check(&base, &tensors);
@@ -207,10 +210,8 @@ fn matrices_of_adversarial_values_round_trip_with_every_preset_and_role() {
         let data: Vec<_> = tensors.iter().map(|t| t.data.clone()).collect();
         let shifted = data.iter().skip(1).chain(&data[..1]);
         others.iter_mut().zip(shifted).for_each(|(t, data)| t.data.clone_from(data));
-        let options = WriteOptions {
-            parent: Some(Arc::clone(&base) as _),
-            ..preset(Preset::Balanced)
-        };
+        let options =
+            WriteOptions { parent: Some(Arc::clone(&base) as _), ..preset(Preset::Balanced) };
         let reader = open(save(&others, roles(&list), options));
         if reader.parent_digest().is_some() {
             reader.set_parent(base).unwrap();
