@@ -3,9 +3,9 @@
 
 use s4_delta::Residual;
 use s4_format::limits::MAX_INPUTS;
-use s4_format::{Error, LayoutId, Plan, Result};
+use s4_format::{ContextsId, Error, LayoutId, Plan, Result};
 use s4_planes::{Kernels, Width};
-use s4_predict::{Known, Predict, Predicted, Tensor};
+use s4_predict::{ContextModel, Exponents, Known, Predict, Predicted, Tensor};
 
 use crate::CpuEngine;
 use crate::once::{self, PIECE};
@@ -30,6 +30,7 @@ pub(crate) struct Prediction<'a> {
     first: u64,
     residual: Residual,
     width: Width,
+    contexts: &'a dyn ContextModel,
 }
 
 impl CpuEngine {
@@ -52,7 +53,11 @@ impl CpuEngine {
         })?;
         let width = width_of(tensor.dtype.value_width())?;
         let kernels = self.kernels;
-        Ok(Some(Prediction { kernels, predictor, tensor, first, residual, width }))
+        let contexts = match plan.contexts.require_open()? {
+            ContextsId::EXPONENT => &Exponents,
+            _ => predictor.contexts(),
+        };
+        Ok(Some(Prediction { kernels, predictor, tensor, first, residual, width, contexts }))
     }
 }
 
@@ -62,13 +67,32 @@ impl Prediction<'_> {
         if inputs.len() < self.predictor.inputs().len() || inputs.len() > MAX_INPUTS {
             return Err(Error::unsupported("a delta without the values of its parent"));
         }
-        for other in inputs {
-            if other != len {
+        for (i, other) in inputs.enumerate() {
+            if other != len * self.scale(i) {
                 let what = format!("a difference of {len} bytes from a parent of {other} bytes");
                 return Err(Error::corrupt(what));
             }
         }
         Ok(())
+    }
+
+    /// Bytes of an input for each byte of a value.
+    fn scale(&self, input: usize) -> usize {
+        self.predictor.inputs().get(input).map_or(1, |kind| kind.scale())
+    }
+
+    /// `len` bytes' worth of each input from byte `at` of the chunk on; `there`: those of the destination.
+    pub(crate) fn parts<'b>(
+        &self,
+        inputs: &[InputValues<'b>],
+        at: usize,
+        there: &'b [u8],
+        len: usize,
+    ) -> [&'b [u8]; MAX_INPUTS] {
+        std::array::from_fn(|i| {
+            let scale = self.scale(i);
+            inputs.get(i).map_or(&[][..], |input| input.part(at * scale, there, len * scale))
+        })
     }
 
     /// Writes what is left of values after prediction into `to`, which is as long. Gives the CRC-32C of
@@ -84,7 +108,10 @@ impl Prediction<'_> {
         let room = sized(room, PIECE);
         once::copy_summed(src, to, |at, piece| {
             let (mut parts, len) = ([&[][..]; MAX_INPUTS], piece.len());
-            parts.iter_mut().zip(inputs).for_each(|(part, all)| *part = &all[at..at + len]);
+            for (i, (part, all)) in parts.iter_mut().zip(inputs).enumerate() {
+                let scale = self.scale(i);
+                *part = &all[at * scale..(at + len) * scale];
+            }
             let parts = &parts[..inputs.len()];
             let predicted = match self.predict(at, parts, &mut room[..len])? {
                 Predicted::Input(i) => parts[i],
@@ -113,7 +140,7 @@ impl Prediction<'_> {
         let room = sized(room, PIECE);
         for (i, piece) in values.chunks_mut(PIECE).enumerate() {
             let (at, len) = (i * PIECE, piece.len());
-            let parts = &parts(inputs, at, &[], len)[..inputs.len()];
+            let parts = &self.parts(inputs, at, &[], len)[..inputs.len()];
             let predicted = match self.predict(at, parts, &mut room[..len])? {
                 Predicted::Input(i) => parts[i],
                 Predicted::Written => &room[..len],
@@ -136,7 +163,7 @@ impl Prediction<'_> {
         let pieces = residuals.chunks_mut(PIECE).zip(values.chunks_mut(PIECE));
         for (i, (residuals, values)) in pieces.enumerate() {
             let (at, len) = (i * PIECE, values.len());
-            let before = parts(inputs, at, values, len);
+            let before = self.parts(inputs, at, values, len);
             let predicted = self.predict(at, &before[..inputs.len()], &mut room[..len])?;
             let (kernels, width) = (self.kernels, self.width);
             match predicted {
@@ -167,7 +194,7 @@ impl Prediction<'_> {
 
     /// Whether the symbols of a plane are coded with several tables.
     pub(crate) fn has_contexts(&self, layout: LayoutId, plane: usize) -> bool {
-        self.predictor.contexts().tables(layout, plane) > 1
+        self.contexts.tables(layout, plane) > 1
     }
 
     /// The table of each of the `len` symbols of the plane behind `planes`, into `to`; none, if it has
@@ -183,9 +210,9 @@ impl Prediction<'_> {
         to.clear();
         if self.has_contexts(layout, planes.len()) {
             to.resize(len, 0);
-            let (tensor, first) = (self.tensor, self.first);
-            let known = Known { tensor, first, layout, planes, inputs };
-            self.predictor.contexts().contexts(&known, to)?;
+            let Self { kernels, tensor, first, contexts, .. } = *self;
+            let known = Known { kernels, tensor, first, layout, planes, inputs };
+            contexts.contexts(&known, to)?;
         }
         Ok(())
     }
@@ -227,15 +254,4 @@ impl<'a> InputValues<'a> {
             Self::Destination => there,
         }
     }
-}
-
-/// `len` bytes of each input from number `at` on, in the first places; `there`: those of the
-/// destination.
-pub(crate) fn parts<'b>(
-    inputs: &[InputValues<'b>],
-    at: usize,
-    there: &'b [u8],
-    len: usize,
-) -> [&'b [u8]; MAX_INPUTS] {
-    std::array::from_fn(|i| inputs.get(i).map_or(&[][..], |input| input.part(at, there, len)))
 }

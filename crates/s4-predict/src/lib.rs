@@ -2,10 +2,10 @@
 //!
 //! - [`Predict`]: the predicted bits of a range of a tensor's values, from other values and from side
 //!   data. [`Parent`] expects the values of the checkpoint before, [`Rank1`] an offset per row and one
-//!   per column.
+//!   per column, [`Cast`] the rounded values of a wider tensor.
 //! - [`Predictors`]: those that an engine uses, by the id that plans name.
 //! - [`ContextModel`]: a table for each symbol of a plane, from what a decoder knows before the plane is
-//!   decoded.
+//!   decoded: [`Exponents`] from the exponents of an input.
 //!
 //! Everything here is exact integer arithmetic that a decoder repeats. What it needs and cannot know is
 //! in the side data, which is stored; nothing fitted is ever computed again.
@@ -15,17 +15,21 @@
 //! checksums, which the engine checks after prediction is undone.
 #![forbid(unsafe_code)]
 
+mod cast;
 mod context;
+pub mod exponent;
 mod parent;
 mod predict;
 pub mod rank1;
 
+pub use cast::Cast;
 pub use context::{ContextModel, Known, NoContexts};
+pub use exponent::Exponents;
 pub use parent::Parent;
 pub use predict::{InputKind, Predict, Predicted, Predictors, Tensor};
 pub use rank1::Rank1;
 
 /// Every predictor of this crate. This is the one list of them.
 pub fn predictors() -> Predictors {
-    Predictors::none().with(Parent).with(Rank1)
+    Predictors::none().with(Parent).with(Rank1).with(Cast)
 }

@@ -14,6 +14,9 @@ use crate::{PlaneCoding, TensorPlan, TensorSpec};
 /// Whether values are differences from a parent's. `None`: neither that nor stored by themselves, or
 /// in a way that the kernels lack.
 fn is_delta(plan: &Plan) -> Option<bool> {
+    if !plan.contexts.is_none() {
+        return None;
+    }
     match (plan.predictor, plan.residual) {
         (PredictorId::NONE, ResidualId::ID) => Some(false),
         (PredictorId::PARENT, ResidualId::XOR | ResidualId::SUB) => Some(true),
