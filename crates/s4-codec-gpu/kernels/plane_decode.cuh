@@ -2,6 +2,7 @@
 #pragma once
 
 #include "frame.cuh"
+#include "plane_contexts.cuh"
 #include "rans_decode.cuh"
 
 namespace s4 {
@@ -30,7 +31,7 @@ struct PlaneTarget {
   u8* plane;                 // 16-byte aligned
   u32 size;                  // at least 1
   TableSet tables;           // the tensor's
-  const u8* contexts;        // of each symbol, 16-byte aligned; null: all are 0
+  PlaneContexts contexts;    // of each symbol
   u32* entries;              // scratch memory, for contexts.cuh
   u8* carry;                 // what the stream carries: 64 bytes for each 4096 symbols; null if nothing
 
@@ -95,7 +96,10 @@ struct DecodeOneTable {
     }
   };
   __device__ __forceinline__ static bool suits(const DecodeChunk&, u32) { return true; }
-  __device__ __forceinline__ static const u8* contexts_of(const DecodeChunk&, u32) { return nullptr; }
+  __device__ __forceinline__ static void prepare(const DecodeChunk&) {}
+  __device__ __forceinline__ static PlaneContexts contexts_of(const DecodeChunk&, u32, const PlaneSet&) {
+    return PlaneContexts{};
+  }
   __device__ __forceinline__ static u32* entries_of(const DecodeChunk&) { return nullptr; }
 
   // Reads a stream's header and table. All threads; all return the same; ends with a barrier.
