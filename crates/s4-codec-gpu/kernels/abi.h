@@ -149,16 +149,21 @@ static_assert(sizeof(TableSet) == 16, "");
 
 // Of a chunk's inputs:
 constexpr u32 kParent = 0;    // the parent's values, n * width bytes at any address; null with residual `id`
-constexpr u32 kOffsets = 1;   // of kPredictOffsets: `Offsets`, 16-byte aligned
+constexpr u32 kOffsets = 1;   // of kPredictOffsets: `Offsets`, 8-byte aligned
+constexpr u32 kColumns = 2;   // and the offsets of the columns, 16-byte aligned
 
-// What the offsets of rows and columns are added to. Behind it those of the rows, zeros up to a multiple of 16, and
-// those of the columns, 2 bytes each, signed. Every value of the chunk is in one of the rows.
+// What the offsets of rows and columns are added to. Behind it are those of the rows, at least of those that the chunk
+// has values in. Offsets have 2 bytes, and a sign. Rows are a tensor's values, `cols` at a time.
 struct Offsets {
   u64 base;
-  u32 shift;  // at most 48
+  u64 first;  // index of the chunk's first value, from the first of these rows on
+  u32 shift;  // below 8 * width
   u32 rows;
+  u32 cols;   // below 2^31
+  u32 reserved;
 };
-static_assert(sizeof(Offsets) == 16, "");
+static_assert(sizeof(Offsets) == 32, "");
+constexpr int kNoRow = -32768;  // the offset of a row whose values are expected to be zero
 
 constexpr u32 kKeepPlanes = 1;  // EncodeChunk::flags, fused: raw planes go through scratch (see below)
 

@@ -1,8 +1,7 @@
 // Planes whose symbols have contexts (docs/codecs/rans.md): a table for each. Policies for the composed kernels
 // (plane_encode.cuh, plane_decode.cuh); those of one table are separate instances, which know nothing of this.
 //
-// `Source` says what the contexts are, and how many tables a plane has: `ExponentContexts` below, or
-// `MemoryContexts` of the tests (tests/contexts.h).
+// `Source` says what the contexts are: `ExponentContexts` below, or `MemoryContexts` of the tests (tests/contexts.h).
 #pragma once
 
 #include "composed.cuh"
@@ -14,7 +13,7 @@ namespace s4 {
 // Contexts `exponent` of docs/format.md: the class of the exponent that the chunk's input has at the same place, and
 // for the plane behind the exponents what these are, too. Classes lie in scratch memory.
 struct ExponentContexts {
-  static constexpr u32 kMostTables = kBesideTables;
+  static constexpr u32 kMostTables = kClasses + 2;  // contexts of the plane behind the exponents
 
   template <class Chunk>
   __device__ __forceinline__ static bool suits(const Chunk& c, u32) {
@@ -40,14 +39,6 @@ struct ExponentContexts {
     of.classes = classes_of(c);
     if (i > exponents) of.exponents = planes.at[exponents];
     return of;
-  }
-  // The tables of a plane. All threads; all return the same.
-  __device__ __forceinline__ static u32 tables_of(const PlaneContexts& of) {
-    return of.classes == nullptr ? 1 : of.exponents == nullptr ? kClasses : kBesideTables;
-  }
-  // Whether `tables` is the number of tables of a plane that is decoded. All threads.
-  __device__ __forceinline__ static bool fits(const PlaneContexts& of, u32 tables) {
-    return of.classes == nullptr || tables == 1 || tables == tables_of(of);
   }
 
  private:
@@ -135,18 +126,19 @@ struct ContextCounts {
   }
 };
 
-// Makes a table of `slots` slots from counts; of no symbols one that has an escape alone. Returns how many were
-// counted. One warp.
-__device__ __forceinline__ u32 make_table(const u32* counts, bool all, u32 slots, Model& model, SharedTable& to) {
+// Makes a table of `slots` slots from counts; where nothing was counted, as if symbol 0 had been, once, of a sample.
+// Returns how many were counted. One warp.
+__device__ __forceinline__ u32 make_table(u32* counts, bool all, u32 slots, Model& model, SharedTable& to) {
   u32 sum = 0;
   for (u32 s = lane_id(); s < 256; s += kLanes) sum += counts[s];
   sum = warp_sum(sum);
-  if (sum > 0) {
-    choose_symbols(counts, all, slots, model);
-    choose_frequencies(model, slots);
-  } else if (lane_id() == 0) {
-    model.escape = slots, model.kept = 0;
+  if (sum == 0) {
+    all = false, sum = 1;
+    if (lane_id() == 0) counts[0] = 1;
+    __syncwarp();
   }
+  choose_symbols(counts, all, slots, model);
+  choose_frequencies(model, slots);
   __syncwarp();
   rank_symbols(model, lane_id(), kLanes);
   __syncwarp();
@@ -180,7 +172,7 @@ struct EncodeContexts {
   static constexpr u32 kModels = Source::kMostTables > 10 ? 2 : 4;  // tables that are made at a time
   struct Coders {
     u32 of[256 * Source::kMostTables];
-    u32 counted;
+    u32 seen, counted;
     u64 own_bits, shared_bits;  // of the counted symbols
   };
   struct Models {
@@ -219,15 +211,19 @@ struct EncodeContexts {
   __device__ __forceinline__ bool choose(const PlaneJob& job, Density density, Memory& shared) {
     constexpr u32 kSlots = 1u << kBits;
     Coders& coders = shared.coders;
-    if (threadIdx.x == 0) coders.counted = 0, coders.own_bits = 0, coders.shared_bits = 0;
-    count = Source::tables_of(contexts);
-    const bool usable = is_usable(job.tables, kBits, count), all = density.is_sparse() || job.size <= kCountAll;
+    if (threadIdx.x == 0) coders.seen = 0, coders.counted = 0, coders.own_bits = 0, coders.shared_bits = 0;
+    __syncthreads();
+    atomicOr(&coders.seen, contexts.seen());
+    __syncthreads();
+    count = 32 - __clz(coders.seen);
+    const bool usable = is_usable(job.tables, kBits, count);
+    const bool all = job.size <= kCountAll || (density.is_sparse() && contexts.classes == nullptr);
     shared.u.count.count(contexts, job.plane, all, count);
 #pragma unroll 1
     for (u32 first = 0; first < count; first += kModels) {
       const u32 t = first + warp_id();
       if (warp_id() >= kModels || t >= count) continue;
-      const u32* const counts = shared.u.count.of + 256 * t;
+      u32* const counts = shared.u.count.of + 256 * t;
       const Model& model = shared.model.of[warp_id()];
       const u32 counted = make_table(counts, all, kSlots, shared.model.of[warp_id()], job.own[t]);
       u32 own = 0, other = 0;
@@ -351,9 +347,10 @@ struct DecodeContexts {
     }
     if (fixed.counts_at + 2 * fixed.segments > len) return kCorrupt;
     if (threadIdx.x == 0) h.fixed = fixed, shared.entries.tables = tables;
-    bool bad = !Source::fits(to.contexts, tables);
-    if (warp_id() == 0) bad |= !find_segments(head, len, fixed, h);
-    return __syncthreads_or(bad) ? kCorrupt : kOk;
+    bool bad = false;
+    if (warp_id() == 0) bad = !find_segments(head, len, fixed, h);
+    if (__syncthreads_or(bad)) return kCorrupt;
+    return contexts_in(to, tables).below(tables) ? kOk : kCorrupt;
   }
 
   template <u32 kBits>

@@ -7,8 +7,7 @@
 
 namespace s4 {
 
-constexpr u32 kClasses = 8;                  // of an input's exponents
-constexpr u32 kBesideTables = kClasses + 2;  // of the plane behind the exponents
+constexpr u32 kClasses = 8;  // of an input's exponents
 
 // Empty, all are 0: one table codes the plane.
 struct PlaneContexts {
@@ -42,6 +41,21 @@ struct PlaneContexts {
     }
     return eight;
   }
+
+  // Bit i: a symbol that this thread looks at has context i; bit 31: one from 31 on.
+  __device__ __forceinline__ u32 seen() const {
+    u32 seen = 1;
+    if (classes == nullptr) return seen;
+#pragma unroll 1
+    for (u32 from = kOctet * threadIdx.x; from < size; from += kOctet * blockDim.x) {
+      const Eight eight = tables_of(from);
+#pragma unroll
+      for (int k = 0; k < 8; k++) seen |= 1u << min(eight.of(k), 31u);
+    }
+    return seen;
+  }
+  // Whether all of them are below `tables`, at most kMaxTables. All threads; a barrier.
+  __device__ __forceinline__ bool below(u32 tables) const { return !__syncthreads_or((seen() >> tables) != 0); }
 };
 
 }  // namespace s4

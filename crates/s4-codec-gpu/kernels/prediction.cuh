@@ -67,21 +67,19 @@ struct RowsAndColumns {
   template <class Chunk>
   __device__ __forceinline__ static RowsAndColumns of(const Chunk& c) {
     const Offsets& o = *reinterpret_cast<const Offsets*>(c.inputs[kOffsets]);
-    const u8* rows = c.inputs[kOffsets] + sizeof(Offsets);
-    const u8* columns = rows + round_up64(2 * static_cast<u64>(o.rows), 16);
-    return RowsAndColumns{reinterpret_cast<const short*>(rows), reinterpret_cast<const short*>(columns), o.base,
-                          o.shift, static_cast<u32>(c.cols), static_cast<u32>(c.first / c.cols),
-                          static_cast<u32>(c.first % c.cols)};
+    return RowsAndColumns{reinterpret_cast<const short*>(c.inputs[kOffsets] + sizeof(Offsets)),
+                          reinterpret_cast<const short*>(c.inputs[kColumns]), o.base, o.shift, o.cols,
+                          static_cast<u32>(o.first / o.cols), static_cast<u32>(o.first % o.cols)};
   }
   template <int kWidth>
   __device__ __forceinline__ Uint<kWidth> predicted(int row, int column) const {
     const Uint<kWidth> offset = static_cast<Uint<kWidth>>(static_cast<long long>(row + column));
-    const Uint<kWidth> scaled = shift < 8 * sizeof(offset) ? offset << shift : 0;
-    return (static_cast<Uint<kWidth>>(base) + scaled) & kAllBits<kWidth> >> 1;
+    if (row == kNoRow) return 0;
+    return (static_cast<Uint<kWidth>>(base) + (offset << shift)) & kAllBits<kWidth> >> 1;
   }
   template <int kWidth>
   __device__ __forceinline__ void predict(u32 at, u32 left, Uint<kWidth>* v) const {
-    // The columns are below 2^31, and a chunk's values below 2^19.
+    // Columns are below 2^31, and a chunk's values below 2^22.
     const u32 place = col + at;
     u32 r = row + place / cols, c = place % cols;
     int offset = rows[r];
@@ -126,10 +124,10 @@ struct AnyPrediction {
   }
   template <class Chunk>
   __device__ __forceinline__ static bool has_offsets(const Chunk& c) {
-    if (!is_aligned(c.inputs[kOffsets]) || c.inputs[kOffsets] == nullptr || c.residual != kMagnitude) return false;
-    if (c.width == 1 || c.cols == 0 || c.cols >> 31 != 0) return false;
-    // The last value's row is the largest.
-    return (c.first + c.n - 1) / c.cols < reinterpret_cast<const Offsets*>(c.inputs[kOffsets])->rows;
+    if (c.inputs[kOffsets] == nullptr || c.inputs[kColumns] == nullptr || c.residual != kMagnitude) return false;
+    const Offsets& o = *reinterpret_cast<const Offsets*>(c.inputs[kOffsets]);
+    if (c.width == 1 || o.cols == 0 || o.cols >> 31 != 0 || o.shift >= 8u * c.width) return false;
+    return (o.first + c.n - 1) / o.cols < o.rows;  // the last value's
   }
   __device__ __forceinline__ static AnyDensity density(const EncodeChunk& c) { return AnyDensity{c.sparse != 0}; }
   template <class Chunk>

@@ -115,7 +115,7 @@ s4_encode_residual(const EncodeChunk* chunks, EncodeResult* results) {
   encode_composed<Difference, EncodeOneTable>(chunks[blockIdx.x], results[blockIdx.x]);
 }
 
-__global__ void __launch_bounds__(kComposedThreads)
+__global__ void __launch_bounds__(kComposedThreads, 3)
 s4_encode_predicted(const EncodeChunk* chunks, EncodeResult* results) {
   encode_composed<AnyPrediction, EncodeContexts<ExponentContexts>>(chunks[blockIdx.x], results[blockIdx.x]);
 }
@@ -185,7 +185,7 @@ s4_decode_composed(const DecodeChunk* chunks, u32* status) {
   decode_composed<Difference, DecodeOneTable>(chunks[blockIdx.x], status[blockIdx.x]);
 }
 
-__global__ void __launch_bounds__(kComposedThreads)
+__global__ void __launch_bounds__(kComposedThreads, 3)
 s4_decode_predicted(const DecodeChunk* chunks, u32* status) {
   decode_composed<AnyPrediction, DecodeContexts<ExponentContexts>>(chunks[blockIdx.x], status[blockIdx.x]);
 }

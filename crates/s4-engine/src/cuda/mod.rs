@@ -19,6 +19,7 @@ pub(crate) mod nvcomp;
 mod parent;
 mod plan;
 mod route;
+mod sets;
 mod staging;
 #[cfg(feature = "testing")]
 #[doc(hidden)]

@@ -6,7 +6,7 @@ use s4_format::{CodecId, LayoutId, StreamEntry, crc32c};
 use s4_planes::Simd;
 
 use super::{Answers, CORRUPT, Contexts, Decode, Encode, Jobs, Kind, MAX_PLANES, OK, UNSUPPORTED};
-use super::{VALUE_CHECKSUM, shared_table};
+use super::{Predicted, VALUE_CHECKSUM, shared_table};
 
 /// A plane, and what its stream is coded with.
 #[derive(Clone)]
@@ -173,6 +173,7 @@ impl Case {
             values: self.values.clone(),
             parent: self.parent.clone(),
             contexts: self.contexts(),
+            predicted: Predicted::default(),
         }
     }
 
@@ -193,6 +194,7 @@ impl Case {
             frame: self.frame.clone(),
             parent: self.parent.clone(),
             contexts: self.contexts(),
+            predicted: Predicted::default(),
         }
     }
 }
