@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use s4_format::manifest::{Role, RoleKind, Roles};
 use s4weights::{DType, TensorSource};
 use safetensors::{Dtype, SafeTensors};
 
@@ -40,6 +41,53 @@ impl State {
         }
         tensors.sort_by(|a, b| a.0.cmp(&b.0));
         Ok(Self(tensors))
+    }
+
+    /// What the tensors are to AdamW, told from their names: `model.N`, `master.N`, `optimizer.exp_avg.N` and
+    /// `optimizer.exp_avg_sq.N` belong together.
+    pub fn roles(&self) -> Roles {
+        let kinds = [
+            ("model.", RoleKind::Weight),
+            ("master.", RoleKind::Master),
+            ("optimizer.exp_avg.", RoleKind::ExpAvg),
+            ("optimizer.exp_avg_sq.", RoleKind::ExpAvgSq),
+        ];
+        let mut parameters: Vec<&str> = vec![];
+        let mut tensors = vec![];
+        for (tensor, (name, ..)) in (0..).zip(&self.0) {
+            let known = kinds.iter().find_map(|(p, kind)| Some((name.strip_prefix(p)?, *kind)));
+            let Some((parameter, kind)) = known else { continue };
+            let number = parameters.iter().position(|p| *p == parameter).unwrap_or_else(|| {
+                parameters.push(parameter);
+                parameters.len() - 1
+            });
+            tensors.push(Role { tensor, parameter: number as u32, kind, group: 0 });
+        }
+        let group = [("beta1", 0.9), ("beta2", 0.95), ("eps", 1e-8), ("weight_decay", 0.1)];
+        Roles { tensors, groups: vec![group.map(|(k, v)| (k.to_owned(), v)).into()] }
+    }
+
+    /// The state of a run in mixed precision with the same values: its fp32 weights become the optimizer's, and the
+    /// model gets copies of them, rounded to bf16.
+    #[must_use]
+    pub fn in_mixed_precision(&self) -> Self {
+        let mut out = vec![];
+        for (name, dtype, shape, data) in &self.0 {
+            let Some(parameter) = name.strip_prefix("model.").filter(|_| *dtype == DType::Float32)
+            else {
+                out.push((name.clone(), *dtype, shape.clone(), data.clone()));
+                continue;
+            };
+            let rounded = |x: &[u8; 4]| {
+                let x = u32::from_le_bytes(*x);
+                ((x + 0x7fff + (x >> 16 & 1)) >> 16) as u16
+            };
+            let bf16 = data.as_chunks().0.iter().flat_map(|x| rounded(x).to_le_bytes()).collect();
+            out.push((name.clone(), DType::BFloat16, shape.clone(), bf16));
+            out.push((format!("master.{parameter}"), *dtype, shape.clone(), data.clone()));
+        }
+        out.sort_by(|a, b| a.0.cmp(&b.0));
+        Self(out)
     }
 
     /// The tensors to save.

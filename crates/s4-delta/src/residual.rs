@@ -24,6 +24,8 @@ pub enum Residual {
     Xor,
     /// The difference in the order of values, zigzag-coded: see [`Kernels::sub_values`].
     Sub,
+    /// The sign, and the zigzag-coded difference of the magnitudes: see [`Kernels::sub_magnitudes`].
+    Magnitude,
 }
 
 impl Residual {
@@ -32,12 +34,13 @@ impl Residual {
         match self {
             Self::Xor => ResidualId::XOR,
             Self::Sub => ResidualId::SUB,
+            Self::Magnitude => ResidualId::MAGNITUDE,
         }
     }
 
     /// The residual with an id; `None` for [`ResidualId::ID`], which is no difference, and for others.
     pub fn from_id(id: ResidualId) -> Option<Self> {
-        [Self::Xor, Self::Sub].into_iter().find(|residual| residual.id() == id)
+        [Self::Xor, Self::Sub, Self::Magnitude].into_iter().find(|residual| residual.id() == id)
     }
 
     /// Replaces the elements in `buf` by their differences from `parent`, the same elements of the
@@ -50,6 +53,7 @@ impl Residual {
         match self {
             Self::Xor => kernels.xor(buf, parent),
             Self::Sub => kernels.sub_values(width, buf, parent),
+            Self::Magnitude => kernels.sub_magnitudes(width, buf, parent),
         }
         Ok(())
     }
@@ -69,6 +73,7 @@ impl Residual {
         match self {
             Self::Xor => kernels.xor(buf, parent),
             Self::Sub => kernels.add_values(width, buf, parent),
+            Self::Magnitude => kernels.add_magnitudes(width, buf, parent),
         }
         Ok(())
     }

@@ -75,7 +75,7 @@ fn main() -> Result<()> {
     let job = PlanJob { preset: Preset::Fast, view: &view, parent: None, role: None };
     let direct = engine.plan(&job, &mut Scratch::default())?;
     let (residual, layout) = (ResidualId::SUB, LayoutId::BYTES);
-    let plan = Plan { predictor: RAMP, residual, layout, inputs: vec![] };
+    let plan = Plan { predictor: RAMP, residual, ..Plan::direct(layout) };
     let predicted = TensorPlan::new(plan, vec![PlaneCoding::RANS8; 4], chunk_log2(view.dtype));
 
     let (without, with) =

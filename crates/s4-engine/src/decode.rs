@@ -188,7 +188,10 @@ impl CpuEngine {
                 }
             }
             let mut contexts = std::mem::take(&mut scratch.contexts);
-            given.contexts(layout, &sizes, &stored[..i], scratch, sizes[i], &mut contexts)?;
+            contexts.clear();
+            if entry.codec == CodecId::RANS {
+                given.contexts(layout, &sizes, &stored[..i], scratch, sizes[i], &mut contexts)?;
+            }
             let Scratch { planes, joined, carry, tail, work, .. } = &mut *scratch;
             let ctx = Context { param: entry.param, tables: tables.plane(i), contexts: &contexts };
             let to = if layout == LayoutId::BYTES {

@@ -160,16 +160,16 @@ impl CpuEngine {
         scratch.streams.resize_with(sizes.len().max(scratch.streams.len()), Vec::new);
         let mut work = std::mem::take(&mut scratch.work);
         let mut contexts = std::mem::take(&mut scratch.contexts);
-        contexts.clear();
         for i in (0..sizes.len()).rev() {
             let mut buffer = std::mem::take(&mut scratch.streams[i]);
-            if let Some(prediction) = prediction {
+            let coding = plan.coding(i);
+            contexts.clear();
+            if let Some(prediction) = prediction.filter(|_| coding.codec == CodecId::RANS) {
                 let mut planes = [&[][..]; MAX_PLANES];
                 (0..i).for_each(|j| planes[j] = scratch.plane(layout, sizes, j));
                 let known = &planes[..i];
                 prediction.contexts(layout, known, job.inputs, sizes[i], &mut contexts)?;
             }
-            let coding = plan.coding(i);
             let (param, tables) = (coding.param, plan.tables(i));
             let symbols = Symbols {
                 bytes: scratch.plane(layout, sizes, i),

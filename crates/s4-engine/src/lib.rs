@@ -49,10 +49,10 @@ pub use values::{DeviceMemory, Values};
 pub enum Preset {
     /// Planes, coded order 0: keeps up with the link.
     Fast,
-    /// The default. Until predictors are built, the same as `Fast`.
+    /// The default: predictions from rows and columns and from the parent where they save enough.
     #[default]
     Balanced,
-    /// The smallest. Until predictors are built, the same as `Fast`.
+    /// The smallest. Until it has predictors of its own, the same as `Balanced`.
     Small,
     /// Exponents by nvCOMP's ANS, which is closed, everything else by its GDeflate, which is open; on a
     /// GPU, for tools that expect nvCOMP. Never chosen by itself.

@@ -3,9 +3,9 @@
 
 use s4_delta::Residual;
 use s4_format::limits::MAX_INPUTS;
-use s4_format::{Error, LayoutId, Plan, Result};
+use s4_format::{ContextsId, Error, LayoutId, Plan, Result};
 use s4_planes::{Kernels, Width};
-use s4_predict::{Known, Predict, Predicted, Tensor};
+use s4_predict::{ContextModel, Exponents, Known, Predict, Predicted, Tensor};
 
 use crate::CpuEngine;
 use crate::once::{self, PIECE};
@@ -30,6 +30,7 @@ pub(crate) struct Prediction<'a> {
     first: u64,
     residual: Residual,
     width: Width,
+    contexts: &'a dyn ContextModel,
 }
 
 impl CpuEngine {
@@ -52,7 +53,11 @@ impl CpuEngine {
         })?;
         let width = width_of(tensor.dtype.value_width())?;
         let kernels = self.kernels;
-        Ok(Some(Prediction { kernels, predictor, tensor, first, residual, width }))
+        let contexts = match plan.contexts.require_open()? {
+            ContextsId::EXPONENT => &Exponents,
+            _ => predictor.contexts(),
+        };
+        Ok(Some(Prediction { kernels, predictor, tensor, first, residual, width, contexts }))
     }
 }
 
@@ -167,7 +172,7 @@ impl Prediction<'_> {
 
     /// Whether the symbols of a plane are coded with several tables.
     pub(crate) fn has_contexts(&self, layout: LayoutId, plane: usize) -> bool {
-        self.predictor.contexts().tables(layout, plane) > 1
+        self.contexts.tables(layout, plane) > 1
     }
 
     /// The table of each of the `len` symbols of the plane behind `planes`, into `to`; none, if it has
@@ -183,9 +188,9 @@ impl Prediction<'_> {
         to.clear();
         if self.has_contexts(layout, planes.len()) {
             to.resize(len, 0);
-            let (tensor, first) = (self.tensor, self.first);
-            let known = Known { tensor, first, layout, planes, inputs };
-            self.predictor.contexts().contexts(&known, to)?;
+            let Self { kernels, tensor, first, contexts, .. } = *self;
+            let known = Known { kernels, tensor, first, layout, planes, inputs };
+            contexts.contexts(&known, to)?;
         }
         Ok(())
     }

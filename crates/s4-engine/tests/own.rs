@@ -216,7 +216,7 @@ fn a_predictor_of_ones_own_has_inputs_and_contexts() {
     for layout in [LayoutId::BYTES, LayoutId::WHOLE] {
         for residual in [ResidualId::XOR, ResidualId::SUB] {
             let plan = plan(&view, |plan| {
-                plan.plan = Plan { predictor: PLUS_THREE, residual, layout, inputs: vec![] };
+                plan.plan = Plan { predictor: PLUS_THREE, residual, ..Plan::direct(layout) };
                 let planes = if layout == LayoutId::BYTES { 2 } else { 1 };
                 plan.planes = vec![PlaneCoding::RANS8; planes];
             });

@@ -130,7 +130,7 @@ ids! {
         SAME = 2, "same", Reserved;
         /// The rounded copy of a wider float tensor.
         CAST = 3, "cast", Reserved;
-        /// Row and column offsets of the value-ordered integer.
+        /// Row and column offsets of the magnitude's integer.
         RANK1 = 4, "rank1", Open;
         /// Rank1 with a fitted share of the parent's own residual.
         BLEND = 5, "blend", Reserved;
@@ -148,6 +148,32 @@ ids! {
         XOR = 1, "xor", Open;
         /// The difference in the order of values, zigzag-coded.
         SUB = 2, "sub", Open;
+        /// The sign, and the zigzag-coded difference of the magnitudes.
+        MAGNITUDE = 3, "magnitude", Open;
+    }
+}
+
+ids! {
+    /// What tells which of a stream's tables a symbol is coded with.
+    ContextsId, "contexts" {
+        /// All symbols of a stream use one table.
+        NONE = 0, "none", Open;
+        /// The exponent of the input's value.
+        EXPONENT = 1, "exponent", Open;
+    }
+}
+
+impl Default for ContextsId {
+    fn default() -> Self {
+        Self::NONE
+    }
+}
+
+impl ContextsId {
+    /// Whether there is one table for all symbols.
+    #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde asks so")]
+    pub fn is_none(&self) -> bool {
+        *self == Self::NONE
     }
 }
 

@@ -28,7 +28,7 @@ pub use digest::{Digest, crc32c, crc32c_append};
 pub use dtype::DType;
 pub use error::{Error, Location, Result};
 pub use file::Version;
-pub use id::{CodecId, LayoutId, PredictorId, ResidualId, Support};
+pub use id::{CodecId, ContextsId, LayoutId, PredictorId, ResidualId, Support};
 pub use index::{Tensor, TensorKind};
 pub use manifest::Manifest;
 pub use plan::Plan;

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::bounded;
 use crate::digest::Digest;
 use crate::error::{Error, Result};
-use crate::id::{LayoutId, PredictorId, ResidualId};
+use crate::id::{ContextsId, LayoutId, PredictorId, ResidualId};
 use crate::limits::MAX_DEPENDENCY_DEPTH;
 
 /// A tensor, or a region of it, that a prediction is made from.
@@ -39,12 +39,26 @@ pub struct Plan {
     /// What the prediction is made from.
     #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "bounded::inputs")]
     pub inputs: Vec<Input>,
+    /// Which of a stream's tables each symbol is coded with.
+    #[serde(default, skip_serializing_if = "ContextsId::is_none")]
+    pub contexts: ContextsId,
 }
 
 impl Plan {
     /// A plan without prediction.
     pub fn direct(layout: LayoutId) -> Self {
-        Self { predictor: PredictorId::NONE, residual: ResidualId::ID, layout, inputs: vec![] }
+        Self::alone(PredictorId::NONE, ResidualId::ID, layout)
+    }
+
+    /// The plan of a matrix that is predicted by its rows and columns.
+    pub fn rank1(layout: LayoutId) -> Self {
+        Self::alone(PredictorId::RANK1, ResidualId::MAGNITUDE, layout)
+    }
+
+    /// A plan without inputs.
+    fn alone(predictor: PredictorId, residual: ResidualId, layout: LayoutId) -> Self {
+        let (inputs, contexts) = (vec![], ContextsId::NONE);
+        Self { predictor, residual, layout, inputs, contexts }
     }
 
     /// The plan of a tensor that is stored as its XOR with tensor number `tensor` of the checkpoint
@@ -55,6 +69,7 @@ impl Plan {
             residual: ResidualId::XOR,
             layout,
             inputs: vec![Input { manifest: Some(manifest), tensor, region: None }],
+            contexts: ContextsId::NONE,
         }
     }
 
@@ -83,22 +98,34 @@ impl Plan {
         self.predictor.require_open()?;
         self.residual.require_open()?;
         self.layout.require_open()?;
+        self.contexts.require_open()?;
         let fits = match self.predictor {
             PredictorId::NONE => self.residual == ResidualId::ID && self.inputs.is_empty(),
-            PredictorId::RANK1 => self.residual == ResidualId::SUB && self.inputs.is_empty(),
-            PredictorId::PARENT => self.residual != ResidualId::ID && self.one_whole_other(),
+            PredictorId::RANK1 => self.residual == ResidualId::MAGNITUDE && self.inputs.is_empty(),
+            PredictorId::PARENT => {
+                matches!(self.residual, ResidualId::XOR | ResidualId::SUB) && self.one_whole_other()
+            }
             _ => true,
         };
+        let fits = fits && (self.contexts.is_none() || self.may_have_contexts());
         if fits && (self.layout != LayoutId::TOKEN || self.residual == ResidualId::SUB) {
             return Ok(());
         }
         Err(Error::corrupt(format!(
-            "plan of predictor `{}`, residual `{}`, layout `{}` and {} inputs",
+            "plan of predictor `{}`, residual `{}`, layout `{}`, contexts `{}` and {} inputs",
             self.predictor,
             self.residual,
             self.layout,
+            self.contexts,
             self.inputs.len()
         )))
+    }
+
+    /// Whether the format defines contexts for such a plan.
+    fn may_have_contexts(&self) -> bool {
+        self.is_delta()
+            && self.residual == ResidualId::SUB
+            && matches!(self.layout, LayoutId::FIELDS | LayoutId::FIELDS_SIGN)
     }
 
     /// Whether the plan has one input: a whole tensor of another checkpoint.

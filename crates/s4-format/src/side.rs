@@ -14,14 +14,21 @@ pub struct SideKind(pub u32);
 impl SideKind {
     /// rANS tables that all chunks of the tensor may use.
     pub const TABLES: Self = Self(1);
-    /// Row and column offsets of the predictor `rank1`.
-    pub const RANK1: Self = Self(2);
+    /// Offsets as wide as values. Never written, and refused.
+    pub const WIDE_OFFSETS: Self = Self(2);
     /// Positions and values that a predictor does not cover. Reserved.
     pub const EXCEPTIONS: Self = Self(3);
     /// The fitted share of the parent's residual. Reserved.
     pub const ALPHA: Self = Self(4);
     /// rANS tables, one set for each run of chunks. Reserved.
     pub const GROUP_TABLES: Self = Self(5);
+    /// Row and column offsets of the predictor `rank1`.
+    pub const OFFSETS: Self = Self(6);
+    /// How contexts are told from exponents.
+    pub const CONTEXTS: Self = Self(7);
+
+    /// The kinds that this version reads.
+    const OPEN: [Self; 3] = [Self::TABLES, Self::OFFSETS, Self::CONTEXTS];
 }
 
 /// The side data of one tensor.
@@ -82,7 +89,7 @@ impl Side {
             if side.sections.iter().any(|s| s.0 == kind) {
                 return Err(Error::corrupt(format!("side data section {kind} appears twice")));
             }
-            if kind != SideKind::TABLES.0 && kind != SideKind::RANK1.0 {
+            if !SideKind::OPEN.contains(&SideKind(kind)) {
                 return Err(Error::unsupported(format!("side data section of kind {kind}")));
             }
             side.sections.push((kind, data));
@@ -99,7 +106,7 @@ mod tests {
     fn sections_round_trip_and_hostile_ones_are_refused() {
         let mut side = Side::default();
         side.push(SideKind::TABLES, vec![1, 2, 3]).unwrap();
-        side.push(SideKind::RANK1, vec![9; 8]).unwrap();
+        side.push(SideKind::OFFSETS, vec![9; 8]).unwrap();
         let mut bytes = vec![];
         side.write(&mut bytes).unwrap();
         assert_eq!(bytes.len(), side.encoded_len());
@@ -113,6 +120,8 @@ mod tests {
         bytes[0] = 4;
         assert!(matches!(Side::parse(&bytes), Err(Error::Unsupported { .. })));
         bytes[0] = 2;
+        assert!(matches!(Side::parse(&bytes), Err(Error::Unsupported { .. })));
+        bytes[0] = 6;
         assert!(matches!(Side::parse(&bytes), Err(Error::Corrupt { .. })));
         bytes[4..8].fill(0xff);
         assert!(matches!(Side::parse(&bytes), Err(Error::Truncated { .. })));

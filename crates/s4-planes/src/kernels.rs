@@ -391,23 +391,68 @@ impl Kernels {
         lanewise::add_values(self, width, buf, other);
     }
 
-    /// As [`Kernels::sub_ordered`], where `buf` is float bits, and `offset` (its low `width` bytes)
-    /// is added to every ordered integer of `other`.
+    /// Keeps the sign bit of each element, and makes of the others, `n` of them, the zigzag integer of `n` bits of
+    /// their difference from those of `other`'s element, which wraps.
     ///
     /// # Panics
     /// As [`Kernels::sub_ordered`].
-    pub fn sub_offsets(self, width: Width, buf: &mut [u8], offset: i64, other: &[u8]) {
+    pub fn sub_magnitudes(self, width: Width, buf: &mut [u8], other: &[u8]) {
         check_pair(width, buf, other);
-        lanewise::sub_offsets(self, width, buf, offset, other);
+        lanewise::sub_magnitudes(self, width, buf, other);
     }
 
-    /// Undoes [`Kernels::sub_offsets`].
+    /// Undoes [`Kernels::sub_magnitudes`].
     ///
     /// # Panics
     /// As [`Kernels::sub_ordered`].
-    pub fn add_offsets(self, width: Width, buf: &mut [u8], offset: i64, other: &[u8]) {
+    pub fn add_magnitudes(self, width: Width, buf: &mut [u8], other: &[u8]) {
         check_pair(width, buf, other);
-        lanewise::add_offsets(self, width, buf, offset, other);
+        lanewise::add_magnitudes(self, width, buf, other);
+    }
+
+    /// Writes, for each element, how far the 8 bits below its sign are below `top`, in units of `2^shift`, but no more than
+    /// `most`.
+    ///
+    /// # Panics
+    /// If the sizes are not `n * width` for `values` and `n` for `out`, or `shift` is 8 or more.
+    pub fn classes(
+        self,
+        width: Width,
+        (top, shift, most): (u8, u32, u8),
+        values: &[u8],
+        out: &mut [u8],
+    ) {
+        assert_eq!(out.len(), check_elements(width, values.len()), "classes");
+        assert!(shift < 8, "shift by {shift} bits");
+        lanewise::classes(self, width, top, shift, most, values, out);
+    }
+
+    /// Replaces the classes of those whose byte in `plane` is not 0: by `one` if it is 1, else by `more`.
+    ///
+    /// # Panics
+    /// If the sizes differ.
+    pub fn replace_classes(self, plane: &[u8], (one, more): (u8, u8), classes: &mut [u8]) {
+        assert_eq!(plane.len(), classes.len(), "classes");
+        lanewise::replace_classes(self, plane, one, more, classes);
+    }
+
+    /// Writes `base + ((row + col) << shift)`, but for the top bit, which is 0, for each `i16` of `cols`, little-endian.
+    /// Sums wrap.
+    ///
+    /// # Panics
+    /// If the sizes are not `n * width` for `out` and `2 * n` for `cols`, or `shift` is not below the bits of an
+    /// element.
+    pub fn sums(
+        self,
+        width: Width,
+        (base, row, shift): (u64, i16, u32),
+        cols: &[u8],
+        out: &mut [u8],
+    ) {
+        let n = check_elements(width, out.len());
+        assert_eq!(cols.len(), 2 * n, "columns");
+        assert!(shift < width.bits(), "shift by {shift} bits");
+        lanewise::sums(self, width, lanewise::Sums { base, row, shift }, cols, out);
     }
 }
 

@@ -19,19 +19,40 @@
 
 use crate::{Kernels, Width};
 
+/// What a row's sums are made of, but for the columns.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Sums {
+    pub(crate) base: u64,
+    pub(crate) row: i16,
+    pub(crate) shift: u32,
+}
+
 /// An unsigned integer of an element's width.
 trait Word: Copy {
     /// `element = f(element)`, for each.
     fn map(buf: &mut [u8], f: impl Fn(Self) -> Self);
     /// `element = f(element, other's element)`, for each.
     fn zip(buf: &mut [u8], other: &[u8], f: impl Fn(Self, Self) -> Self);
+    /// `element = f(col)`, for each `i16` of `cols`.
+    fn fill(buf: &mut [u8], cols: &[u8], f: impl Fn(i16) -> Self);
+    /// `byte = f(element)`, for each.
+    fn each(buf: &[u8], out: &mut [u8], f: impl Fn(Self) -> u8);
+    /// The 8 bits below the sign; of one byte, what is there.
+    fn exponent(self) -> u8;
     /// The low bits.
     fn low(x: i64) -> Self;
     fn ordered(self) -> Self;
     fn add(self, other: Self) -> Self;
     fn sub(self, other: Self) -> Self;
     fn zigzag(self) -> Self;
+    /// The zigzag integer of half of `self`, which is even, in one bit less.
+    fn folded(self) -> Self;
     fn unzigzag(self) -> Self;
+    /// All bits but the sign.
+    fn magnitude(self) -> Self;
+    /// The sign of `self`, and the other bits of `magnitude`.
+    fn with_magnitude(self, magnitude: Self) -> Self;
+    fn shl(self, bits: u32) -> Self;
 }
 
 macro_rules! word {
@@ -48,6 +69,22 @@ macro_rules! word {
                 for (x, y) in buf.as_chunks_mut().0.iter_mut().zip(other.as_chunks().0) {
                     *x = f(Self::from_le_bytes(*x), Self::from_le_bytes(*y)).to_le_bytes();
                 }
+            }
+            #[inline(always)]
+            fn fill(buf: &mut [u8], cols: &[u8], f: impl Fn(i16) -> Self) {
+                for (x, col) in buf.as_chunks_mut().0.iter_mut().zip(cols.as_chunks().0) {
+                    *x = f(i16::from_le_bytes(*col)).to_le_bytes();
+                }
+            }
+            #[inline(always)]
+            fn each(buf: &[u8], out: &mut [u8], f: impl Fn(Self) -> u8) {
+                for (to, x) in out.iter_mut().zip(buf.as_chunks().0) {
+                    *to = f(Self::from_le_bytes(*x));
+                }
+            }
+            #[inline(always)]
+            fn exponent(self) -> u8 {
+                (self >> Self::BITS.saturating_sub(9)) as u8
             }
             #[inline(always)]
             fn low(x: i64) -> Self {
@@ -71,8 +108,24 @@ macro_rules! word {
                 self << 1 ^ (self as $signed >> (Self::BITS - 1)) as Self
             }
             #[inline(always)]
+            fn folded(self) -> Self {
+                self ^ (self as $signed >> (Self::BITS - 1)) as Self
+            }
+            #[inline(always)]
             fn unzigzag(self) -> Self {
                 self >> 1 ^ (self & 1).wrapping_neg()
+            }
+            #[inline(always)]
+            fn magnitude(self) -> Self {
+                self & Self::MAX >> 1
+            }
+            #[inline(always)]
+            fn with_magnitude(self, magnitude: Self) -> Self {
+                self & !(Self::MAX >> 1) | magnitude.magnitude()
+            }
+            #[inline(always)]
+            fn shl(self, bits: u32) -> Self {
+                self << bits
             }
         }
     };
@@ -161,15 +214,36 @@ vectorized! {
         W::zip(buf, other, |d, y| d.unzigzag().add(y.ordered()).ordered())
     }
 
-    /// Bits to their differences, in the order of values, from `offset` plus ordered integers.
-    fn sub_offsets(buf: &mut [u8], offset: i64, other: &[u8]) [width: W] {
-        let offset = W::low(offset);
-        W::zip(buf, other, |x, y| x.ordered().sub(y.add(offset)).zigzag())
+    /// Signs and magnitudes to signs and zigzag differences from the magnitudes of others.
+    fn sub_magnitudes(buf: &mut [u8], other: &[u8]) [width: W] {
+        // Twice the difference: its sign is the top bit, and the sign of `x` falls out.
+        W::zip(buf, other, |x, y| x.with_magnitude(x.sub(y).shl(1).folded()))
     }
 
-    /// Undoes `sub_offsets`.
-    fn add_offsets(buf: &mut [u8], offset: i64, other: &[u8]) [width: W] {
-        let offset = W::low(offset);
-        W::zip(buf, other, |d, y| d.unzigzag().add(y.add(offset)).ordered())
+    /// Undoes `sub_magnitudes`.
+    fn add_magnitudes(buf: &mut [u8], other: &[u8]) [width: W] {
+        W::zip(buf, other, |d, y| d.with_magnitude(d.magnitude().unzigzag().add(y)))
+    }
+
+    /// How far exponents are below `top`, in units of `2^shift`, at most `most`.
+    fn classes(top: u8, shift: u32, most: u8, values: &[u8], out: &mut [u8]) [width: W] {
+        W::each(values, out, |x| (top.saturating_sub(x.exponent()) >> shift).min(most))
+    }
+
+    /// Replaces the classes of those whose byte in `plane` is 1, and is more.
+    fn replace_classes(plane: &[u8], one: u8, more: u8, classes: &mut [u8]) {
+        for (class, byte) in classes.iter_mut().zip(plane) {
+            let other = if *byte == 1 { one } else { more };
+            *class = if *byte == 0 { *class } else { other };
+        }
+    }
+
+    /// `base + ((row + col) << shift)` without its top bit, for each of `cols`.
+    fn sums(sums: Sums, cols: &[u8], out: &mut [u8]) [width: W] {
+        let base = W::low(sums.base as i64);
+        W::fill(out, cols, |col| {
+            let sum = W::low(i64::from(i32::from(sums.row) + i32::from(col)));
+            base.add(sum.shl(sums.shift)).magnitude()
+        })
     }
 }

@@ -64,9 +64,11 @@ fn values_that_are_not_whole_and_widths_that_a_layout_lacks_are_refused() {
     {
         refuses("operands of a difference", || call(k, Width::B2, &mut buf, &other[..28]));
     }
-    for call in [Kernels::sub_offsets, Kernels::add_offsets] {
-        refuses("operands of a difference", || call(k, Width::B2, &mut buf, 5, &other[..28]));
+    for call in [Kernels::sub_magnitudes, Kernels::add_magnitudes] {
+        refuses("operands of a difference", || call(k, Width::B2, &mut buf, &other[..28]));
     }
+    refuses("columns", || k.sums(Width::B2, (0, 0, 0), &other[..28], &mut buf));
+    refuses("shift by 16 bits", || k.sums(Width::B2, (0, 0, 16), &other, &mut buf));
     refuses("overflows", || {
         token_bound(Width::B8, usize::MAX);
     });

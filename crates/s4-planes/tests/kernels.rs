@@ -116,10 +116,10 @@ fn operations() -> Vec<Operation<'static>> {
         in_place!("sub_ordered", &INTEGERS, Kernels::sub_ordered, Kernels::add_ordered),
         in_place!("sub_values", &INTEGERS, Kernels::sub_values, Kernels::add_values),
         in_place!(
-            "sub_offsets",
+            "sub_magnitudes",
             &INTEGERS,
-            |k: Kernels, w, buf: &mut _, y: &_| k.sub_offsets(w, buf, i64::MAX - 12345, y),
-            |k: Kernels, w, buf: &mut _, y: &_| k.add_offsets(w, buf, i64::MAX - 12345, y)
+            Kernels::sub_magnitudes,
+            Kernels::add_magnitudes
         ),
     ]
 }

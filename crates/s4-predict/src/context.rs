@@ -3,12 +3,15 @@
 use std::fmt::Debug;
 
 use s4_format::{LayoutId, Result};
+use s4_planes::Kernels;
 
 use crate::Tensor;
 
 /// What a decoder knows before it decodes a plane of a chunk.
 #[derive(Debug, Clone, Copy)]
 pub struct Known<'a> {
+    /// What computes on many values at once.
+    pub kernels: Kernels,
     /// The tensor.
     pub tensor: Tensor<'a>,
     /// Number of the chunk's first value.

@@ -5,7 +5,7 @@
 //!   per column.
 //! - [`Predictors`]: those that an engine uses, by the id that plans name.
 //! - [`ContextModel`]: a table for each symbol of a plane, from what a decoder knows before the plane is
-//!   decoded.
+//!   decoded: [`Exponents`] from the exponents of an input.
 //!
 //! Everything here is exact integer arithmetic that a decoder repeats. What it needs and cannot know is
 //! in the side data, which is stored; nothing fitted is ever computed again.
@@ -16,11 +16,13 @@
 #![forbid(unsafe_code)]
 
 mod context;
+pub mod exponent;
 mod parent;
 mod predict;
 pub mod rank1;
 
 pub use context::{ContextModel, Known, NoContexts};
+pub use exponent::Exponents;
 pub use parent::Parent;
 pub use predict::{InputKind, Predict, Predicted, Predictors, Tensor};
 pub use rank1::Rank1;

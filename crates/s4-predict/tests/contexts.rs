@@ -4,6 +4,7 @@ use s4_codec_cpu::rans::{Counts, Precision, write_tables};
 use s4_codec_cpu::{Codec, Context, Encoded, Rans, Simd, Symbols, Workspace};
 use s4_format::side::Side;
 use s4_format::{DType, LayoutId, Result};
+use s4_planes::Kernels;
 use s4_predict::{ContextModel, Known, NoContexts, Tensor};
 
 const TABLES: usize = 3;
@@ -44,7 +45,8 @@ fn contexts(model: &dyn ContextModel, planes: &[&[u8]], input: &[u8]) -> Vec<u8>
         return vec![];
     }
     let mut out = vec![0; input.len()];
-    let known = Known { tensor, first: 0, layout, planes, inputs: &[input] };
+    let kernels = Kernels::default();
+    let known = Known { kernels, tensor, first: 0, layout, planes, inputs: &[input] };
     model.contexts(&known, &mut out).expect("contexts");
     out
 }

@@ -69,6 +69,7 @@ impl<'a> Levels<'a> {
             // Chunks are differences from chunks.
             let residual = [ResidualId::XOR, ResidualId::SUB].contains(&spec.plan.residual);
             let known = spec.plan.is_direct() || spec.plan.is_delta() && residual;
+            let known = known && spec.plan.contexts.is_none();
             let cut_alike = chunked[0].spec().chunk_log2 == spec.chunk_log2;
             known && cut_alike && level.reader.manifest.closed_codecs.is_empty()
         };

@@ -65,7 +65,7 @@ impl Sample {
         let n = input.len() % most;
         let (flags, chunk) = (input.u8(), u64::from(input.u8() % 4));
         let width = dtype.value_width();
-        let side = side(input, width);
+        let side = side(input, width, n);
         let planes = Planes::new(plan.layout, width, n).ok()?;
         let streams = planes.sizes().iter().map(|&size| stream(input, codecs, size));
         let streams: Vec<_> = streams.collect();
@@ -129,7 +129,7 @@ fn engine(simd: Simd) -> &'static CpuEngine {
 /// A plan that the manifest's parser takes.
 fn plan(input: &mut Input<'_>) -> Option<Plan> {
     let predictor = input.pick(&[PredictorId::NONE, PredictorId::PARENT, PredictorId::RANK1]);
-    let residual = input.pick(&[ResidualId::ID, ResidualId::XOR, ResidualId::SUB]);
+    let residual = input.pick(&[ResidualId::ID, ResidualId::XOR, ResidualId::SUB, ResidualId::MAGNITUDE]);
     let layout = LayoutId(input.u8() % 6);
     let mut plan = match predictor {
         PredictorId::PARENT => Plan::delta(layout, Digest([0; 32]), 0),
@@ -140,7 +140,7 @@ fn plan(input: &mut Input<'_>) -> Option<Plan> {
 }
 
 /// Side data: nothing, tables, offsets of `rank1`, or both, of any bytes.
-fn side(input: &mut Input<'_>, width: usize) -> Side {
+fn side(input: &mut Input<'_>, width: usize, n: usize) -> Side {
     let mut side = Side::default();
     let kinds = input.u8();
     if kinds & 1 == 1 {
@@ -149,10 +149,15 @@ fn side(input: &mut Input<'_>, width: usize) -> Side {
     }
     if kinds & 2 == 2 {
         let (rows, cols) = (u32::from(input.u8()), u32::from(input.u16()));
+        // Offsets for another number of values are refused before anything else.
+        let (rows, cols) = if kinds & 8 == 8 { (1, n as u32) } else { (rows, cols) };
         let mut bytes = [rows.to_le_bytes(), cols.to_le_bytes()].concat();
-        let len = (rows + cols) as usize * width;
+        let base = u64::from(input.u16()) << (8 * width).saturating_sub(17);
+        bytes.extend(base.to_le_bytes());
+        bytes.extend([input.u8() % 32, 0, 0, 0, 0, 0, 0, 0]);
+        let len = 2 * (rows + cols) as usize;
         bytes.extend(expand(input.take(16), if kinds & 4 == 4 { len } else { len / 2 }));
-        let _ = side.push(SideKind::RANK1, bytes);
+        let _ = side.push(SideKind::OFFSETS, bytes);
     }
     side
 }

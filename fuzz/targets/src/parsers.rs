@@ -3,7 +3,7 @@
 use s4_format::file::{Footer, check_header};
 use s4_format::side::Side;
 use s4_format::{ChunkRecord, DType, Digest, Manifest, StreamEntry, index as table};
-use s4_planes::Width;
+use s4_planes::{Kernels, Width};
 use s4_predict::rank1::Offsets;
 
 use crate::input::Input;
@@ -65,9 +65,9 @@ fn parse_part(part: usize, n: u8, bytes: &[u8]) {
         5 => {
             let width = [Width::B1, Width::B2, Width::B4, Width::B8][usize::from(n % 4)];
             let Ok(offsets) = Offsets::parse(width, bytes) else { return };
-            let (rows, cols) = (offsets.rows(), offsets.cols());
-            assert_eq!(offsets.elements(), rows as u64 * cols as u64);
-            let _ = (offsets.predict(rows, cols), offsets.predict(0, 0));
+            let last = offsets.values().saturating_sub(4);
+            let mut out = vec![0; 3 * width.bytes()];
+            let _ = offsets.predict_range(Kernels::default(), last, &mut out);
         }
         6 => {
             if let Ok(json) = std::str::from_utf8(bytes) {

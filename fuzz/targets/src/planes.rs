@@ -30,11 +30,14 @@ pub fn planes(data: &[u8]) {
             5 => pair(&values, |v| k.sub_ordered(w, v, &other), |v| k.add_ordered(w, v, &other)),
             6 => pair(&values, |v| k.sub_values(w, v, &other), |v| k.add_values(w, v, &other)),
             7 => {
-                let offset = i64::from(b as i16) << (b % 48);
+                let mut predicted = vec![0; other.len()];
+                let cols = expand(right, 2 * n);
+                let with = (u64::from(a), b as i16, u32::from(b) % w.bits());
+                k.sums(w, with, &cols, &mut predicted);
                 pair(
                     &values,
-                    |v| k.sub_offsets(w, v, offset, &other),
-                    |v| k.add_offsets(w, v, offset, &other),
+                    |v| k.sub_magnitudes(w, v, &predicted),
+                    |v| k.add_magnitudes(w, v, &predicted),
                 )
             }
             _ => token(k, w, &values, right, n),

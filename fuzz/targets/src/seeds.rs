@@ -115,13 +115,14 @@ fn parts(out: &mut Vec<Seed>) {
     index(2, 2, &frame);
     let mut side = Side::default();
     let _ = side.push(SideKind::TABLES, vec![1, 2, 3]);
-    let _ = side.push(SideKind::RANK1, vec![9; 8]);
+    let _ = side.push(SideKind::OFFSETS, vec![9; 8]);
     let mut bytes = vec![];
     let _ = side.write(&mut bytes);
     index(3, 0, &bytes);
     index(4, 0, &s4_format::file::header());
-    let rank1 = [&2u32.to_le_bytes()[..], &3u32.to_le_bytes(), &[1; 10]].concat();
-    index(5, 1, &rank1);
+    let sides = [&2u32.to_le_bytes()[..], &3u32.to_le_bytes()].concat();
+    let offsets = [&sides[..], &[7, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0], &[1; 10]].concat();
+    index(5, 1, &offsets);
     index(6, 0, Digest::of(b"x").to_string().as_bytes());
     index(6, 0, b"torch.bfloat16");
     index(7, 8, &[1, 0, 1, 0, 5, 255]);

@@ -60,7 +60,23 @@ const KERNELS: &[Row] = &[
         tables: 1,
         simd: Simd::Avx512,
         encode: Some(|tables| singles::Encoder::new(&tables[0]).map(Encoder::Singles)),
-        decode: Some(by_slots::<singles::Decoder>),
+        decode: Some(by_slots::<singles::Decoder<12>>),
+    },
+    #[cfg(target_arch = "x86_64")]
+    Row {
+        precision: Precision::P8,
+        tables: MAX_TABLES,
+        simd: Simd::Avx512,
+        encode: None,
+        decode: Some(by_slots::<singles::Decoder<8>>),
+    },
+    #[cfg(target_arch = "x86_64")]
+    Row {
+        precision: Precision::P12,
+        tables: MAX_TABLES,
+        simd: Simd::Avx512,
+        encode: None,
+        decode: Some(by_slots::<singles::Decoder<12>>),
     },
     #[cfg(target_arch = "x86_64")]
     Row {
@@ -75,7 +91,7 @@ const KERNELS: &[Row] = &[
         precision: Precision::P8,
         tables: MAX_TABLES,
         simd: Simd::Avx2,
-        encode: None,
+        encode: Some(|tables| avx2::contexts::Encoder::new(tables).map(Encoder::Contexts)),
         decode: Some(by_slots::<avx2::Decoder<8>>),
     },
     #[cfg(target_arch = "x86_64")]
@@ -146,6 +162,8 @@ pub(super) enum Encoder {
     #[cfg(target_arch = "x86_64")]
     Avx2(avx2::Encoder),
     #[cfg(target_arch = "x86_64")]
+    Contexts(avx2::contexts::Encoder),
+    #[cfg(target_arch = "x86_64")]
     Avx512(avx512::Encoder),
     #[cfg(target_arch = "x86_64")]
     Singles(singles::Encoder),
@@ -163,6 +181,11 @@ impl Encoder {
             }
             #[cfg(target_arch = "x86_64")]
             Self::Avx2(encoder) => parts.iter_mut().try_for_each(|part| {
+                // SAFETY: `Rans::new` has checked that the machine has the set.
+                unsafe { encoder.segment(part) }
+            }),
+            #[cfg(target_arch = "x86_64")]
+            Self::Contexts(encoder) => parts.iter_mut().try_for_each(|part| {
                 // SAFETY: `Rans::new` has checked that the machine has the set.
                 unsafe { encoder.segment(part) }
             }),

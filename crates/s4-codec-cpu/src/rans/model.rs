@@ -83,6 +83,14 @@ impl Counts {
         self
     }
 
+    /// Of nothing counted, makes counts whose table is short, and codes any symbol.
+    pub fn expect_any(&mut self) {
+        if self.total() == 0 {
+            self.add_symbol(0, 1);
+            self.complete = false;
+        }
+    }
+
     /// Adds counts of other data.
     pub fn add(&mut self, other: &Self) {
         self.complete &= other.complete;

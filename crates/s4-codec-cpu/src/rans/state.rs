@@ -89,6 +89,7 @@ fn count(symbols: &Symbols<'_>, counts: &mut Vec<Counts>) -> Result<()> {
         let tables = 1 + usize::from(contexts.iter().fold(0, |a, &b| a.max(b)));
         check_contexts(contexts, bytes.len(), tables.min(MAX_TABLES)).map_err(Error::limit)?;
         *counts = Counts::of_contexts(bytes, contexts, tables);
+        counts.iter_mut().for_each(Counts::expect_any);
     } else if symbols.sparse {
         // Many of them are rare, and all take few bits: a sample would not do.
         counts.push(Counts::of_all(bytes));

@@ -377,7 +377,7 @@ impl CudaEngine {
 /// Checks what the caller says of tensors.
 fn check<E>(jobs: &Jobs<'_, E>) -> Result<()> {
     jobs.check()?;
-    let known = |plan: &TensorPlan| plan.plan.is_direct() || plan.plan.is_delta();
+    let known = |plan: &TensorPlan| plan.plan.inputs.is_empty() || plan.plan.is_delta();
     match jobs.plans.iter().position(|plan| !known(plan)) {
         None => Ok(()),
         Some(tensor) => {

@@ -4,11 +4,27 @@ use std::ops::Range;
 
 use rayon::ThreadPool;
 use s4_codec_gpu::GpuError;
+use s4_format::{Digest, Error};
+use s4_predict::rank1::Grid;
 
 use super::CudaEngine;
 use super::error::{CudaError, Result};
 use crate::engine::{TensorError, TensorValues, each};
+use crate::planner::{About, Sample};
 use crate::{DeviceMemory, Inputs, ParentSample, Preset, Scratch, TensorPlan, planner};
+
+/// Runs of one item to be fetched, at most: each takes a descriptor.
+const RUNS: usize = 1024;
+
+/// A tensor whose row and column offsets are to be fitted, and what was fetched of it: its samples, then the
+/// values of the grid.
+struct Waiting {
+    tensor: usize,
+    grid: Grid,
+    /// Items that are not fetched yet.
+    items: usize,
+    bytes: Vec<u8>,
+}
 
 impl CudaEngine {
     /// The plan that the CPU engine chooses for the same values.
@@ -22,34 +38,108 @@ impl CudaEngine {
         let mut runs = vec![];
         for (tensor, t) in tensors.iter().enumerate() {
             let memory = device_memory(t)?;
-            runs.push(
-                sampled(t, memory, inputs.parent(tensor).is_some()).map_err(CudaError::from)?,
-            );
+            let parts = sampled(t, inputs.parent(tensor).is_some());
+            runs.push(parts.map(|run| part(t, memory, run)).collect::<Result<_, _>>()?);
         }
-        let mut plans = Vec::with_capacity(tensors.len());
+        let mut plans: Vec<Option<TensorPlan>> = tensors.iter().map(|_| None).collect();
+        let mut waiting = vec![];
         self.fetch::<E>(&runs, |batch| {
-            let numbers: Vec<_> = batch.iter().map(|b| b.0).collect();
-            let parents = inputs.samples(&numbers)?;
-            let mut work: Vec<_> = batch.iter().copied().zip(parents).map(|w| (w, None)).collect();
-            each(pool, &mut work, |(((tensor, sample), parent), plan)| {
-                let tensor = *tensor;
-                let parent = inputs.parent(tensor).map(|(manifest, number)| ParentSample {
-                    manifest,
-                    tensor: number,
-                    values: parent,
-                });
-                let cpu = &self.host.cpu;
-                let planned = cpu.idle.with(|scratch| {
-                    self.plan_sample(preset, &tensors[tensor], sample, parent.as_ref(), scratch)
-                });
-                *plan = Some(planned.map_err(|source| TensorError { tensor, source }));
+            let (wait, now) = batch.iter().partition::<Vec<_>, _>(|(tensor, sample)| {
+                let grid = self.grid(preset, &tensors[*tensor], inputs.parent(*tensor), sample);
+                let (tensor, items, bytes) = (*tensor, 0, vec![]);
+                waiting.extend(grid.map(|grid| Waiting { tensor, grid, items, bytes }));
+                grid.is_some()
             });
-            for plan in work.into_iter().filter_map(|w| w.1) {
-                plans.push(plan.map_err(CudaError::from)?);
-            }
-            Ok(())
+            drop(wait);
+            let now = now.into_iter().map(|(tensor, sample)| (tensor, None, sample));
+            self.plan_fetched(preset, tensors, inputs, pool, now.collect(), &mut plans)
         })?;
-        Ok(plans)
+        self.plan_waiting(preset, tensors, inputs, pool, waiting, &mut plans)?;
+        let none = |tensor| TensorError { tensor, source: Error::corrupt("no plan was made") };
+        let planned = plans.into_iter().enumerate();
+        let all = planned.map(|(i, plan)| plan.ok_or_else(|| CudaError::from(none(i)).into()));
+        all.collect()
+    }
+
+    /// Plans tensors whose samples were fetched, and of some the values of their grids behind those.
+    fn plan_fetched<E: From<CudaError> + Send>(
+        &self,
+        preset: Preset,
+        tensors: &[TensorValues<'_>],
+        inputs: &dyn Inputs<E>,
+        pool: Option<&ThreadPool>,
+        fetched: Vec<(usize, Option<Grid>, &[u8])>,
+        plans: &mut [Option<TensorPlan>],
+    ) -> Result<(), E> {
+        let numbers: Vec<_> = fetched.iter().map(|f| f.0).collect();
+        let parents = inputs.samples(&numbers)?;
+        let mut work: Vec<_> = fetched.into_iter().zip(parents).map(|w| (w, None)).collect();
+        each(pool, &mut work, |(((tensor, grid, bytes), parent), plan)| {
+            let tensor = *tensor;
+            let parent = inputs.parent(tensor).map(|(manifest, number)| ParentSample {
+                manifest,
+                tensor: number,
+                values: parent,
+            });
+            let planned = self.host.cpu.idle.with(|scratch| {
+                let parent = parent.as_ref();
+                self.plan_sample(preset, &tensors[tensor], grid.as_ref(), bytes, parent, scratch)
+            });
+            *plan = Some(planned.map_err(|source| TensorError { tensor, source }));
+        });
+        for (((tensor, ..), _), plan) in work {
+            plans[tensor] = plan.transpose().map_err(CudaError::from)?;
+        }
+        Ok(())
+    }
+
+    /// Fetches the values of grids, with the samples once more, and plans each tensor that has all of them.
+    fn plan_waiting<E: From<CudaError> + Send>(
+        &self,
+        preset: Preset,
+        tensors: &[TensorValues<'_>],
+        inputs: &dyn Inputs<E>,
+        pool: Option<&ThreadPool>,
+        mut waiting: Vec<Waiting>,
+        plans: &mut [Option<TensorPlan>],
+    ) -> Result<(), E> {
+        let (mut items, mut owners) = (vec![], vec![]);
+        for (i, w) in waiting.iter_mut().enumerate() {
+            let t = &tensors[w.tensor];
+            let memory = device_memory(t)?;
+            let runs = sampled(t, inputs.parent(w.tensor).is_some()).chain(w.grid.ranges());
+            let parts = runs.map(|run| part(t, memory, run)).collect::<Result<Vec<_>, _>>()?;
+            for some in parts.chunks(RUNS) {
+                items.push(some.to_vec());
+                owners.push(i);
+                w.items += 1;
+            }
+        }
+        self.fetch::<E>(&items, |batch| {
+            let mut ready = vec![];
+            for (item, bytes) in batch {
+                let w = &mut waiting[owners[*item]];
+                w.bytes.extend_from_slice(bytes);
+                w.items -= 1;
+                if w.items == 0 {
+                    ready.push((w.tensor, w.grid, std::mem::take(&mut w.bytes)));
+                }
+            }
+            let fetched = ready.iter().map(|(tensor, grid, b)| (*tensor, Some(*grid), &b[..]));
+            self.plan_fetched(preset, tensors, inputs, pool, fetched.collect(), plans)
+        })
+    }
+
+    /// The grid of a tensor whose samples were fetched.
+    fn grid(
+        &self,
+        preset: Preset,
+        t: &TensorValues<'_>,
+        parent: Option<(Digest, u32)>,
+        bytes: &[u8],
+    ) -> Option<Grid> {
+        let (alone, probes) = split(t, parent.is_some(), bytes);
+        self.host.cpu.wants_offsets(&about(preset, t), if parent.is_some() { probes } else { alone })
     }
 
     /// The plan of a tensor whose sample, and whose parent's, were fetched.
@@ -57,40 +147,63 @@ impl CudaEngine {
         &self,
         preset: Preset,
         t: &TensorValues<'_>,
-        sample: &[u8],
+        grid: Option<&Grid>,
+        bytes: &[u8],
         parent: Option<&ParentSample<'_>>,
         scratch: &mut Scratch,
     ) -> s4_format::Result<TensorPlan> {
-        let (cpu, dtype) = (&self.host.cpu, t.dtype);
-        let bytes = usize::try_from(t.values.bytes()).unwrap_or(usize::MAX);
-        let Some(parent) = parent else {
-            return cpu.plan_sample(preset, dtype, bytes, sample, scratch);
-        };
-        // Both samples are consecutive.
-        let width = dtype.value_width() as u64;
-        let probes = planner::parent_probes(dtype, t.values.bytes() / width);
-        let probed = probes.iter().map(|r| (r.end - r.start) * width).sum::<u64>();
-        let at = (sample.len() as u64).saturating_sub(probed) as usize;
-        let (direct, probes) = sample.split_at(at);
-        let plan = |scratch: &mut Scratch| cpu.plan_sample(preset, dtype, bytes, direct, scratch);
+        let (cpu, about) = (&self.host.cpu, about(preset, t));
         if preset == Preset::Nvcomp {
-            return plan(scratch);
+            return Ok(planner::nvcomp(t.dtype));
         }
-        cpu.plan_difference(dtype, bytes, probes.to_vec(), parent, scratch, plan)
+        let (alone, probes) = split(t, parent.is_some(), bytes);
+        let offsets = match grid {
+            Some(grid) => Some(cpu.fit(&about, grid, &bytes[alone.len() + probes.len()..])?),
+            None => None,
+        };
+        let offsets = offsets.as_deref();
+        let values = about.values();
+        let alone = |scratch: &mut Scratch| {
+            let sample = Sample::fetched(planner::sampled_runs(values).collect(), alone);
+            cpu.plan_alone(&about, &sample, offsets, scratch)
+        };
+        let Some(parent) = parent else { return alone(scratch) };
+        let probes = Sample::fetched(planner::parent_probes(t.dtype, values), probes);
+        cpu.plan_difference(&about, probes, parent, offsets, scratch, alone)
     }
 }
 
-/// The runs of values that the planner looks at; with those that it compares with the parent's.
-fn sampled(
+fn about<'a>(preset: Preset, t: &TensorValues<'a>) -> About<'a> {
+    let (dtype, shape, role) = (t.dtype, t.shape, t.role.map(|r| r.row.kind));
+    let bytes = usize::try_from(t.values.bytes()).unwrap_or(usize::MAX);
+    About { preset, dtype, shape, bytes, role }
+}
+
+/// The runs of values that the planner looks at; behind them those that it compares with the parent's.
+fn sampled(t: &TensorValues<'_>, has_parent: bool) -> impl Iterator<Item = Range<u64>> {
+    let values = t.values.bytes() / t.dtype.value_width() as u64;
+    let probes = if has_parent { planner::parent_probes(t.dtype, values) } else { vec![] };
+    planner::sampled_runs(values).chain(probes)
+}
+
+/// The two samples of a tensor, of what was fetched.
+fn split<'a>(t: &TensorValues<'_>, has_parent: bool, bytes: &'a [u8]) -> (&'a [u8], &'a [u8]) {
+    let (width, values) = (t.dtype.value_width() as u64, t.values.bytes());
+    let len = |runs: &mut dyn Iterator<Item = Range<u64>>| {
+        (runs.map(|r| (r.end - r.start) * width).sum::<u64>() as usize).min(bytes.len())
+    };
+    let alone = len(&mut planner::sampled_runs(values / width));
+    let all = len(&mut sampled(t, has_parent));
+    (&bytes[..alone], &bytes[alone.min(all)..all])
+}
+
+fn part(
     t: &TensorValues<'_>,
     memory: DeviceMemory,
-    has_parent: bool,
-) -> Result<Vec<DeviceMemory>, GpuError> {
+    run: Range<u64>,
+) -> Result<DeviceMemory, CudaError> {
     let width = t.dtype.value_width() as u64;
-    let values = memory.bytes() / width;
-    let probes = if has_parent { planner::parent_probes(t.dtype, values) } else { vec![] };
-    let part = |run: Range<u64>| memory.part(run.start * width, (run.end - run.start) * width);
-    planner::sampled_runs(values).chain(probes).map(part).collect()
+    Ok(memory.part(run.start * width, (run.end - run.start) * width)?)
 }
 
 /// The memory of a device that a tensor is in.

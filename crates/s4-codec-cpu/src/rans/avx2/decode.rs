@@ -64,11 +64,11 @@ impl<const P: i32> Decoder<P> {
         blocks: usize,
     ) -> Result<()> {
         let mut x: [_; N] = from_fn(|n| load(&segments[n].states));
-        let mut bases = [[[0; LANES]; RUN]; N];
+        let mut runs = [[[_mm256_setzero_si256(); VECTORS]; 2]; N];
         for _ in 0..blocks {
-            for (segment, bases) in segments.iter_mut().zip(&mut bases) {
+            for (segment, runs) in segments.iter_mut().zip(&mut runs) {
                 if CONTEXTS {
-                    *bases = first_slots::<P>(segment.next_contexts()?);
+                    *runs = unzipped(segment.next_contexts()?);
                 }
                 // SAFETY: as for this function; `check` follows every use of words.
                 unsafe { segment.words.ensure(BLOCK_AHEAD) };
@@ -77,13 +77,14 @@ impl<const P: i32> Decoder<P> {
             let mut halves = [[[_mm256_setzero_si256(); VECTORS]; 2]; N];
             for k in 0..RUN {
                 for n in 0..N {
-                    let base = load(&bases[n][k]);
-                    // SAFETY: bases are as for this function; each refill is one of the loads that
+                    // SAFETY: contexts are as for this function; each refill is one of the loads that
                     // were ensured.
                     unsafe {
                         for v in 0..VECTORS {
+                            let shift = _mm256_set1_epi32(8 * (k as i32 % 4));
+                            let contexts = _mm256_srlv_epi32(runs[n][k / 4][v], shift);
                             let symbols = &mut halves[n][k / 4][v];
-                            self.step::<CONTEXTS>(&mut x[n][v], base[v], symbols);
+                            self.step::<CONTEXTS>(&mut x[n][v], contexts, symbols);
                         }
                         if P != 8 || k % 2 == 1 {
                             for x in &mut x[n] {
@@ -113,22 +114,24 @@ impl<const P: i32> Decoder<P> {
         Ok(())
     }
 
-    /// One step of 8 lanes, whose tables begin at the slots `bases`. The new symbols enter
+    /// One step of 8 lanes; the low bytes of `contexts` are the numbers of their tables. The new symbols enter
     /// `symbols` from above.
     ///
     /// # Safety
     /// - The machine has AVX2, and the tables are of this `P`.
-    /// - Each base is `2^P` times the number of a table.
+    /// - The contexts are below the number of tables, or CONTEXTS is not set.
     #[inline]
     #[target_feature(enable = "avx2")]
     unsafe fn step<const CONTEXTS: bool>(
         &self,
         x: &mut __m256i,
-        bases: __m256i,
+        contexts: __m256i,
         symbols: &mut __m256i,
     ) {
         let slot = _mm256_and_si256(*x, _mm256_set1_epi32((1 << P) - 1));
-        let index = if CONTEXTS { _mm256_add_epi32(slot, bases) } else { slot };
+        let table = _mm256_and_si256(contexts, _mm256_set1_epi32(0xff));
+        let first = _mm256_slli_epi32::<P>(table);
+        let index = if CONTEXTS { _mm256_add_epi32(slot, first) } else { slot };
         // SAFETY: every index is below the number of slots, as for this function.
         let slots = unsafe { _mm256_i32gather_epi32::<4>(self.0.all.as_ptr().cast(), index) };
         let fields = _mm256_set1_epi32(0xfff);
@@ -144,9 +147,22 @@ impl<const P: i32> Decoder<P> {
     }
 }
 
-/// Where the table of each symbol of a block begins, step by step.
-fn first_slots<const P: i32>(contexts: &[u8; BLOCK]) -> [[u32; LANES]; RUN] {
-    from_fn(|k| from_fn(|l| u32::from(contexts[l * RUN + k]) << P))
+/// The contexts of a block: of each lane the first four, and the others.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn unzipped(contexts: &[u8; BLOCK]) -> [[__m256i; VECTORS]; 2] {
+    let (rows, _) = contexts.as_chunks::<32>();
+    let pairs: [_; VECTORS] = from_fn(|v| {
+        // SAFETY: each row has 32 readable bytes.
+        let row = |i: usize| unsafe {
+            _mm256_castsi256_ps(_mm256_loadu_si256(rows[2 * v + i].as_ptr().cast()))
+        };
+        // Of lanes 0, 1, 4, 5, 2, 3, 6, 7.
+        let even = _mm256_shuffle_ps::<0x88>(row(0), row(1));
+        let odd = _mm256_shuffle_ps::<0xdd>(row(0), row(1));
+        [even, odd].map(|v| _mm256_permute4x64_epi64::<0xd8>(_mm256_castps_si256(v)))
+    });
+    [pairs.map(|pair| pair[0]), pairs.map(|pair| pair[1])]
 }
 
 /// Gives a word to every lane below 2^16.

@@ -12,7 +12,7 @@ use super::super::table::Table;
 use super::{VECTORS, WIDTH};
 
 /// Bytes that a block emits at most, and that may be overwritten before them.
-const MOST_BLOCK: usize = 2 * LANES * RUN;
+pub(super) const MOST_BLOCK: usize = 2 * LANES * RUN;
 
 /// For each set of lanes, which lane each of 8 places takes: those of the set, in order, last.
 static GATHER: [[u8; WIDTH]; 256] = {
@@ -36,13 +36,27 @@ static GATHER: [[u8; WIDTH]; 256] = {
 /// What the encoder needs of a symbol, to be loaded as 8 bytes.
 #[derive(Clone, Copy)]
 #[repr(C, align(8))]
-struct Code {
+pub(super) struct Code {
     multiplier: u32,
     /// 256 less the frequency.
     less: u8,
     freq: u8,
     start: u8,
     shift: u8,
+}
+
+impl Code {
+    /// The code of a symbol; `None` for a frequency of 256.
+    pub(super) fn new(freq: u16, start: u16) -> Option<Self> {
+        let (multiplier, shift) = reciprocal32(freq);
+        Some(Self {
+            multiplier,
+            less: (256 - freq).try_into().ok()?,
+            freq: freq.try_into().ok()?,
+            start: start as u8,
+            shift,
+        })
+    }
 }
 
 /// The codes of all symbols; those that the table lacks have that of the escape.
@@ -58,25 +72,15 @@ pub(crate) struct Encoder {
 impl Encoder {
     /// The encoder for a table of `P = 8`; `None` if it has no symbols.
     pub(crate) fn new(table: &Table) -> Option<Self> {
-        let code = |freq: u16, start: u16| {
-            let (multiplier, shift) = reciprocal32(freq);
-            Some(Code {
-                multiplier,
-                less: (256 - freq).try_into().ok()?,
-                freq: freq.try_into().ok()?,
-                start: start as u8,
-                shift,
-            })
-        };
         let escapes = table.escape() > 0;
         let mut this = Self {
-            codes: [code(table.escape().max(1), 0)?; 256],
+            codes: [Code::new(table.escape().max(1), 0)?; 256],
             known: Set::default(),
             escapes,
             padding: table.padding(),
         };
         for (entry, start) in table.slots() {
-            this.codes[usize::from(entry.symbol)] = code(entry.freq, start)?;
+            this.codes[usize::from(entry.symbol)] = Code::new(entry.freq, start)?;
             this.known.insert(entry.symbol);
         }
         Some(this)
@@ -151,11 +155,16 @@ impl Encoder {
             for vector in (0..VECTORS).rev() {
                 let states = &mut states[vector * WIDTH..][..WIDTH];
                 let symbols = &block.as_chunks::<{ WIDTH * RUN }>().0[vector];
-                let second = self.look_up(symbols, pair + 1);
-                let first = self.look_up(symbols, pair);
-                // SAFETY: `states` are 32 bytes, to be read and written; 16 bytes before `next`
-                // may be written, as for this function.
+                // The remainder is what the compiler does not know.
+                let of = |k: usize| {
+                    move |lane: usize| {
+                        &raw const self.codes[usize::from(symbols[RUN * lane + k % RUN])]
+                    }
+                };
+                // SAFETY: each pointer is to a code; `states` are 32 bytes, to be read and written; 16 bytes
+                // before `next` may be written, as for this function.
                 unsafe {
+                    let (second, first) = (look_up(of(pair + 1)), look_up(of(pair)));
                     let mut x = _mm256_loadu_si256(states.as_ptr().cast());
                     emit(&mut x, _mm256_mullo_epi16(first.freq(), second.freq()), next);
                     x = first.step(second.step(x));
@@ -164,25 +173,26 @@ impl Encoder {
             }
         }
     }
+}
 
-    /// The codes of the symbols `symbols[8 * lane + k]` of 8 lanes.
-    #[inline]
-    #[target_feature(enable = "avx2")]
-    fn look_up(&self, symbols: &[u8; WIDTH * RUN], k: usize) -> Codes {
-        let k = k % RUN; // which the compiler does not know
-        let code =
-            |lane: usize| (&raw const self.codes[usize::from(symbols[RUN * lane + k])]).cast();
-        // SAFETY: each pointer is to a code of 8 bytes.
-        let (a, b, c, d) = unsafe {
-            let two = |i, j| _mm_loadh_pd(_mm_load_sd(code(i)), code(j));
-            (two(0, 1), two(4, 5), two(2, 3), two(6, 7))
-        };
-        let a = _mm256_castpd_ps(_mm256_set_m128d(b, a));
-        let c = _mm256_castpd_ps(_mm256_set_m128d(d, c));
-        Codes {
-            multiplier: _mm256_castps_si256(_mm256_shuffle_ps::<0x88>(a, c)),
-            rest: _mm256_castps_si256(_mm256_shuffle_ps::<0xdd>(a, c)),
-        }
+/// The codes of 8 lanes.
+///
+/// # Safety
+/// - Each pointer is to a code.
+#[inline]
+#[target_feature(enable = "avx2")]
+pub(super) unsafe fn look_up(of: impl Fn(usize) -> *const Code) -> Codes {
+    let code = |lane: usize| of(lane).cast();
+    // SAFETY: each pointer is to a code of 8 bytes.
+    let (a, b, c, d) = unsafe {
+        let two = |i, j| _mm_loadh_pd(_mm_load_sd(code(i)), code(j));
+        (two(0, 1), two(4, 5), two(2, 3), two(6, 7))
+    };
+    let a = _mm256_castpd_ps(_mm256_set_m128d(b, a));
+    let c = _mm256_castpd_ps(_mm256_set_m128d(d, c));
+    Codes {
+        multiplier: _mm256_castps_si256(_mm256_shuffle_ps::<0x88>(a, c)),
+        rest: _mm256_castps_si256(_mm256_shuffle_ps::<0xdd>(a, c)),
     }
 }
 
@@ -226,7 +236,7 @@ impl Set {
 }
 
 /// The codes of 8 lanes: the multipliers, and the other fields.
-struct Codes {
+pub(super) struct Codes {
     multiplier: __m256i,
     rest: __m256i,
 }
@@ -234,14 +244,14 @@ struct Codes {
 impl Codes {
     #[inline]
     #[target_feature(enable = "avx2")]
-    fn freq(&self) -> __m256i {
+    pub(super) fn freq(&self) -> __m256i {
         _mm256_and_si256(_mm256_srli_epi32::<8>(self.rest), _mm256_set1_epi32(0xff))
     }
 
     /// `(x / freq) << 8 | start + x % freq`, which is `x + (x / freq) * (256 - freq) + start`.
     #[inline]
     #[target_feature(enable = "avx2")]
-    fn step(&self, x: __m256i) -> __m256i {
+    pub(super) fn step(&self, x: __m256i) -> __m256i {
         let low = _mm256_set1_epi32(0xff);
         let odd = |v| _mm256_srli_epi64::<32>(v);
         let even_products = _mm256_mul_epu32(x, self.multiplier);
@@ -261,7 +271,7 @@ impl Codes {
 /// - The 16 bytes before `next` may be written.
 #[inline]
 #[target_feature(enable = "avx2,popcnt")]
-unsafe fn emit(x: &mut __m256i, limit: __m256i, next: &mut *mut u8) {
+pub(super) unsafe fn emit(x: &mut __m256i, limit: __m256i, next: &mut *mut u8) {
     let high = _mm256_srli_epi32::<16>(*x);
     let keeps = _mm256_cmpgt_epi32(limit, high);
     let set = !_mm256_movemask_ps(_mm256_castsi256_ps(keeps)) as usize & 0xff;

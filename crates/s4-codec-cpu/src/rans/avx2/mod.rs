@@ -1,6 +1,7 @@
-//! AVX2: the 32 lanes of a segment in four registers. Encoding is for `P = 8` with one table,
+//! AVX2: the 32 lanes of a segment in four registers. Encoding is for `P = 8`,
 //! decoding for any stream.
 
+pub(super) mod contexts;
 mod decode;
 mod encode;
 

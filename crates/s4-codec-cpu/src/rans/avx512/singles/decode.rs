@@ -13,23 +13,47 @@ use super::{VECTORS, WIDTH, load, store};
 /// Bytes that the steps of one block may read: a word of each lane for each symbol.
 const BLOCK_AHEAD: usize = 2 * LANES * RUN;
 
-/// A decoder for one table of `P = 12`.
-pub(in crate::rans) struct Decoder(Slots);
+/// A decoder for tables of precision `P`, in memory.
+pub(in crate::rans) struct Decoder<const P: u32>(Slots);
 
-impl Blocks for Decoder {
+impl<const P: u32> Blocks for Decoder<P> {
     fn new(slots: Slots) -> Self {
         Self(slots)
     }
 
-    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt,bmi1,bmi2")]
     unsafe fn blocks<const N: usize>(
+        &self,
+        segments: [&mut SegmentDecoder<'_>; N],
+        blocks: usize,
+    ) -> Result<()> {
+        // SAFETY: as for this function.
+        unsafe {
+            match segments.iter().any(|segment| !segment.contexts.is_empty()) {
+                true => self.blocks_of::<N, true>(segments, blocks),
+                false => self.blocks_of::<N, false>(segments, blocks),
+            }
+        }
+    }
+}
+
+impl<const P: u32> Decoder<P> {
+    /// Decodes `blocks` blocks of each segment, with contexts if CONTEXTS is set.
+    ///
+    /// # Safety
+    /// - As for [`Blocks::blocks`].
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,popcnt,bmi1,bmi2")]
+    unsafe fn blocks_of<const N: usize, const CONTEXTS: bool>(
         &self,
         mut segments: [&mut SegmentDecoder<'_>; N],
         blocks: usize,
     ) -> Result<()> {
         let mut x: [_; N] = from_fn(|n| load(&segments[n].states));
+        let mut runs = [[[_mm512_setzero_si512(); VECTORS]; 2]; N];
         for _ in 0..blocks {
-            for segment in &mut segments {
+            for (segment, runs) in segments.iter_mut().zip(&mut runs) {
+                if CONTEXTS {
+                    *runs = unzipped(segment.next_contexts()?);
+                }
                 // SAFETY: as for this function; `check` follows every use of words.
                 unsafe { segment.words.ensure(BLOCK_AHEAD) };
             }
@@ -38,11 +62,17 @@ impl Blocks for Decoder {
             for k in 0..RUN {
                 for n in 0..N {
                     for v in 0..VECTORS {
-                        self.step(&mut x[n][v], &mut halves[n][k / 4][v]);
+                        let shifted = _mm512_set1_epi32(8 * (k as i32 % 4));
+                        let contexts = _mm512_srlv_epi32(runs[n][k / 4][v], shifted);
+                        let symbols = &mut halves[n][k / 4][v];
+                        // SAFETY: contexts are as for this function.
+                        unsafe { self.step::<CONTEXTS>(&mut x[n][v], contexts, symbols) };
                     }
-                    for x in &mut x[n] {
-                        // SAFETY: one of the loads that were ensured.
-                        unsafe { refill(x, &mut next[n]) };
+                    if P != 8 || k % 2 == 1 {
+                        for x in &mut x[n] {
+                            // SAFETY: one of the loads that were ensured.
+                            unsafe { refill(x, &mut next[n]) };
+                        }
                     }
                 }
             }
@@ -65,25 +95,54 @@ impl Blocks for Decoder {
         }
         Ok(())
     }
-}
 
-impl Decoder {
-    /// One step of 16 lanes. The new symbols enter `symbols` from above.
+    /// One step of 16 lanes; the low bytes of `contexts` are the numbers of their tables. The new symbols enter
+    /// `symbols` from above.
+    ///
+    /// # Safety
+    /// - The contexts are below the number of tables, or CONTEXTS is not set.
     #[inline]
     #[target_feature(enable = "avx512f")]
-    fn step(&self, x: &mut __m512i, symbols: &mut __m512i) {
-        let fields = _mm512_set1_epi32(0xfff);
-        let index = _mm512_and_si512(*x, fields);
+    unsafe fn step<const CONTEXTS: bool>(
+        &self,
+        x: &mut __m512i,
+        contexts: __m512i,
+        symbols: &mut __m512i,
+    ) {
+        let mut index = _mm512_and_si512(*x, _mm512_set1_epi32((1 << P) - 1));
+        if CONTEXTS {
+            let table = _mm512_and_si512(contexts, _mm512_set1_epi32(0xff));
+            index = _mm512_add_epi32(index, _mm512_sll_epi32(table, _mm_cvtsi32_si128(P as i32)));
+        }
         // SAFETY: every index is below the number of slots.
         let slots = unsafe { _mm512_i32gather_epi32::<4>(index, self.0.all.as_ptr().cast()) };
-        let less = _mm512_and_si512(slots, fields);
+        let fields = _mm512_set1_epi32(0xfff);
+        let freq = _mm512_and_si512(slots, fields);
         let bias = _mm512_and_si512(_mm512_srli_epi32::<12>(slots), fields);
-        let whole = _mm512_srli_epi32::<12>(*x);
-        let x1 = _mm512_add_epi32(_mm512_mullo_epi32(whole, less), bias);
-        *x = _mm512_add_epi32(x1, whole);
+        let whole = match P {
+            12 => _mm512_srli_epi32::<12>(*x),
+            _ => _mm512_srli_epi32::<8>(*x),
+        };
+        *x = _mm512_add_epi32(_mm512_mullo_epi32(whole, freq), bias);
+        if P == 12 {
+            // There frequencies are less one.
+            *x = _mm512_add_epi32(*x, whole);
+        }
         let symbol = _mm512_andnot_si512(_mm512_set1_epi32(0x00ff_ffff), slots);
         *symbols = _mm512_or_si512(_mm512_srli_epi32::<8>(*symbols), symbol);
     }
+}
+
+/// The contexts of a block: of each lane the first four, and the others.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn unzipped(contexts: &[u8; BLOCK]) -> [[__m512i; VECTORS]; 2] {
+    let (rows, _) = contexts.as_chunks::<64>();
+    let pairs: [_; VECTORS] = from_fn(|v| {
+        let row = |i: usize| super::super::transpose::load(&rows[2 * v + i]);
+        super::super::transpose::unzip_dwords(row(0), row(1))
+    });
+    [pairs.map(|pair| pair[0]), pairs.map(|pair| pair[1])]
 }
 
 /// Gives a word to every lane below 2^16.

@@ -1,5 +1,5 @@
-//! `P = 12` with one table on AVX-512: the 32 states of a segment in two registers, two segments side
-//! by side, tables in memory.
+//! Tables in memory on AVX-512, to encode one of `P = 12`, to decode any: the 32 states of a segment in two registers, two segments side
+//! by side.
 
 mod decode;
 mod encode;

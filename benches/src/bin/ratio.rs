@@ -1,0 +1,173 @@
+//! Ratios of checkpoints by preset, and the speed of each beside that of `fast`.
+//!
+//! `ratio --data DIR [--threads N] [--markdown]` looks for `NAME_sK.safetensors`, and stores step 0 by itself, as the state of
+//! a run in mixed precision with the same values (fp32 only), and each other step as a delta of step 0. Roles are told from
+//! names. Speeds are of values, in memory, with N threads (1 unless told): the medians of calls that alternate between
+//! the presets. Every file is read back and compared.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use bytes::Bytes;
+use s4_benches::states::{Outcome, State};
+use s4weights::{
+    Contents, MemoryParent, Preset, ReadOptions, Reader, Source, Target, Values, WriteOptions,
+    Writer, Written,
+};
+
+const CALLS: usize = 7;
+const PRESETS: [Preset; 3] = [Preset::Fast, Preset::Balanced, Preset::Small];
+
+fn main() -> Outcome<()> {
+    let (mut data, mut threads, mut markdown) = (None, 1, false);
+    let mut arguments = std::env::args().skip(1);
+    while let Some(argument) = arguments.next() {
+        match argument.as_str() {
+            "--data" => data = arguments.next().map(PathBuf::from),
+            "--threads" => threads = arguments.next().unwrap_or_default().parse()?,
+            "--markdown" => markdown = true,
+            _ => return Err("usage: ratio --data DIR [--threads N] [--markdown]".into()),
+        }
+    }
+    let data = data.ok_or("usage: ratio --data DIR [--threads N] [--markdown]")?;
+    let bar = |cells: &[String]| match markdown {
+        true => println!("| {} |", cells.join(" | ")),
+        false => println!("{}", cells.join("  ")),
+    };
+    let mut head = vec![format!("{:32}", "GB/s in, out")];
+    head.extend(PRESETS.map(|p| format!("{:22}", p.name())));
+    bar(&head);
+    if markdown {
+        bar(&vec!["---".to_owned(); head.len()]);
+    }
+    for case in cases(&data)? {
+        let mut cells = vec![format!("{:32}", case.name)];
+        for (preset, row) in PRESETS.iter().zip(measure(&case, threads)?) {
+            let more = if *preset == Preset::Fast { "" } else { " " };
+            cells.push(format!("{:7.4} {:6.2} {:6.2}{more}", row.ratio, row.wrote, row.read));
+        }
+        bar(&cells);
+    }
+    Ok(())
+}
+
+struct Case {
+    name: String,
+    parent: Option<State>,
+    state: State,
+}
+
+fn cases(dir: &Path) -> Outcome<Vec<Case>> {
+    let mut files = vec![];
+    for entry in std::fs::read_dir(dir)? {
+        let path = entry?.path();
+        let stem = path.file_stem().and_then(|s| s.to_str()).unwrap_or_default();
+        let Some((name, step)) = stem.rsplit_once("_s") else { continue };
+        let Ok(step) = step.parse::<u64>() else { continue };
+        files.push((name.to_owned(), step, path));
+    }
+    files.sort();
+    let mut out = vec![];
+    for (name, step, path) in &files {
+        let state = State::read(path)?;
+        if *step == 0 {
+            if name.contains("fp32") {
+                let (name, state) = (format!("{name} mixed"), state.in_mixed_precision());
+                out.push(Case { name, parent: None, state });
+            }
+            out.push(Case { name: format!("{name} s0"), parent: None, state });
+        } else if let Some(base) = files.iter().find(|f| f.0 == *name && f.1 == 0) {
+            let (name, parent) = (format!("{name} s0 -> s{step}"), Some(State::read(&base.2)?));
+            out.push(Case { name, parent, state });
+        }
+    }
+    Ok(out)
+}
+
+struct Row {
+    ratio: f64,
+    wrote: f64,
+    read: f64,
+}
+
+fn measure(case: &Case, threads: usize) -> Outcome<Vec<Row>> {
+    let read = ReadOptions { threads: Some(threads), ..ReadOptions::default() };
+    let mut runs = vec![];
+    for preset in PRESETS {
+        let mut options = WriteOptions { preset, threads: Some(threads), ..WriteOptions::default() };
+        let mut parent = None;
+        if let Some(state) = &case.parent {
+            let (file, written) = write(state, options.clone())?;
+            // The parent's values are still in memory, as they are when a training loop saves again.
+            let mut memory = MemoryParent::new(Arc::new(written.snapshot), 0);
+            for t in state.sources() {
+                if let Values::Host(data) = t.values {
+                    memory.hold(t.name, Bytes::copy_from_slice(data))?;
+                }
+            }
+            options.parent = Some(Arc::new(memory));
+            parent = Some(Arc::new(Reader::open(Source::Bytes(file), read.clone())?));
+        }
+        let (file, written) = write(&case.state, options.clone())?;
+        let reader = Reader::open(Source::Bytes(file), read.clone())?;
+        if let Some(parent) = parent.filter(|_| reader.parent_digest().is_some()) {
+            reader.set_parent(parent)?;
+        }
+        runs.push((options, reader, written.report, vec![], vec![]));
+    }
+    for _ in 0..CALLS {
+        for (options, reader, _, wrote, took) in &mut runs {
+            wrote.push(seconds(|| write(&case.state, options.clone()).map(drop))?);
+            let sizes: Vec<_> = reader.tensors().map(|t| t.bytes as usize).collect();
+            let mut values: Vec<_> = sizes.into_iter().map(|n| vec![0; n]).collect();
+            let mut wanted: Vec<_> = values.iter_mut().map(Vec::as_mut_slice).enumerate().collect();
+            took.push(seconds(|| Ok(reader.read_into(&mut wanted)?))?);
+            if !case.state.equals(reader.tensors().map(|t| t.name), &values) {
+                return Err(format!("{}: values came back different", case.name).into());
+            }
+        }
+    }
+    let rate = |bytes: u64, mut all: Vec<f64>| {
+        all.sort_by(f64::total_cmp);
+        bytes as f64 / all[all.len() / 2] / 1e9
+    };
+    let row = |(_, _, report, wrote, took): (_, _, s4weights::Report, _, _)| Row {
+        ratio: report.bytes_in as f64 / report.bytes_out as f64,
+        wrote: rate(report.bytes_in, wrote),
+        read: rate(report.bytes_in, took),
+    };
+    Ok(runs.into_iter().map(row).collect())
+}
+
+fn seconds(call: impl FnOnce() -> Outcome<()>) -> Outcome<f64> {
+    let started = Instant::now();
+    call()?;
+    Ok(started.elapsed().as_secs_f64())
+}
+
+/// A stream into memory.
+#[derive(Clone, Default)]
+struct Memory(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Memory {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap_or_else(|e| e.into_inner()).extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Writes a state with its roles; gives the file.
+fn write(state: &State, options: WriteOptions) -> Outcome<(Bytes, Written)> {
+    let memory = Memory::default();
+    let mut writer = Writer::create(Target::Stream(Box::new(memory.clone())), options)?;
+    writer.declare(state.roles())?;
+    writer.write(&state.sources())?;
+    let written = writer.complete(Contents::default())?;
+    let bytes = std::mem::take(&mut *memory.0.lock().unwrap_or_else(|e| e.into_inner()));
+    Ok((bytes.into(), written))
+}

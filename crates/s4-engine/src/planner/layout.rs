@@ -1,0 +1,259 @@
+//! What each layout of a sample would cost.
+
+use s4_codec_cpu::rans::{Counts, Precision, cost, entropy};
+use s4_codec_cpu::{Context, Symbols};
+use s4_format::dtype::Form;
+use s4_format::{CodecId, DType, LayoutId, Result};
+use s4_predict::{ContextModel, Exponents, Known, Tensor};
+
+use crate::chunk::repeats;
+use crate::planes::Layout;
+use crate::scratch::sized;
+use crate::{CpuEngine, PlaneCoding, Scratch};
+
+// Thresholds are parts of what is compared: 128 means one in 128.
+
+/// A layout must save this part of the one before it in [`layouts`], which is faster.
+const LAYOUT_GAIN: u64 = 256;
+/// Zstandard must save this part of the other layouts' cost: it is the slowest to decode.
+const ZSTD_GAIN: u64 = 20;
+/// A plane that entropy coding makes smaller by less than this part is noise, and not worth the time.
+const NOISE_GAIN: u64 = 50;
+/// Rans in pairs (P = 8) may lose this part of the plane to P = 12: one renormalisation for two symbols is
+/// much the faster.
+const PAIRS_LOSS: u64 = 50;
+/// As [`PAIRS_LOSS`] for a delta, of the bits of all its planes: coarse frequencies waste a larger part of
+/// planes that take few bits.
+const PAIRS_LOSS_OF_ALL: u64 = 128;
+/// What entropy coding costs, as a part of a bit for each value: it is most of a decoder's work.
+const RANS_WORK: u64 = 8;
+
+/// What is coded, and how.
+#[derive(Clone, Copy)]
+pub(super) enum Of<'a> {
+    /// Values, or what is left of them after a prediction from the tensor itself.
+    Values,
+    /// Differences from a parent's values, which may be anything where the sample saw none.
+    Differences,
+    /// The same, with contexts: of a tensor whose side data this is, from the parent's values.
+    InContext { tensor: Tensor<'a>, parent: &'a [u8], values: u64 },
+}
+
+/// How a plane is coded.
+pub(super) struct PlannedPlane {
+    pub(super) coding: PlaneCoding,
+    /// Of each context, or of all symbols.
+    pub(super) counts: Vec<Counts>,
+    noise: bool,
+}
+
+pub(super) struct Candidate {
+    pub(super) layout: LayoutId,
+    pub(super) planes: Vec<PlannedPlane>,
+    /// Estimated bits of the sample, and a price for the work.
+    cost: u64,
+    /// Without the price.
+    pub(super) bits: u64,
+}
+
+impl CpuEngine {
+    /// The cheapest layout of a sample.
+    pub(super) fn best(
+        &self,
+        dtype: DType,
+        sample: &[u8],
+        of: Of<'_>,
+        scratch: &mut Scratch,
+    ) -> Result<Option<Candidate>> {
+        let tried = if sample.is_empty() { &[] } else { layouts(dtype) };
+        let mut best: Option<Candidate> = None;
+        for &layout in tried {
+            if matches!(of, Of::InContext { .. }) && !is_in_fields(layout) {
+                continue;
+            }
+            let mut c = self.candidate(layout, dtype.value_width(), sample, of, scratch)?;
+            if best.as_ref().is_none_or(|b| c.cost < b.cost - b.cost / LAYOUT_GAIN) {
+                // Where all but the exponents are noise, sign and all, no other layout is smaller.
+                let noise = c.planes.iter().skip(1).all(|p| p.noise);
+                if !matches!(of, Of::Values) {
+                    c.planes.iter_mut().for_each(expect_changes);
+                }
+                best = Some(c);
+                if layout == LayoutId::FIELDS && noise {
+                    break;
+                }
+            }
+        }
+        Ok(best)
+    }
+
+    fn candidate(
+        &self,
+        layout: LayoutId,
+        width: usize,
+        sample: &[u8],
+        of: Of<'_>,
+        scratch: &mut Scratch,
+    ) -> Result<Candidate> {
+        let values = sample.len() / width;
+        let split = Layout::new(self.kernels, layout, width)?;
+        let sizes = split.planes(sample.len())?;
+        split.split(sample, scratch)?;
+        let mut c = Candidate { layout, planes: vec![], cost: 0, bits: 0 };
+        let planes = sizes.sizes().len();
+        let plane = |i| scratch.plane(layout, sizes.sizes(), i);
+        // Several planes of differences are coded, some of them in few bits, of which the coarse
+        // frequencies of pairs waste a larger part: what counts is the part of all bits.
+        let delta = !matches!(of, Of::Values);
+        let least = |i| entropy(&Counts::of_all(plane(i))).min(8 * plane(i).len() as u64);
+        let all = if delta { (0..planes).map(least).sum() } else { 0 };
+        for i in 0..planes {
+            let dense = layout == LayoutId::FIELDS_SIGN && i == 2;
+            let may_lose =
+                |pairs: u64| if delta { all / PAIRS_LOSS_OF_ALL } else { pairs / PAIRS_LOSS };
+            let known: Vec<_> = (0..i).map(plane).collect();
+            let contexts = self.contexts(of, layout, &known, plane(i).len())?;
+            let plane = plane(i);
+            let (planned, cost) = match (of, &contexts[..]) {
+                (Of::InContext { values, .. }, [_, ..]) => {
+                    choose_in_context(plane, &contexts, dense, values)
+                }
+                _ => choose(plane, dense, may_lose),
+            };
+            let work = if precision(planned.coding).is_some() { values as u64 / RANS_WORK } else { 0 };
+            c.planes.push(planned);
+            c.cost += cost + work;
+            // A plane that repeats a short unit is stored as that, whatever is planned.
+            c.bits += if repeats(plane, plane.len()) { 0 } else { cost };
+        }
+        if layout == LayoutId::WHOLE {
+            let bits = 8 * self.zstd_len(sample, scratch)? as u64;
+            if bits < c.cost - c.cost / ZSTD_GAIN {
+                c.planes[0].coding = PlaneCoding::ZSTD;
+                (c.cost, c.bits) = (bits, bits.min(c.bits));
+            }
+        }
+        Ok(c)
+    }
+
+    /// The contexts of the symbols behind the planes that are known; none, if they have none.
+    fn contexts(
+        &self,
+        of: Of<'_>,
+        layout: LayoutId,
+        planes: &[&[u8]],
+        len: usize,
+    ) -> Result<Vec<u8>> {
+        let Of::InContext { tensor, parent, .. } = of else { return Ok(vec![]) };
+        if Exponents.tables(layout, planes.len()) == 1 {
+            return Ok(vec![]);
+        }
+        let mut out = vec![0; len];
+        let (kernels, first, inputs) = (self.kernels, 0, &[parent][..]);
+        let known = Known { kernels, tensor, first, layout, planes, inputs };
+        Exponents.contexts(&known, &mut out)?;
+        Ok(out)
+    }
+
+    fn zstd_len(&self, sample: &[u8], scratch: &mut Scratch) -> Result<usize> {
+        let PlaneCoding { codec, param } = PlaneCoding::ZSTD;
+        let zstd = self.codecs.get(codec)?;
+        let out = sized(&mut scratch.joined, zstd.bound(param, sample.len()));
+        let symbols = Symbols::new(sample, Context::of(param));
+        Ok(zstd.encode(&symbols, out, &mut scratch.work)?.len)
+    }
+}
+
+/// The precision of a plane that is coded by rANS.
+pub(super) fn precision(coding: PlaneCoding) -> Option<Precision> {
+    let param = (coding.codec == CodecId::RANS).then_some(coding.param)?;
+    Precision::from_param(param).ok()
+}
+
+/// A plane of differences that is constant in the sample may have some elsewhere: few, as a rule.
+fn expect_changes(plane: &mut PlannedPlane) {
+    let PlannedPlane { coding, counts, noise } = plane;
+    let constant = |c: &Counts| (0..=255).any(|s| c.get(s) == c.total());
+    if *coding == PlaneCoding::RAW && !*noise && counts.iter().all(constant) {
+        *coding = PlaneCoding::RANS8;
+    }
+}
+
+/// Whether a layout has planes with contexts.
+fn is_in_fields(layout: LayoutId) -> bool {
+    matches!(layout, LayoutId::FIELDS | LayoutId::FIELDS_SIGN)
+}
+
+/// The layouts that are tried for a dtype, in ascending order of work.
+pub(super) fn layouts(dtype: DType) -> &'static [LayoutId] {
+    use LayoutId as L;
+    match (dtype.form(), dtype.value_width()) {
+        (Form::Float, 2) => &[L::FIELDS, L::FIELDS_SIGN],
+        (Form::Float, _) => &[L::FIELDS, L::FIELDS_SIGN, L::BYTES],
+        (Form::Bytes, 1) => &[L::WHOLE],
+        (Form::Bytes, _) => &[L::BYTES, L::WHOLE],
+    }
+}
+
+/// How a plane is coded, and its estimated cost in bits. `may_lose`: of how many bits, for being faster.
+fn choose(plane: &[u8], dense: bool, may_lose: impl Fn(u64) -> u64) -> (PlannedPlane, u64) {
+    let counts = Counts::of_all(plane);
+    let (raw, noise) = noise(plane, dense);
+    let least = entropy(&counts);
+    let (coding, cost) = if plane.iter().all(|b| *b == plane[0]) {
+        // Stored as a constant wherever it is one.
+        (PlaneCoding::RAW, 0)
+    } else if !is_worth(least, raw) {
+        (noise, raw)
+    } else {
+        let pairs = cost(&counts, &counts.table(Precision::P8));
+        let much_less = pairs.saturating_sub(may_lose(pairs));
+        let singles = match least < much_less {
+            true => cost(&counts, &counts.table(Precision::P12)),
+            false => pairs,
+        };
+        let (coding, cost) = match singles < much_less {
+            true => (PlaneCoding::RANS12, singles),
+            false => (PlaneCoding::RANS8, pairs),
+        };
+        if is_worth(cost, raw) { (coding, cost) } else { (noise, raw) }
+    };
+    let noise = cost == 8 * plane.len() as u64;
+    (PlannedPlane { coding, counts: vec![counts], noise }, cost)
+}
+
+/// As [`choose`], with the contexts of the symbols. A tensor of so many values keeps the tables once.
+fn choose_in_context(
+    plane: &[u8],
+    contexts: &[u8],
+    dense: bool,
+    values: u64,
+) -> (PlannedPlane, u64) {
+    let (raw, noise) = noise(plane, dense);
+    let tables = 1 + usize::from(contexts.iter().fold(0, |a, b| a.max(*b)));
+    let mut counts = vec![Counts::new(); tables];
+    for (symbol, context) in plane.iter().zip(contexts) {
+        counts[usize::from(*context)].add_symbol(*symbol, 1);
+    }
+    let each = counts.iter().filter(|c| c.total() > 0).map(|c| {
+        let table = c.table(Precision::P8);
+        let stored = 8 * table.encoded_len() as u64 * plane.len() as u64 / values.max(1);
+        cost(c, &table) + stored
+    });
+    let cost = each.sum();
+    match is_worth(cost, raw) {
+        true => (PlannedPlane { coding: PlaneCoding::RANS8, counts, noise: false }, cost),
+        false => (PlannedPlane { coding: noise, counts, noise: raw == 8 * plane.len() as u64 }, raw),
+    }
+}
+
+/// The bits of a plane that is noise, and how it is stored.
+fn noise(plane: &[u8], dense: bool) -> (u64, PlaneCoding) {
+    let raw = plane.len() as u64 * if dense { 7 } else { 8 };
+    (raw, if dense { PlaneCoding::BITS7 } else { PlaneCoding::RAW })
+}
+
+/// Whether a plane is made so much smaller that it is worth the time.
+fn is_worth(bits: u64, raw: u64) -> bool {
+    bits < raw - raw / NOISE_GAIN
+}

@@ -1,0 +1,361 @@
+//! Chooses, for a tensor, a prediction, a layout and a codec for each plane.
+
+use s4_codec_cpu::rans::{Counts, Precision, Table, write_tables};
+use s4_format::dtype::Form;
+use s4_format::manifest::{RoleKind, TensorRole};
+use s4_format::side::{Side, SideKind};
+use s4_format::{ContextsId, DType, Digest, Error, LayoutId, Plan, ResidualId, Result};
+use s4_predict::rank1::{self, Grid, Offsets};
+use s4_predict::{Tensor, exponent};
+
+use crate::chunk::chunk_log2;
+use crate::scratch::width_of;
+use crate::{CpuEngine, PlaneCoding, Preset, Scratch, TensorPlan, TensorView};
+
+mod layout;
+mod sample;
+
+use layout::{Candidate, Of, precision};
+pub use sample::parent_probes;
+pub(crate) use sample::sampled_runs;
+pub(crate) use sample::Sample;
+use sample::gather;
+
+/// What one more plan costs in the manifest, in bits: a delta has to save more.
+const PLAN_BITS: u64 = 8 * 160;
+
+// Thresholds are parts of what is compared: 128 means one in 128.
+
+/// A delta must save this part of the tensor stored by itself: it is read together with its parents.
+const DELTA_GAIN: u64 = 128;
+/// A prediction from rows and columns must save this part of the values by themselves: it is more work.
+const RANK1_GAIN: u64 = 128;
+/// The difference in the order of values must save this part of the XOR, which is faster.
+const SUB_GAIN: u64 = 256;
+/// Contexts must save this part of the difference without them: several tables are more work.
+const CONTEXTS_GAIN: u64 = 64;
+
+/// The predictors that may be planned. Every reader decodes all of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Allowed {
+    /// Rows and columns.
+    pub(crate) rank1: bool,
+    /// The difference from a parent in the order of values.
+    pub(crate) sub: bool,
+    /// Such differences with the parent's exponents as contexts.
+    pub(crate) contexts: bool,
+}
+
+/// The one place that says which preset uses which predictor.
+pub(crate) fn allowed(preset: Preset) -> Allowed {
+    match preset {
+        Preset::Fast | Preset::Nvcomp => Allowed { rank1: false, sub: false, contexts: false },
+        Preset::Balanced | Preset::Small => Allowed { rank1: true, sub: true, contexts: true },
+    }
+}
+
+/// The tensor of a parent checkpoint that a tensor may be stored as its difference from.
+#[derive(Debug, Clone, Copy)]
+pub struct ParentSample<'a> {
+    /// Hash of the parent's manifest.
+    pub manifest: Digest,
+    /// Number of the tensor in the parent, where it has the same dtype and shape.
+    pub tensor: u32,
+    /// Its values at [`parent_probes`], one run after the other.
+    pub values: &'a [u8],
+}
+
+/// A tensor to be planned.
+#[derive(Debug, Clone, Copy)]
+pub struct PlanJob<'a> {
+    /// How much is tried to make it smaller.
+    pub preset: Preset,
+    /// The tensor.
+    pub view: &'a TensorView<'a>,
+    /// The tensor that it may be stored as its difference from.
+    pub parent: Option<&'a ParentSample<'a>>,
+    /// What it is to the optimizer, and the hyperparameters of its group.
+    pub role: Option<TensorRole<'a>>,
+}
+
+/// What is known of a tensor before its values are looked at.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct About<'a> {
+    pub(crate) preset: Preset,
+    pub(crate) dtype: DType,
+    pub(crate) shape: &'a [u64],
+    pub(crate) bytes: usize,
+    pub(crate) role: Option<RoleKind>,
+}
+
+impl About<'_> {
+    fn width(&self) -> usize {
+        self.dtype.value_width()
+    }
+
+    pub(crate) fn values(&self) -> u64 {
+        (self.bytes / self.width()) as u64
+    }
+}
+
+impl CpuEngine {
+    /// Chooses a plan by looking at up to 16,384 values at fixed positions of the tensor, and at more of one that may be
+    /// predicted by its rows and columns.
+    ///
+    /// With a parent, the tensor is stored as a difference from the parent's values if that is clearly
+    /// smaller, and otherwise as if there were no parent. Preset `nvcomp` stores every tensor by itself.
+    ///
+    /// # Errors
+    /// Errors of a codec; `Corrupt` if the parent's sample has another size.
+    pub fn plan(&self, job: &PlanJob<'_>, scratch: &mut Scratch) -> Result<TensorPlan> {
+        let PlanJob { preset, view: &TensorView { dtype, shape, data }, parent, role } = *job;
+        let role = role.map(|r| r.row.kind);
+        let about = About { preset, dtype, shape, bytes: data.len(), role };
+        if preset == Preset::Nvcomp {
+            return Ok(nvcomp(dtype));
+        }
+        let (width, values) = (about.width(), about.values());
+        let alone = || Sample::of(data, width, sampled_runs(values).collect());
+        let sample = match parent {
+            None => alone(),
+            Some(_) => Sample::of(data, width, parent_probes(dtype, values)),
+        };
+        let offsets = match self.wants_offsets(&about, &sample.values) {
+            Some(grid) => Some(self.fit(&about, &grid, &gather(data, width, grid.ranges()))?),
+            None => None,
+        };
+        let offsets = offsets.as_deref();
+        match parent {
+            None => self.plan_alone(&about, &sample, offsets, scratch),
+            Some(parent) => self.plan_difference(&about, sample, parent, offsets, scratch, |s| {
+                self.plan_alone(&about, &alone(), offsets, s)
+            }),
+        }
+    }
+
+    /// The grid of values that row and column offsets are made from, if they may be worth it: in what is looked at
+    /// first, signs are all alike, as those of second moments are, or sizes differ from run to run.
+    pub(crate) fn wants_offsets(&self, about: &About<'_>, sample: &[u8]) -> Option<Grid> {
+        let About { preset, dtype, shape, role, .. } = *about;
+        let floats = dtype.form() == Form::Float && dtype.size() == dtype.value_width();
+        let weight = matches!(role, Some(RoleKind::Weight | RoleKind::Master));
+        if !allowed(preset).rank1 || !floats || weight || !sample::is_uneven(sample, about.width()) {
+            return None;
+        }
+        Grid::of(shape)
+    }
+
+    /// Row and column offsets from the values of a grid.
+    pub(crate) fn fit(&self, about: &About<'_>, grid: &Grid, values: &[u8]) -> Result<Vec<u8>> {
+        rank1::fit(width_of(about.width())?, grid, values)
+    }
+
+    /// The plan of a tensor without a parent. `offsets`: its row and column offsets, if it may have some.
+    pub(crate) fn plan_alone(
+        &self,
+        about: &About<'_>,
+        sample: &Sample,
+        offsets: Option<&[u8]>,
+        scratch: &mut Scratch,
+    ) -> Result<TensorPlan> {
+        let (best, by_offsets) = self.alone(about, sample, offsets, scratch)?;
+        let side = offsets.filter(|_| by_offsets).map(|side| (SideKind::OFFSETS, side));
+        finish(about, best, if by_offsets { Plan::rank1 } else { Plan::direct }, side)
+    }
+
+    /// The cheaper of values by themselves and predicted by row and column offsets, and whether it is these.
+    fn alone(
+        &self,
+        about: &About<'_>,
+        sample: &Sample,
+        offsets: Option<&[u8]>,
+        scratch: &mut Scratch,
+    ) -> Result<(Option<Candidate>, bool)> {
+        let direct = self.best(about.dtype, &sample.values, Of::Values, scratch)?;
+        let Some((offsets, least)) = offsets.zip(direct.as_ref().map(|d| d.bits)) else {
+            return Ok((direct, false));
+        };
+        let mut residuals = sample.values.clone();
+        self.subtract_offsets(about, sample, offsets, &mut residuals)?;
+        let mut best = self.best(about.dtype, &residuals, Of::Values, scratch)?;
+        // What the offsets take, as a part of what the sample does.
+        let stored = 8 * offsets.len() as u64 * sample.values.len() as u64 / about.bytes.max(1) as u64;
+        if let Some(best) = best.as_mut() {
+            best.bits += stored;
+        }
+        let smaller = best.as_ref().is_some_and(|b| b.bits < least - least / RANK1_GAIN);
+        Ok(if smaller { (best, true) } else { (direct, false) })
+    }
+
+    /// Takes away what row and column offsets predict.
+    fn subtract_offsets(
+        &self,
+        about: &About<'_>,
+        sample: &Sample,
+        offsets: &[u8],
+        values: &mut [u8],
+    ) -> Result<()> {
+        let width = width_of(about.width())?;
+        let offsets = Offsets::parse(width, offsets)?;
+        let (mut rest, mut room) = (values, vec![]);
+        for run in &sample.runs {
+            let len = (run.end - run.start) as usize * width.bytes();
+            let (part, later) = rest.split_at_mut(len);
+            room.resize(len, 0);
+            offsets.predict_range(self.kernels, run.start, &mut room)?;
+            self.kernels.sub_magnitudes(width, part, &room);
+            rest = later;
+        }
+        Ok(())
+    }
+
+    /// The plan of a tensor with a parent. `sample`: its values at [`parent_probes`]. `alone` plans it by itself.
+    pub(crate) fn plan_difference(
+        &self,
+        about: &About<'_>,
+        mut sample: Sample,
+        parent: &ParentSample<'_>,
+        offsets: Option<&[u8]>,
+        scratch: &mut Scratch,
+        alone: impl FnOnce(&mut Scratch) -> Result<TensorPlan>,
+    ) -> Result<TensorPlan> {
+        if sample.values.len() != parent.values.len() {
+            return Err(Error::corrupt(format!(
+                "a sample of {} bytes and {} of its parent",
+                sample.values.len(),
+                parent.values.len()
+            )));
+        }
+        let least = self.alone(about, &sample, offsets, scratch)?.0.map_or(0, |b| b.bits);
+        let delta = self.difference(about, &mut sample.values, parent.values, scratch)?;
+        let saved = least.saturating_sub(delta.best.as_ref().map_or(u64::MAX, |d| d.bits));
+        // It must be worth it here, in the sample, and as a whole.
+        let sampled = (sample.values.len() / about.width()) as u64;
+        let whole = saved.saturating_mul(about.values()) / sampled.max(1);
+        if saved == 0 || saved < least / DELTA_GAIN || whole <= PLAN_BITS {
+            return alone(scratch);
+        }
+        let Difference { best, residual, contexts } = delta;
+        let plan = |layout| Plan {
+            residual,
+            contexts: if contexts.is_empty() { ContextsId::NONE } else { ContextsId::EXPONENT },
+            ..Plan::delta(layout, parent.manifest, parent.tensor)
+        };
+        let side = (!contexts.is_empty()).then_some((SideKind::CONTEXTS, &contexts[..]));
+        finish(about, best, plan, side)
+    }
+
+    /// The cheapest difference of a sample, which is used up, from the parent's.
+    fn difference(
+        &self,
+        about: &About<'_>,
+        sample: &mut [u8],
+        parent: &[u8],
+        scratch: &mut Scratch,
+    ) -> Result<Difference> {
+        let (allowed, dtype) = (allowed(about.preset), about.dtype);
+        let mut ordered = if allowed.sub { sample.to_vec() } else { vec![] };
+        self.kernels.xor(sample, parent);
+        let best = self.best(dtype, sample, Of::Differences, scratch)?;
+        let mut cheapest = Difference { best, residual: ResidualId::XOR, contexts: vec![] };
+        if !allowed.sub {
+            return Ok(cheapest);
+        }
+        self.kernels.sub_values(width_of(about.width())?, &mut ordered, parent);
+        let sub = self.best(dtype, &ordered, Of::Differences, scratch)?;
+        cheapest.replace_by(sub, ResidualId::SUB, vec![], SUB_GAIN);
+        if allowed.contexts && dtype.form() == Form::Float && about.width() > 1 {
+            let contexts = exponent::side_data(dtype, parent);
+            let mut side = Side::default();
+            side.push(SideKind::CONTEXTS, contexts.clone())?;
+            let tensor = Tensor { dtype, shape: about.shape, side: &side };
+            let of = Of::InContext { tensor, parent, values: about.values() };
+            let best = self.best(dtype, &ordered, of, scratch)?;
+            cheapest.replace_by(best, ResidualId::SUB, contexts, CONTEXTS_GAIN);
+        }
+        Ok(cheapest)
+    }
+}
+
+/// How a sample is stored as its difference from the parent's.
+struct Difference {
+    best: Option<Candidate>,
+    residual: ResidualId,
+    /// Side data of contexts, if it has some.
+    contexts: Vec<u8>,
+}
+
+impl Difference {
+    /// Takes another one that saves a part, one in `gain`.
+    fn replace_by(
+        &mut self,
+        best: Option<Candidate>,
+        residual: ResidualId,
+        contexts: Vec<u8>,
+        gain: u64,
+    ) {
+        let bits = |c: &Option<Candidate>| c.as_ref().map_or(0, |c| c.bits);
+        let least = bits(&self.best);
+        if bits(&best) < least - least / gain {
+            *self = Self { best, residual, contexts };
+        }
+    }
+}
+
+/// The plan of preset `nvcomp`, which depends on the dtype alone. In each chunk a plane that does not get
+/// smaller is stored as it is.
+pub(crate) fn nvcomp(dtype: DType) -> TensorPlan {
+    const RAW: PlaneCoding = PlaneCoding::RAW;
+    const ANS: PlaneCoding = PlaneCoding::NVCOMP_ANS;
+    const GDEFLATE: PlaneCoding = PlaneCoding::GDEFLATE;
+    let (layout, planes) = match (dtype.form(), dtype.value_width()) {
+        // Signs are bits already.
+        (Form::Float, 2) => (LayoutId::FIELDS_SIGN, vec![RAW, ANS, GDEFLATE]),
+        (Form::Float, _) => (LayoutId::FIELDS_SIGN, vec![RAW, ANS, GDEFLATE, GDEFLATE]),
+        (Form::Bytes, 1) => (LayoutId::WHOLE, vec![GDEFLATE]),
+        (Form::Bytes, width) => (LayoutId::BYTES, vec![GDEFLATE; width]),
+    };
+    TensorPlan::new(Plan::direct(layout), planes, chunk_log2(dtype))
+}
+
+/// The plan of a tensor whose layout is chosen. `needs`: side data that its chunks need.
+fn finish(
+    about: &About<'_>,
+    best: Option<Candidate>,
+    plan: impl FnOnce(LayoutId) -> Plan,
+    needs: Option<(SideKind, &[u8])>,
+) -> Result<TensorPlan> {
+    let (layout, planes) = best.map_or((LayoutId::WHOLE, vec![]), |b| (b.layout, b.planes));
+    let chunk_log2 = chunk_log2(about.dtype);
+    let several = about.values() > 1 << chunk_log2;
+    let shared = planes.iter().map(|plane| match precision(plane.coding) {
+        Some(p) if several => write_tables(&shared_tables(&plane.counts, p)),
+        _ => vec![],
+    });
+    let mut side = Side::default();
+    if let Some((kind, bytes)) = needs {
+        side.push(kind, bytes.to_vec())?;
+    }
+    Ok(TensorPlan {
+        shared: shared.collect(),
+        planes: planes.iter().map(|p| p.coding).collect(),
+        plan: plan(layout),
+        chunk_log2,
+        side,
+    })
+}
+
+/// The tables that the chunks of a tensor share, one for each context.
+fn shared_tables(counts: &[Counts], precision: Precision) -> Vec<Table> {
+    let table = |counts: &Counts| {
+        let mut counts = counts.clone();
+        counts.expect_any();
+        match (0..=255).all(|s| counts.get(s) > 0) {
+            // Nothing is left to escape, and tables without an escape are faster to decode.
+            true => counts.table(precision),
+            // The sample need not have seen every symbol of the tensor.
+            false => counts.partial().table(precision),
+        }
+    };
+    counts.iter().map(table).collect()
+}

@@ -1,0 +1,109 @@
+//! The values that a planner looks at: at fixed positions.
+
+use std::ops::Range;
+
+use s4_format::DType;
+
+use crate::chunk::chunk_log2;
+
+/// Runs of values that the planner looks at, and values in each.
+const PROBES: usize = 16;
+pub(super) const PROBE: usize = 1024;
+/// Sizes differ from run to run if that adds this part to how much they differ within runs: 8 means one in 8.
+const EVEN: u64 = 8;
+/// Chunks of the parent that the planner looks into: each may have to be read and decoded whole.
+const PARENT_CHUNKS: u64 = 4;
+
+/// The values of a tensor's parent that the planner looks at, as ranges of value numbers in
+/// ascending order. Fixed for a dtype and a number of values; they lie in a few chunks.
+pub fn parent_probes(dtype: DType, values: u64) -> Vec<Range<u64>> {
+    let (probes, probe) = (PROBES as u64, PROBE as u64);
+    if values <= probes * probe {
+        // The one range of all values.
+        return std::iter::once(0..values).filter(|r| !r.is_empty()).collect();
+    }
+    let chunk = 1 << chunk_log2(dtype);
+    let whole = values / chunk;
+    if whole <= PARENT_CHUNKS {
+        return spread(0..values, probes).collect();
+    }
+    // Whole chunks, from the first to the last of them, and some probes in each.
+    let at = |i| (whole - 1) * i / (PARENT_CHUNKS - 1) * chunk;
+    (0..PARENT_CHUNKS).flat_map(|i| spread(at(i)..at(i) + chunk, probes / PARENT_CHUNKS)).collect()
+}
+
+/// Runs of [`PROBE`] values, evenly spaced from the start of a range to its end.
+fn spread(within: Range<u64>, runs: u64) -> impl Iterator<Item = Range<u64>> {
+    let step = (within.end - within.start - PROBE as u64) / (runs - 1);
+    (0..runs).map(move |i| {
+        let first = within.start + step * i;
+        first..first + PROBE as u64
+    })
+}
+
+/// The runs of values that are looked at, evenly spaced over the tensor: the whole of a small one.
+pub(crate) fn sampled_runs(values: u64) -> impl Iterator<Item = Range<u64>> {
+    let all = values <= (PROBES * PROBE) as u64;
+    let (runs, len) = if all { (1, values) } else { (PROBES, PROBE as u64) };
+    (0..runs as u64).map(move |i| {
+        let first = values.saturating_sub(PROBE as u64) / (PROBES as u64 - 1) * i;
+        first..first + len
+    })
+}
+
+/// The values of some runs, which lie within the tensor, one run after the other.
+pub(super) fn gather(data: &[u8], width: usize, runs: impl IntoIterator<Item = Range<u64>>) -> Vec<u8> {
+    let mut out = vec![];
+    for run in runs {
+        out.extend_from_slice(&data[run.start as usize * width..run.end as usize * width]);
+    }
+    out
+}
+
+/// Values at fixed positions.
+#[derive(Debug)]
+pub(crate) struct Sample {
+    /// Their numbers: runs in ascending order.
+    pub(super) runs: Vec<Range<u64>>,
+    /// One run after the other.
+    pub(super) values: Vec<u8>,
+}
+
+impl Sample {
+    /// Those of `data`, whose values have `width` bytes.
+    pub(crate) fn of(data: &[u8], width: usize, runs: Vec<Range<u64>>) -> Self {
+        let values = gather(data, width, runs.iter().cloned());
+        Self { runs, values }
+    }
+
+    /// Those that were fetched already: as many as the runs have.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn fetched(runs: Vec<Range<u64>>, values: &[u8]) -> Self {
+        Self { runs, values: values.to_vec() }
+    }
+}
+
+/// Whether the sizes of floats differ from run to run of [`PROBE`] values, or their signs do not differ at all.
+pub(super) fn is_uneven(sample: &[u8], width: usize) -> bool {
+    // The 8 bits below the sign. Sums of 2^14 squares of them fit easily.
+    let exponent = |v: &[u8]| {
+        let low = if width > 1 { v[width - 2] } else { 0 };
+        u64::from(v[width - 1] << 1 | low >> 7)
+    };
+    let mut signs = sample.chunks_exact(width).map(|v| v[width - 1] >> 7);
+    let first = signs.next();
+    if signs.all(|s| Some(s) == first) {
+        return first.is_some();
+    }
+    let sums = |values: &[u8]| {
+        let each = values.chunks_exact(width).map(exponent);
+        each.fold((0, 0, 0), |(n, sum, squares), e| (n + 1, sum + e, squares + e * e))
+    };
+    // The number of values times the sum of the squares of their distances from the mean.
+    let spread = |(n, sum, squares): (u64, u64, u64)| n * squares - sum * sum;
+    let runs = sample.chunks(PROBE * width).map(sums).filter(|s| s.0 > 0);
+    let within: u64 = runs.map(|run| spread(run) / run.0).sum();
+    let (n, sum, squares) = sums(sample);
+    let all = spread((n, sum, squares)) / n.max(1);
+    all > within + within / EVEN
+}

@@ -1,0 +1,207 @@
+//! Row and column offsets from a part of a tensor's values, in integers.
+
+use std::ops::Range;
+
+use s4_format::{Error, Result};
+use s4_planes::Width;
+
+use super::{MAX_SIDE, ZEROS};
+
+/// Values that a row's and a column's offset are made from, at least, where there are so many.
+const SAMPLES: u64 = 64;
+/// Tensors of no more values are looked at as a whole.
+const WHOLE: u64 = 1 << 18;
+/// Fewer rows, or columns, are not worth offsets.
+const FEW: u64 = 16;
+/// Rounds in which rows and columns are adjusted to each other.
+const ROUNDS: usize = 4;
+/// Fractional bits of means.
+const FRACTION: u32 = 8;
+
+/// A tensor as rows and columns, and the values that offsets are made from: of each row a run of them.
+/// Row `r` takes part number `r mod parts` of the columns, so that all columns are covered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Grid {
+    rows: u64,
+    cols: u64,
+    /// Columns of a part.
+    run: u64,
+}
+
+impl Grid {
+    /// The rows and columns of a shape: leading dimensions are rows, the others columns, cut where the two
+    /// numbers have the smallest sum. `None` if offsets cannot be worth it.
+    pub fn of(shape: &[u64]) -> Option<Self> {
+        let values = shape.iter().try_fold(1u64, |n, d| n.checked_mul(*d))?;
+        let mut rows = 1u64;
+        let cuts = shape.iter().map(|d| {
+            rows *= d;
+            (rows, values.checked_div(rows).unwrap_or(0))
+        });
+        let (rows, cols) = cuts.min_by_key(|(rows, cols)| rows.saturating_add(*cols))?;
+        if rows < FEW || cols < FEW || rows.max(cols) > u64::from(MAX_SIDE) {
+            return None;
+        }
+        let run = match values <= WHOLE {
+            true => cols,
+            false => SAMPLES.max((SAMPLES * cols).div_ceil(rows)).next_multiple_of(16).min(cols),
+        };
+        Some(Self { rows, cols, run })
+    }
+
+    /// Bytes that the offsets take.
+    pub fn offset_bytes(&self) -> u64 {
+        2 * (self.rows + self.cols)
+    }
+
+    /// The first column of a part.
+    fn first(&self, part: u64) -> u64 {
+        (part * self.run).min(self.cols - self.run)
+    }
+
+    fn parts(&self) -> u64 {
+        self.cols.div_ceil(self.run)
+    }
+
+    /// The values that offsets are made from, as ranges of value numbers, one for each row.
+    pub fn ranges(self) -> impl Iterator<Item = Range<u64>> {
+        (0..self.rows).map(move |row| {
+            let first = row * self.cols + self.first(row % self.parts());
+            first..first + self.run
+        })
+    }
+}
+
+/// Sums that offsets are made from.
+struct Sums {
+    /// Of the magnitudes of each row's run.
+    rows: Vec<i64>,
+    /// Of each part of the columns: of the magnitudes of its rows, by column.
+    cols: Vec<Vec<i64>>,
+    /// Rows of each part that are in those.
+    counts: Vec<i64>,
+    /// Rows that hold a zero, which are in no column's sum, and whether they hold nothing else.
+    zeros: Vec<Option<bool>>,
+}
+
+/// Makes the offsets of a tensor from the values at [`Grid::ranges`], one run after the other: side data.
+///
+/// # Errors
+/// `Corrupt` if there are not as many values.
+pub fn fit(width: Width, grid: &Grid, values: &[u8]) -> Result<Vec<u8>> {
+    let need = u128::from(grid.rows) * u128::from(grid.run) * width.bytes() as u128;
+    if values.len() as u128 != need {
+        return Err(Error::corrupt(format!("{} bytes for offsets from {need}", values.len())));
+    }
+    // 1/512 of a factor of two, or what a value has.
+    let shift = match width {
+        Width::B4 => 14,
+        Width::B8 => 43,
+        _ => 0,
+    };
+    let sums = match width {
+        Width::B1 => sums::<1>(grid, values, shift),
+        Width::B2 => sums::<2>(grid, values, shift),
+        Width::B4 => sums::<4>(grid, values, shift),
+        Width::B8 => sums::<8>(grid, values, shift),
+    };
+    let (rows, cols) = adjust(grid, &sums);
+    Ok(side_data(grid, width, shift, &sums, &rows, &cols))
+}
+
+/// Magnitudes without their low `shift` bits have at most 31: sums of 2^31 of them fit.
+fn sums<const W: usize>(grid: &Grid, values: &[u8], shift: u32) -> Sums {
+    let (parts, run) = (grid.parts() as usize, grid.run as usize);
+    let mut out = Sums {
+        rows: Vec::with_capacity(grid.rows as usize),
+        cols: vec![vec![0; run]; parts],
+        counts: vec![0; parts],
+        zeros: Vec::with_capacity(grid.rows as usize),
+    };
+    let mut magnitudes = vec![0i32; run];
+    for (row, values) in values.as_chunks::<W>().0.chunks_exact(run).enumerate() {
+        let (mut sum, mut zeros) = (0i64, 0usize);
+        for (to, value) in magnitudes.iter_mut().zip(values) {
+            let mut all = [0; 8];
+            all[..W].copy_from_slice(value);
+            let bits = u64::from_le_bytes(all) & (u64::MAX >> (65 - 8 * W as u32));
+            *to = (bits >> shift) as i32;
+            zeros += usize::from(bits == 0);
+            sum += i64::from(*to);
+        }
+        out.rows.push(sum);
+        out.zeros.push((zeros > 0).then_some(zeros == run));
+        if zeros == 0 {
+            let part = row % parts;
+            out.counts[part] += 1;
+            for (sum, m) in out.cols[part].iter_mut().zip(&magnitudes) {
+                *sum += i64::from(*m);
+            }
+        }
+    }
+    out
+}
+
+/// `a / b`, rounded to the nearest, with [`FRACTION`] more bits; 0 if `b` is.
+fn mean(a: i128, b: i64) -> i64 {
+    let b = i128::from(b);
+    if b == 0 { 0 } else { ((a << FRACTION) + b / 2).div_euclid(b) as i64 }
+}
+
+/// The means of rows and columns, less those of the others: with [`FRACTION`] fractional bits.
+fn adjust(grid: &Grid, sums: &Sums) -> (Vec<i64>, Vec<i64>) {
+    let (parts, run) = (grid.parts() as usize, grid.run as usize);
+    let mut cols = vec![0i64; grid.cols as usize];
+    let mut rows = vec![0i64; grid.rows as usize];
+    for _ in 0..ROUNDS {
+        let firsts: Vec<usize> = (0..parts).map(|p| grid.first(p as u64) as usize).collect();
+        let of_part: Vec<i64> = firsts.iter().map(|f| cols[*f..f + run].iter().sum()).collect();
+        for (i, (row, sum)) in rows.iter_mut().zip(&sums.rows).enumerate() {
+            *row = mean(i128::from(*sum), grid.run as i64) - of_part[i % parts] / grid.run as i64;
+        }
+        let mut row_sums = vec![0i128; parts];
+        for (i, row) in rows.iter().enumerate().filter(|(i, _)| sums.zeros[*i].is_none()) {
+            row_sums[i % parts] += i128::from(*row);
+        }
+        for (part, first) in firsts.into_iter().enumerate() {
+            let count = sums.counts[part];
+            for (col, sum) in cols[first..first + run].iter_mut().zip(&sums.cols[part]) {
+                let rows = if count == 0 { 0 } else { row_sums[part] / i128::from(count) };
+                *col = mean(i128::from(*sum), count) - rows as i64;
+            }
+        }
+        // What no row tells, as where all of a part hold zeros, is 0 already.
+    }
+    (rows, cols)
+}
+
+fn side_data(
+    grid: &Grid,
+    width: Width,
+    shift: u32,
+    sums: &Sums,
+    rows: &[i64],
+    cols: &[i64],
+) -> Vec<u8> {
+    let known = || rows.iter().zip(&sums.zeros).filter(|(_, z)| z.is_none()).map(|(r, _)| *r);
+    let (count, sum) = known().fold((0i64, 0i128), |(n, s), r| (n + 1, s + i128::from(r)));
+    let rounded = |x: i64| (x + (1 << (FRACTION - 1))) >> FRACTION;
+    let center = if count == 0 { 0 } else { rounded((sum / i128::from(count)) as i64) };
+    let most = (u64::MAX >> (65 - width.bits())) >> shift;
+    let center = center.clamp(0, most as i64);
+    let mut out = Vec::with_capacity(super::HEADER + grid.offset_bytes() as usize);
+    // Both were bounded when the grid was made.
+    out.extend((grid.rows as u32).to_le_bytes());
+    out.extend((grid.cols as u32).to_le_bytes());
+    out.extend(((center as u64) << shift).to_le_bytes());
+    out.extend([shift as u8, 0, 0, 0, 0, 0, 0, 0]);
+    let bounds = (i64::from(ZEROS) + 1, i64::from(i16::MAX));
+    for (row, zeros) in rows.iter().zip(&sums.zeros) {
+        let offset = (rounded(*row) - center).clamp(bounds.0, bounds.1) as i16;
+        out.extend(if *zeros == Some(true) { ZEROS } else { offset }.to_le_bytes());
+    }
+    for col in cols {
+        out.extend((rounded(*col).clamp(bounds.0, bounds.1) as i16).to_le_bytes());
+    }
+    out
+}
