@@ -103,6 +103,14 @@ struct RowsAndColumns {
   }
 };
 
+struct AnyPrediction;
+
+// Out of line: inlined for each layout and width they would be most of the kernels' code.
+template <int kWidth>
+__device__ __noinline__ void take_predicted(const AnyPrediction& by, u32 at, u32 left, Uint<kWidth>* v);
+template <int kWidth>
+__device__ __noinline__ void give_predicted(const AnyPrediction& by, u32 at, u32 left, Uint<kWidth>* v);
+
 // What the descriptor says: a policy as `Direct` is (layouts.cuh).
 struct AnyPrediction {
   u32 prediction, residual;
@@ -145,20 +153,28 @@ struct AnyPrediction {
   }
   template <int kWidth>
   __device__ __forceinline__ void take(u32 at, u32 left, Uint<kWidth>* v) const {
-    if (prediction == kPredictNothing) return;
-    Uint<kWidth> p[8] = {};
-    predict<kWidth>(at, left, p);
-#pragma unroll
-    for (int k = 0; k < 8; k++) v[k] = residual_of<kWidth>(residual, v[k], p[k]);
+    if (prediction != kPredictNothing) take_predicted<kWidth>(*this, at, left, v);
   }
   template <int kWidth>
   __device__ __forceinline__ void give(u32 at, u32 left, Uint<kWidth>* v) const {
-    if (prediction == kPredictNothing) return;
-    Uint<kWidth> p[8] = {};
-    predict<kWidth>(at, left, p);
-#pragma unroll
-    for (int k = 0; k < 8; k++) v[k] = value_of<kWidth>(residual, v[k], p[k]);
+    if (prediction != kPredictNothing) give_predicted<kWidth>(*this, at, left, v);
   }
 };
+
+template <int kWidth>
+__device__ __noinline__ void take_predicted(const AnyPrediction& by, u32 at, u32 left, Uint<kWidth>* v) {
+  Uint<kWidth> p[8] = {};
+  by.predict<kWidth>(at, left, p);
+#pragma unroll
+  for (int k = 0; k < 8; k++) v[k] = residual_of<kWidth>(by.residual, v[k], p[k]);
+}
+
+template <int kWidth>
+__device__ __noinline__ void give_predicted(const AnyPrediction& by, u32 at, u32 left, Uint<kWidth>* v) {
+  Uint<kWidth> p[8] = {};
+  by.predict<kWidth>(at, left, p);
+#pragma unroll
+  for (int k = 0; k < 8; k++) v[k] = value_of<kWidth>(by.residual, v[k], p[k]);
+}
 
 }  // namespace s4

@@ -133,8 +133,8 @@ impl<'a> EncodeQueue<'a> {
                 let is_new = known.is_none_or(|k| k.0 != member.tensor);
                 (set, rows) = self.extras(&member, is_new)?;
             }
-            let extra_len = set.as_ref().map_or(0, |set| set.place(0).len)
-                + rows.as_ref().map_or(0, Rows::len);
+            let extra_len =
+                set.as_ref().map_or(0, |set| set.place(0).len) + rows.as_ref().map_or(0, Rows::len);
             if extra_len as u64 > sizes.meta / 2 {
                 (member.route, set, rows) = (None, None, None);
             }
@@ -281,7 +281,7 @@ impl<'a> EncodeQueue<'a> {
                 (&self.chunks.tensors[member.tensor], &self.chunks.plans[member.tensor]);
             let width = t.dtype.value_width();
             let n = member.bytes / width as u64;
-            let set = member.set.from(extras);
+            let set = member.set.moved_by(extras);
             let rows = member.rows.map_or(0, |at| extras + at);
             let (first, cols) = position(t.dtype, t.shape, plan.chunk_log2, member.chunk);
             let told = Told::of(&plan.plan, &plan.side).of(member.tensor)?;

@@ -186,7 +186,7 @@ impl<'a> Levels<'a> {
             let status = meta + (places.status + 4 * jobs.len()) as u64;
             let chunks = meta + at as u64;
             for entry in level {
-                let set = entry.set.from(extras);
+                let set = entry.set.moved_by(extras);
                 let rows = entry.rows.map_or(0, |at| extras + at);
                 let values = entry.chunk.inputs[abi::PARENT];
                 entry.chunk.inputs = sets::inputs(values, rows, set.columns());

@@ -59,7 +59,7 @@ impl<'a> TensorSet<'a> {
             }
         }
         let tensor = Tensor { dtype: t.dtype, shape: t.shape, side: &plan.side };
-        set.columns = offsets(plan.plan.predictor, &tensor)?.map_or(&[], |o| o.col_offsets());
+        set.columns = offsets(plan.plan.predictor, &tensor)?.map_or(&[][..], |o| o.col_offsets());
         Ok(set)
     }
 
@@ -77,7 +77,7 @@ impl<'a> TensorSet<'a> {
             set.add(i, &tables.unwrap_or_default());
         }
         let tensor = Tensor { dtype: spec.dtype, shape: spec.shape, side: spec.side };
-        set.columns = offsets(spec.plan.predictor, &tensor)?.map_or(&[], |o| o.col_offsets());
+        set.columns = offsets(spec.plan.predictor, &tensor)?.map_or(&[][..], |o| o.col_offsets());
         Ok(set)
     }
 
@@ -109,7 +109,7 @@ impl<'a> TensorSet<'a> {
 
 impl SetPlace {
     /// The place, if its distance is from `base`.
-    pub(super) fn from(self, base: u64) -> Self {
+    pub(super) fn moved_by(self, base: u64) -> Self {
         Self { at: base + self.at, ..self }
     }
 
@@ -206,6 +206,7 @@ pub(super) fn inputs(values: u64, rows: u64, columns: u64) -> [u64; abi::MAX_INP
 /// # Errors
 /// `Corrupt` if there are none.
 pub(super) fn class(side: &Side) -> Result<[u8; 2]> {
-    let classes = s4_predict::Classes::parse(side.get(SideKind::CONTEXTS))?;
-    Ok([classes.top, classes.shift])
+    let (top, shift) = s4_predict::exponent::parse(side.get(SideKind::CONTEXTS))?;
+    // At most 7.
+    Ok([top, shift as u8])
 }

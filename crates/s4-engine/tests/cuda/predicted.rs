@@ -1,11 +1,14 @@
 //! Prediction by rows and columns, and contexts by the exponents of a parent: the CPU's frames, made and read by the
 //! kernels alone.
 
-use s4_engine::cuda::{CudaEngine, CudaOptions};
-use s4_engine::{PlaneCoding, TensorPlan};
+use s4_engine::cuda::{CudaEngine, CudaError, CudaOptions};
+use s4_engine::{
+    CpuEngine, Engine, NoInputs, PlanJob, PlaneCoding, Preset, Scratch, TensorPlan, chunk_log2,
+};
 use s4_format::layout::Planes;
-use s4_format::side::{Side, SideKind};
+use s4_format::side::SideKind;
 use s4_format::{ContextsId, DType, LayoutId, Plan, PredictorId, ResidualId};
+use s4_planes::Simd;
 use s4_planes::patterns::{self, Kind};
 
 use crate::delta::{self, Given, Line, MANIFEST, Parents, delta_on_cpu};
@@ -53,25 +56,32 @@ fn near(dtype: DType, side: &[u8], values: u64, signed: bool) -> Vec<u8> {
         }
         let sum = (row + offset(rows + i % cols)) as u64;
         let sign = if signed { (noise(i) & 1) << (8 * width - 1) } else { 0 };
-        base.wrapping_add(sum << side[16]) ^ noise(i + 77) % (1 << (3 * width)) ^ sign
+        base.wrapping_add(sum << side[16]) ^ (noise(i + 77) % (1 << (3 * width))) ^ sign
     };
     (0..values).flat_map(|i| value(i).to_le_bytes()[..width].to_vec()).collect()
 }
 
-fn plan_of(host: &Host, layout: LayoutId, planes: &[PlaneCoding], side: Vec<u8>) -> TensorPlan {
-    // Shared tables and chunks as the planner makes them for what is left.
-    let mut plan = on_cpu(host, None).plan;
-    plan.plan = Plan::rank1(layout);
-    let count = Planes::new(layout, host.dtype.value_width(), 0).unwrap().sizes().len();
-    plan.planes = planes[..count].to_vec();
-    plan.side = Side::default();
-    plan.side.push(SideKind::OFFSETS, side).unwrap();
+/// A plan that is forced, without shared tables.
+fn plan_of(
+    host: &Host,
+    plan: Plan,
+    planes: &[PlaneCoding],
+    (kind, side): (SideKind, Vec<u8>),
+) -> TensorPlan {
+    let count = Planes::new(plan.layout, host.dtype.value_width(), 0).unwrap().sizes().len();
+    let mut plan = TensorPlan::new(plan, planes[..count].to_vec(), chunk_log2(host.dtype));
+    plan.side.push(kind, side).unwrap();
     plan
+}
+
+fn rank1(host: &Host, layout: LayoutId, planes: &[PlaneCoding], side: Vec<u8>) -> TensorPlan {
+    plan_of(host, Plan::rank1(layout), planes, (SideKind::OFFSETS, side))
 }
 
 /// Frames are the CPU's, and come back, all by the kernels.
 fn check(gpu: &Gpu, engine: &CudaEngine, hosts: &[Host], plans: &[TensorPlan]) {
-    let uploads: Vec<Upload> = (0..).zip(hosts).map(|(i, h)| gpu.upload(&h.data, i % 3 * 8)).collect();
+    let uploads: Vec<Upload> =
+        (0..).zip(hosts).map(|(i, h)| gpu.upload(&h.data, i % 3 * 8)).collect();
     let encoded = on_gpu(engine, hosts, &uploads, Some(plans.to_vec())).unwrap();
     let cpu: Vec<_> = hosts.iter().zip(plans).map(|(h, p)| on_cpu(h, Some(p.clone()))).collect();
     let all = hosts.iter().zip(&encoded).zip(&cpu);
@@ -104,7 +114,7 @@ fn rows_and_columns_are_predicted_as_on_the_cpu() {
                     let shape = vec![u64::from(rows), u64::from(cols)];
                     let name = format!("{dtype} {rows} x {cols} {layout} {name}");
                     let host = Host { name, dtype, shape, data };
-                    plans.push(plan_of(&host, layout, planes, side.clone()));
+                    plans.push(rank1(&host, layout, planes, side.clone()));
                     hosts.push(host);
                 };
                 let usual = if signs { [p8, raw, raw, raw] } else { [raw, p8, bits, raw] };
@@ -134,7 +144,7 @@ fn offsets_that_are_too_many_are_left_to_the_cpu() {
     let side = offsets(dtype, 1, cols);
     let (name, shape) = ("wide".into(), vec![1, u64::from(cols)]);
     let host = Host { name, dtype, shape, data: near(dtype, &side, u64::from(cols), false) };
-    let plan = plan_of(&host, LayoutId::FIELDS, &[PlaneCoding::RANS8, PlaneCoding::RAW], side);
+    let plan = rank1(&host, LayoutId::FIELDS, &[PlaneCoding::RANS8, PlaneCoding::RAW], side);
     let engine = gpu.engine(CudaOptions { scratch: 16 << 20, ..CudaOptions::default() });
     let hosts = [host];
     let upload = [gpu.upload(&hosts[0].data, 0)];
@@ -152,25 +162,21 @@ fn lines_with_contexts(n: usize, steps: usize) -> Vec<Line> {
     let mut lines = vec![];
     for (dtype, kind) in FLOATS {
         for pattern in ["like-weights", "random", "weights-and-nans"] {
-            for (layout, class) in [(LayoutId::FIELDS, [126, 0]), (LayoutId::FIELDS_SIGN, [200, 3])] {
+            for (layout, class) in [(LayoutId::FIELDS, [126, 0]), (LayoutId::FIELDS_SIGN, [200, 3])]
+            {
                 let data = patterns::all(kind, n).find(|p| p.0 == pattern).unwrap().1;
                 let first = Host::new(format!("{dtype} {pattern} like-{layout}"), dtype, data);
                 let mut line = Line { coded: vec![on_cpu(&first, None)], steps: vec![first] };
                 for step in 1..steps {
                     let before = &line.steps[step - 1];
                     let next = delta::later(before, step);
-                    let mut plan = delta_on_cpu(&next, before, None).plan;
-                    plan.plan = Plan::delta(layout, MANIFEST, 3);
-                    plan.plan.residual = ResidualId::SUB;
-                    plan.plan.contexts = ContextsId::EXPONENT;
+                    let mut plan = Plan::delta(layout, MANIFEST, 3);
+                    plan.residual = ResidualId::SUB;
+                    plan.contexts = ContextsId::EXPONENT;
                     let codings = [PlaneCoding::RANS8, PlaneCoding::RANS12];
-                    plan.planes = (0..4).map(|i| codings[(i + step) % 3 / 2]).collect();
-                    plan.planes.truncate(
-                        Planes::new(layout, dtype.value_width(), 0).unwrap().sizes().len(),
-                    );
-                    plan.side = Side::default();
-                    let side = [&class[..], &[0; 6]].concat();
-                    plan.side.push(SideKind::CONTEXTS, side).unwrap();
+                    let planes: Vec<_> = (0..4).map(|i| codings[(i + step) % 3 / 2]).collect();
+                    let side = (SideKind::CONTEXTS, [&class[..], &[0; 6]].concat());
+                    let plan = plan_of(&next, plan, &planes, side);
                     line.coded.push(delta_on_cpu(&next, before, Some(plan)));
                     line.steps.push(next);
                 }
@@ -218,7 +224,7 @@ fn parents_may_be_predicted_themselves() {
     let shape = vec![u64::from(rows), u64::from(cols)];
     let first = Host { name: "like-first".into(), dtype, shape, data };
     let planes = [PlaneCoding::RANS8, PlaneCoding::RAW, PlaneCoding::RAW];
-    let plan = plan_of(&first, LayoutId::FIELDS, &planes, side);
+    let plan = rank1(&first, LayoutId::FIELDS, &planes, side);
     let mut line = Line { coded: vec![on_cpu(&first, Some(plan))], steps: vec![first] };
     for step in 1..3 {
         let next = delta::later(&line.steps[step - 1], step);
@@ -235,4 +241,44 @@ fn parents_may_be_predicted_themselves() {
     let (values, undone) = delta::decode(&gpu, &engine, &lines);
     assert!(undone.is_empty() && values[0] == lines[0].last().data);
     assert_eq!(engine.chunks().host + engine.chunks().refused, 0);
+}
+
+/// Second moments of matrices, nearly a factor of the row times one of the column.
+fn moments(dtype: DType, rows: u64, cols: u64) -> Host {
+    let factor = |i: u64| (2 + noise(i) % 1000) as f32 * 1e-6;
+    let value = |i: u64| {
+        factor(i / cols) * factor(9999 + i % cols) * (1.0 + (noise(i + 5) % 64) as f32 / 64.0)
+    };
+    let bytes = |i: u64| {
+        let bits = value(i).to_bits();
+        if dtype == DType::BFloat16 {
+            (bits >> 16).to_le_bytes()[..2].to_vec()
+        } else {
+            bits.to_le_bytes().to_vec()
+        }
+    };
+    let data = (0..rows * cols).flat_map(bytes).collect();
+    Host { name: format!("{dtype} moments"), dtype, shape: vec![rows, cols], data }
+}
+
+/// What the planner chooses by itself, with tables that chunks share.
+#[test]
+fn what_is_planned_is_coded_by_the_kernels_alone() {
+    let Some(gpu) = gpu() else { return };
+    let hosts = [moments(DType::BFloat16, 274, 512), moments(DType::Float32, 330, 256)];
+    let uploads: Vec<_> = hosts.iter().map(|h| gpu.upload(&h.data, 0)).collect();
+    let tensors: Vec<_> = hosts.iter().zip(&uploads).map(|(h, u)| h.on(u)).collect();
+    let engine = gpu.engine(CudaOptions::default());
+    let plans = engine.plan::<CudaError>(Preset::Balanced, &tensors, &NoInputs, None).unwrap();
+    let cpu = CpuEngine::new(Simd::detect());
+    for (host, plan) in hosts.iter().zip(&plans) {
+        let view = host.view();
+        let job = PlanJob { preset: Preset::Balanced, view: &view, parent: None, role: None };
+        let own = cpu.plan(&job, &mut Scratch::default()).unwrap();
+        assert_eq!(format!("{plan:?}"), format!("{own:?}"), "{}", host.name);
+        assert_eq!(plan.plan.predictor, PredictorId::RANK1, "{plan:?}");
+        let chunks = on_cpu(host, Some(own)).chunks;
+        assert!(chunks.len() > 1 && chunks.iter().any(|c| c.0.shared), "{}", host.name);
+    }
+    check(&gpu, &engine, &hosts, &plans);
 }

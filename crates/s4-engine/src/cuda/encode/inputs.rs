@@ -59,7 +59,11 @@ impl<'a> EncodeQueue<'a> {
     }
 
     /// Copies what was placed to the device.
-    fn upload(&mut self, group: &mut Group<'a>, incoming: Incoming<'a>) -> Result<Option<Decoding>> {
+    fn upload(
+        &mut self,
+        group: &mut Group<'a>,
+        incoming: Incoming<'a>,
+    ) -> Result<Option<Decoding>> {
         let start = self.session.frames(group.slot);
         let worker = &self.session.worker;
         let slot = &worker.slots[group.slot];
