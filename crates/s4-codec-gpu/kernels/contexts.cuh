@@ -263,10 +263,32 @@ struct EncodeContexts {
 
 // ---- decode ----
 
-// As many tables as there are contexts.
-template <u32 kBits>
-struct ContextTables {
-  const u32* entries;  // 2^P of each table
+// A table with P = 8 for each context.
+struct ContextPairs {
+  Shared entries;  // 256 of each table
+  PlaneContexts contexts;
+
+  template <class Words>
+  __device__ __forceinline__ void pop(u32& x, Words& words, u32 at, u32* symbols) const {
+    const PlaneContexts::Eight tables = contexts.tables_of(at);
+    u32 left = 0;
+    symbols[0] = symbols[1] = 0;
+    words.prepare();
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+      const u32 entry = load_shared(entries + (tables.of(k) << 10) + ((x & 0xff) << 2));
+      x = (entry >> 17) * (x >> 8) + (entry & 0xff);
+      symbols[k / 4] |= (entry >> 8 & 0xff) << (8 * (k % 4));
+      left |= (entry & kEscapeEntry) >> 16 << k;
+      if (k % 2 == 1) words.refill(x);
+    }
+    if (__any_sync(kAllLanes, left)) pop_escapes(x, words, left, symbols);
+  }
+};
+
+// A table with P = 12 for each context. They are not in shared memory: no encoder of the project writes several.
+struct WideContexts {
+  const u32* entries;  // 4096 of each table
   const u32* escapes;  // their frequencies
   PlaneContexts contexts;
 
@@ -277,13 +299,12 @@ struct ContextTables {
     symbols[0] = symbols[1] = 0;
 #pragma unroll
     for (int k = 0; k < 8; k++) {
-      if (k % (kBits == 8 ? 8 : 4) == 0) words.prepare();
-      const u32 table = tables.of(k), slot = x & ((1u << kBits) - 1), entry = entries[(table << kBits) + slot];
-      const u32 freq = kBits == 8 ? entry >> 17 : (entry >> 20) + 1, bias = entry & (kBits == 8 ? 0xff : 0xfff);
-      x = freq * (x >> kBits) + bias;
-      symbols[k / 4] |= (entry >> (kBits == 8 ? 8 : 12) & 0xff) << (8 * (k % 4));
+      if (k % 4 == 0) words.prepare();
+      const u32 table = tables.of(k), slot = x & 0xfff, entry = entries[(table << 12) + slot];
+      x = ((entry >> 20) + 1) * (x >> 12) + (entry & 0xfff);
+      symbols[k / 4] |= (entry >> 12 & 0xff) << (8 * (k % 4));
       left |= slot < escapes[table] ? 1u << k : 0;
-      if (kBits != 8 || k % 2 == 1) words.refill(x);
+      words.refill(x);
     }
     if (__any_sync(kAllLanes, left)) pop_escapes(x, words, left, symbols);
   }
@@ -292,9 +313,17 @@ struct ContextTables {
 template <class Source>
 struct DecodeContexts {
   struct Entries {
-    u32 pairs[kMaxTables << 8];  // P = 8; of P = 12 they lie in scratch memory
+    // All with P = 8, or one with P = 12; several of these lie in scratch memory.
+    static constexpr u32 kBytes = kMaxTables << 10, kTableBytes = 1 << 10;
+    static_assert(kBytes == 4 << 12, "a table with P = 12 takes as much");
+    __align__(16) u8 room[kBytes + kTableBytes - 16];
     u32 escapes[kMaxTables];
     u32 tables;
+
+    // Tables with P = 8 are aligned to their size (see `AlignedTable`).
+    __device__ __forceinline__ u32* get() {
+      return reinterpret_cast<u32*>(room + (-shared_address(room) & (kTableBytes - 1)));
+    }
   };
   typedef PlaneDecodeShared<DecodeContexts> Memory;
 
@@ -308,8 +337,8 @@ struct DecodeContexts {
     return reinterpret_cast<u32*>(c.scratch + round_up64(composed_decode_scratch(c.n, c.width, c.frame_len), 16));
   }
   template <u32 kBits>
-  __device__ __forceinline__ static u32* entries_of(const PlaneTarget& to, Memory& shared) {
-    return kBits == 8 ? shared.entries.pairs : to.entries;
+  __device__ __forceinline__ static u32* entries_of(const PlaneTarget& to, u32 tables, Memory& shared) {
+    return kBits == 8 || tables == 1 ? shared.entries.get() : to.entries;
   }
   // With one table contexts do not matter.
   __device__ __forceinline__ static PlaneContexts contexts_in(const PlaneTarget& to, u32 tables) {
@@ -341,7 +370,7 @@ struct DecodeContexts {
       bool bad = is_bad<kBits>(bytes, h);
       if (warp_id() == 0) bad |= !find_slots<kBits>(bytes, fixed.escape, h);
       if (__syncthreads_or(bad)) return kCorrupt;
-      fill_entries<kBits>(bytes, fixed.escape, h, entries_of<kBits>(to, shared) + (t << kBits));
+      fill_entries<kBits>(bytes, fixed.escape, h, entries_of<kBits>(to, tables, shared) + (t << kBits));
       if (threadIdx.x == 0) shared.entries.escapes[t] = fixed.escape;
       __syncthreads();
     }
@@ -353,10 +382,17 @@ struct DecodeContexts {
     return contexts_in(to, tables).below(tables) ? kOk : kCorrupt;
   }
 
-  template <u32 kBits>
-  __device__ __forceinline__ static ContextTables<kBits> tables(const PlaneTarget& to, Memory& shared) {
-    return ContextTables<kBits>{entries_of<kBits>(to, shared), shared.entries.escapes,
-                                contexts_in(to, shared.entries.tables)};
+  // Calls `decode` with what decodes symbols.
+  template <u32 kBits, class Decode>
+  __device__ __forceinline__ static bool with_tables(const PlaneTarget& to, Memory& shared, const Decode& decode) {
+    const u32 tables = shared.entries.tables;
+    const Shared entries = shared_address(shared.entries.get());
+    if constexpr (kBits == 8) {
+      return tables == 1 ? decode(PairTable{entries}) : decode(ContextPairs{entries, to.contexts});
+    } else {
+      if (tables == 1) return decode(WideTable{entries, shared.entries.escapes[0]});
+      return decode(WideContexts{to.entries, shared.entries.escapes, to.contexts});
+    }
   }
 };
 

@@ -108,11 +108,13 @@ struct DecodeOneTable {
     return read_header<kBits>(to.from.at, to.from.len, to.size, only_table(to.tables), shared.header,
                               shared.entries.template get<kBits>());
   }
-  template <u32 kBits>
-  __device__ __forceinline__ static auto tables(const PlaneTarget&, PlaneDecodeShared<DecodeOneTable>& shared) {
+  // Calls `decode` with what decodes symbols.
+  template <u32 kBits, class Decode>
+  __device__ __forceinline__ static bool with_tables(const PlaneTarget&, PlaneDecodeShared<DecodeOneTable>& shared,
+                                                     const Decode& decode) {
     const Shared entries = shared_address(shared.entries.template get<kBits>());
-    if constexpr (kBits == 8) return PairTable{entries};
-    else return WideTable{entries, shared.header.fixed.escape};
+    if constexpr (kBits == 8) return decode(PairTable{entries});
+    else return decode(WideTable{entries, shared.header.fixed.escape});
   }
 };
 
@@ -123,8 +125,9 @@ __device__ __forceinline__ Status decode_rans(PlaneTarget to, u32& carried, Plan
   if (status != kOk) return status;
   carried = shared.header.fixed.carried;
   if (carried == 0) to.carry = nullptr;
-  const auto tables = Context::template tables<kBits>(to, shared);
-  const bool sound = decode_segments<kDecodeWarps, PlaneWords>(shared.header, tables, to, shared.words[warp_id()]);
+  const bool sound = Context::template with_tables<kBits>(to, shared, [&](const auto& tables) {
+    return decode_segments<kDecodeWarps, PlaneWords>(shared.header, tables, to, shared.words[warp_id()]);
+  });
   return __syncthreads_or(!sound) ? kCorrupt : kOk;
 }
 
