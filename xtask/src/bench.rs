@@ -37,6 +37,9 @@ pub(crate) struct Args {
     /// else; fails where there is no device
     #[arg(long, conflicts_with_all = ["only", "readme"])]
     gpu: bool,
+    /// Ratios by preset, of single checkpoints and deltas (`NAME_s0.safetensors`, `NAME_sK.safetensors`), and nothing else
+    #[arg(long, conflicts_with_all = ["only", "readme", "gpu"])]
+    ratio: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -53,6 +56,9 @@ pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
     let data = std::path::absolute(&args.data).map_err(|e| Error::at(&args.data, &e))?;
     if args.gpu {
         return gpu(root, &data);
+    }
+    if args.ratio {
+        return ratio(root, args, &data);
     }
     if args.only != Some(Part::Peers) {
         kernels::run(root, &root.join(RESULTS))?;
@@ -81,6 +87,17 @@ fn gpu(root: &Path, data: &Path) -> Result<String> {
         Some(why) => format!("benches/gpu_paths.py was not run: {why}"),
     };
     Ok(format!("results are in {RESULTS}/gpu.{{json,md,svg}}; {paths}"))
+}
+
+/// Ratios and speeds of the presets, as a table.
+fn ratio(root: &Path, args: &Args, data: &Path) -> Result<String> {
+    let mut bench = proc::cargo(root);
+    bench.args(["run", "--release", "--locked", "-p", "s4-benches", "--bin", "ratio", "--"]);
+    bench.arg("--data").arg(data).args(["--threads", &args.threads.to_string(), "--markdown"]);
+    let table = proc::output(&mut bench)?;
+    let path = root.join(RESULTS).join("ratio.md");
+    fs::write(&path, &table).map_err(|e| Error::at(&path, &e))?;
+    Ok(format!("{table}\nkept in {RESULTS}/ratio.md"))
 }
 
 /// Saves and loads of GPU tensors against those of torch and others; says why if they are not

@@ -9,7 +9,7 @@ use s4_format::{
 use s4_predict::Tensor;
 
 use crate::planes::{Layout, Stored, token_plane_len};
-use crate::predict::{InputValues, Prediction, parts};
+use crate::predict::{InputValues, Prediction};
 use crate::scratch::sized;
 use crate::tables::SharedTables;
 use crate::{CpuEngine, Scratch};
@@ -126,7 +126,7 @@ impl CpuEngine {
         prediction.check_inputs(dst.len(), inputs)?;
         let (prediction, len) = (&prediction, dst.len());
         if !inputs.iter().any(InputValues::is_destination) {
-            let parts = &parts(inputs, 0, &[], len)[..inputs.len()];
+            let parts = &prediction.parts(inputs, 0, &[], len)[..inputs.len()];
             let given = Given { prediction: Some(prediction), inputs: parts };
             self.decode_streams(spec, given, streams, scratch, dst)?;
             prediction.restore(inputs, &mut scratch.predicted, dst)?;
@@ -135,7 +135,7 @@ impl CpuEngine {
         // What the destination holds is still needed: residuals go elsewhere.
         let mut residuals = std::mem::take(&mut scratch.residuals);
         let to = sized(&mut residuals, len);
-        let parts = &parts(inputs, 0, dst, len)[..inputs.len()];
+        let parts = &prediction.parts(inputs, 0, dst, len)[..inputs.len()];
         let given = Given { prediction: Some(prediction), inputs: parts };
         let done = self.decode_streams(spec, given, streams, scratch, to);
         let done =

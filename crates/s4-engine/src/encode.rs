@@ -56,7 +56,40 @@ struct Coded {
 
 const NO_STREAM: StreamEntry = StreamEntry { codec: CodecId::RAW, param: 0, len: 0 };
 
+impl EncodedChunk {
+    const EMPTY: Self = Self {
+        len: 0,
+        plain: false,
+        crc_encoded: 0,
+        crc_raw: 0,
+        shared: false,
+        streams: [NO_STREAM; MAX_PLANES],
+    };
+}
+
+/// Appends values as they are. They may change meanwhile.
+fn plain(src: &[u8], frame: &mut Vec<u8>) -> EncodedChunk {
+    let crc = once::append_summed(src, frame);
+    let (crc_encoded, crc_raw) = (crc, crc);
+    EncodedChunk { len: src.len(), plain: true, crc_encoded, crc_raw, ..EncodedChunk::EMPTY }
+}
+
 impl CpuEngine {
+    /// Appends a chunk of a tensor to `frame` as it is, whatever its plan.
+    ///
+    /// # Errors
+    /// `Limit` if the tensor has no such chunk.
+    pub(crate) fn encode_plain(
+        &self,
+        job: &EncodeJob<'_>,
+        frame: &mut Vec<u8>,
+    ) -> Result<EncodedChunk> {
+        let EncodeJob { view, plan, chunk, .. } = *job;
+        let width = view.dtype.value_width();
+        let (_, src) = chunk_bytes(view.data, width, plan.chunk_log2, chunk)?;
+        Ok(plain(src, frame))
+    }
+
     /// Encodes a chunk of a tensor and appends it to `frame`. Values that another thread changes
     /// meanwhile are each what they were at some time.
     ///
@@ -74,14 +107,7 @@ impl CpuEngine {
         let width = view.dtype.value_width();
         let (first, src) = chunk_bytes(view.data, width, plan.chunk_log2, chunk)?;
         let start = frame.len();
-        let mut out = EncodedChunk {
-            len: 0,
-            plain: false,
-            crc_encoded: 0,
-            crc_raw: 0,
-            shared: false,
-            streams: [NO_STREAM; MAX_PLANES],
-        };
+        let mut out = EncodedChunk::EMPTY;
         let layout = Layout::new(self.kernels, plan.plan.layout, width)?;
         // Whether it is worth a try is all that is asked of the values themselves: they may change.
         if plan.planes.iter().any(|p| *p != PlaneCoding::RAW) || repeats(src, QUICK) {
@@ -89,11 +115,7 @@ impl CpuEngine {
         }
         if out.len == 0 || out.len >= src.len() {
             frame.truncate(start);
-            out.crc_raw = once::append_summed(src, frame);
-            out.crc_encoded = out.crc_raw;
-            out.len = src.len();
-            out.plain = true;
-            out.streams = [NO_STREAM; MAX_PLANES];
+            out = plain(src, frame);
         } else {
             let planes = layout.planes(0)?.sizes().len();
             out.crc_encoded = StreamEntry::parse_chunk(&frame[start..], planes)?.crc();

@@ -54,7 +54,7 @@ pub struct TensorValues<'a> {
     pub shape: &'a [u64],
     /// The elements.
     pub values: Values<'a>,
-    /// What it is to the optimizer; no plan depends on it yet.
+    /// What it is to the optimizer.
     pub role: Option<TensorRole<'a>>,
 }
 

@@ -37,7 +37,8 @@ pub trait Inputs<E>: Sync {
     /// What keeps them from being read.
     fn open(&self, chunks: &[(usize, u64)]) -> Result<Vec<Input<'_>>, E>;
 
-    /// The values of an input that is [`Input::Late`]: where they lie, or in `buffer`.
+    /// The values of an input that is [`Input::Late`]: where they lie, or in `buffer`. Nothing, of a tensor of the same
+    /// checkpoint, if they are no longer what was stored of it: then the chunk is stored as it is.
     ///
     /// # Errors
     /// What keeps them from being read.

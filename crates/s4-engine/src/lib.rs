@@ -39,7 +39,7 @@ pub use encode::{EncodeJob, EncodedChunk};
 pub use engine::{EncodedFrame, Engine, Jobs, TensorError, TensorValues};
 pub use inputs::{Input, InputFrame, InputSize, Inputs, NoInputs};
 pub use plan::{PlaneCoding, TensorPlan};
-pub use planner::{ParentSample, PlanJob, parent_probes};
+pub use planner::{ParentSample, PlanJob, parent_probes, plans_casts};
 pub use predict::InputValues;
 pub use scratch::Scratch;
 pub use values::{DeviceMemory, Values};
@@ -84,6 +84,11 @@ impl std::str::FromStr for Preset {
             )),
         }
     }
+}
+
+/// Appends a copy of values that may change meanwhile to `to`, reading each byte once. Gives the copy's CRC-32C.
+pub fn copy_once(src: &[u8], to: &mut Vec<u8>) -> u32 {
+    once::append_summed(src, to)
 }
 
 /// A tensor in memory: row-major, little-endian, without gaps.

@@ -67,13 +67,32 @@ impl Prediction<'_> {
         if inputs.len() < self.predictor.inputs().len() || inputs.len() > MAX_INPUTS {
             return Err(Error::unsupported("a delta without the values of its parent"));
         }
-        for other in inputs {
-            if other != len {
+        for (i, other) in inputs.enumerate() {
+            if other != len * self.scale(i) {
                 let what = format!("a difference of {len} bytes from a parent of {other} bytes");
                 return Err(Error::corrupt(what));
             }
         }
         Ok(())
+    }
+
+    /// Bytes of an input for each byte of a value.
+    fn scale(&self, input: usize) -> usize {
+        self.predictor.inputs().get(input).map_or(1, |kind| kind.scale())
+    }
+
+    /// `len` bytes' worth of each input from byte `at` of the chunk on; `there`: those of the destination.
+    pub(crate) fn parts<'b>(
+        &self,
+        inputs: &[InputValues<'b>],
+        at: usize,
+        there: &'b [u8],
+        len: usize,
+    ) -> [&'b [u8]; MAX_INPUTS] {
+        std::array::from_fn(|i| {
+            let scale = self.scale(i);
+            inputs.get(i).map_or(&[][..], |input| input.part(at * scale, there, len * scale))
+        })
     }
 
     /// Writes what is left of values after prediction into `to`, which is as long. Gives the CRC-32C of
@@ -89,7 +108,10 @@ impl Prediction<'_> {
         let room = sized(room, PIECE);
         once::copy_summed(src, to, |at, piece| {
             let (mut parts, len) = ([&[][..]; MAX_INPUTS], piece.len());
-            parts.iter_mut().zip(inputs).for_each(|(part, all)| *part = &all[at..at + len]);
+            for (i, (part, all)) in parts.iter_mut().zip(inputs).enumerate() {
+                let scale = self.scale(i);
+                *part = &all[at * scale..(at + len) * scale];
+            }
             let parts = &parts[..inputs.len()];
             let predicted = match self.predict(at, parts, &mut room[..len])? {
                 Predicted::Input(i) => parts[i],
@@ -118,7 +140,7 @@ impl Prediction<'_> {
         let room = sized(room, PIECE);
         for (i, piece) in values.chunks_mut(PIECE).enumerate() {
             let (at, len) = (i * PIECE, piece.len());
-            let parts = &parts(inputs, at, &[], len)[..inputs.len()];
+            let parts = &self.parts(inputs, at, &[], len)[..inputs.len()];
             let predicted = match self.predict(at, parts, &mut room[..len])? {
                 Predicted::Input(i) => parts[i],
                 Predicted::Written => &room[..len],
@@ -141,7 +163,7 @@ impl Prediction<'_> {
         let pieces = residuals.chunks_mut(PIECE).zip(values.chunks_mut(PIECE));
         for (i, (residuals, values)) in pieces.enumerate() {
             let (at, len) = (i * PIECE, values.len());
-            let before = parts(inputs, at, values, len);
+            let before = self.parts(inputs, at, values, len);
             let predicted = self.predict(at, &before[..inputs.len()], &mut room[..len])?;
             let (kernels, width) = (self.kernels, self.width);
             match predicted {
@@ -232,15 +254,4 @@ impl<'a> InputValues<'a> {
             Self::Destination => there,
         }
     }
-}
-
-/// `len` bytes of each input from number `at` on, in the first places; `there`: those of the
-/// destination.
-pub(crate) fn parts<'b>(
-    inputs: &[InputValues<'b>],
-    at: usize,
-    there: &'b [u8],
-    len: usize,
-) -> [&'b [u8]; MAX_INPUTS] {
-    std::array::from_fn(|i| inputs.get(i).map_or(&[][..], |input| input.part(at, there, len)))
 }

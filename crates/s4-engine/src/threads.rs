@@ -143,7 +143,7 @@ impl CpuEngine {
         frames.resize_with(frames.len().max(chunks.len()), Frame::default);
         done.clear();
         done.resize_with(chunks.len(), || None);
-        let is_delta = |c: &&Chunk| jobs.plans[c.tensor].plan.parent().is_some();
+        let is_delta = |c: &&Chunk| !jobs.plans[c.tensor].plan.inputs.is_empty();
         let deltas: Vec<_> = chunks.iter().filter(is_delta).map(Chunk::name).collect();
         let opened = match deltas.is_empty() {
             true => Ok(vec![]),
@@ -191,6 +191,10 @@ impl CpuEngine {
         };
         frame.bytes.clear();
         let job = EncodeJob { view: &view, plan, chunk: number, inputs: values.as_slice() };
+        if plan.plan.own_input().is_some() && values.is_some_and(<[u8]>::is_empty) {
+            // What is stored of the input is other than what it holds now.
+            return Ok(self.encode_plain(&job, &mut frame.bytes).map_err(of)?);
+        }
         let encoded = self.idle.with(|scratch| self.encode(&job, scratch, &mut frame.bytes));
         Ok(encoded.map_err(of)?)
     }

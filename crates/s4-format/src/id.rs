@@ -129,7 +129,7 @@ ids! {
         /// Equal content, stored once.
         SAME = 2, "same", Reserved;
         /// The rounded copy of a wider float tensor.
-        CAST = 3, "cast", Reserved;
+        CAST = 3, "cast", Open;
         /// Row and column offsets of the magnitude's integer.
         RANK1 = 4, "rank1", Open;
         /// Rank1 with a fitted share of the parent's own residual.

@@ -73,6 +73,18 @@ impl Plan {
         }
     }
 
+    /// The plan of a tensor that is predicted as the rounded copy of tensor number `tensor` of the same checkpoint.
+    pub fn cast(layout: LayoutId, tensor: u32) -> Self {
+        let inputs = vec![Input { manifest: None, tensor, region: None }];
+        Self { inputs, ..Self::alone(PredictorId::CAST, ResidualId::XOR, layout) }
+    }
+
+    /// The number of the tensor of the same checkpoint that the plan predicts from, if there is one.
+    pub fn own_input(&self) -> Option<u32> {
+        let input = self.inputs.first().filter(|input| input.manifest.is_none())?;
+        Some(input.tensor)
+    }
+
     /// Whether values are stored by themselves.
     pub fn is_direct(&self) -> bool {
         self.predictor == PredictorId::NONE
@@ -104,6 +116,10 @@ impl Plan {
             PredictorId::RANK1 => self.residual == ResidualId::MAGNITUDE && self.inputs.is_empty(),
             PredictorId::PARENT => {
                 matches!(self.residual, ResidualId::XOR | ResidualId::SUB) && self.one_whole_other()
+            }
+            PredictorId::CAST => {
+                let one = matches!(&*self.inputs, [Input { manifest: None, region: None, .. }]);
+                self.residual == ResidualId::XOR && one
             }
             _ => true,
         };

@@ -436,6 +436,25 @@ impl Kernels {
         lanewise::replace_classes(self, plane, one, more, classes);
     }
 
+    /// Rounds fp32 to bf16: to the nearest, of two to the even one. Bits are all that counts: what is not a number may become
+    /// another, or infinity.
+    ///
+    /// # Panics
+    /// If the sizes are not `4 * n` for `src` and `2 * n` for `out`.
+    pub fn to_bf16(self, src: &[u8], out: &mut [u8]) {
+        assert_eq!(2 * check_elements(Width::B4, src.len()), out.len(), "rounded values");
+        lanewise::to_bf16(self, src, out);
+    }
+
+    /// As [`Kernels::to_bf16`], to fp16: infinity for what is not a number.
+    ///
+    /// # Panics
+    /// As [`Kernels::to_bf16`].
+    pub fn to_fp16(self, src: &[u8], out: &mut [u8]) {
+        assert_eq!(2 * check_elements(Width::B4, src.len()), out.len(), "rounded values");
+        lanewise::to_fp16(self, src, out);
+    }
+
     /// Writes `base + ((row + col) << shift)`, but for the top bit, which is 0, for each `i16` of `cols`, little-endian.
     /// Sums wrap.
     ///

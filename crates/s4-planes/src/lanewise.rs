@@ -246,4 +246,37 @@ vectorized! {
             base.add(sum.shl(sums.shift)).magnitude()
         })
     }
+
+    /// fp32 to bf16, rounded to the nearest, of two to the even one.
+    fn to_bf16(src: &[u8], out: &mut [u8]) {
+        for (to, x) in out.as_chunks_mut().0.iter_mut().zip(src.as_chunks().0) {
+            let x = u32::from_le_bytes(*x);
+            let up = 0x7fff + (x >> 16 & 1);
+            *to = ((x.wrapping_add(up) >> 16) as u16).to_le_bytes();
+        }
+    }
+
+    /// fp32 to fp16, in the same way.
+    fn to_fp16(src: &[u8], out: &mut [u8]) {
+        for (to, x) in out.as_chunks_mut().0.iter_mut().zip(src.as_chunks().0) {
+            *to = fp16(u32::from_le_bytes(*x)).to_le_bytes();
+        }
+    }
+}
+
+/// The nearest fp16 of an fp32, of two the even one; infinity for what is not a number.
+#[inline(always)]
+fn fp16(x: u32) -> u16 {
+    let (sign, size) = ((x >> 16 & 0x8000) as u16, x & 0x7fff_ffff);
+    let normal = size.wrapping_sub(0x3800_0000).wrapping_add(0xfff + (size >> 13 & 1)) >> 13;
+    // Below 2^-14 the unit in the last place stays; from 25 bits on nothing is left.
+    let bits = 126u32.saturating_sub(size >> 23).clamp(14, 25);
+    let mantissa = size & 0x7f_ffff | 0x80_0000;
+    let tiny = (mantissa + (1 << (bits - 1)) - 1 + (mantissa >> bits & 1)) >> bits;
+    let magnitude = match size {
+        0x477f_f000.. => 0x7c00,
+        0x3880_0000.. => normal,
+        _ => tiny,
+    };
+    sign | magnitude as u16
 }

@@ -2,7 +2,7 @@
 //!
 //! - [`Predict`]: the predicted bits of a range of a tensor's values, from other values and from side
 //!   data. [`Parent`] expects the values of the checkpoint before, [`Rank1`] an offset per row and one
-//!   per column.
+//!   per column, [`Cast`] the rounded values of a wider tensor.
 //! - [`Predictors`]: those that an engine uses, by the id that plans name.
 //! - [`ContextModel`]: a table for each symbol of a plane, from what a decoder knows before the plane is
 //!   decoded: [`Exponents`] from the exponents of an input.
@@ -15,12 +15,14 @@
 //! checksums, which the engine checks after prediction is undone.
 #![forbid(unsafe_code)]
 
+mod cast;
 mod context;
 pub mod exponent;
 mod parent;
 mod predict;
 pub mod rank1;
 
+pub use cast::Cast;
 pub use context::{ContextModel, Known, NoContexts};
 pub use exponent::Exponents;
 pub use parent::Parent;
@@ -29,5 +31,5 @@ pub use rank1::Rank1;
 
 /// Every predictor of this crate. This is the one list of them.
 pub fn predictors() -> Predictors {
-    Predictors::none().with(Parent).with(Rank1)
+    Predictors::none().with(Parent).with(Rank1).with(Cast)
 }

@@ -24,6 +24,18 @@ pub struct Tensor<'a> {
 pub enum InputKind {
     /// The same tensor in the parent checkpoint.
     Parent,
+    /// Another tensor of the same checkpoint, with values of 4 bytes for its own of 2.
+    Wider,
+}
+
+impl InputKind {
+    /// Bytes of the input for each byte of the tensor.
+    pub fn scale(self) -> usize {
+        match self {
+            Self::Parent => 1,
+            Self::Wider => 2,
+        }
+    }
 }
 
 /// Where predicted bits are.
@@ -47,7 +59,7 @@ pub trait Predict: Debug + Send + Sync {
     fn inputs(&self) -> &'static [InputKind];
 
     /// Predicts the values of `tensor` from number `first` on, as many as `out` has room for (bytes, a
-    /// multiple of the width of a value). `inputs` are those values of each input, as long as `out`.
+    /// multiple of the width of a value). `inputs` are those values of each input, [`InputKind::scale`] times as long as `out`.
     /// A prediction that is an input itself is not copied: its number is the answer.
     ///
     /// # Errors

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use s4_format::Digest;
+use s4_format::{DType, Digest};
 use s4_format::index::TensorKind;
 
 use crate::error::{At, Error, ParentProblem, Result};
@@ -121,19 +121,44 @@ impl Reader {
         Ok(Some((parent, number as usize)))
     }
 
+    /// The number of the tensor of this checkpoint that a tensor's plan predicts from, which must have as many values,
+    /// of twice the width; `None` if it predicts from none.
+    pub(crate) fn own_input(&self, tensor: usize) -> Result<Option<usize>> {
+        let t = &self.tensors[tensor];
+        let Some(number) = self.manifest.plans[usize::from(t.plan)].own_input() else {
+            return Ok(None);
+        };
+        let input = self.tensors[..self.named()].get(number as usize);
+        let bytes = t.bytes().at(&self.name)?;
+        let fits = |input: &s4_format::index::Tensor| {
+            input.dtype == DType::Float32 && input.bytes().is_ok_and(|b| b == 2 * bytes)
+        };
+        if t.dtype.value_width() == 2 && input.is_some_and(fits) {
+            return Ok(Some(number as usize));
+        }
+        let what = format!("tensor {number} is no wider copy of it");
+        let e = s4_format::Error::corrupt(what).in_tensor(self.label(tensor));
+        Err(e).at(&self.name)
+    }
+
     /// Finds the ancestors that tensors with chunks of their own need, and reads what their index
     /// says of them.
     pub(crate) fn prepare(&self, hosts: &[usize]) -> Result<()> {
         let blocks = self.blocks(hosts)?;
-        let mut above = vec![];
+        let (mut above, mut beside) = (vec![], vec![]);
         for &t in hosts {
             let plan = &self.manifest.plans[usize::from(self.tensors[t].plan)];
-            if plan.parent().is_none() || blocks[&t].records.iter().all(|r| r.plain) {
+            if plan.inputs.is_empty() || blocks[&t].records.iter().all(|r| r.plain) {
                 continue;
             }
             if let Some((parent, number)) = self.input(t)? {
                 above.push(parent.host(number));
             }
+            beside.extend(self.own_input(t)?.map(|number| self.host(number)));
+        }
+        if !beside.is_empty() {
+            // Paths of inputs within a checkpoint are short: that was checked when it was opened.
+            self.prepare(&beside)?;
         }
         above.sort_unstable();
         above.dedup();

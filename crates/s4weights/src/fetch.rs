@@ -49,6 +49,9 @@ struct Job<'a> {
     /// The parent's values of a chunk that does not go somewhere as a whole; those of one that does
     /// are put where it goes.
     parent: Vec<u8>,
+    /// Whether it is predicted from another tensor of this checkpoint, and the values of that.
+    beside: bool,
+    input: Vec<u8>,
 }
 
 impl Job<'_> {
@@ -152,8 +155,9 @@ impl Reader {
         let plan = &self.manifest.plans[usize::from(self.tensors[host].plan)];
         // A plain chunk is its values, whatever the plan.
         let delta = plan.parent().is_some() && !record.plain;
-        let (pieces, parent) = Default::default();
-        Job { tensor: host, chunk, record, bytes: bytes as usize, pieces, delta, parent }
+        let beside = plan.own_input().is_some() && !record.plain;
+        let (pieces, parent, input, bytes) = (vec![], vec![], vec![], bytes as usize);
+        Job { tensor: host, chunk, record, bytes, pieces, delta, parent, beside, input }
     }
 
     /// Groups chunks that lie close together: each group is read by one request. Differences are
@@ -168,7 +172,7 @@ impl Reader {
             request,
             |job| job.record,
             |close, _, job| {
-                let values = if job.delta { job.bytes as u64 } else { 0 };
+                let values = job.bytes as u64 * (u64::from(job.delta) + 2 * u64::from(job.beside));
                 let joins = close && sum + values <= most;
                 sum = if joins { sum } else { 0 } + values;
                 joins
@@ -234,6 +238,7 @@ impl Reader {
         done: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<()> {
         self.fill_parents(&mut span.jobs, blocks, idle)?;
+        self.fill_inputs(&mut span.jobs, blocks, idle)?;
         let mut buffers = lock(idle).pop().unwrap_or_default();
         let outcome = self.decode_span(span, blocks, &mut buffers, done);
         lock(idle).push(buffers);
@@ -265,6 +270,29 @@ impl Reader {
             from = Some(parent);
         }
         from.map_or(Ok(()), |parent| parent.fill(wants, idle))
+    }
+
+    /// Reads what chunks are predicted from in this checkpoint: as many values, twice as wide.
+    fn fill_inputs(
+        &self,
+        span: &mut [Job<'_>],
+        blocks: &HashMap<usize, Arc<LoadedBlock>>,
+        idle: &Mutex<Vec<Buffers>>,
+    ) -> Result<()> {
+        let mut wants = vec![];
+        for job in span.iter_mut().filter(|j| j.beside) {
+            let Some(tensor) = self.own_input(job.tensor)? else { continue };
+            let spec = self.spec(job.tensor, &blocks[&job.tensor]);
+            let first = 2 * ((job.chunk * spec.dtype.value_width() as u64) << spec.chunk_log2);
+            job.input = vec![0; 2 * job.bytes];
+            wants.push(Want { tensor, first, to: &mut job.input });
+        }
+        if wants.is_empty() {
+            return Ok(());
+        }
+        let mut silent = Meter { callback: None, done: 0, total: 0 };
+        let wants = self.fill_mixed(wants, &mut silent)?;
+        self.fill(wants, idle)
     }
 
     fn decode_span(
@@ -299,7 +327,11 @@ impl Reader {
         let mut pieces = job.pieces;
         let mut decode = |to: &mut [u8]| {
             // The parent's values are there already.
-            let inputs: &[InputValues<'_>] = if delta { &[InputValues::Destination] } else { &[] };
+            let inputs = match (delta, job.beside) {
+                (true, _) => &[InputValues::Destination][..],
+                (_, true) => &[InputValues::Slice(&job.input)],
+                _ => &[],
+            };
             let (chunk, record) = (job.chunk, &job.record);
             let chunk = DecodeJob { spec: &spec, chunk, record, frame, inputs };
             self.engine

@@ -32,7 +32,7 @@ impl Level<'_> {
 /// delta.
 pub(crate) struct Levels<'a> {
     pub(crate) chunked: Vec<Level<'a>>,
-    /// The last one, and its number, if it is a small tensor in a pack.
+    /// The last one, and its number, if it is a small tensor in a pack, or predicted from another of its checkpoint.
     pub(crate) packed: Option<(&'a Reader, usize)>,
 }
 
@@ -42,7 +42,9 @@ impl<'a> Levels<'a> {
         let mut out = Self { chunked: vec![], packed: None };
         let (mut reader, mut tensor) = (reader, tensor);
         loop {
-            let chunks = matches!(reader.tensors[tensor].kind, TensorKind::Chunks { .. });
+            let t = &reader.tensors[tensor];
+            let alone = reader.manifest.plans[usize::from(t.plan)].own_input().is_none();
+            let chunks = alone && matches!(t.kind, TensorKind::Chunks { .. });
             let Some(block) = reader.blocks(&[tensor])?.remove(&tensor).filter(|_| chunks) else {
                 out.packed = Some((reader, tensor));
                 return Ok(out);

@@ -61,6 +61,7 @@ mod pipeline;
 mod reader;
 mod report;
 mod roles;
+mod rounded;
 mod slice;
 mod spans;
 pub mod store;

@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
-use s4_engine::{EncodedChunk, EncodedFrame, Engine, Jobs, Preset, TensorPlan, TensorValues};
+use rayon::ThreadPool;
+use s4_engine::{
+    EncodedChunk, EncodedFrame, Engine, Inputs, Jobs, Preset, TensorPlan, TensorValues,
+};
 use s4_format::index::chunk_count;
 use s4_format::layout::Planes;
 use s4_format::{ChunkRecord, CodecId, DType};
@@ -13,6 +16,8 @@ use crate::inputs::{Failure, ParentInputs};
 use crate::options::{Meter, thread_count};
 use crate::parallel::pool;
 use crate::parent::Parent;
+use crate::rounded::{Wider, WiderInputs};
+use crate::write::TensorSource;
 use crate::writer::Writer;
 
 /// From so many threads and bytes of values on, others than this one hash and write.
@@ -29,6 +34,21 @@ pub(crate) struct Run<'a> {
     pub(crate) groups: Vec<u8>,
     /// Of each the number of the parent's tensor that it may be a difference from.
     pub(crate) parents: Vec<Option<u32>>,
+}
+
+impl<'a> Run<'a> {
+    /// Adds a tensor. `parent`: the number of the parent's that it may be a difference from.
+    pub(crate) fn push(
+        &mut self,
+        source: &TensorSource<'a>,
+        values: TensorValues<'a>,
+        parent: Option<u32>,
+    ) {
+        self.names.push(source.name);
+        self.tensors.push(values);
+        self.groups.push(source.group);
+        self.parents.push(parent);
+    }
 }
 
 /// A tensor whose chunks are written.
@@ -57,6 +77,25 @@ impl Writer {
         done.map_err(|e| e.named(&self.name, |i| run.names.get(i).copied()))
     }
 
+    /// Encodes rounded copies of tensors that are written already, all of the host, and appends their chunks.
+    pub(crate) fn encode_copies(
+        &mut self,
+        run: &Run<'_>,
+        plans: Vec<TensorPlan>,
+        wider: Vec<Wider<'_>>,
+        meter: &mut Meter,
+    ) -> Result<Vec<Coded>> {
+        let engine = Arc::clone(&self.engine);
+        let inputs = WiderInputs { tensors: &run.tensors, wider };
+        let threads = self.encoding_threads(false);
+        let chunks = run.tensors.iter().map(chunks_of).sum::<u64>();
+        let chunks = usize::try_from(chunks).unwrap_or(usize::MAX);
+        let pool = pool(threads.min(chunks))?;
+        let place = (pool.as_ref(), threads, false);
+        let done = self.encode_planned(&*engine, run, plans, &inputs, place, meter);
+        done.map_err(|e| e.named(&self.name, |i| run.names.get(i).copied()))
+    }
+
     fn encode_where_they_are(
         &mut self,
         run: &Run<'_>,
@@ -82,10 +121,9 @@ impl Writer {
     where
         Failure: From<G::Error>,
     {
-        let Run { tensors, groups, parents, .. } = run;
+        let Run { tensors, parents, .. } = run;
         let chunks = tensors.iter().map(chunks_of).sum::<u64>();
         let chunks = usize::try_from(chunks).unwrap_or(usize::MAX);
-        let values = tensors.iter().map(|t| t.values.bytes()).sum::<u64>();
         let threads = self.encoding_threads(on_device);
         // More threads than chunks would only wait.
         let pool = pool(if on_device { threads } else { threads.min(chunks) })?;
@@ -95,14 +133,36 @@ impl Writer {
         crate::roles::tests::planned(run);
         let plans = engine.plan(self.options.preset, tensors, &inputs, pool.as_ref())?;
         inputs.find(&plans, on_device)?;
+        let place = (pool.as_ref(), threads, on_device);
+        self.encode_planned(engine, run, plans, &inputs, place, meter)
+    }
+
+    /// Encodes tensors by their plans, with threads of a pool, and appends their chunks.
+    fn encode_planned<G: Engine>(
+        &mut self,
+        engine: &G,
+        run: &Run<'_>,
+        plans: Vec<TensorPlan>,
+        inputs: &dyn Inputs<Failure>,
+        (pool, threads, on_device): (Option<&ThreadPool>, usize, bool),
+        meter: &mut Meter,
+    ) -> Result<Vec<Coded>, Failure>
+    where
+        Failure: From<G::Error>,
+    {
+        let Run { tensors, groups, .. } = run;
+        let chunks = tensors.iter().map(chunks_of).sum::<u64>();
+        let chunks = usize::try_from(chunks).unwrap_or(usize::MAX);
+        let values = tensors.iter().map(|t| t.values.bytes()).sum::<u64>();
         let much = threads >= BEHIND.0 && values >= BEHIND.1;
         if on_device || much && self.memory() >= 2 * Behind::BUFFERS {
             self.out.write_behind(threads)?;
         }
         let threads = if pool.is_some() { threads } else { 1 };
+        let parent = self.options.parent.clone();
         let window = self.window(parent.as_deref(), threads).min(chunks.max(1));
         let mut coded: Vec<(Vec<_>, bool)> = tensors.iter().map(|_| (vec![], false)).collect();
-        let jobs = Jobs { tensors, plans: &plans, inputs: &inputs, pool: pool.as_ref(), window };
+        let jobs = Jobs { tensors, plans: &plans, inputs, pool, window };
         let done = engine.encode(&jobs, |frame: EncodedFrame<'_>| {
             let of = ChunkOf {
                 dtype: tensors[frame.tensor].dtype,

@@ -9,6 +9,7 @@ use s4_format::file::{self, FOOTER_LEN, Footer, HEADER_LEN};
 use s4_format::index::{self, Tensor, TensorKind, chunk_count};
 use s4_format::manifest::{self, Manifest, Section};
 use s4_format::side::Side;
+use s4_format::plan::check_dependencies;
 use s4_format::{ChunkRecord, DType, Digest};
 
 use crate::error::{At, Error, Result};
@@ -129,10 +130,15 @@ impl Reader {
             return Err(e.in_part("tensor table")).at(&name);
         }
         let plan = |t: &Tensor| &manifest.plans[usize::from(t.plan)];
-        if tensors[named..].iter().any(|t| plan(t).parent().is_some()) {
+        if tensors[named..].iter().any(|t| !plan(t).inputs.is_empty()) {
             let e = s4_format::Error::corrupt("a pack of small tensors is a difference");
             return Err(e.in_part("tensor table")).at(&name);
         }
+        let inputs = |t: usize| match tensors[t].kind {
+            TensorKind::Chunks { .. } => plan(&tensors[t]).inputs.as_slice(),
+            TensorKind::Packed { .. } => &[],
+        };
+        check_dependencies(named, inputs).map_err(|e| e.in_part("tensor table")).at(&name)?;
         Ok(Self {
             by_name: index::by_name(&tensors),
             name,

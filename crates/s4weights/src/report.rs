@@ -29,8 +29,8 @@ pub struct Report {
     pub seconds: f64,
     /// BLAKE3 of the manifest, in hexadecimal: the identity of the checkpoint.
     pub digest: String,
-    /// Totals by layout, plane and codec, such as `fields/exponent/rans8`; of differences from a
-    /// parent with their residual before it, such as `xor/fields/exponent/rans8`.
+    /// Totals by layout, plane and codec, such as `fields/exponent/rans8`; of predicted
+    /// values with their residual before it, such as `xor/fields/exponent/rans8`.
     pub streams: BTreeMap<String, StreamTotal>,
 }
 
@@ -57,9 +57,9 @@ impl Totals {
 
     pub(crate) fn chunk(&mut self, plan: &Plan, values: u64, streams: &[StreamEntry]) {
         let layout = plan.layout;
-        let residual = match plan.parent() {
-            Some(_) => format!("{}/", plan.residual),
-            None => String::new(),
+        let residual = match plan.is_direct() {
+            false => format!("{}/", plan.residual),
+            true => String::new(),
         };
         for (i, s) in streams.iter().enumerate() {
             let key = format!("{residual}{layout}/{}/{}", plane_name(layout, i), codec_name(s));

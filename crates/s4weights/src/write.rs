@@ -1,5 +1,7 @@
 //! Writing tensors, wherever their values are.
 
+use std::collections::{HashMap, HashSet};
+
 use s4_engine::{TensorValues, Values};
 use s4_format::DType;
 
@@ -10,6 +12,7 @@ use crate::options::Meter;
 use crate::output::MAX_GROUPS;
 use crate::pack::SMALL;
 use crate::pipeline::Run;
+use crate::rounded::{self, Wider, wider_copies};
 use crate::writer::Writer;
 
 /// A tensor to be written.
@@ -130,21 +133,49 @@ impl Writer {
         Ok(())
     }
 
-    /// Writes tensors with chunks of their own, all of the host or all of devices.
+    /// Writes tensors with chunks of their own, all of the host or all of devices: first those that others are rounded
+    /// copies of.
     fn write_large(&mut self, large: &[Registered<'_>], meter: &mut Meter) -> Result<()> {
         let roles = self.roles.clone();
-        let mut run = Run::default();
+        let mut all = Vec::with_capacity(large.len());
         for Registered { source, number } in large {
-            let TensorSource { name, dtype, shape, values, group } = *source;
-            run.parents.push(self.parent_of(name, dtype, shape));
-            run.names.push(name);
+            let TensorSource { dtype, shape, values, .. } = *source;
             let role = roles.as_ref().and_then(|r| r.of(*number));
-            run.tensors.push(TensorValues { dtype, shape, values, role });
-            run.groups.push(group);
+            all.push(TensorValues { dtype, shape, values, role });
+        }
+        let wider = wider_copies(self.options.preset, &all);
+        let (copies, others): (Vec<_>, Vec<_>) =
+            (0..large.len()).partition(|i| wider[*i].is_some() && self.may_have_input());
+        let mut run = Run::default();
+        for &i in &others {
+            let TensorSource { name, dtype, shape, .. } = large[i].source;
+            let parent = self.parent_of(name, dtype, shape);
+            run.push(&large[i].source, all[i], parent);
         }
         let coded = self.encode(&run, meter)?;
-        for (t, coded) in large.iter().zip(coded) {
-            self.close_tensor(t.number, coded)?;
+        // What was stored of the tensors that others are copies of.
+        let inputs: HashSet<_> = copies.iter().filter_map(|i| wider[*i]).collect();
+        let mut stored = HashMap::new();
+        for (&i, coded) in others.iter().zip(coded) {
+            if inputs.contains(&i) {
+                stored.insert(i, coded.records.clone());
+            }
+            self.close_tensor(large[i].number, coded)?;
+        }
+        let (mut run, mut plans, mut inputs) = (Run::default(), vec![], vec![]);
+        for &i in &copies {
+            let Some((wide, Values::Host(values))) = wider[i].map(|w| (w, all[w].values)) else {
+                continue;
+            };
+            run.push(&large[i].source, all[i], None);
+            // A tensor table has at most 2^22 records.
+            plans.push(rounded::plan(all[i].dtype, large[wide].number as u32));
+            let records = stored.get(&wide).map_or(&[][..], Vec::as_slice);
+            inputs.push(Wider { values, dtype: all[wide].dtype, records });
+        }
+        let coded = self.encode_copies(&run, plans, inputs, meter)?;
+        for (&i, coded) in copies.iter().zip(coded) {
+            self.close_tensor(large[i].number, coded)?;
         }
         Ok(())
     }

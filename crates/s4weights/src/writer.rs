@@ -172,6 +172,13 @@ impl Writer {
         Some(number)
     }
 
+    /// Whether one more tensor may be predicted from another: each takes a plan.
+    pub(crate) fn may_have_input(&mut self) -> bool {
+        let room = self.deltas < MAX_DELTAS;
+        self.deltas += usize::from(room);
+        room
+    }
+
     /// Closes a tensor with chunks of its own, and remembers what a next checkpoint must know of it.
     pub(crate) fn close_tensor(&mut self, number: usize, coded: Coded) -> Result<()> {
         let tensor = &self.tensors[number];

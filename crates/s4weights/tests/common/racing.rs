@@ -30,13 +30,38 @@ pub(crate) fn tensors() -> Vec<Racing> {
         ("small", Float32, 1_000, ["like-weights", "zeros"]),
     ]
     .map(|(name, dtype, n, patterns)| Racing::new(name, dtype, n, patterns))
-    .into()
+    .into_iter()
+    .chain(rounded())
+    .collect()
+}
+
+/// Weights of an optimizer and the model's rounded copies. A few of both change, each by themselves.
+fn rounded() -> [Racing; 2] {
+    let n = 150_000;
+    let before = adversarial(DType::Float32, n).find(|p| p.0 == "like-weights").unwrap().1;
+    let mut after = before.clone();
+    after.as_chunks_mut::<4>().0.iter_mut().skip(100).step_by(997).for_each(|x| x[2] ^= 0x40);
+    let versions = [before, after];
+    let round = |x: &[u8; 4]| {
+        let x = u32::from_le_bytes(*x);
+        (((x + 0x7fff + (x >> 16 & 1)) >> 16) as u16).to_le_bytes()
+    };
+    let copies = versions.each_ref().map(|v| v.as_chunks().0.iter().flat_map(round).collect());
+    let [masters, copies] = [versions, copies];
+    [
+        Racing::of("masters", DType::Float32, n, masters),
+        Racing::of("copies", DType::BFloat16, n, copies),
+    ]
 }
 
 impl Racing {
     fn new(name: &'static str, dtype: DType, n: usize, patterns: [&str; 2]) -> Self {
         let versions =
             patterns.map(|p| adversarial(dtype, n).find(|(name, _)| *name == p).unwrap().1);
+        Self::of(name, dtype, n, versions)
+    }
+
+    fn of(name: &'static str, dtype: DType, n: usize, versions: [Vec<u8>; 2]) -> Self {
         let memory = words(&versions[0]).map(AtomicU64::new).collect();
         Self { name, dtype, shape: [n as u64], memory, versions }
     }

@@ -87,12 +87,14 @@ fn golden_files_hold_what_is_written_down() {
         // The chain and the store are being made by the tests beside this one.
         return;
     }
-    let base = open(&root.join("chain/base.s4w"), None);
-    let delta = open(&root.join("chain/delta.s4w"), Some(&base));
-    let mut of_delta = facts(&delta);
-    of_delta["parent"] = json!("chain/base.s4w");
-    files.insert("chain/base.s4w".into(), facts(&base));
-    files.insert("chain/delta.s4w".into(), of_delta);
+    for folder in ["chain", "predicted"] {
+        let [base, delta] = ["base", "delta"].map(|name| format!("{folder}/{name}.s4w"));
+        let parent = open(&root.join(&base), None);
+        let mut of_delta = facts(&open(&root.join(&delta), Some(&parent)));
+        of_delta["parent"] = json!(base);
+        files.insert(base, facts(&parent));
+        files.insert(delta, of_delta);
+    }
     let found = json!({ "files": files, "store": store_facts(&root.join("store")) });
     let path = root.join("expected.json");
     if kept().is_some() {

@@ -1,4 +1,4 @@
-//! Files and a store that the CPU wrote: `testdata/golden/chain` and `testdata/golden/store`.
+//! Files and a store that the CPU wrote: `testdata/golden/chain`, `predicted` and `store`.
 //!
 //! `S4_WRITE_VECTORS=<folder>` keeps what is written, to make them for a new version of the format.
 
@@ -7,8 +7,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use s4weights::format::manifest::{Role, RoleKind, Roles};
 use s4weights::store::{CheckpointStore, Place, SaveOptions, StoreOptions, SweepOptions};
-use s4weights::{Contents, DType, Reader, Source, TensorSource, WriteOptions, Writer};
+use s4weights::{Contents, DType, Preset, Reader, Source, TensorSource, WriteOptions, Writer};
 
 use crate::{Owned, repository};
 
@@ -73,42 +74,113 @@ fn contents(step: u64) -> Contents {
     }
 }
 
-/// Writes `base.s4w` and `delta.s4w` into a folder.
-fn write_chain(folder: &Path) {
-    std::fs::create_dir_all(folder).unwrap();
-    let base = folder.join("base.s4w");
-    let write = |path: &Path, step, options| {
-        let tensors = checkpoint(step);
-        let sources: Vec<TensorSource<'_>> = tensors.iter().map(Owned::source).collect();
-        let mut writer = Writer::create(path.into(), options).unwrap();
-        writer.write(&sources).unwrap();
-        writer.finish(contents(step)).unwrap();
+/// The state of a run in mixed precision at step 0 or 1, and its roles: one matrix, and of an embedding a first moment.
+fn state(step: u64) -> (Vec<Owned>, Roles) {
+    let fp32 = format!("gpt98m_fp32_s{step}");
+    let (rows, bytes) = (16, 16 * 768 * 4);
+    let of = |name: &str, tensor: &str| {
+        Owned::new(name, DType::Float32, &[rows, 768], slice(&fp32, tensor, bytes))
     };
-    write(&base, 0, WriteOptions::default());
-    let parent = Reader::open(Source::from(base.as_path()), Default::default()).unwrap();
-    let options = WriteOptions { parent: Some(Arc::new(parent)), ..WriteOptions::default() };
-    write(&folder.join("delta.s4w"), 1, options);
+    let master = of("optimizer.master", "model.h.5.proj.weight");
+    let round = |x: &[u8; 4]| {
+        let x = u32::from_le_bytes(*x);
+        (((x + 0x7fff + (x >> 16 & 1)) >> 16) as u16).to_le_bytes()
+    };
+    let copy = master.data.as_chunks().0.iter().flat_map(round).collect();
+    let model = Owned::new("model.proj", DType::BFloat16, &[rows, 768], copy);
+    let second = of("optimizer.exp_avg_sq", "optimizer.exp_avg_sq.h.5.proj.weight");
+    let first = of("optimizer.exp_avg", "optimizer.exp_avg.wte.weight");
+    use RoleKind::{ExpAvg, ExpAvgSq, Master, Weight};
+    let rows = [(0, 0, Weight), (1, 0, Master), (2, 0, ExpAvgSq), (3, 1, ExpAvg)];
+    let row = |(tensor, parameter, kind)| Role { tensor, parameter, kind, group: 0 };
+    let groups = vec![BTreeMap::from([("lr".to_owned(), 0.000_329)])];
+    let roles = Roles { tensors: rows.map(row).into(), groups };
+    (vec![model, master, second, first], roles)
 }
 
-#[test]
-fn the_golden_chain_is_what_is_written() {
-    let dir = tempfile::tempdir().unwrap();
-    let folder = kept().unwrap_or_else(|| dir.path().to_owned()).join("golden/chain");
-    write_chain(&folder);
+/// Writes `base.s4w` and `delta.s4w` into a folder.
+fn write_chain(
+    folder: &Path,
+    preset: Preset,
+    step: impl Fn(u64) -> (Vec<Owned>, Option<Roles>, Contents),
+) {
+    std::fs::create_dir_all(folder).unwrap();
+    let base = folder.join("base.s4w");
+    let write = |path: &Path, number, options| {
+        let (tensors, roles, contents) = step(number);
+        let sources: Vec<TensorSource<'_>> = tensors.iter().map(Owned::source).collect();
+        let mut writer = Writer::create(path.into(), options).unwrap();
+        if let Some(roles) = roles {
+            writer.declare(roles).unwrap();
+        }
+        writer.write(&sources).unwrap();
+        writer.finish(contents).unwrap();
+    };
+    let options = || WriteOptions { preset, ..WriteOptions::default() };
+    write(&base, 0, options());
+    let parent = Reader::open(Source::from(base.as_path()), Default::default()).unwrap();
+    write(
+        &folder.join("delta.s4w"),
+        1,
+        WriteOptions { parent: Some(Arc::new(parent)), ..options() },
+    );
+}
+
+/// Compares what was written with the golden files, in front of the manifest, which names the program's version.
+fn compare(folder: &Path, golden: &str) {
     for name in ["base.s4w", "delta.s4w"] {
         let written = std::fs::read(folder.join(name)).unwrap();
-        let golden = std::fs::read(repository("testdata/golden/chain").join(name));
+        let golden = std::fs::read(repository(golden).join(name));
         let Ok(golden) = golden else {
-            assert!(kept().is_some(), "testdata/golden/chain/{name} is missing");
+            assert!(kept().is_some(), "testdata/golden: {name} is missing");
             continue;
         };
-        // What lies in front of the manifest, which names the program's version.
         let chunks = |file: &[u8]| {
             let footer = s4weights::format::file::Footer::parse(file, file.len() as u64).unwrap();
             file[..footer.offset as usize].to_vec()
         };
         assert!(chunks(&written) == chunks(&golden), "{name} differs");
     }
+}
+
+#[test]
+fn the_golden_chain_is_what_is_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = kept().unwrap_or_else(|| dir.path().to_owned()).join("golden/chain");
+    // Of planes and of XOR alone, as every preset wrote when it was made.
+    write_chain(&folder, Preset::Fast, |step| (checkpoint(step), None, contents(step)));
+    compare(&folder, "testdata/golden/chain");
+}
+
+#[test]
+fn the_golden_predictions_are_what_is_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = kept().unwrap_or_else(|| dir.path().to_owned()).join("golden/predicted");
+    write_chain(&folder, Preset::Balanced, |step| {
+        let (tensors, roles) = state(step);
+        (tensors, Some(roles), Contents::default())
+    });
+    let plans = |name: &str, parent: Option<&str>| -> Vec<String> {
+        let open = |name: &str| {
+            Reader::open(Source::from(folder.join(name).as_path()), Default::default()).unwrap()
+        };
+        let reader = open(name);
+        parent.iter().for_each(|p| reader.set_parent(Arc::new(open(p))).unwrap());
+        reader.inspect(false).unwrap().tensors.into_iter().map(|t| t.plan).collect()
+    };
+    // Every prediction that there is.
+    let base = plans("base.s4w", None);
+    assert_eq!(base[0], "cast xor fields");
+    assert!(base[2..].iter().all(|p| p.starts_with("rank1 magnitude")), "{base:?}");
+    let delta = plans("delta.s4w", Some("base.s4w"));
+    assert_eq!(delta[0], "cast xor fields");
+    assert!(delta[1].starts_with("parent sub"), "{delta:?}");
+    let manifest = |name: &str| {
+        let reader = Reader::open(Source::from(folder.join(name).as_path()), Default::default());
+        reader.unwrap().manifest().plans.clone()
+    };
+    assert!(manifest("delta.s4w").iter().any(|p| !p.contexts.is_none()));
+    compare(&folder, "testdata/golden/predicted");
 }
 
 /// Makes the golden store: four checkpoints, each a delta of the one before; the third is rebased,

@@ -220,8 +220,24 @@ const PLAIN: &[(&str, &str, &str, Change)] = &[
         let listed = r#""form":"tensors","closed_codecs":[{"codec":4,"library_major":1}]"#;
         p.json(r#""form":"tensors""#, listed);
     }),
-    ("plan-reserved-predictor", "unsupported", "predictor 3, `cast`, is reserved", |p| {
-        p.json(r#""predictor":0"#, r#""predictor":3"#);
+    ("plan-reserved-predictor", "unsupported", "predictor 5, `blend`, is reserved", |p| {
+        p.json(r#""predictor":0"#, r#""predictor":5"#);
+    }),
+    ("plan-unknown-contexts", "unsupported", "contexts 9 are unknown", |p| {
+        p.json(r#""layout":3"#, r#""layout":3,"contexts":9"#);
+    }),
+    ("plan-contexts-of-values", "corrupt", "contexts `exponent` without a parent", |p| {
+        p.json(r#""layout":3"#, r#""layout":3,"contexts":1"#);
+    }),
+    ("plan-rank1-sub", "corrupt", "predictor `rank1` with residual `sub`", |p| {
+        p.json(r#""predictor":0,"residual":0"#, r#""predictor":4,"residual":2"#);
+    }),
+    ("plan-cast-without-input", "corrupt", "predictor `cast` without an input", |p| {
+        p.json(r#""predictor":0,"residual":0"#, r#""predictor":3,"residual":1"#);
+    }),
+    ("table-pack-has-inputs", "corrupt", "the pack's plan has an input", |p| {
+        let plan = r#""predictor":3,"residual":1,"inputs":[{"tensor":0}]"#;
+        p.json(r#""predictor":0,"residual":0"#, plan);
     }),
     ("plan-unknown-layout", "unsupported", "layout 9 is unknown", |p| {
         p.json(r#""layout":3"#, r#""layout":9"#);

@@ -1,0 +1,255 @@
+//! Tensors that are predicted: from rows and columns, from wider copies, in the order of values from a parent.
+
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod common;
+
+use std::sync::Arc;
+
+use common::{Memory, Owned};
+use proptest::prelude::*;
+use s4weights::format::manifest::{Role, RoleKind, Roles};
+use s4weights::{
+    Contents, DType, Preset, ReadOptions, Reader, Simd, Slice, Source, Target, WriteOptions, Writer,
+    adversarial,
+};
+
+/// About a normal distribution, by number.
+fn bell(seed: u64) -> f32 {
+    let mut x = seed;
+    let mut sum = 0.0;
+    for _ in 0..4 {
+        x = (x.wrapping_add(0x9e37_79b9_7f4a_7c15)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        x ^= x >> 31;
+        sum += (x >> 40) as f32 / (1u32 << 24) as f32 - 0.5;
+    }
+    1.7 * sum
+}
+
+fn to_bf16(x: f32) -> u16 {
+    let x = x.to_bits();
+    ((x + 0x7fff + (x >> 16 & 1)) >> 16) as u16
+}
+
+const ROWS: u64 = 700;
+const COLS: u64 = 500;
+
+fn floats(name: &str, dtype: DType, of: impl Fn(u64) -> f32) -> Owned {
+    let values = (0..ROWS * COLS).map(of);
+    let data = match dtype {
+        DType::BFloat16 => values.flat_map(|x| to_bf16(x).to_le_bytes()).collect(),
+        _ => values.flat_map(f32::to_le_bytes).collect(),
+    };
+    Owned::new(name, dtype, &[ROWS, COLS], data)
+}
+
+fn weight(step: u64) -> impl Fn(u64) -> f32 {
+    move |i| 0.05 * bell(i) + 1e-4 * step as f32 * bell(i ^ 0x5555_0000)
+}
+
+fn second(i: u64) -> f32 {
+    let (row, col) = (bell(i / COLS ^ 0xabc_0000), bell(i % COLS ^ 0xdef_0000));
+    (3.0 * row + 2.0 * col + bell(i ^ 0x7777_0000)).exp() * 1e-9
+}
+
+/// fp32 weights, their rounded copies and both moments of an optimizer.
+fn state(step: u64) -> Vec<Owned> {
+    vec![
+        floats("model.w", DType::BFloat16, weight(step)),
+        floats("master.w", DType::Float32, weight(step)),
+        floats("m.w", DType::Float32, |i| bell(i ^ 0x3333) * second(i).sqrt()),
+        floats("v.w", DType::Float32, second),
+    ]
+}
+
+fn roles(kinds: &[(u32, RoleKind)]) -> Roles {
+    let row = |&(tensor, kind)| Role { tensor, parameter: 0, kind, group: 0 };
+    Roles { tensors: kinds.iter().map(row).collect(), groups: vec![[].into()] }
+}
+
+fn all_roles() -> Roles {
+    use RoleKind::{ExpAvg, ExpAvgSq, Master, Weight};
+    roles(&[(0, Weight), (1, Master), (2, ExpAvg), (3, ExpAvgSq)])
+}
+
+fn save(tensors: &[Owned], roles: Roles, options: WriteOptions) -> Vec<u8> {
+    let memory = Memory::default();
+    let mut writer = Writer::create(Target::Stream(Box::new(memory.clone())), options).unwrap();
+    writer.declare(roles).unwrap();
+    writer.write(&tensors.iter().map(Owned::source).collect::<Vec<_>>()).unwrap();
+    writer.finish(Contents::default()).unwrap();
+    std::mem::take(&mut *memory.0.lock().unwrap())
+}
+
+fn open(file: Vec<u8>) -> Reader {
+    Reader::open(Source::Bytes(file.into()), ReadOptions::default()).unwrap()
+}
+
+fn plans(reader: &Reader) -> Vec<String> {
+    reader.inspect(false).unwrap().tensors.into_iter().map(|t| t.plan).collect()
+}
+
+fn check(reader: &Reader, tensors: &[Owned]) {
+    for t in tensors {
+        assert!(reader.read(&t.name).unwrap() == t.data, "{}", t.name);
+    }
+    reader.verify().unwrap();
+}
+
+fn preset(preset: Preset) -> WriteOptions {
+    WriteOptions { preset, ..WriteOptions::default() }
+}
+
+#[test]
+fn a_state_in_mixed_precision_is_stored_as_its_optimizer_and_little_more() {
+    let tensors = state(0);
+    let fast = save(&tensors, all_roles(), preset(Preset::Fast));
+    let balanced = save(&tensors, all_roles(), preset(Preset::Balanced));
+    let reader = open(balanced.clone());
+    let plans = plans(&reader);
+    assert_eq!(plans[0], "cast xor fields");
+    assert!(plans[1].starts_with("none"), "{plans:?}");
+    assert!(plans[2].starts_with("rank1 magnitude"), "{plans:?}");
+    assert_eq!(plans[3], "rank1 magnitude fields-sign");
+    assert!(balanced.len() * 100 < fast.len() * 88, "{} of {}", balanced.len(), fast.len());
+    check(&reader, &tensors);
+    // Copies that no role tells are found by their shape, and no others.
+    let untold = save(&tensors, Roles::default(), preset(Preset::Balanced));
+    assert!(untold.len() < balanced.len() + 4096, "{} of {}", untold.len(), balanced.len());
+    // The same bytes for any threads and instructions.
+    for threads in [1, 2, 5] {
+        for simd in Simd::available() {
+            let options = WriteOptions {
+                threads: Some(threads),
+                simd: Some(simd),
+                ..preset(Preset::Balanced)
+            };
+            assert!(save(&tensors, all_roles(), options) == balanced, "{threads} {simd}");
+        }
+    }
+}
+
+#[test]
+fn a_part_of_a_rounded_copy_is_read_without_the_rest() {
+    let tensors = state(0);
+    let reader = open(save(&tensors, all_roles(), preset(Preset::Balanced)));
+    for rows in [0..1, 261..264, 300..301, 699..700, 0..700] {
+        let part = reader.read_slice("model.w", &Slice(vec![rows.clone(), 0..COLS])).unwrap();
+        let bytes = |row: u64| (2 * row * COLS) as usize;
+        assert!(part == tensors[0].data[bytes(rows.start)..bytes(rows.end)], "{rows:?}");
+    }
+}
+
+#[test]
+fn values_that_are_no_copies_and_wrong_roles_cost_size_alone() {
+    let mut tensors = state(0);
+    // One in 70 differs, where nobody looks, and one chunk differs as a whole.
+    for (i, x) in tensors[0].data.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+        if i % 70 == 3 || (200_000..203_000).contains(&i) {
+            x[0] ^= 5;
+        }
+    }
+    let file = save(&tensors, all_roles(), preset(Preset::Balanced));
+    check(&open(file), &tensors);
+    use RoleKind::{ExpAvg, ExpAvgSq, Master, Weight};
+    for wrong in [
+        roles(&[(0, Master), (1, Weight), (2, ExpAvgSq), (3, ExpAvg)]),
+        roles(&[(0, ExpAvgSq), (1, ExpAvgSq), (2, Master), (3, Master)]),
+        roles(&[(0, Weight), (2, Master), (77, Master), (3, Weight)]),
+    ] {
+        let file = save(&state(0), wrong, preset(Preset::Balanced));
+        check(&open(file), &state(0));
+    }
+}
+
+#[test]
+fn weights_a_step_later_are_differences_in_the_order_of_values_with_contexts() {
+    let (before, after) = (state(0), state(3));
+    let base = Arc::new(open(save(&before, all_roles(), preset(Preset::Balanced))));
+    let against = |preset| WriteOptions {
+        parent: Some(Arc::clone(&base) as _),
+        ..WriteOptions { preset, ..WriteOptions::default() }
+    };
+    let fast = save(&after, all_roles(), against(Preset::Fast));
+    let balanced = save(&after, all_roles(), against(Preset::Balanced));
+    let reader = open(balanced.clone());
+    reader.set_parent(Arc::clone(&base)).unwrap();
+    assert!(plans(&reader)[1].starts_with("parent sub"), "{:?}", plans(&reader));
+    assert!(balanced.len() < fast.len(), "{} of {}", balanced.len(), fast.len());
+    check(&reader, &after);
+    for threads in [1, 3] {
+        for simd in Simd::available() {
+            let options = WriteOptions {
+                threads: Some(threads),
+                simd: Some(simd),
+                ..against(Preset::Balanced)
+            };
+            assert!(save(&after, all_roles(), options) == balanced, "{threads} {simd}");
+        }
+    }
+}
+
+#[test]
+fn matrices_of_adversarial_values_round_trip_with_every_preset_and_role() {
+    use RoleKind::{ExpAvg, ExpAvgSq, Weight};
+    for dtype in [DType::Float32, DType::BFloat16, DType::Float16, DType::Float64] {
+        let n = 150 * 100;
+        let all: Vec<_> = adversarial(dtype, n).collect();
+        let tensors: Vec<_> =
+            all.iter().map(|(name, data)| Owned::new(*name, dtype, &[150, 100], data.clone())).collect();
+        let kinds = [Weight, ExpAvg, ExpAvgSq];
+        let list: Vec<_> = (0u32..).zip(&tensors).map(|(i, _)| (i, kinds[i as usize % 3])).collect();
+        let file = save(&tensors, roles(&list), preset(Preset::Balanced));
+        let base = Arc::new(open(file));
+        check(&base, &tensors);
+        // Each pattern as a difference from another one.
+        let mut others = tensors.clone();
+        let data: Vec<_> = tensors.iter().map(|t| t.data.clone()).collect();
+        let shifted = data.iter().skip(1).chain(&data[..1]);
+        others.iter_mut().zip(shifted).for_each(|(t, data)| t.data.clone_from(data));
+        let options = WriteOptions {
+            parent: Some(Arc::clone(&base) as _),
+            ..preset(Preset::Balanced)
+        };
+        let reader = open(save(&others, roles(&list), options));
+        if reader.parent_digest().is_some() {
+            reader.set_parent(base).unwrap();
+        }
+        check(&reader, &others);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+    #[test]
+    fn any_mix_of_tensors_comes_back(
+        shapes in prop::collection::vec((16..90u64, 60..300u64), 1..6),
+        kinds in prop::collection::vec(0..4u8, 6),
+        narrow in prop::collection::vec(any::<bool>(), 6),
+        noise in 0..3u8,
+    ) {
+        let kind = |k: u8| [
+            RoleKind::Weight, RoleKind::Master, RoleKind::ExpAvg, RoleKind::ExpAvgSq,
+        ][usize::from(k)];
+        let mut tensors = vec![];
+        for (i, (rows, cols)) in shapes.iter().enumerate() {
+            let of = |j: u64| match noise {
+                0 => second(j + i as u64),
+                1 => weight(0)(j),
+                _ => if j % 3 == 0 { 0.0 } else { second(j) },
+            };
+            let dtype = if narrow[i] { DType::BFloat16 } else { DType::Float32 };
+            let values = (0..rows * cols).map(of);
+            let data: Vec<u8> = match narrow[i] {
+                true => values.flat_map(|x| to_bf16(x).to_le_bytes()).collect(),
+                false => values.flat_map(f32::to_le_bytes).collect(),
+            };
+            tensors.push(Owned::new(format!("t{i}"), dtype, &[*rows, *cols], data));
+        }
+        let list: Vec<_> = (0u32..).zip(&kinds).map(|(i, k)| (i, kind(*k))).collect();
+        let file = save(&tensors, roles(&list), preset(Preset::Balanced));
+        let fast = save(&tensors, roles(&list), preset(Preset::Fast));
+        prop_assert!(file.len() <= fast.len() + 200 * tensors.len(), "{} {}", file.len(), fast.len());
+        check(&open(file), &tensors);
+    }
+}
