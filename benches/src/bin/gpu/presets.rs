@@ -115,7 +115,8 @@ pub(crate) fn measure(lab: &Lab, folder: &Path, tile: &Tile, bytes: u64) -> Outc
         ("presets, weights and moments a step later", &after, Some(&parents)),
     ] {
         let mut group = Group::new(title, tile.name, bytes, "device copy");
-        let to = matrices.iter().map(|m| lab.alloc(m.there.bytes())).collect::<Outcome<Vec<_>>>()?;
+        let to =
+            matrices.iter().map(|m| lab.alloc(m.there.bytes())).collect::<Outcome<Vec<_>>>()?;
         let copy = lab.time(|| copy(lab, matrices, &to))?;
         group.ceilings(copy, copy);
         for preset in PRESETS {
@@ -145,10 +146,8 @@ fn row(
     to: &[DeviceBuffer],
     group: &mut Group,
 ) -> Outcome<()> {
-    let tensors: Vec<_> = matrices
-        .iter()
-        .map(|m| TensorValues::new(dtype, &m.shape, lab.memory(&m.there)))
-        .collect();
+    let tensors: Vec<_> =
+        matrices.iter().map(|m| TensorValues::new(dtype, &m.shape, lab.memory(&m.there))).collect();
     let targets: Vec<_> = to.iter().map(|to| lab.memory(to)).collect();
     let inputs: &dyn Inputs<CudaError> = match parents {
         Some(parents) => parents,
@@ -173,9 +172,9 @@ fn row(
         match parents {
             Some(parents) => copy(lab, parents.matrices, to)?,
             // SAFETY: the buffers are used by this stream alone.
-            None => to.iter().try_for_each(|to| unsafe {
-                lab.stream.fill(to.address(), 0xee, to.bytes())
-            })?,
+            None => to
+                .iter()
+                .try_for_each(|to| unsafe { lab.stream.fill(to.address(), 0xee, to.bytes()) })?,
         }
         lab.stream.synchronize()?;
         let started = Instant::now();
