@@ -14,10 +14,11 @@
 //      s4_encode_fused_w4 (c, r)                           grid = chunks of the run, block = kFusedThreads4
 //      s4_encode_composed (c, r)                           grid = chunks of the run, block = kComposedThreads
 //      s4_encode_residual (c, r)                           grid = chunks of the run, block = kComposedThreads
+//      s4_encode_predicted (c, r)                          grid = chunks of the run, block = kComposedThreads
 //   2. s4_frame_offsets (results, count, total)            grid = 1, block = kOffsetsThreads
 //   3. s4_gather_fused_w2 (c, r, frames, capacity)         grid and block as in 1.
 //      s4_gather_fused_w4 (c, r, frames, capacity)
-//      s4_gather_composed (c, r, frames, capacity)         composed and residual
+//      s4_gather_composed (c, r, frames, capacity)         composed, residual and predicted
 //   4. s4_encode_crcs (chunks, results, frames, capacity)  grid = 2 x count, block = kCrcThreads
 //
 // Afterwards `results` holds one `EncodeResult` for each chunk, `*total` the bytes of `frames` in use, and
@@ -32,7 +33,8 @@
 //   composed       any chunk, up to kMaxPlaneBytes of values (slower where the fused kernels will do)
 //   residual       the same with residual `xor` or `sub`. Their planes are coded as the CPU's engine codes
 //                  differences: all symbols are counted, and long planes have longer segments.
-//   neither        codecs and layouts that are not listed here (zstd, token, rank1): the CPU's
+//   predicted      any `Prediction`, any residual, contexts (slower where the others will do)
+//   neither        codecs and layouts that are not listed here (zstd, token): the CPU's
 //
 // DECODE a batch, sorted by kind alike:
 //
@@ -40,6 +42,7 @@
 //   2. s4_decode_fused_w2 (c, s)                           grid = chunks of the run, block = kFusedThreads2
 //      s4_decode_fused_w4 (c, s)                           grid = chunks of the run, block = kFusedThreads4
 //      s4_decode_composed (c, s)                           grid = chunks of the run, block = kComposedThreads
+//      s4_decode_predicted (c, s)                          grid = chunks of the run, block = kComposedThreads
 //   3. s4_check_values (chunks, status)                    grid = count, block = kCrcThreads
 //
 // The parent of a chunk may be its `values` themselves, which are replaced then.
@@ -55,10 +58,10 @@
 //                  others `raw`, at most kFusedDecodeValues values
 //   composed       plain chunks, and any with streams raw, const, bits, rans (P = 8 or 12, one table), up to
 //                  kMaxDecodeBytes of values
+//   predicted      any `Prediction`, any residual, several tables a plane
 //
-// Kernels that predict from a place in the tensor, from other inputs, or with several tables a plane find what
-// they need in the descriptors' last fields; those above use the parent (input 0) and one table a plane, and
-// ignore the rest. docs/gpu-kernels.md says what they are instances of.
+// The kernels `predicted` find what they predict from in the descriptors' last fields; the others use the parent
+// (input 0) and one table a plane, and ignore the rest. docs/gpu-kernels.md says what they are instances of.
 //
 // OTHERS:
 //   s4_copy_spans (spans)         grid = spans, block = kCopyThreads: packs small tensors and takes them
@@ -81,8 +84,20 @@ typedef unsigned long long u64;
 
 // Numbers of docs/format.md.
 enum Layout : u8 { kWhole = 0, kBytes = 1, kFields = 2, kFieldsSign = 3 };
-enum Residual : u8 { kId = 0, kXor = 1, kSub = 2 };
+enum Residual : u8 { kId = 0, kXor = 1, kSub = 2, kMagnitude = 3 };
 enum Codec : u8 { kRaw = 0, kConst = 1, kBits = 2, kRans = 3 };
+
+// What a value is expected to be, for the kernels `predicted`. They know a tensor's predictor by this alone.
+enum Prediction : u8 {
+  kPredictNothing = 0,   // residual `id`
+  kPredictInput = 1,     // the value of input kParent at the same index
+  kPredictBf16 = 2,      // that of input kParent, n fp32 values, rounded to bf16
+  kPredictF16 = 3,       // rounded to fp16
+  kPredictOffsets = 4,   // the sum of the offsets of its row and column, input kOffsets
+};
+
+// Contexts of docs/format.md.
+constexpr u8 kContextsExponent = 1;
 
 // How a plane is to be coded (`PlaneCoding` of the planner). A constant plane becomes `const`, and one
 // that does not get smaller stays raw, as in the CPU's encoder.
@@ -122,7 +137,7 @@ struct SharedTable {
   u8 symbol[256];
   u16 freq[256];
 };
-static_assert(sizeof(SharedTable) == 776, "");
+static_assert(sizeof(SharedTable) == 776, "");  // 16 of them: a multiple of 16 bytes
 
 // The tables that the streams of one plane may share. None: a null pointer, and 0 of them.
 struct TableSet {
@@ -134,7 +149,21 @@ static_assert(sizeof(TableSet) == 16, "");
 
 // Of a chunk's inputs:
 constexpr u32 kParent = 0;    // the parent's values, n * width bytes at any address; null with residual `id`
-constexpr u32 kContexts = 1;  // contexts.cuh: a context for each symbol, 16-byte aligned; null if there are none
+constexpr u32 kOffsets = 1;   // of kPredictOffsets: `Offsets`, 8-byte aligned
+constexpr u32 kColumns = 2;   // and the offsets of the columns, 16-byte aligned
+
+// What the offsets of rows and columns are added to. Behind it are those of the rows, at least of those that the chunk
+// has values in. Offsets have 2 bytes, and a sign. Rows are a tensor's values, `cols` at a time.
+struct Offsets {
+  u64 base;
+  u64 first;  // index of the chunk's first value, from the first of these rows on
+  u32 shift;  // below 8 * width
+  u32 rows;
+  u32 cols;   // below 2^31
+  u32 reserved;
+};
+static_assert(sizeof(Offsets) == 32, "");
+constexpr int kNoRow = -32768;  // the offset of a row whose values are expected to be zero
 
 constexpr u32 kKeepPlanes = 1;  // EncodeChunk::flags, fused: raw planes go through scratch (see below)
 
@@ -146,13 +175,15 @@ struct EncodeChunk {
   u8 width;                   // 1, 2, 4, 8
   u8 layout;                  // `Layout`
   u8 residual;                // `Residual`
-  u8 contexts;                // bit i: the symbols of plane i have contexts (contexts.cuh; else ignored)
+  u8 contexts;                // predicted: 0, or kContextsExponent
   u8 coding[kMaxPlanes];      // `Coding` of each plane
   u32 flags;
-  u32 reserved1;
+  u8 prediction;              // predicted: `Prediction`
+  u8 sparse;                  // predicted: 1: counted and cut as differences from a parent are
+  u8 class_top, class_shift;  // of contexts
   const u8* inputs[kMaxInputs];  // what the values are predicted from
   u64 first;                  // index of the first value in its tensor
-  u64 cols;                   // values in a row of the tensor, its last dimension; 0 if it has one dimension
+  u64 cols;                   // values in a row of the tensor, its last dimension
   TableSet tables[kMaxPlanes];
 };
 static_assert(sizeof(EncodeChunk) == 216, "");
@@ -202,17 +233,20 @@ struct DecodeChunk {
   u8 residual;
   u8 plain;                   // 1: the frame is the values
   u8 planes;                  // number of streams: that of the layout
-  u8 contexts;                // as when it was encoded
-  u8 reserved[2];
+  u8 contexts;                // this and what follows as when it was encoded
+  u8 prediction;
+  u8 reserved;
   u32 crc_encoded;
   u32 crc_raw;
   DecodeStream streams[kMaxPlanes];
   const u8* inputs[kMaxInputs];  // as when it was encoded
   u64 first;                  // index of the first value in its tensor
-  u64 cols;                   // values in a row of the tensor, its last dimension; 0 if it has one dimension
+  u64 cols;                   // values in a row of the tensor, its last dimension
   TableSet tables[kMaxPlanes];
+  u8 class_top, class_shift;  // of contexts
+  u8 reserved1[6];
 };
-static_assert(sizeof(DecodeChunk) == 320, "");
+static_assert(sizeof(DecodeChunk) == 328, "");
 
 struct CopySpan {
   const u8* from;
@@ -256,12 +290,13 @@ S4_ANYWHERE constexpr u64 composed_decode_scratch(u64 n, u64 width, u64 frame_le
   return planes_bytes(n, width) + round_up64(frame_len, 16) + 3 * (round_up64(n * width / 64, 16) + 64);
 }
 
-// The kernels of contexts.cuh: the same, the tables of a stream, and to decode their entries with P = 12.
-S4_ANYWHERE constexpr u64 contexts_encode_scratch(u64 n, u64 width) {
-  return residual_encode_scratch(n, width) + kMaxTables * sizeof(SharedTable);
+// The kernels `predicted`: the same, the tables of a stream, to decode their entries with P = 12, and a class for each
+// value.
+S4_ANYWHERE constexpr u64 predicted_encode_scratch(u64 n, u64 width) {
+  return residual_encode_scratch(n, width) + kMaxTables * sizeof(SharedTable) + n;
 }
-S4_ANYWHERE constexpr u64 contexts_decode_scratch(u64 n, u64 width, u64 frame_len) {
-  return composed_decode_scratch(n, width, frame_len) + kMaxTables * (4u << 12);
+S4_ANYWHERE constexpr u64 predicted_decode_scratch(u64 n, u64 width, u64 frame_len) {
+  return round_up64(composed_decode_scratch(n, width, frame_len), 16) + kMaxTables * (4u << 12) + n;
 }
 
 }  // namespace s4

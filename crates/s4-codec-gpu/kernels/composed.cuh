@@ -6,6 +6,7 @@
 #include "layouts.cuh"
 #include "plane_decode.cuh"
 #include "plane_encode.cuh"
+#include "prediction.cuh"
 
 namespace s4 {
 
@@ -21,7 +22,6 @@ struct ComposedShared {
 // Whether the descriptor is in range: what follows divides and allots by it.
 __device__ __forceinline__ bool fits(const EncodeChunk& c, u32 planes) {
   if (planes == 0 || c.n == 0 || static_cast<u64>(c.n) * c.width > kMaxPlaneBytes) return false;
-  if (c.residual > kSub || (c.residual != kId) != (c.inputs[kParent] != nullptr)) return false;
   for (u32 i = 0; i < planes; i++) {
     const u32 coding = c.coding[i];
     if (coding != kCodeRaw && coding != kCodeBits7 && coding != kCodeRans8 && coding != kCodeRans12) return false;
@@ -47,8 +47,9 @@ __device__ __forceinline__ bool may_shrink(const EncodeChunk& c, u32 planes, Sha
 }
 
 // Codes all planes, the last one first, because a stream may carry the end of the one behind it. All threads.
-template <bool kSparse, class Context>
-__device__ __forceinline__ void encode_planes(const EncodeChunk& c, u32 planes, ComposedShared<Context>& shared) {
+template <class Density, class Context>
+__device__ __forceinline__ void encode_planes(const EncodeChunk& c, u32 planes, Density density,
+                                              ComposedShared<Context>& shared) {
   u8* streams = c.scratch + planes_bytes(c.n, c.width);
   u8* segments = streams + planes_bytes(c.n, c.width);
   if (threadIdx.x == 0) shared.coded[planes] = Coded{c.scratch, 0, 0, kRaw, 0, false};
@@ -59,12 +60,12 @@ __device__ __forceinline__ void encode_planes(const EncodeChunk& c, u32 planes, 
                        plane_size(c.layout, c.width, c.n, i),
                        c.coding[i],
                        c.tables[i],
-                       Context::contexts_of(c, i),
+                       Context::contexts_of(c, i, shared.planes),
                        reinterpret_cast<SharedTable*>(c.scratch + residual_encode_scratch(c.n, c.width)),
                        shared.coded[i + 1],
                        streams + plane_at(c.layout, c.width, c.n, i),
                        segments};
-    const Coded coded = encode_plane<kSparse>(job, shared.plane);
+    const Coded coded = encode_plane(job, density, shared.plane);
     __syncthreads();
     if (threadIdx.x == 0) shared.coded[i] = coded;
     __syncthreads();
@@ -84,8 +85,9 @@ __device__ __forceinline__ void encode_composed(const EncodeChunk& c, EncodeResu
       shared.planes.at[threadIdx.x] = c.scratch + plane_at(c.layout, c.width, c.n, threadIdx.x);
     __syncthreads();
     split_chunk(c.layout, c.width, ValueSpan{c.values, c.n}, Predict::of(c), shared.planes);
+    Context::prepare(c);
     __syncthreads();
-    encode_planes<Predict::kSparse>(c, planes, shared);
+    encode_planes(c, planes, Predict::density(c), shared);
   }
   if (threadIdx.x != 0) return;
   clear_result(result, good ? kOk : kUnsupported);
@@ -128,8 +130,7 @@ struct DecodeState {
 
 __device__ __forceinline__ bool fits(const DecodeChunk& c, u32 planes) {
   if (planes == 0 || planes != c.planes) return false;
-  if (c.n == 0 || static_cast<u64>(c.n) * c.width > kMaxDecodeBytes) return false;
-  return c.residual <= kSub && (c.residual != kId) == (c.inputs[kParent] != nullptr);
+  return c.n > 0 && static_cast<u64>(c.n) * c.width <= kMaxDecodeBytes;
 }
 
 __device__ __forceinline__ DecodeState make_state(const DecodeChunk& c) {
@@ -166,12 +167,12 @@ __device__ __forceinline__ Status decode_stream(const DecodeChunk& c, u32 i, Dec
   }
   s.planes.at[i] = s.buffers + plane_at(c.layout, c.width, c.n, i);
   tail = 0;
-  const PlaneTarget to{stream, s.planes.at[i], size, c.tables[i], Context::contexts_of(c, i), Context::entries_of(c),
+  const PlaneTarget to{stream, s.planes.at[i], size, c.tables[i], Context::contexts_of(c, i, s.planes), Context::entries_of(c),
                        s.carries[i % 2]};
   return decode_plane(e.codec, e.param, to, tail, shared);
 }
 
-template <class Context>
+template <class Predict, class Context>
 __device__ __forceinline__ Status decode_chunk(const DecodeChunk& c, PlaneDecodeShared<Context>& shared) {
   const u32 planes = planes_of(c.layout, c.width);
   if (c.plain) {
@@ -179,7 +180,8 @@ __device__ __forceinline__ Status decode_chunk(const DecodeChunk& c, PlaneDecode
     copy_bytes(c.frame, c.values, c.frame_len);
     return kOk;
   }
-  if (!fits(c, planes) || !Context::suits(c, planes)) return kUnsupported;
+  if (!fits(c, planes) || !Predict::suits(c) || !Context::suits(c, planes)) return kUnsupported;
+  Context::prepare(c);  // a barrier follows before the first symbol is decoded
   DecodeState s = make_state(c);
   u32 tail = 0;
 #pragma unroll 1
@@ -188,16 +190,16 @@ __device__ __forceinline__ Status decode_chunk(const DecodeChunk& c, PlaneDecode
     if (status != kOk) return status;
   }
   if (tail > 0) return kCorrupt;  // the last stream carries bytes of another
-  merge_chunk(c.layout, c.width, s.planes, Difference::of(c), c.n, c.values);
+  merge_chunk(c.layout, c.width, s.planes, Predict::of(c), c.n, c.values);
   return kOk;
 }
 
-template <class Context>
+template <class Predict, class Context>
 __device__ __forceinline__ void decode_composed(const DecodeChunk& c, u32& status) {
   __shared__ PlaneDecodeShared<Context> shared;
   if (status != kOk) return;
   __syncthreads();  // all have read it
-  const Status result = decode_chunk(c, shared);
+  const Status result = decode_chunk<Predict>(c, shared);
   if (threadIdx.x == 0) status = result;
 }
 

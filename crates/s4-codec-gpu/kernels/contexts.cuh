@@ -1,61 +1,71 @@
-// Contexts (docs/codecs/rans.md): the table of each symbol is named by a byte that is known before the symbol is
-// decoded. Policies for the composed kernels (plane_encode.cuh, plane_decode.cuh); those of one table are separate
-// instances, which know nothing of this.
+// Planes whose symbols have contexts (docs/codecs/rans.md): a table for each. Policies for the composed kernels
+// (plane_encode.cuh, plane_decode.cuh); those of one table are separate instances, which know nothing of this.
 //
-// What the contexts are is somebody else's: they lie in a chunk's input `kContexts`, 16-byte aligned, those of
-// plane i where `plane_at` says, below kMaxTables each, and `contexts` of the descriptor says which planes have
-// any. (No plan has contexts yet, and so s4.cu has no such kernels: they are instances of the tests.) Scratch
-// memory is `contexts_encode_scratch` and `contexts_decode_scratch`.
+// `Source` says what the contexts are: `ExponentContexts` below, or `MemoryContexts` of the tests (tests/contexts.h).
 #pragma once
 
 #include "composed.cuh"
 
 namespace s4 {
 
-// The contexts of a plane's symbols.
-struct PlaneContexts {
-  const u8* at;  // null: all are 0
-  u32 size;      // of the plane
+// ---- sources ----
 
-  struct Eight {
-    u32 words[2];
-    __device__ __forceinline__ u32 of(int k) const { return byte_of(words, k); }
-  };
-  // Those of eight symbols; of what is behind the plane 0.
-  __device__ __forceinline__ Eight tables_of(u32 from) const {
-    Eight eight{{0, 0}};
-    if (at != nullptr) load_octet_bytes(at + from, eight.words, values_left(from, size));
-    return eight;
+// Contexts `exponent` of docs/format.md: the class of the exponent that the chunk's input has at the same place, and
+// for the plane behind the exponents what these are, too. Classes lie in scratch memory.
+struct ExponentContexts {
+  static constexpr u32 kMostTables = kClasses + 2;  // contexts of the plane behind the exponents
+
+  template <class Chunk>
+  __device__ __forceinline__ static bool suits(const Chunk& c, u32) {
+    if (c.contexts == 0) return true;
+    const bool floats = c.layout == kFields || c.layout == kFieldsSign;
+    return c.contexts == kContextsExponent && floats && c.prediction == kPredictInput && c.class_shift < 8;
   }
-
-  // Bit i: a symbol that this thread looks at has context i; bit 31: one from 31 on.
-  __device__ __forceinline__ u32 seen() const {
-    u32 seen = 0;
-#pragma unroll 1
-    for (u32 from = kOctet * threadIdx.x; from < size; from += kOctet * blockDim.x) {
-      const Eight eight = tables_of(from);
-#pragma unroll
-      for (int k = 0; k < 8; k++) seen |= 1u << min(eight.of(k), 31u);
+  // Writes the classes. All threads; they are there after a barrier.
+  template <class Chunk>
+  __device__ __forceinline__ static void prepare(const Chunk& c) {
+    if (c.contexts == 0) return;
+    switch (c.width) {
+      case 2: return write_classes<2>(c, classes_of(c));
+      case 4: return write_classes<4>(c, classes_of(c));
+      default: return write_classes<8>(c, classes_of(c));
     }
-    return seen;
   }
-  // Whether all of them are below `tables`, at most kMaxTables. All threads; a barrier.
-  __device__ __forceinline__ bool below(u32 tables) const { return !__syncthreads_or((seen() >> tables) != 0); }
+  template <class Chunk>
+  __device__ __forceinline__ static PlaneContexts contexts_of(const Chunk& c, u32 i, const PlaneSet& planes) {
+    const u32 exponents = c.layout == kFieldsSign;  // number of their plane
+    PlaneContexts of{nullptr, nullptr, plane_size(c.layout, c.width, c.n, i)};
+    if (c.contexts == 0 || i < exponents || i > exponents + 1) return of;
+    of.classes = classes_of(c);
+    if (i > exponents) of.exponents = planes.at[exponents];
+    return of;
+  }
+
+ private:
+  __device__ __forceinline__ static u8* classes_of(const EncodeChunk& c) {
+    return c.scratch + residual_encode_scratch(c.n, c.width) + kMaxTables * sizeof(SharedTable);
+  }
+  __device__ __forceinline__ static u8* classes_of(const DecodeChunk& c) {
+    return c.scratch + round_up64(composed_decode_scratch(c.n, c.width, c.frame_len), 16) + kMaxTables * (4u << 12);
+  }
+  template <int kWidth, class Chunk>
+  __device__ __forceinline__ static void write_classes(const Chunk& c, u8* to) {
+#pragma unroll 1
+    for (u32 at = kOctet * threadIdx.x; at < c.n; at += kOctet * blockDim.x) {
+      const u32 left = values_left(at, c.n);
+      Uint<kWidth> v[8];
+      load_values8<kWidth>(c.inputs[kParent], at, left, v);
+      u32 words[2] = {0, 0};
+#pragma unroll
+      for (int k = 0; k < 8; k++) {
+        const u32 exponent = static_cast<u32>(v[k] >> (8 * kWidth - 9)) & 255, top = c.class_top;
+        const u32 below = exponent < top ? top - exponent : 0;
+        words[k / 4] |= min(kClasses - 1, below >> c.class_shift) << (8 * (k % 4));
+      }
+      store_group<8>(to + at, true, words, left);
+    }
+  }
 };
-
-template <class Chunk>
-__device__ __forceinline__ const u8* contexts_of_plane(const Chunk& c, u32 i) {
-  return c.contexts >> i & 1 ? c.inputs[kContexts] + plane_at(c.layout, c.width, c.n, i) : nullptr;
-}
-
-// Whether a chunk's descriptor is in range.
-template <class Chunk>
-__device__ __forceinline__ bool has_contexts(const Chunk& c, u32 planes) {
-  if (c.contexts >> planes != 0 || (c.contexts != 0 && c.inputs[kContexts] == nullptr)) return false;
-  for (u32 i = 0; i < planes; i++)
-    if (c.tables[i].count > kMaxTables) return false;
-  return is_aligned(c.inputs[kContexts]);
-}
 
 // ---- encode ----
 
@@ -86,47 +96,60 @@ struct TableListBytes {
   }
 };
 
-// Counts the symbols of one context, at the positions that are counted without contexts, too; of those that have
-// none, all if `every`. All threads.
-__device__ __forceinline__ void count_context(const PlaneContexts& contexts, u32 context, const u8* plane, bool every,
-                                              Histogram& hist, u32* counts) {
-  clear_counts(hist);
-  const u32 n = contexts.size, octets = every ? (n + kOctet - 1) / kOctet : counted_octets(n);
-#pragma unroll 1
-  for (u32 i = threadIdx.x; i < octets; i += blockDim.x) {
-    const u32 at = counted_octet(i, every || n <= kCountAll), left = values_left(at, n);
-    const PlaneContexts::Eight of = contexts.tables_of(at);
-#pragma unroll 1
-    for (u32 k = 0; k < left; k++) {
-      u32 symbol[2] = {plane[at + k], 0};
-      if (of.of(static_cast<int>(k)) == context) count_octet(hist, symbol, 1);
-    }
-  }
-  sum_counts(hist, counts);
-}
+// Counts of the symbols of each context, in two copies where there is room: lanes mostly see the same few symbols.
+template <u32 kMostTables>
+struct ContextCounts {
+  static constexpr u32 kCounters = kMostTables > 10 ? 4096 : 5120;
+  u32 of[kCounters];  // `table * 256 + symbol`; the second copy behind all of these
 
-// As `make_model`; of no symbols a table that has an escape alone. All threads; ends with a barrier.
-__device__ __forceinline__ u32 make_any_model(const u32* counts, bool all, u32 slots, Model& model) {
+  // Counts the symbols of a plane, all or those of its sample. All threads; ends with a barrier.
+  __device__ __forceinline__ void count(const PlaneContexts& contexts, const u8* plane, bool every, u32 tables) {
+    const u32 each = 256 * tables, copies = 2 * each <= kCounters ? 2 : 1;
+    for (u32 i = threadIdx.x; i < copies * each; i += blockDim.x) of[i] = 0;
+    __syncthreads();
+    u32* const mine = of + each * (lane_id() % copies);
+    const u32 n = contexts.size, octets = every ? (n + kOctet - 1) / kOctet : counted_octets(n);
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < octets; i += blockDim.x) {
+      const u32 at = counted_octet(i, every), left = values_left(at, n);
+      const PlaneContexts::Eight tables_of = contexts.tables_of(at);
+      u32 symbols[2];
+      load_octet_bytes(plane + at, symbols, left);
+#pragma unroll
+      for (int k = 0; k < 8; k++)
+        if (static_cast<u32>(k) < left) atomicAdd(&mine[256 * tables_of.of(k) + byte_of(symbols, k)], 1u);
+    }
+    __syncthreads();
+    if (copies == 1) return;
+    for (u32 i = threadIdx.x; i < each; i += blockDim.x) of[i] += of[each + i];
+    __syncthreads();
+  }
+};
+
+// Makes a table of `slots` slots from counts; where nothing was counted, as if symbol 0 had been, once, of a sample.
+// Returns how many were counted. One warp.
+__device__ __forceinline__ u32 make_table(u32* counts, bool all, u32 slots, Model& model, SharedTable& to) {
   u32 sum = 0;
   for (u32 s = lane_id(); s < 256; s += kLanes) sum += counts[s];
   sum = warp_sum(sum);
-  if (sum > 0) {
-    make_model(counts, all, slots, model);
-  } else {
-    if (threadIdx.x == 0) model.escape = slots, model.kept = 0;
-    __syncthreads();
+  if (sum == 0) {
+    all = false, sum = 1;
+    if (lane_id() == 0) counts[0] = 1;
+    __syncwarp();
+  }
+  choose_symbols(counts, all, slots, model);
+  choose_frequencies(model, slots);
+  __syncwarp();
+  rank_symbols(model, lane_id(), kLanes);
+  __syncwarp();
+  for (u32 i = lane_id(); i < model.kept; i += kLanes) to.symbol[i] = model.symbol[i], to.freq[i] = model.freq[i];
+  if (lane_id() == 0) {
+    to.precision = slots == 256 ? 8 : 12;
+    to.count = static_cast<u16>(model.kept);
+    to.escape = static_cast<u16>(model.escape);
+    to.reserved = 0;
   }
   return sum;
-}
-
-// Keeps a model as a table. All threads.
-__device__ __forceinline__ void keep_table(const Model& model, u32 bits, SharedTable& to) {
-  for (u32 i = threadIdx.x; i < model.kept; i += blockDim.x) to.symbol[i] = model.symbol[i], to.freq[i] = model.freq[i];
-  if (threadIdx.x != 0) return;
-  to.precision = static_cast<u16>(bits);
-  to.count = static_cast<u16>(model.kept);
-  to.escape = static_cast<u16>(model.escape);
-  to.reserved = 0;
 }
 
 // The coders of all symbols with a table. One warp.
@@ -142,38 +165,39 @@ __device__ __forceinline__ void make_list_coders(const SharedTable& table, u32* 
   }
 }
 
-// A table for each context that occurs, or the tensor's tables.
+// A table for each context, or the tensor's tables.
+template <class Source>
 struct EncodeContexts {
   static constexpr bool kLoneEscapes = true;
+  static constexpr u32 kModels = Source::kMostTables > 10 ? 2 : 4;  // tables that are made at a time
   struct Coders {
-    u32 of[256 * kMaxTables];
-    u32 seen;
+    u32 of[256 * Source::kMostTables];
+    u32 seen, counted;
     u64 own_bits, shared_bits;  // of the counted symbols
   };
+  struct Models {
+    Model of[kModels];
+  };
+  typedef ContextCounts<Source::kMostTables> Count;
+  typedef PlaneShared<EncodeContexts> Memory;
 
   PlaneContexts contexts;
   const SharedTable* list;  // the tables that are used
   u32 count;
 
-  __device__ __forceinline__ static bool suits(const EncodeChunk& c, u32 planes) {
-    if (!has_contexts(c, planes)) return false;
-    for (u32 i = 0; i < planes; i++) {
-      const u32 size = plane_size(c.layout, c.width, c.n, i);
-      if (!PlaneContexts{contexts_of_plane(c, i), size}.below(kMaxTables)) return false;
-    }
-    return true;
-  }
-  __device__ __forceinline__ static const u8* contexts_of(const EncodeChunk& c, u32 i) {
-    return contexts_of_plane(c, i);
+  __device__ __forceinline__ static bool suits(const EncodeChunk& c, u32 planes) { return Source::suits(c, planes); }
+  __device__ __forceinline__ static void prepare(const EncodeChunk& c) { Source::prepare(c); }
+  __device__ __forceinline__ static PlaneContexts contexts_of(const EncodeChunk& c, u32 i, const PlaneSet& planes) {
+    return Source::contexts_of(c, i, planes);
   }
   __device__ __forceinline__ static EncodeContexts of(const PlaneJob& job) {
-    return EncodeContexts{{job.contexts, job.size}, job.own, 0};
+    return EncodeContexts{job.contexts, job.own, 0};
   }
   __device__ __forceinline__ PlaneContexts::Eight tables_of(u32 at) const { return contexts.tables_of(at); }
 
   // Whether the tensor's tables can code every symbol of every context.
   __device__ __forceinline__ static bool is_usable(const TableSet& set, u32 bits, u32 contexts) {
-    if (set.at == nullptr || set.count < contexts) return false;
+    if (set.at == nullptr || set.count < contexts || set.count > kMaxTables) return false;
     for (u32 t = 0; t < set.count; t++) {
       const SharedTable& table = set.at[t];
       if (table.precision != bits || table.count > 256 || (table.escape == 0 && table.count < 256)) return false;
@@ -183,57 +207,88 @@ struct EncodeContexts {
 
   // Makes the tables, chooses between them and the tensor's, and makes the coders; says whether it is the
   // tensor's. All threads; ends with a barrier.
-  template <u32 kBits, bool kSparse>
-  __device__ __forceinline__ bool choose(const PlaneJob& job, PlaneShared<EncodeContexts>& shared) {
+  template <u32 kBits, class Density>
+  __device__ __forceinline__ bool choose(const PlaneJob& job, Density density, Memory& shared) {
     constexpr u32 kSlots = 1u << kBits;
-    u32* const counts = shared.u.count.counts;
     Coders& coders = shared.coders;
-    if (threadIdx.x == 0) coders.seen = 0, coders.own_bits = 0, coders.shared_bits = 0;
+    if (threadIdx.x == 0) coders.seen = 0, coders.counted = 0, coders.own_bits = 0, coders.shared_bits = 0;
     __syncthreads();
     atomicOr(&coders.seen, contexts.seen());
     __syncthreads();
     count = 32 - __clz(coders.seen);
-    const bool usable = is_usable(job.tables, kBits, count), every = kSparse && contexts.at == nullptr;
-    u32 counted = 0, own_len = 0;
+    const bool usable = is_usable(job.tables, kBits, count);
+    const bool all = job.size <= kCountAll || (density.is_sparse() && contexts.classes == nullptr);
+    shared.u.count.count(contexts, job.plane, all, count);
 #pragma unroll 1
-    for (u32 t = 0; t < count; t++) {
-      count_context(contexts, t, job.plane, every, shared.u.count.hist, counts);
-      counted += make_any_model(counts, every || job.size <= kCountAll, kSlots, shared.model);
-      const Model& model = shared.model;
-      own_len += 4 + (kBits == 8 ? 2 : 3) * model.kept;
-      keep_table(model, kBits, job.own[t]);
-      if (usable && warp_id() == 0) {
+    for (u32 first = 0; first < count; first += kModels) {
+      const u32 t = first + warp_id();
+      if (warp_id() >= kModels || t >= count) continue;
+      u32* const counts = shared.u.count.of + 256 * t;
+      const Model& model = shared.model.of[warp_id()];
+      const u32 counted = make_table(counts, all, kSlots, shared.model.of[warp_id()], job.own[t]);
+      u32 own = 0, other = 0;
+      if (usable) {
         const SharedTable& table = job.tables.at[t];
-        const u32 own = table_cost(counts, model.symbol, model.freq, model.kept, model.escape, kSlots);
-        const u32 other = table_cost(counts, table.symbol, table.freq, table.count, table.escape, kSlots);
-        if (lane_id() == 0) coders.own_bits += own, coders.shared_bits += other;
+        own = table_cost(counts, model.symbol, model.freq, model.kept, model.escape, kSlots);
+        other = table_cost(counts, table.symbol, table.freq, table.count, table.escape, kSlots);
       }
-      __syncthreads();
+      if (lane_id() == 0) {
+        atomicAdd(&coders.counted, counted);
+        atomicAdd(&coders.own_bits, static_cast<u64>(own));
+        atomicAdd(&coders.shared_bits, static_cast<u64>(other));
+      }
+      __syncwarp();
     }
-    const auto scaled = [&](u64 bits) { return bits * job.size / max(counted, 1u); };
+    __syncthreads();
+    u32 own_len = 0;
+    for (u32 t = 0; t < count; t++) own_len += TableListBytes<kBits>::len_of(job.own[t]);
+    const auto scaled = [&](u64 bits) { return bits * job.size / max(coders.counted, 1u); };
     const bool tensors = usable && scaled(coders.shared_bits) < scaled(coders.own_bits) + 8 * own_len;
     if (tensors) list = job.tables.at, count = job.tables.count;
 #pragma unroll 1
-    for (u32 t = warp_id(); t < count; t += kComposedWarps) make_list_coders(list[t], coders.of + 256 * t);
+    for (u32 t = warp_id(); t < min(count, Source::kMostTables); t += kComposedWarps)
+      make_list_coders(list[t], coders.of + 256 * t);
     __syncthreads();
     return tensors;
   }
 
-  __device__ __forceinline__ u32 padding(const PlaneShared<EncodeContexts>&) const {
+  __device__ __forceinline__ u32 padding(const Memory&) const {
     return list->count > 0 ? list->symbol[list->count - 1] : 0;
   }
   template <u32 kBits>
-  __device__ __forceinline__ TableListBytes<kBits> bytes(const PlaneShared<EncodeContexts>&) const {
+  __device__ __forceinline__ TableListBytes<kBits> bytes(const Memory&) const {
     return TableListBytes<kBits>(list, count);
   }
 };
 
 // ---- decode ----
 
-// As many tables as there are contexts.
-template <u32 kBits>
-struct ContextTables {
-  const u32* entries;  // 2^P of each table
+// A table with P = 8 for each context.
+struct ContextPairs {
+  Shared entries;  // 256 of each table
+  PlaneContexts contexts;
+
+  template <class Words>
+  __device__ __forceinline__ void pop(u32& x, Words& words, u32 at, u32* symbols) const {
+    const PlaneContexts::Eight tables = contexts.tables_of(at);
+    u32 left = 0;
+    symbols[0] = symbols[1] = 0;
+    words.prepare();
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+      const u32 entry = load_shared(entries + (tables.of(k) << 10) + ((x & 0xff) << 2));
+      x = (entry >> 17) * (x >> 8) + (entry & 0xff);
+      symbols[k / 4] |= (entry >> 8 & 0xff) << (8 * (k % 4));
+      left |= (entry & kEscapeEntry) >> 16 << k;
+      if (k % 2 == 1) words.refill(x);
+    }
+    if (__any_sync(kAllLanes, left)) pop_escapes(x, words, left, symbols);
+  }
+};
+
+// A table with P = 12 for each context. They are not in shared memory: no encoder of the project writes several.
+struct WideContexts {
+  const u32* entries;  // 4096 of each table
   const u32* escapes;  // their frequencies
   PlaneContexts contexts;
 
@@ -244,41 +299,50 @@ struct ContextTables {
     symbols[0] = symbols[1] = 0;
 #pragma unroll
     for (int k = 0; k < 8; k++) {
-      if (k % (kBits == 8 ? 8 : 4) == 0) words.prepare();
-      const u32 table = tables.of(k), slot = x & ((1u << kBits) - 1), entry = entries[(table << kBits) + slot];
-      const u32 freq = kBits == 8 ? entry >> 17 : (entry >> 20) + 1, bias = entry & (kBits == 8 ? 0xff : 0xfff);
-      x = freq * (x >> kBits) + bias;
-      symbols[k / 4] |= (entry >> (kBits == 8 ? 8 : 12) & 0xff) << (8 * (k % 4));
+      if (k % 4 == 0) words.prepare();
+      const u32 table = tables.of(k), slot = x & 0xfff, entry = entries[(table << 12) + slot];
+      x = ((entry >> 20) + 1) * (x >> 12) + (entry & 0xfff);
+      symbols[k / 4] |= (entry >> 12 & 0xff) << (8 * (k % 4));
       left |= slot < escapes[table] ? 1u << k : 0;
-      if (kBits != 8 || k % 2 == 1) words.refill(x);
+      words.refill(x);
     }
     if (__any_sync(kAllLanes, left)) pop_escapes(x, words, left, symbols);
   }
 };
 
+template <class Source>
 struct DecodeContexts {
   struct Entries {
-    u32 pairs[kMaxTables << 8];  // P = 8; of P = 12 they lie in scratch memory
+    // All with P = 8, or one with P = 12; several of these lie in scratch memory.
+    static constexpr u32 kBytes = kMaxTables << 10, kTableBytes = 1 << 10;
+    static_assert(kBytes == 4 << 12, "a table with P = 12 takes as much");
+    __align__(16) u8 room[kBytes + kTableBytes - 16];
     u32 escapes[kMaxTables];
     u32 tables;
+
+    // Tables with P = 8 are aligned to their size (see `AlignedTable`).
+    __device__ __forceinline__ u32* get() {
+      return reinterpret_cast<u32*>(room + (-shared_address(room) & (kTableBytes - 1)));
+    }
   };
   typedef PlaneDecodeShared<DecodeContexts> Memory;
 
-  __device__ __forceinline__ static bool suits(const DecodeChunk& c, u32 planes) { return has_contexts(c, planes); }
-  __device__ __forceinline__ static const u8* contexts_of(const DecodeChunk& c, u32 i) {
-    return contexts_of_plane(c, i);
+  __device__ __forceinline__ static bool suits(const DecodeChunk& c, u32 planes) { return Source::suits(c, planes); }
+  __device__ __forceinline__ static void prepare(const DecodeChunk& c) { Source::prepare(c); }
+  __device__ __forceinline__ static PlaneContexts contexts_of(const DecodeChunk& c, u32 i, const PlaneSet& planes) {
+    return Source::contexts_of(c, i, planes);
   }
   // Where those with P = 12 are: behind the scratch memory of one table.
   __device__ __forceinline__ static u32* entries_of(const DecodeChunk& c) {
-    return reinterpret_cast<u32*>(c.scratch + composed_decode_scratch(c.n, c.width, c.frame_len));
+    return reinterpret_cast<u32*>(c.scratch + round_up64(composed_decode_scratch(c.n, c.width, c.frame_len), 16));
   }
   template <u32 kBits>
-  __device__ __forceinline__ static u32* entries_of(const PlaneTarget& to, Memory& shared) {
-    return kBits == 8 ? shared.entries.pairs : to.entries;
+  __device__ __forceinline__ static u32* entries_of(const PlaneTarget& to, u32 tables, Memory& shared) {
+    return kBits == 8 || tables == 1 ? shared.entries.get() : to.entries;
   }
   // With one table contexts do not matter.
   __device__ __forceinline__ static PlaneContexts contexts_in(const PlaneTarget& to, u32 tables) {
-    return PlaneContexts{tables == 1 ? nullptr : to.contexts, to.size};
+    return tables == 1 ? PlaneContexts{nullptr, nullptr, to.size} : to.contexts;
   }
 
   // Reads a stream's header and tables. All threads; all return the same; ends with a barrier.
@@ -306,7 +370,7 @@ struct DecodeContexts {
       bool bad = is_bad<kBits>(bytes, h);
       if (warp_id() == 0) bad |= !find_slots<kBits>(bytes, fixed.escape, h);
       if (__syncthreads_or(bad)) return kCorrupt;
-      fill_entries<kBits>(bytes, fixed.escape, h, entries_of<kBits>(to, shared) + (t << kBits));
+      fill_entries<kBits>(bytes, fixed.escape, h, entries_of<kBits>(to, tables, shared) + (t << kBits));
       if (threadIdx.x == 0) shared.entries.escapes[t] = fixed.escape;
       __syncthreads();
     }
@@ -318,10 +382,17 @@ struct DecodeContexts {
     return contexts_in(to, tables).below(tables) ? kOk : kCorrupt;
   }
 
-  template <u32 kBits>
-  __device__ __forceinline__ static ContextTables<kBits> tables(const PlaneTarget& to, Memory& shared) {
-    return ContextTables<kBits>{entries_of<kBits>(to, shared), shared.entries.escapes,
-                                contexts_in(to, shared.entries.tables)};
+  // Calls `decode` with what decodes symbols.
+  template <u32 kBits, class Decode>
+  __device__ __forceinline__ static bool with_tables(const PlaneTarget& to, Memory& shared, const Decode& decode) {
+    const u32 tables = shared.entries.tables;
+    const Shared entries = shared_address(shared.entries.get());
+    if constexpr (kBits == 8) {
+      return tables == 1 ? decode(PairTable{entries}) : decode(ContextPairs{entries, to.contexts});
+    } else {
+      if (tables == 1) return decode(WideTable{entries, shared.entries.escapes[0]});
+      return decode(WideContexts{to.entries, shared.entries.escapes, to.contexts});
+    }
   }
 };
 

@@ -43,6 +43,11 @@ __device__ __forceinline__ const SharedTable* only_table(const TableSet& set) {
   return set.count == 1 ? set.at : nullptr;
 }
 
+// The planes of a chunk, each 16-byte aligned.
+struct PlaneSet {
+  u8* at[kMaxPlanes];
+};
+
 // ---- constant planes ----
 
 // What a plane is looked at first: nearly every one that is not a repeated unit is refused by it.

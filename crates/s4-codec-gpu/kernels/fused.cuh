@@ -97,7 +97,7 @@ struct ValueSource {
 // Where the lane starts in the segment of this warp: with its part of the end of plane A.
 template <int kWidth>
 __device__ __forceinline__ u32 start_state(const u8* values, u32 n) {
-  const u32 carried = Segments<false>{n}.carried(n), at = warp_id() * kCarryBytes + 2 * lane_id();
+  const u32 carried = Segments<Dense>{n, {}}.carried(n), at = warp_id() * kCarryBytes + 2 * lane_id();
   if (at >= carried) return kLow;
   const u8* p = values + static_cast<u64>(n - carried + at) * kWidth;
   return kLow | a_of<kWidth>(p + kWidth) << 8 | a_of<kWidth>(p);
@@ -166,7 +166,7 @@ __device__ __forceinline__ void check_units(const EncodeChunk& c, EncodeShared<k
 
 // Writes the head of a stream into `slot.head` and the sizes beside it. All threads.
 template <int kWidth>
-__device__ __forceinline__ void write_head(Slot<kWidth>& slot, const Head<ModelBytes<8>, false>& head) {
+__device__ __forceinline__ void write_head(Slot<kWidth>& slot, const Head<ModelBytes<8>, Dense>& head) {
   const u32 len = head.len();
   for (u32 i = threadIdx.x; i < len; i += kThreads<kWidth>) slot.head[i] = head.byte(i);
   if (threadIdx.x < head.segments.count()) slot.words[threadIdx.x] = head.words[threadIdx.x];
@@ -183,7 +183,7 @@ __device__ __forceinline__ u32 encode_e(const EncodeChunk& c, u32 start, bool ca
   const bool tensors = choose_table(counts, only_table(c.tables[0]), n, kTotal, shared.model);
   Coder* const table = shared.coders.get();
   const bool round = make_coders(shared.model, table);
-  const Segments<false> segments{n};
+  const Segments<Dense> segments{n, {}};
   const u32 warp = uniform_warp_id(), first = segments.first(warp);
   if (first < n) {
     const u32 padding = shared.model.symbol[shared.model.kept - 1];
@@ -200,7 +200,7 @@ __device__ __forceinline__ u32 encode_e(const EncodeChunk& c, u32 start, bool ca
   }
   __syncthreads();
   const u32 flags = (tensors ? kFlagShared : 0) | (carries ? kFlagCarries : 0);
-  write_head(slot, Head<ModelBytes<8>, false>{{shared.model}, shared.words, segments, flags});
+  write_head(slot, Head<ModelBytes<8>, Dense>{{shared.model}, shared.words, segments, flags});
   __syncthreads();
   return flags;
 }
@@ -219,7 +219,7 @@ __device__ __forceinline__ void name_streams(const EncodeChunk& c, u32 flags, u3
   if (unit[0] == 0 && stream_len < n) {
     result.stream[0] = StreamEntry{kRans, 8, 0, stream_len};
     result.shared = (flags & kFlagShared) != 0;
-    carried = flags & kFlagCarries ? Segments<false>{n}.carried(n) : 0;
+    carried = flags & kFlagCarries ? Segments<Dense>{n, {}}.carried(n) : 0;
   }
   result.stream[1] = stored(1, n - carried);
   if (kWidth == 4) result.stream[2] = stored(2, 2 * n);
@@ -240,7 +240,7 @@ __device__ __forceinline__ void encode_fused(const EncodeChunk& c, EncodeResult&
   check_units(c, shared);
   u32 flags = 0;
   if (shared.unit[0] == 0) {
-    const bool carries = shared.unit[1] == 0 && Segments<false>{c.n}.carried(c.n) > 0;
+    const bool carries = shared.unit[1] == 0 && Segments<Dense>{c.n, {}}.carried(c.n) > 0;
     if (!carries) start = kLow;
     flags = encode_e(c, start, carries, slot, shared);
   }
@@ -335,7 +335,7 @@ __device__ __forceinline__ void copy_stream(const Slot<kWidth>& slot, u32 n, u8*
   for (u32 i = 4 * threadIdx.x; i < slot.head_len; i += 4 * kThreads<kWidth>)
     *reinterpret_cast<u32*>(to + i) = *reinterpret_cast<const u32*>(slot.head + i);
   const u32 end = join_segments<kWarps<kWidth>>(
-      Segments<false>{n}.count(), slot.words, [&](u32 i) { return slot.end(i); }, to, slot.head_len);
+      Segments<Dense>{n, {}}.count(), slot.words, [&](u32 i) { return slot.end(i); }, to, slot.head_len);
   const u32 gap = end + 4 * threadIdx.x;
   if (gap < round_up(end, 16)) *reinterpret_cast<u32*>(to + gap) = 0;
 }

@@ -4,13 +4,9 @@
 #pragma once
 
 #include "frame.cuh"
+#include "rans.cuh"
 
 namespace s4 {
-
-// The planes of a chunk, each 16-byte aligned.
-struct PlaneSet {
-  u8* at[kMaxPlanes];
-};
 
 // The other way round: see `load_some`.
 __device__ __noinline__ void store_some(u8* to, const u32* words, u32 count) {
@@ -228,9 +224,10 @@ __device__ __forceinline__ void merge_group(Uint<kWidth>* v, u32 at, u32 left, c
 
 // The values themselves.
 struct Direct {
-  static constexpr bool kSparse = false;  // whether most symbols of a plane are the same
-
-  __device__ __forceinline__ static bool suits(const EncodeChunk& c) { return c.residual == kId; }
+  __device__ __forceinline__ static bool suits(const EncodeChunk& c) {
+    return c.residual == kId && c.inputs[kParent] == nullptr;
+  }
+  __device__ __forceinline__ static Dense density(const EncodeChunk&) { return Dense{}; }
   __device__ __forceinline__ static Direct of(const EncodeChunk&) { return Direct{}; }
   template <int kWidth>
   __device__ __forceinline__ void take(u32, u32, Uint<kWidth>*) const {}
@@ -238,11 +235,16 @@ struct Direct {
 
 // The XOR with the parent's values, or the difference from them. The decoder has this for residual `id`, too.
 struct Difference {
-  static constexpr bool kSparse = true;
   const u8* parent;
   u32 residual;
 
-  __device__ __forceinline__ static bool suits(const EncodeChunk& c) { return c.residual != kId; }
+  __device__ __forceinline__ static bool suits(const EncodeChunk& c) {
+    return c.residual != kId && c.residual <= kSub && c.inputs[kParent] != nullptr;
+  }
+  __device__ __forceinline__ static bool suits(const DecodeChunk& c) {
+    return c.residual <= kSub && (c.residual != kId) == (c.inputs[kParent] != nullptr);
+  }
+  __device__ __forceinline__ static Sparse density(const EncodeChunk&) { return Sparse{}; }
   template <class Chunk>
   __device__ __forceinline__ static Difference of(const Chunk& c) {
     return Difference{c.inputs[kParent], c.residual};

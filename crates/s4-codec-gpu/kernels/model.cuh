@@ -57,11 +57,11 @@ __device__ __forceinline__ u32 counted_octets(u32 n) {
 
 // Counts a plane that is 16-byte aligned into `counts[256]`: all symbols of a sparse one, where many are rare,
 // else a sample. All threads take part.
-template <bool kSparse>
-__device__ __forceinline__ void count_plane(const u8* plane, u32 n, Histogram& hist, u32* counts) {
+template <class Density>
+__device__ __forceinline__ void count_plane(const u8* plane, u32 n, Density density, Histogram& hist, u32* counts) {
   static_assert(kMaxPlaneBytes / (2 * kCopies) <= 1u << 15, "a counter of 16 bits sees a sixteenth of the symbols");
   clear_counts(hist);
-  const bool all = kSparse || n <= kCountAll;
+  const bool all = density.is_sparse() || n <= kCountAll;
   const u32 octets = all ? (n + kOctet - 1) / kOctet : counted_octets(n);
 #pragma unroll 1
   for (u32 i = threadIdx.x; i < octets; i += blockDim.x) {
@@ -216,9 +216,9 @@ __device__ __forceinline__ void choose_frequencies(Model& model, u32 slots) {
   if (lane_id() == 0 && slots == 256 && model.listed_freq[0] == 256) model.listed_freq[0] = kTotal - 1, model.escape = 1;
 }
 
-// Sorts the chosen symbols by frequency, then symbol, and gives each its slots. All threads.
-__device__ __forceinline__ void rank_symbols(Model& model) {
-  for (u32 i = threadIdx.x; i < model.kept; i += blockDim.x) {
+// Sorts the chosen symbols by frequency, then symbol, and gives each its slots. Thread `first` of `threads`.
+__device__ __forceinline__ void rank_symbols(Model& model, u32 first, u32 threads) {
+  for (u32 i = first; i < model.kept; i += threads) {
     const u32 freq = model.listed_freq[i];
     u32 rank = 0, start = model.escape;
     for (u32 k = 0; k < model.kept; k++) {
@@ -241,7 +241,7 @@ __device__ __forceinline__ void make_model(const u32* counts, bool all, u32 slot
     choose_frequencies(model, slots);
   }
   __syncthreads();
-  rank_symbols(model);
+  rank_symbols(model, threadIdx.x, blockDim.x);
   __syncthreads();
 }
 

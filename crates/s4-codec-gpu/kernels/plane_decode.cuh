@@ -2,6 +2,7 @@
 #pragma once
 
 #include "frame.cuh"
+#include "plane_contexts.cuh"
 #include "rans_decode.cuh"
 
 namespace s4 {
@@ -30,7 +31,7 @@ struct PlaneTarget {
   u8* plane;                 // 16-byte aligned
   u32 size;                  // at least 1
   TableSet tables;           // the tensor's
-  const u8* contexts;        // of each symbol, 16-byte aligned; null: all are 0
+  PlaneContexts contexts;    // of each symbol
   u32* entries;              // scratch memory, for contexts.cuh
   u8* carry;                 // what the stream carries: 64 bytes for each 4096 symbols; null if nothing
 
@@ -95,7 +96,10 @@ struct DecodeOneTable {
     }
   };
   __device__ __forceinline__ static bool suits(const DecodeChunk&, u32) { return true; }
-  __device__ __forceinline__ static const u8* contexts_of(const DecodeChunk&, u32) { return nullptr; }
+  __device__ __forceinline__ static void prepare(const DecodeChunk&) {}
+  __device__ __forceinline__ static PlaneContexts contexts_of(const DecodeChunk&, u32, const PlaneSet&) {
+    return PlaneContexts{};
+  }
   __device__ __forceinline__ static u32* entries_of(const DecodeChunk&) { return nullptr; }
 
   // Reads a stream's header and table. All threads; all return the same; ends with a barrier.
@@ -104,11 +108,13 @@ struct DecodeOneTable {
     return read_header<kBits>(to.from.at, to.from.len, to.size, only_table(to.tables), shared.header,
                               shared.entries.template get<kBits>());
   }
-  template <u32 kBits>
-  __device__ __forceinline__ static auto tables(const PlaneTarget&, PlaneDecodeShared<DecodeOneTable>& shared) {
+  // Calls `decode` with what decodes symbols.
+  template <u32 kBits, class Decode>
+  __device__ __forceinline__ static bool with_tables(const PlaneTarget&, PlaneDecodeShared<DecodeOneTable>& shared,
+                                                     const Decode& decode) {
     const Shared entries = shared_address(shared.entries.template get<kBits>());
-    if constexpr (kBits == 8) return PairTable{entries};
-    else return WideTable{entries, shared.header.fixed.escape};
+    if constexpr (kBits == 8) return decode(PairTable{entries});
+    else return decode(WideTable{entries, shared.header.fixed.escape});
   }
 };
 
@@ -119,8 +125,9 @@ __device__ __forceinline__ Status decode_rans(PlaneTarget to, u32& carried, Plan
   if (status != kOk) return status;
   carried = shared.header.fixed.carried;
   if (carried == 0) to.carry = nullptr;
-  const auto tables = Context::template tables<kBits>(to, shared);
-  const bool sound = decode_segments<kDecodeWarps, PlaneWords>(shared.header, tables, to, shared.words[warp_id()]);
+  const bool sound = Context::template with_tables<kBits>(to, shared, [&](const auto& tables) {
+    return decode_segments<kDecodeWarps, PlaneWords>(shared.header, tables, to, shared.words[warp_id()]);
+  });
   return __syncthreads_or(!sound) ? kCorrupt : kOk;
 }
 

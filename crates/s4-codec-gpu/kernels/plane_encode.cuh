@@ -1,9 +1,10 @@
 // Codes one plane of a chunk that was split: const, bits, rANS of both precisions, or not at all. Divides by
-// division, where rans_encode.cuh multiplies: this is for the planes that are not a model's weights. `kSparse`:
-// planes are differences, of which the CPU's engine counts all symbols and makes longer segments. `Context`
-// tells the table of each symbol.
+// division, where rans_encode.cuh multiplies: this is for the planes that are not a model's weights. `Density`: of
+// differences the CPU's engine counts all symbols and makes longer segments. `Context` tells the table of each
+// symbol.
 #pragma once
 
+#include "plane_contexts.cuh"
 #include "rans_encode.cuh"
 
 namespace s4 {
@@ -31,12 +32,9 @@ struct PlaneShared {
   u32 words[kMostPlaneSegments];
   u32 unit;
   u8 head[kHeadBytes];
-  Model model;
+  typename Context::Models model;
   union {
-    struct {
-      Histogram hist;
-      u32 counts[256];
-    } count;
+    typename Context::Count count;
     __align__(16) u16 words[kComposedWarps][WordSink::kBytes / 2];
   } u;
 };
@@ -47,7 +45,7 @@ struct PlaneJob {
   u32 size;                   // at least 1
   u32 coding;
   TableSet tables;            // the tensor's
-  const u8* contexts;         // of each symbol, 16-byte aligned; null: all are 0
+  PlaneContexts contexts;     // of each symbol
   SharedTable* own;           // where contexts.cuh makes tables
   Coded behind;               // the next stream; length 0 if there is none
   u8* stream;                 // where a stream goes: `size` bytes, 16-byte aligned
@@ -115,15 +113,15 @@ struct PlaneSource {
 };
 
 // Scratch of a segment of a stream: longer ones take that of two.
-template <bool kSparse>
-__device__ __forceinline__ u8* room_end(const Segments<kSparse>& segments, u8* scratch, u32 i) {
+template <class Density>
+__device__ __forceinline__ u8* room_end(const Segments<Density>& segments, u8* scratch, u32 i) {
   return scratch + static_cast<u64>(i + 1) * (kSegmentScratch << (segments.log2() - kSegmentLog2));
 }
 
 // Codes all segments into their scratch and their numbers of words into `shared.words`. All threads; ends
 // with a barrier.
-template <bool kSparse, class Coders, class SharedMemory>
-__device__ __forceinline__ void encode_segments(const PlaneJob& job, const Segments<kSparse>& segments,
+template <class Density, class Coders, class SharedMemory>
+__device__ __forceinline__ void encode_segments(const PlaneJob& job, const Segments<Density>& segments,
                                                 const Coders& coders, u32 padding, u32 carried,
                                                 SharedMemory& shared) {
   const PlaneSource source{job.plane, padding};
@@ -173,24 +171,33 @@ struct EncodeOneTable {
   struct Coders {
     u32 of[256];
   };
+  typedef Model Models;
+  struct Count {
+    Histogram hist;
+    u32 counts[256];
+  };
   struct Zeros {
     __device__ __forceinline__ u32 of(int) const { return 0; }
   };
 
   __device__ __forceinline__ static bool suits(const EncodeChunk&, u32) { return true; }
   __device__ __forceinline__ static EncodeOneTable of(const PlaneJob&) { return EncodeOneTable{}; }
-  __device__ __forceinline__ static const u8* contexts_of(const EncodeChunk&, u32) { return nullptr; }
+  __device__ __forceinline__ static void prepare(const EncodeChunk&) {}
+  __device__ __forceinline__ static PlaneContexts contexts_of(const EncodeChunk&, u32, const PlaneSet&) {
+    return PlaneContexts{};
+  }
   // The tables of the eight symbols from `at` on.
   __device__ __forceinline__ Zeros tables_of(u32) const { return Zeros{}; }
 
   // Makes the plane's table, or takes the tensor's, and the coders from it; says which. All threads; ends
   // with a barrier.
-  template <u32 kBits, bool kSparse>
-  __device__ __forceinline__ bool choose(const PlaneJob& job, PlaneShared<EncodeOneTable>& shared) const {
+  template <u32 kBits, class Density>
+  __device__ __forceinline__ bool choose(const PlaneJob& job, Density density,
+                                         PlaneShared<EncodeOneTable>& shared) const {
     constexpr u32 kSlots = 1u << kBits;
     u32* const counts = shared.u.count.counts;
-    count_plane<kSparse>(job.plane, job.size, shared.u.count.hist, counts);
-    make_model(counts, kSparse || job.size <= kCountAll, kSlots, shared.model);
+    count_plane(job.plane, job.size, density, shared.u.count.hist, counts);
+    make_model(counts, density.is_sparse() || job.size <= kCountAll, kSlots, shared.model);
     const bool tensors = choose_table(counts, only_table(job.tables), job.size, kSlots, shared.model);
     make_plane_coders(shared.model, shared.coders.of);
     return tensors;
@@ -206,17 +213,17 @@ struct EncodeOneTable {
 };
 
 // Codes a plane by rANS, unless that is not shorter. All threads.
-template <u32 kBits, bool kSparse, class Context>
-__device__ __forceinline__ Coded encode_rans(const PlaneJob& job, PlaneShared<Context>& shared) {
+template <u32 kBits, class Density, class Context>
+__device__ __forceinline__ Coded encode_rans(const PlaneJob& job, Density density, PlaneShared<Context>& shared) {
   Context context = Context::of(job);
-  const bool tensors = context.template choose<kBits, kSparse>(job, shared);
-  const Segments<kSparse> segments{job.size};
+  const bool tensors = context.template choose<kBits>(job, density, shared);
+  const Segments<Density> segments{job.size, density};
   const u32 carried = segments.carried(job.behind.len);
   const PlaneCoders<kBits, Context> coders{shared.coders.of, context};
   encode_segments(job, segments, coders, context.padding(shared), carried, shared);
   const u32 flags = (tensors ? kFlagShared : 0) | (carried > 0 ? kFlagCarries : 0);
   const auto bytes = context.template bytes<kBits>(shared);
-  const Head<decltype(bytes), kSparse> head{bytes, shared.words, segments, flags};
+  const Head<decltype(bytes), Density> head{bytes, shared.words, segments, flags};
   const u32 len = head.stream_len();
   if (len >= job.size) return Coded{job.plane, job.size, 0, kRaw, 0, false};
   for (u32 i = threadIdx.x; i < head.len(); i += blockDim.x) job.stream[i] = head.byte(i);
@@ -243,14 +250,14 @@ __device__ __forceinline__ Coded encode_bits(const PlaneJob& job) {
   return Coded{job.stream, len, 0, kBits, 7, false};
 }
 
-// Codes a plane, `kSparse` of differences. All threads; ends with a barrier.
-template <bool kSparse, class Context>
-__device__ __forceinline__ Coded encode_plane(const PlaneJob& job, PlaneShared<Context>& shared) {
+// Codes a plane. All threads; ends with a barrier.
+template <class Density, class Context>
+__device__ __forceinline__ Coded encode_plane(const PlaneJob& job, Density density, PlaneShared<Context>& shared) {
   const u32 unit = constant_unit(job.plane, job.size, shared);
   if (unit > 0) return Coded{job.plane, unit, 0, kConst, 0, false};
   switch (job.coding) {
-    case kCodeRans8: return encode_rans<8, kSparse>(job, shared);
-    case kCodeRans12: return encode_rans<12, kSparse>(job, shared);
+    case kCodeRans8: return encode_rans<8>(job, density, shared);
+    case kCodeRans12: return encode_rans<12>(job, density, shared);
     case kCodeBits7: return encode_bits(job);
     default: return Coded{job.plane, job.size, 0, kRaw, 0, false};
   }

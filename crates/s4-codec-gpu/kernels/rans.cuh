@@ -37,14 +37,28 @@ constexpr u32 kMaxChunk = kWarps<kWidth> * kSegment;
 template <int kWidth>
 constexpr u32 kFieldPlanes = kWidth == 2 ? 2 : 3;
 
-// How a stream of symbols is cut into segments. Sparse ones, of differences, take few bits, of which a
-// segment's states are a larger part: long streams of them have segments of twice the length.
-template <bool kSparse>
+// Whether most symbols of a plane are expected to be the same, as those of differences from a parent are. A type,
+// so that kernels that know it have no code for the other case.
+struct Dense {
+  __device__ __forceinline__ bool is_sparse() const { return false; }
+};
+struct Sparse {
+  __device__ __forceinline__ bool is_sparse() const { return true; }
+};
+struct AnyDensity {
+  bool sparse;
+  __device__ __forceinline__ bool is_sparse() const { return sparse; }
+};
+
+// How a stream of symbols is cut into segments. Sparse ones take few bits, of which a segment's states are a larger
+// part: long streams of them have segments of twice the length.
+template <class Density>
 struct Segments {
   u32 symbols;  // at least 1
+  Density density;
 
   __device__ __forceinline__ u32 log2() const {
-    return kSparse && symbols > kLongStream ? kLongSegmentLog2 : kSegmentLog2;
+    return density.is_sparse() && symbols > kLongStream ? kLongSegmentLog2 : kSegmentLog2;
   }
   __device__ __forceinline__ u32 count() const { return ((symbols - 1) >> log2()) + 1; }
   __device__ __forceinline__ u32 first(u32 i) const { return i << log2(); }

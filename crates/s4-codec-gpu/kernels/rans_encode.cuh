@@ -231,11 +231,11 @@ struct ModelBytes {
 };
 
 // What stands in front of a stream's segments: byte `i` of it.
-template <class TableBytes, bool kSparse>
+template <class TableBytes, class Density>
 struct Head {
   const TableBytes tables;
   const u32* words;  // of each segment
-  Segments<kSparse> segments;
+  Segments<Density> segments;
   u32 flags;
 
   __device__ __forceinline__ u32 counts_at() const {

@@ -7,6 +7,7 @@
 #include "abi.h"
 #include "blocks.cuh"
 #include "composed.cuh"
+#include "contexts.cuh"
 #include "crc32c.cuh"
 #include "fused.cuh"
 #include "fused_decode.cuh"
@@ -114,6 +115,11 @@ s4_encode_residual(const EncodeChunk* chunks, EncodeResult* results) {
   encode_composed<Difference, EncodeOneTable>(chunks[blockIdx.x], results[blockIdx.x]);
 }
 
+__global__ void __launch_bounds__(kComposedThreads, 3)
+s4_encode_predicted(const EncodeChunk* chunks, EncodeResult* results) {
+  encode_composed<AnyPrediction, EncodeContexts<ExponentContexts>>(chunks[blockIdx.x], results[blockIdx.x]);
+}
+
 __global__ void __launch_bounds__(kOffsetsThreads)
 s4_frame_offsets(EncodeResult* results, u32 count, u64* total) {
   place_frames(results, count, total);
@@ -176,7 +182,12 @@ s4_decode_fused_w4(const DecodeChunk* chunks, u32* status) {
 
 __global__ void __launch_bounds__(kComposedThreads)
 s4_decode_composed(const DecodeChunk* chunks, u32* status) {
-  decode_composed<DecodeOneTable>(chunks[blockIdx.x], status[blockIdx.x]);
+  decode_composed<Difference, DecodeOneTable>(chunks[blockIdx.x], status[blockIdx.x]);
+}
+
+__global__ void __launch_bounds__(kComposedThreads, 3)
+s4_decode_predicted(const DecodeChunk* chunks, u32* status) {
+  decode_composed<AnyPrediction, DecodeContexts<ExponentContexts>>(chunks[blockIdx.x], status[blockIdx.x]);
 }
 
 __global__ void __launch_bounds__(kCrcThreads) s4_check_values(const DecodeChunk* chunks, u32* status) {

@@ -48,6 +48,12 @@ pub const MAX_PLANES: usize = header("kMaxPlanes") as usize;
 pub const MAX_INPUTS: usize = header("kMaxInputs") as usize;
 /// Which of a chunk's inputs the parent's values are.
 pub const PARENT: usize = header("kParent") as usize;
+/// Which one [`Offsets`] are, with those of the rows behind them.
+pub const OFFSETS: usize = header("kOffsets") as usize;
+/// Which one the offsets of columns are.
+pub const COLUMNS: usize = header("kColumns") as usize;
+/// Most tables of a stream.
+pub const MAX_TABLES: usize = header("kMaxTables") as usize;
 /// Most values of a chunk that the fused kernels encode, of 2 and of 4 bytes.
 pub const FUSED_VALUES: [u64; 2] = [header("kFusedValues2"), header("kFusedValues4")];
 /// Most values of a chunk that the fused kernels decode.
@@ -111,6 +117,43 @@ pub mod coding {
     pub const RANS12: u8 = header("kCodeRans12") as u8;
 }
 
+/// `Prediction`: what the kernels of [`Route::Predicted`] expect values to be.
+pub mod prediction {
+    use super::header;
+
+    /// Nothing: values are stored by themselves.
+    pub const NOTHING: u8 = header("kPredictNothing") as u8;
+    /// The values of input [`PARENT`](super::PARENT).
+    pub const INPUT: u8 = header("kPredictInput") as u8;
+    /// Those, of fp32, rounded to bf16.
+    pub const BF16: u8 = header("kPredictBf16") as u8;
+    /// Those, of fp32, rounded to fp16.
+    pub const F16: u8 = header("kPredictF16") as u8;
+    /// The sums of the offsets of rows and columns.
+    pub const OFFSETS: u8 = header("kPredictOffsets") as u8;
+}
+
+/// Contexts by the exponent of the input's values, as descriptors name them.
+pub const CONTEXTS_EXPONENT: u8 = header("kContextsExponent") as u8;
+
+/// What the offsets of rows and columns are added to; those of the chunk's rows follow, 2 bytes each.
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub struct Offsets {
+    /// The number that they are added to.
+    pub base: u64,
+    /// Index of the chunk's first value, from the first of these rows on.
+    pub first: u64,
+    /// Bits that the sum of both is shifted by, below those of a value.
+    pub shift: u32,
+    /// Rows that follow.
+    pub rows: u32,
+    /// Values in a row.
+    pub cols: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
 /// A table that the chunks of a tensor share, for one plane. All zero: the plane has none.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
@@ -157,13 +200,14 @@ pub struct TableSet {
 }
 
 impl TableSet {
-    /// One table for each plane: [`MAX_PLANES`] of them lie at an address; 0: no plane has one.
-    pub fn one_each(at: u64) -> [Self; MAX_PLANES] {
-        if at == 0 {
-            return Zeroable::zeroed();
-        }
-        let table = |i: usize| at + (i * size_of::<SharedTable>()) as u64;
-        std::array::from_fn(|i| Self { at: table(i), count: 1, reserved: 0 })
+    /// The sets of planes that have so many tables each, which lie at an address one after the other.
+    pub fn of_counts(at: u64, counts: &[u32; MAX_PLANES]) -> [Self; MAX_PLANES] {
+        let mut next = at;
+        counts.map(|count| {
+            let set = Self { at: if count > 0 { next } else { 0 }, count, reserved: 0 };
+            next += u64::from(count) * size_of::<SharedTable>() as u64;
+            set
+        })
     }
 }
 
@@ -190,16 +234,19 @@ pub struct EncodeChunk {
     pub layout: u8,
     /// Number of the residual.
     pub residual: u8,
-    /// Zero: no plane's symbols have contexts.
+    /// 0 or [`CONTEXTS_EXPONENT`].
     pub contexts: u8,
     /// [`coding`] of each plane.
     pub coding: [u8; MAX_PLANES],
     /// 0 or [`KEEP_PLANES`].
     pub flags: u32,
-    /// Zero.
-    pub reserved1: u32,
-    /// Addresses of what the values are predicted from, as many bytes each; see [`PARENT`], which is 0 with
-    /// residual `id`.
+    /// [`prediction`], for [`Route::Predicted`].
+    pub prediction: u8,
+    /// 1: planes are counted and cut as those of differences from a parent, for [`Route::Predicted`].
+    pub sparse: u8,
+    /// Exponent of class 0, and the shift of what is below it, of contexts.
+    pub class: [u8; 2],
+    /// Addresses of what the values are predicted from; see [`PARENT`], [`OFFSETS`], [`COLUMNS`].
     pub inputs: [u64; MAX_INPUTS],
     /// Index of the chunk's first value in its tensor.
     pub first: u64,
@@ -289,10 +336,12 @@ pub struct DecodeChunk {
     pub plain: u8,
     /// Number of streams.
     pub planes: u8,
-    /// Zero: no plane's symbols have contexts.
+    /// As [`EncodeChunk::contexts`].
     pub contexts: u8,
+    /// [`prediction`], for [`Route::Predicted`].
+    pub prediction: u8,
     /// Zero.
-    pub reserved: [u8; 2],
+    pub reserved: u8,
     /// CRC-32C of the frame.
     pub crc_encoded: u32,
     /// CRC-32C of the values.
@@ -307,6 +356,10 @@ pub struct DecodeChunk {
     pub cols: u64,
     /// The shared tables of each plane.
     pub tables: [TableSet; MAX_PLANES],
+    /// As [`EncodeChunk::class`].
+    pub class: [u8; 2],
+    /// Zero.
+    pub reserved1: [u8; 6],
 }
 
 /// Bytes to copy.
@@ -338,7 +391,8 @@ const _: () = {
     assert!(size_of::<ResultStream>() == 8);
     assert!(size_of::<EncodeResult>() == 96);
     assert!(size_of::<DecodeStream>() == 12);
-    assert!(size_of::<DecodeChunk>() == 320);
+    assert!(size_of::<DecodeChunk>() == 328);
+    assert!(size_of::<Offsets>() == 32);
     assert!(size_of::<CopySpan>() == 24);
     assert!(size_of::<CrcSpan>() == 16);
 };
@@ -350,9 +404,11 @@ pub enum Route {
     Fused2,
     /// The same of 4-byte values.
     Fused4,
-    /// Everything else that the kernels do.
+    /// Other layouts and codings. Decoding a difference from a parent, too.
     Composed,
-    /// Encoding a difference from a parent. (Decoding one is [`Route::Composed`].)
+    /// Any prediction, any residual, contexts.
+    Predicted,
+    /// Encoding a difference from a parent.
     Residual,
 }
 
@@ -384,6 +440,11 @@ pub const fn encode_scratch(route: Route, n: u64, width: u64) -> u64 {
         Route::Residual => {
             2 * planes_bytes(n, width) + (n * width).div_ceil(2 * SEGMENT) * 2 * SEGMENT_SCRATCH
         }
+        // The tables of a stream, and a class for each value.
+        Route::Predicted => {
+            let tables = (MAX_TABLES * size_of::<SharedTable>()) as u64;
+            encode_scratch(Route::Residual, n, width) + tables + n
+        }
     }
 }
 
@@ -395,6 +456,11 @@ pub const fn decode_scratch(route: Route, n: u64, width: u64, frame_len: u64) ->
             planes_bytes(n, width)
                 + frame_len.next_multiple_of(16)
                 + 3 * ((n * width / 64).next_multiple_of(16) + 64)
+        }
+        // The entries of tables with P = 12, and a class for each value.
+        Route::Predicted => {
+            let one = decode_scratch(Route::Composed, n, width, frame_len).next_multiple_of(16);
+            one + (MAX_TABLES as u64) * (4 << 12) + n
         }
     }
 }
@@ -427,11 +493,12 @@ mod tests {
     }
 
     #[test]
-    fn every_plane_has_its_table_or_none() {
-        let sets = TableSet::one_each(0x1000);
-        assert_eq!((sets[0].at, sets[7].at), (0x1000, 0x1000 + 7 * 776));
-        assert!(sets.iter().all(|set| set.count == 1));
-        assert_eq!(TableSet::one_each(0), [TableSet::default(); MAX_PLANES]);
+    fn every_plane_has_its_tables_or_none() {
+        let sets = TableSet::of_counts(0x1000, &[1, 0, 8, 10, 0, 0, 0, 1]);
+        let at = |i: usize| (sets[i].at, sets[i].count);
+        assert_eq!((at(0), at(1), at(2)), ((0x1000, 1), (0, 0), (0x1000 + 776, 8)));
+        assert_eq!((at(3), at(7)), ((0x1000 + 9 * 776, 10), (0x1000 + 19 * 776, 1)));
+        assert_eq!(TableSet::of_counts(0, &[0; MAX_PLANES]), [TableSet::default(); MAX_PLANES]);
         assert_eq!(parent_input(5), [5, 0, 0, 0]);
     }
 

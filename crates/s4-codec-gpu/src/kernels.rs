@@ -18,6 +18,7 @@ pub(crate) struct Kernels {
     encode_fused: [sys::CUfunction; 2],
     encode_composed: sys::CUfunction,
     encode_residual: sys::CUfunction,
+    encode_predicted: sys::CUfunction,
     pub(crate) split_planes: sys::CUfunction,
     pub(crate) place_streams: sys::CUfunction,
     pub(crate) gather_planes: sys::CUfunction,
@@ -28,6 +29,7 @@ pub(crate) struct Kernels {
     pub(crate) check_frames: sys::CUfunction,
     decode_fused: [sys::CUfunction; 2],
     decode_composed: sys::CUfunction,
+    decode_predicted: sys::CUfunction,
     pub(crate) check_values: sys::CUfunction,
     copy_spans: sys::CUfunction,
     crc_spans: sys::CUfunction,
@@ -69,6 +71,7 @@ impl Kernels {
             encode_fused: [get("s4_encode_fused_w2")?, get("s4_encode_fused_w4")?],
             encode_composed: get("s4_encode_composed")?,
             encode_residual: get("s4_encode_residual")?,
+            encode_predicted: get("s4_encode_predicted")?,
             split_planes: get("s4_split_planes")?,
             place_streams: get("s4_place_streams")?,
             gather_planes: get("s4_gather_planes")?,
@@ -79,6 +82,7 @@ impl Kernels {
             check_frames: get("s4_check_frames")?,
             decode_fused,
             decode_composed: get("s4_decode_composed")?,
+            decode_predicted: get("s4_decode_predicted")?,
             check_values: get("s4_check_values")?,
             copy_spans: get("s4_copy_spans")?,
             crc_spans: get("s4_crc_spans")?,
@@ -106,7 +110,7 @@ pub struct EncodeBatch {
     /// Bytes there: the sum of the chunks' bytes, each rounded up to 16, is always enough.
     pub capacity: u64,
     /// Chunks of each [`Route`], in the order of routes.
-    pub routes: [u32; 4],
+    pub routes: [u32; 5],
 }
 
 /// A batch of chunks to decode, in device memory.
@@ -116,11 +120,12 @@ pub struct DecodeBatch {
     pub chunks: u64,
     /// Address of a `u32` for each: its [`status`](crate::abi::status).
     pub status: u64,
-    /// Chunks of each [`Route`] up to [`Route::Composed`], in the order of routes.
-    pub routes: [u32; 3],
+    /// Chunks of each [`Route`] up to [`Route::Predicted`], in the order of routes.
+    pub routes: [u32; 4],
 }
 
-const ROUTES: [Route; 4] = [Route::Fused2, Route::Fused4, Route::Composed, Route::Residual];
+const ROUTES: [Route; 5] =
+    [Route::Fused2, Route::Fused4, Route::Composed, Route::Predicted, Route::Residual];
 
 /// Bytes of a chunk's descriptor, and of what becomes of it.
 const ENCODE: (u64, u64) =
@@ -150,7 +155,7 @@ impl Stream {
             self.each_route(&batch.routes, ENCODE, |route, n, (c, r)| {
                 let (at, threads) = (route as usize, route_threads(route));
                 let [w2, w4] = k.gather_fused;
-                let f = [w2, w4, k.gather_composed, k.gather_composed][at];
+                let f = *[w2, w4].get(at).unwrap_or(&k.gather_composed);
                 let (c, r) = (batch.chunks + c, batch.results + r);
                 self.launch(f, n, threads, &mut [c, r, batch.frames, batch.capacity])
             })?;
@@ -174,7 +179,7 @@ impl Stream {
             self.each_route(&batch.routes, ENCODE, |route, n, (c, r)| {
                 let (at, threads) = (route as usize, route_threads(route));
                 let [w2, w4] = k.encode_fused;
-                let f = [w2, w4, k.encode_composed, k.encode_residual][at];
+                let f = [w2, w4, k.encode_composed, k.encode_predicted, k.encode_residual][at];
                 self.launch(f, n, threads, &mut [batch.chunks + c, batch.results + r])
             })
         }
@@ -216,7 +221,8 @@ impl Stream {
         unsafe {
             self.each_route(&batch.routes, DECODE, |route, n, (c, s)| {
                 let (at, threads) = (route as usize, route_threads(route));
-                let f = [k.decode_fused[0], k.decode_fused[1], k.decode_composed][at];
+                let [w2, w4] = k.decode_fused;
+                let f = [w2, w4, k.decode_composed, k.decode_predicted][at];
                 self.launch(f, n, threads, &mut [batch.chunks + c, batch.status + s])
             })
         }
@@ -304,7 +310,7 @@ fn route_threads(route: Route) -> u32 {
     match route {
         Route::Fused2 => threads::FUSED2,
         Route::Fused4 => threads::FUSED4,
-        Route::Composed | Route::Residual => threads::COMPOSED,
+        Route::Composed | Route::Predicted | Route::Residual => threads::COMPOSED,
     }
 }
 

@@ -25,4 +25,4 @@ pub use cuda::{Cuda, DeviceInfo};
 pub use device::{Current, Device, Event, Stream};
 pub use error::{GpuError, Result};
 pub use kernels::{DecodeBatch, EncodeBatch};
-pub use memory::{DeviceBuffer, Pinned, Pool};
+pub use memory::{DeviceBuffer, POOL_PIECE, Pinned, Pool};

@@ -8,6 +8,10 @@ use cudarc::driver::{DriverError, result, sys};
 use crate::device::{Device, Stream};
 use crate::error::{GpuError, On, Result, allocation_failed};
 
+/// What a memory pool takes from the device at a time. Less than that is allocated by itself, so that no more is
+/// taken from a device that has little left.
+pub const POOL_PIECE: u64 = 32 << 20;
+
 /// Scratch memory of one device, within a hard budget.
 ///
 /// It comes from a pool of its own, so that nothing is kept from, or taken from, what the framework
@@ -59,14 +63,15 @@ impl Pool {
     /// # Errors
     /// `Driver`.
     pub fn high_water(&self) -> Result<u64> {
-        let Some(pool) = self.handle else { return Ok(self.peak.load(Ordering::Relaxed)) };
+        let handed_out = self.peak.load(Ordering::Relaxed);
+        let Some(pool) = self.handle else { return Ok(handed_out) };
         let _current = self.device.enter()?;
         let mut bytes = 0u64;
         let asked = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH;
         // SAFETY: the attribute is a `cuuint64_t`.
         let got = unsafe { result::mem_pool::get_attribute(pool, asked, (&raw mut bytes).cast()) };
         got.on(self.device.ordinal(), "read a pool's high-water mark")?;
-        Ok(bytes)
+        Ok(bytes.max(handed_out))
     }
 
     /// Allocates memory that work queued on `stream` from now on may use.
@@ -87,19 +92,21 @@ impl Pool {
             budget: self.budget,
         })?;
         self.peak.fetch_max(before + bytes, Ordering::Relaxed);
-        let address = self.take(stream, bytes).map_err(|e| {
+        let pooled = bytes >= POOL_PIECE;
+        let address = self.take(stream, bytes, pooled).map_err(|e| {
             self.used.fetch_sub(bytes, Ordering::Relaxed);
             allocation_failed(e, self.device.ordinal(), bytes, what)
         })?;
-        Ok(DeviceBuffer { pool: Arc::clone(self), stream: Arc::clone(stream), address, bytes })
+        let (pool, stream) = (Arc::clone(self), Arc::clone(stream));
+        Ok(DeviceBuffer { pool, stream, address, bytes, pooled })
     }
 
-    fn take(&self, stream: &Stream, bytes: u64) -> Result<u64, DriverError> {
+    fn take(&self, stream: &Stream, bytes: u64, pooled: bool) -> Result<u64, DriverError> {
         let bytes = usize::try_from(bytes.max(1)).unwrap_or(usize::MAX);
         let Ok(_current) = self.device.enter() else {
             return Err(DriverError(sys::CUresult::CUDA_ERROR_INVALID_CONTEXT));
         };
-        match self.handle {
+        match self.handle.filter(|_| pooled) {
             // SAFETY: pool and stream are alive.
             Some(pool) => unsafe { result::mem_pool::alloc_async(pool, bytes, stream.handle()) },
             // SAFETY: freed by the buffer.
@@ -157,6 +164,8 @@ pub struct DeviceBuffer {
     stream: Arc<Stream>,
     address: u64,
     bytes: u64,
+    /// Whether it is of the pool, if there is one.
+    pooled: bool,
 }
 
 impl DeviceBuffer {
@@ -177,7 +186,7 @@ impl Drop for DeviceBuffer {
             let stream = self.stream.handle();
             // SAFETY: allocated in `take`; work that uses it was queued on `stream` before.
             let _ = unsafe {
-                match self.pool.handle {
+                match self.pool.handle.filter(|_| self.pooled) {
                     Some(_) => result::free_async(self.address, stream),
                     None => result::stream::synchronize(stream)
                         .and_then(|()| result::free_sync(self.address)),

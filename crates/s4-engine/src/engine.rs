@@ -155,6 +155,17 @@ pub(crate) struct ChunkQueue<'a> {
     chunk: u64,
 }
 
+#[cfg(feature = "cuda")]
+impl<'a> ChunkQueue<'a> {
+    pub(crate) fn tensor(&self, number: usize) -> &'a TensorValues<'a> {
+        &self.tensors[number]
+    }
+
+    pub(crate) fn plan(&self, number: usize) -> &'a TensorPlan {
+        &self.plans[number]
+    }
+}
+
 impl ChunkQueue<'_> {
     /// The next chunk, which stays in the queue.
     pub(crate) fn peek(&mut self) -> Option<Chunk> {

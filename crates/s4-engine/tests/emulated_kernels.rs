@@ -7,7 +7,9 @@
 
 mod emulated;
 
-use emulated::{Answers, Contexts, Decode, Encode, Encoded, Jobs, Kind, codings, tables};
+use emulated::{
+    Answers, Contexts, Decode, Encode, Encoded, Jobs, Kind, Predicted, codings, tables,
+};
 use s4_engine::{
     CpuEngine, DecodeJob, EncodeJob, EncodedChunk, PlanJob, PlaneCoding, Preset, Scratch,
     TensorPlan, TensorSpec, TensorView,
@@ -52,6 +54,7 @@ impl Expected {
             values: self.values.clone(),
             parent: vec![],
             contexts: Contexts::default(),
+            predicted: Predicted::default(),
         }
     }
 
@@ -71,6 +74,7 @@ impl Expected {
             frame: self.frame.clone(),
             parent: vec![],
             contexts: Contexts::default(),
+            predicted: Predicted::default(),
         }
     }
 

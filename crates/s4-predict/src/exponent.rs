@@ -67,7 +67,11 @@ impl ContextModel for Exponents {
     }
 }
 
-fn parse(side: &[u8]) -> Result<(u8, u32)> {
+/// Reads side data: `top` and `shift`.
+///
+/// # Errors
+/// `Corrupt` if it is none.
+pub fn parse(side: &[u8]) -> Result<(u8, u32)> {
     match side {
         [top, shift @ 0..8, 0, 0, 0, 0, 0, 0] => Ok((*top, u32::from(*shift))),
         _ => Err(Error::corrupt("side data of contexts")),

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use s4_engine::TensorSpec;
-use s4_format::ResidualId;
 use s4_format::index::TensorKind;
 
 use crate::error::Result;
@@ -68,10 +67,8 @@ impl<'a> Levels<'a> {
         let Self { chunked, packed } = self;
         let known = |level: &Level<'_>| {
             let spec = level.spec();
+            let known = spec.plan.inputs.is_empty() || spec.plan.is_delta();
             // Chunks are differences from chunks.
-            let residual = [ResidualId::XOR, ResidualId::SUB].contains(&spec.plan.residual);
-            let known = spec.plan.is_direct() || spec.plan.is_delta() && residual;
-            let known = known && spec.plan.contexts.is_none();
             let cut_alike = chunked[0].spec().chunk_log2 == spec.chunk_log2;
             known && cut_alike && level.reader.manifest.closed_codecs.is_empty()
         };

@@ -1,6 +1,6 @@
 //! The CUDA engine against the ceilings of its machine and against nvCOMP, in one run of one program.
 //!
-//! `gpu [--data FOLDER] [--out FOLDER] [--mib N,N,...] [--tensors N] [--only preset]`: values are weights of
+//! `gpu [--data FOLDER] [--out FOLDER] [--mib N,N,...] [--tensors N] [--only preset|presets]`: values are weights of
 //! `testdata`, repeated; kernels are timed by device events, whole paths by the clock. `gpu.json`, `gpu.md` and
 //! `gpu.svg` go to the folder. nvCOMP is measured where its library is found (`NVCOMP_LIBRARY` or the
 //! system's), and named as missing otherwise.
@@ -9,6 +9,7 @@ mod lab;
 mod ours;
 mod path;
 mod preset;
+mod presets;
 mod report;
 mod theirs;
 
@@ -73,15 +74,15 @@ struct Args {
     mib: Vec<u64>,
     /// How many small tensors there are.
     tensors: u64,
-    /// Preset `nvcomp` alone.
-    only_preset: bool,
+    /// One part alone: preset `nvcomp`, or `fast` beside `balanced`.
+    only: Option<String>,
 }
 
 impl Args {
     fn parse(mut args: impl Iterator<Item = String>) -> Outcome<Self> {
         let (data, folder) = ("testdata".into(), "benches/results".into());
         let mib = vec![64, 1024, 4096];
-        let mut out = Self { data, out: folder, mib, tensors: 3000, only_preset: false };
+        let mut out = Self { data, out: folder, mib, tensors: 3000, only: None };
         while let Some(arg) = args.next() {
             let value = args.next().ok_or_else(|| format!("{arg} needs a value"))?;
             match arg.as_str() {
@@ -89,7 +90,7 @@ impl Args {
                 "--out" => out.out = value.into(),
                 "--mib" => out.mib = value.split(',').map(str::parse).collect::<Result<_, _>>()?,
                 "--tensors" => out.tensors = value.parse()?,
-                "--only" if value == "preset" => out.only_preset = true,
+                "--only" if ["preset", "presets"].contains(&&*value) => out.only = Some(value),
                 _ => return Err(format!("unknown argument {arg}").into()),
             }
         }
@@ -107,10 +108,14 @@ fn main() -> Outcome<()> {
     let mut groups: Vec<Group> = vec![];
     for tile in &tiles {
         let of_peers = args.mib.iter().copied().filter(|m| *m <= MOST_OF_PEERS).max();
-        if let Some(mib) = of_peers.filter(|_| theirs::missing().is_none()) {
+        let wants = |part| args.only.as_deref().is_none_or(|only| only == part);
+        if let Some(mib) = of_peers.filter(|_| theirs::missing().is_none() && wants("preset")) {
             groups.push(preset::measure(&lab, tile, mib * MIB, &SCRATCH)?);
         }
-        if args.only_preset {
+        if let Some(mib) = of_peers.filter(|_| wants("presets")) {
+            groups.extend(presets::measure(&lab, &args.data, tile, mib * MIB)?);
+        }
+        if args.only.is_some() {
             continue;
         }
         for mib in args.mib.iter().copied() {

@@ -23,7 +23,7 @@ use crate::report::Group;
 const PART: usize = 1 << 20;
 
 /// Measurements of each thing: the clock's.
-const ROUNDS: usize = 3;
+pub(crate) const ROUNDS: usize = 3;
 
 /// A chunk's frame.
 struct Frame {
@@ -35,11 +35,11 @@ struct Frame {
 }
 
 /// Tensors as they were encoded: consecutive frames, as in a file.
-struct Coded {
+pub(crate) struct Coded {
     frames: Vec<Frame>,
-    bytes: Vec<u8>,
-    /// Bytes of the frames and of what a file keeps for each.
-    stored: u64,
+    pub(crate) bytes: Vec<u8>,
+    /// Bytes of the frames, of what a file keeps for each, and of side data.
+    pub(crate) stored: u64,
     /// By tensor.
     sides: Vec<Side>,
 }
@@ -96,7 +96,7 @@ fn measure(lab: &Lab, tile: &Tile, sizes: &[u64], mut group: Group) -> Outcome<G
         let jobs = Jobs::<CudaError>::new(&tensors, &plans);
         timed(&mut encoded, &mut || Ok(engine.encode(&jobs, |_| Ok(()))?))?;
     }
-    let coded = Coded::collect(&engine, &tensors, &plans)?;
+    let coded = Coded::collect(&engine, &Jobs::new(&tensors, &plans))?;
     let pinned = Arc::new(Pinned::new(&lab.device, coded.bytes.len())?);
     // SAFETY: nothing else uses it.
     unsafe { pinned.slice_mut(0, coded.bytes.len()) }.copy_from_slice(&coded.bytes);
@@ -153,14 +153,11 @@ fn copies(lab: &Lab, buffer: &DeviceBuffer, sizes: &[u64], to_host: bool) -> Out
 }
 
 impl Coded {
-    fn collect(
-        engine: &CudaEngine,
-        tensors: &[TensorValues<'_>],
-        plans: &[TensorPlan],
-    ) -> Outcome<Self> {
+    pub(crate) fn collect(engine: &CudaEngine, jobs: &Jobs<'_, CudaError>) -> Outcome<Self> {
         let (mut frames, mut bytes, mut stored) = (vec![], vec![], 0);
+        let (tensors, plans) = (jobs.tensors, jobs.plans);
         let mut shared = vec![false; tensors.len()];
-        engine.encode(&Jobs::<CudaError>::new(tensors, plans), |f| {
+        engine.encode(jobs, |f| {
             shared[f.tensor] |= f.encoded.shared;
             let (tensor, chunk, encoded) = (f.tensor, f.chunk, f.encoded);
             frames.push(Frame { tensor, chunk, encoded, at: bytes.len() });
@@ -170,7 +167,8 @@ impl Coded {
             Ok(())
         })?;
         let sides = plans.iter().zip(shared).map(|(p, s)| p.side_data(s));
-        let sides = sides.collect::<s4_format::Result<_>>()?;
+        let sides = sides.collect::<s4_format::Result<Vec<_>>>()?;
+        stored += sides.iter().map(|s| s.encoded_len() as u64).sum::<u64>();
         Ok(Self { frames, bytes, stored, sides })
     }
 
@@ -223,13 +221,13 @@ impl Coded {
 
 /// Where frames are decoded from.
 #[derive(Clone, Copy)]
-enum From<'a> {
+pub(crate) enum From<'a> {
     Pinned(&'a Arc<Pinned>),
     /// Copied into pinned memory by these threads.
     Pageable(&'a ThreadPool),
 }
 
-fn decode(
+pub(crate) fn decode(
     engine: &CudaEngine,
     tensors: &[TensorValues<'_>],
     plans: &[TensorPlan],

@@ -35,15 +35,28 @@ static void add_tables(Input& in, Memory& pool, const uint8_t* counts, s4::Table
 // ---- encode ----
 
 struct EncodeItem {
-  uint8_t kind;  // 2, 4: fused; 0: composed; 1: residual; 8, 9: those with contexts
+  uint8_t kind;  // 2, 4: fused; 0: composed; 1: residual; 8, 9: those with contexts in memory; 10: predicted
   uint8_t width, layout, residual;
   uint8_t coding[s4::kMaxPlanes];
   uint8_t tables[s4::kMaxPlanes];  // of each plane
   uint32_t n, flags, skew;
-  uint32_t contexts, contexts_len;  // of which planes, and bytes
-  // then: tables, values, with a residual the parent's values, contexts
+  uint8_t contexts, prediction, sparse, class_top, class_shift, reserved[3];
+  uint32_t input_len, more_len, columns_len;  // bytes of the inputs
+  // then: tables, values, the inputs
 };
-static_assert(sizeof(EncodeItem) == 40, "");
+static_assert(sizeof(EncodeItem) == 52, "");
+
+// The inputs of a chunk.
+template <class Chunk, class Item>
+static void add_inputs(Input& in, Memory& pool, const Item& item, Chunk& c) {
+  if (item.input_len > 0) c.inputs[s4::kParent] = pool.add(in.bytes(item.input_len), item.skew * 3 % 16);
+  if (item.more_len > 0) c.inputs[s4::kOffsets] = pool.add(in.bytes(item.more_len));
+  if (item.columns_len > 0) c.inputs[s4::kColumns] = pool.add(in.bytes(item.columns_len));
+  c.contexts = item.contexts;
+  c.prediction = item.prediction;
+  c.class_top = item.class_top;
+  c.class_shift = item.class_shift;
+}
 
 static s4::EncodeChunk read_encode(Input& in, Memory& pool, std::vector<uint32_t>& kinds) {
   const auto item = in.get<EncodeItem>();
@@ -52,15 +65,14 @@ static s4::EncodeChunk read_encode(Input& in, Memory& pool, std::vector<uint32_t
   const size_t bytes = size_t(item.n) * item.width;
   add_tables(in, pool, item.tables, c.tables);
   c.values = pool.add(in.bytes(bytes), item.skew);
-  if (item.residual != 0) c.inputs[s4::kParent] = pool.add(in.bytes(bytes), item.skew * 3 % 16);
-  if (item.contexts_len > 0) c.inputs[s4::kContexts] = pool.add(in.bytes(item.contexts_len));
-  c.contexts = static_cast<s4::u8>(item.contexts);
+  add_inputs(in, pool, item, c);
+  c.sparse = item.sparse;
   const uint64_t planes =
       item.flags & s4::kKeepPlanes ? s4::round_up64(uint64_t(item.n) * (item.width - 1), 32) : 0;
   c.scratch = pool.add(item.kind == 2   ? s4::kFusedScratch2 + planes
                        : item.kind == 4 ? s4::kFusedScratch4 + planes
                        : item.kind == 1 ? s4::residual_encode_scratch(item.n, item.width)
-                       : item.kind >= 8 ? s4::contexts_encode_scratch(item.n, item.width)
+                       : item.kind >= 8 ? s4::predicted_encode_scratch(item.n, item.width)
                                         : s4::composed_encode_scratch(item.n, item.width));
   c.n = item.n;
   c.width = item.width;
@@ -92,6 +104,7 @@ static void encode(Input& in, Output& out, uint32_t count) {
     else if (kind == 1) S4_LAUNCH(s4_encode_residual, n, s4::kComposedThreads, c, r);
     else if (kind == 8) S4_LAUNCH(s4_encode_contexts, n, s4::kComposedThreads, c, r);
     else if (kind == 9) S4_LAUNCH(s4_encode_residual_contexts, n, s4::kComposedThreads, c, r);
+    else if (kind == 10) S4_LAUNCH(s4_encode_predicted, n, s4::kComposedThreads, c, r);
     else S4_LAUNCH(s4_encode_composed, n, s4::kComposedThreads, c, r);
   });
   S4_LAUNCH(s4_frame_offsets, 1, s4::kOffsetsThreads, results, count, total);
@@ -124,12 +137,14 @@ static void encode(Input& in, Output& out, uint32_t count) {
 
 struct DecodeItem {
   uint8_t kind, width, layout, residual, plain, planes, check, contexts;
-  uint32_t n, frame_len, crc_encoded, crc_raw, skew, contexts_len;
+  uint32_t n, frame_len, crc_encoded, crc_raw, skew, input_len;
   uint8_t tables[s4::kMaxPlanes];
   s4::DecodeStream streams[s4::kMaxPlanes];
-  // then: tables, frame, with a residual the parent's values, contexts
+  uint8_t prediction, in_place, class_top, class_shift;  // in_place: the input is what lies in `values`
+  uint32_t more_len, columns_len;
+  // then: tables, frame, the inputs
 };
-static_assert(sizeof(DecodeItem) == 136, "");
+static_assert(sizeof(DecodeItem) == 148, "");
 
 static s4::DecodeChunk read_decode(Input& in, Memory& pool, std::vector<uint32_t>& kinds, bool& check) {
   const auto item = in.get<DecodeItem>();
@@ -141,12 +156,10 @@ static s4::DecodeChunk read_decode(Input& in, Memory& pool, std::vector<uint32_t
   Bytes frame = in.bytes(item.frame_len);
   frame.resize(s4::round_up64(frame.size(), 16), 0xa5);  // readable, but nothing that counts
   c.frame = pool.add(frame);
-  if (item.residual != 0) c.inputs[s4::kParent] = pool.add(in.bytes(bytes), item.skew * 3 % 16);
-  if (item.contexts_len > 0) c.inputs[s4::kContexts] = pool.add(in.bytes(item.contexts_len));
-  c.contexts = item.contexts;
-  c.values = pool.add(bytes, item.skew);
+  add_inputs(in, pool, item, c);
+  c.values = item.in_place ? const_cast<uint8_t*>(c.inputs[s4::kParent]) : pool.add(bytes, item.skew);
   c.scratch = pool.add(item.kind == 0   ? s4::composed_decode_scratch(item.n, item.width, item.frame_len)
-                       : item.kind == 8 ? s4::contexts_decode_scratch(item.n, item.width, item.frame_len)
+                       : item.kind >= 8 ? s4::predicted_decode_scratch(item.n, item.width, item.frame_len)
                                         : 0);
   c.frame_len = item.frame_len;
   c.n = item.n;
@@ -176,6 +189,7 @@ static void decode(Input& in, Output& out, uint32_t count) {
     if (kind == 2) S4_LAUNCH(s4_decode_fused_w2, n, s4::kFusedThreads2, c, s);
     else if (kind == 4) S4_LAUNCH(s4_decode_fused_w4, n, s4::kFusedThreads4, c, s);
     else if (kind == 8) S4_LAUNCH(s4_decode_contexts, n, s4::kComposedThreads, c, s);
+    else if (kind == 10) S4_LAUNCH(s4_decode_predicted, n, s4::kComposedThreads, c, s);
     else S4_LAUNCH(s4_decode_composed, n, s4::kComposedThreads, c, s);
   });
   S4_LAUNCH(s4_check_values, count, s4::kCrcThreads, all, status);

@@ -4,18 +4,17 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use s4_codec_gpu::abi::{
-    self, COPY_SPAN_BYTES, CopySpan, DecodeChunk, SharedTable, TableSet, status,
-};
+use s4_codec_gpu::abi::{self, COPY_SPAN_BYTES, CopySpan, DecodeChunk, status};
 use s4_codec_gpu::{DecodeBatch, GpuError, Pinned};
-use s4_format::layout::MAX_PLANES;
 use s4_format::limits::ALIGN;
+use s4_predict::Tensor;
 
 use super::Host;
 use super::error::{CudaError, Of, Result};
 use super::job::{Batch, Filled, FrameJob, Frames, check};
 use super::nvcomp::{Answers, Trusted};
-use super::route::{decode_route, position, side_tables};
+use super::route::{decode_route, position};
+use super::sets::{self, Extra, Rows, SetPlace, TensorSet};
 use super::worker::{SLOTS, Session};
 use crate::DeviceMemory;
 use crate::Scratch;
@@ -39,7 +38,7 @@ impl<'s, 'a> Decoder<'s, 'a> {
 
     /// Bytes of frames that one [`Decoder::push`] may have.
     pub fn room(&self) -> usize {
-        let frames = self.queues.values().map(|q| q.session.worker.sizes.frames as usize);
+        let frames = self.queues.values().map(|q| q.session.sizes.frames as usize);
         frames.min().unwrap_or(usize::MAX)
     }
 
@@ -129,23 +128,32 @@ impl<'s, 'a> Decoder<'s, 'a> {
     }
 }
 
-const TABLES: usize = MAX_PLANES * size_of::<SharedTable>();
 const CHUNK: usize = size_of::<DecodeChunk>();
 const SPAN: usize = size_of::<CopySpan>();
 
 /// Chunks that are decoded by one launch of each kernel.
 #[derive(Default)]
-struct Launch {
+struct Launch<'a> {
     /// Number of the job, route, descriptor.
     chunks: Vec<(usize, abi::Route, DecodeChunk)>,
     spans: Vec<CopySpan>,
-    tables: Vec<[SharedTable; MAX_PLANES]>,
+    /// What precedes the descriptors, and its bytes.
+    extras: Vec<Extra<'a>>,
+    extra_len: usize,
     scratch: u64,
 }
 
-impl Launch {
+impl<'a> Launch<'a> {
     fn meta(&self) -> usize {
-        self.tables.len() * TABLES + self.chunks.len() * (CHUNK + 4) + self.spans.len() * SPAN + 64
+        self.extra_len + self.chunks.len() * (CHUNK + 4) + self.spans.len() * SPAN + 64
+    }
+
+    /// Adds what precedes the descriptors; gives where it starts.
+    fn add(&mut self, extra: Extra<'a>) -> usize {
+        let at = self.extra_len;
+        self.extra_len += extra.len();
+        self.extras.push(extra);
+        at
     }
 }
 
@@ -160,14 +168,14 @@ pub(super) struct Busy<'a> {
     asked: Vec<(usize, usize)>,
     /// Bytes of meta memory in use.
     pub(super) meta: usize,
-    /// Address of the tables of a tensor; `None`: it has none.
-    tables: HashMap<usize, Option<u64>>,
+    /// What the chunks of a tensor share, by its number.
+    sets: HashMap<usize, SetPlace>,
 }
 
 impl<'a> Busy<'a> {
     fn new(frames: Frames, jobs: Vec<FrameJob<'a>>) -> Self {
         let (by_library, answers, asked) = Default::default();
-        Self { jobs, frames, by_library, answers, asked, meta: 0, tables: HashMap::new() }
+        Self { jobs, frames, by_library, answers, asked, meta: 0, sets: HashMap::new() }
     }
 }
 
@@ -257,7 +265,7 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
         slot: usize,
         number: usize,
         busy: &mut Busy<'a>,
-        launch: &mut Launch,
+        launch: &mut Launch<'a>,
     ) -> Result<bool> {
         let job = &busy.jobs[number];
         let frame = busy.frames.frame(job);
@@ -265,19 +273,33 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
         else {
             return Ok(false);
         };
-        let mut tables = None;
-        if !busy.tables.contains_key(&job.tensor) {
-            let Ok(parsed) = side_tables(job.spec.side) else { return Ok(false) };
-            tables = Some(parsed);
-        }
+        let mut set = None;
+        let set_len = match busy.sets.get(&job.tensor) {
+            Some(known) => known.len,
+            None => {
+                let Ok(parsed) = TensorSet::of_spec(&job.spec) else { return Ok(false) };
+                set.insert(parsed).place(0).len
+            }
+        };
+        let (tensor, spec) = (job.tensor, job.spec);
+        let (first, cols) = position(spec.dtype, spec.shape, spec.chunk_log2, job.chunk);
+        let about = Tensor { dtype: spec.dtype, shape: spec.shape, side: spec.side };
+        // A plain chunk is predicted from nothing.
+        let predictor = spec.plan.predictor;
+        let rows = match chunk.plain {
+            0 => Rows::of(predictor, &about, (first, chunk.n.into())),
+            _ => Ok(None),
+        };
+        let Ok(rows) = rows else { return Ok(false) };
         let direct = has_one_place(job);
         let width = job.spec.dtype.value_width() as u64;
         let own = abi::decode_scratch(route, chunk.n.into(), width, chunk.frame_len.into());
         let own = if chunk.plain != 0 { 0 } else { own.next_multiple_of(16) };
         let values = if direct { 0 } else { job.bytes.next_multiple_of(16) };
         let spans: u64 = job.pieces.iter().map(|p| p.to.bytes().div_ceil(COPY_SPAN_BYTES)).sum();
-        let sizes = self.session.worker.sizes;
-        let more = TABLES + CHUNK + 4 + spans as usize * SPAN + 64;
+        let sizes = self.session.sizes;
+        let extra = set_len + rows.as_ref().map_or(0, Rows::len);
+        let more = extra + CHUNK + 4 + spans as usize * SPAN + 64;
         if !job.at.is_multiple_of(ALIGN)
             || own + values > sizes.scratch
             || more > sizes.meta as usize
@@ -296,27 +318,27 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
         chunk.frame = self.session.frames(slot) + job.at as u64;
         chunk.scratch = scratch;
         chunk.values = if direct { job.pieces[0].to.address() } else { scratch + own };
-        let parent = if chunk.residual == 0 { 0 } else { chunk.values };
-        chunk.inputs = abi::parent_input(parent);
-        let spec = &job.spec;
-        (chunk.first, chunk.cols) = position(spec.dtype, spec.shape, spec.chunk_log2, job.chunk);
-        chunk.tables = TableSet::one_each(match busy.tables.get(&job.tensor) {
-            Some(known) => known.unwrap_or(0),
+        // The extras of a launch precede it.
+        let extras = self.session.meta(slot) + busy.meta as u64;
+        let place = match busy.sets.get(&tensor) {
+            Some(known) => *known,
             None => {
-                let tables = match tables {
+                let set = match set {
                     Some(parsed) => parsed,
-                    // They were forgotten just now.
-                    None => side_tables(job.spec.side).of(job.tensor)?,
+                    // It was forgotten just now.
+                    None => TensorSet::of_spec(&spec).of(tensor)?,
                 };
-                // The sets of a launch precede it.
-                let at =
-                    self.session.meta(slot) + (busy.meta + launch.tables.len() * TABLES) as u64;
-                let at = tables.is_some().then_some(at);
-                launch.tables.extend(tables);
-                busy.tables.insert(job.tensor, at);
-                at.unwrap_or(0)
+                let place = set.place(extras + launch.extra_len as u64);
+                launch.add(Extra::Set(set));
+                busy.sets.insert(tensor, place);
+                place
             }
-        });
+        };
+        let rows = rows.map_or(0, |rows| extras + launch.add(Extra::Rows(rows)) as u64);
+        let parent = if job.is_delta() { chunk.values } else { 0 };
+        chunk.inputs = sets::inputs(parent, rows, place.columns());
+        (chunk.first, chunk.cols) = (first, cols);
+        chunk.tables = place.tables();
         if !direct {
             cut_pieces(job, chunk.values, &mut launch.spans);
         }
@@ -329,7 +351,7 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
     pub(super) fn start_over(&mut self, slot: usize, busy: &mut Busy<'a>) -> Result<()> {
         self.session.worker.compute.synchronize()?;
         self.check_statuses(slot, busy)?;
-        (busy.meta, busy.tables) = Default::default();
+        (busy.meta, busy.sets) = Default::default();
         Ok(())
     }
 
@@ -339,7 +361,7 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
     }
 
     /// Queues a launch and forgets it.
-    fn flush(&mut self, slot: usize, busy: &mut Busy<'a>, launch: &mut Launch) -> Result<()> {
+    fn flush(&mut self, slot: usize, busy: &mut Busy<'a>, launch: &mut Launch<'a>) -> Result<()> {
         let mut launch = std::mem::take(launch);
         if launch.chunks.is_empty() {
             return Ok(());
@@ -351,18 +373,17 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
         let meta = self.session.meta(slot);
         // SAFETY: this part of the slot was not used since it was free.
         let to = unsafe { pinned.slice_mut(base + start, launch.meta()) };
-        let mut at = 0;
+        let mut at = sets::write_all(&launch.extras, to);
         let mut put = |bytes: &[u8]| {
             to[at..at + bytes.len()].copy_from_slice(bytes);
             at += bytes.len();
         };
-        launch.tables.iter().for_each(|set| put(bytemuck::cast_slice(set)));
         launch.chunks.iter().for_each(|(_, _, chunk)| put(bytemuck::bytes_of(chunk)));
         launch.spans.iter().for_each(|span| put(bytemuck::bytes_of(span)));
-        let chunks = start + launch.tables.len() * TABLES;
+        let chunks = start + launch.extra_len;
         let spans = chunks + launch.chunks.len() * CHUNK;
         let answers = spans + launch.spans.len() * SPAN;
-        let mut routes = [0; 3];
+        let mut routes = [0; 4];
         launch.chunks.iter().for_each(|c| routes[c.1 as usize] += 1);
         let work =
             DecodeBatch { chunks: meta + chunks as u64, status: meta + answers as u64, routes };

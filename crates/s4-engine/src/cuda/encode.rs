@@ -7,18 +7,20 @@ use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 
 use rayon::ThreadPool;
-use s4_codec_gpu::abi::{self, CopySpan, EncodeChunk, EncodeResult, TableSet, status};
+use s4_codec_gpu::abi::{self, CopySpan, EncodeChunk, EncodeResult, status};
 use s4_codec_gpu::{EncodeBatch, GpuError, Pinned};
 use s4_format::limits::ALIGN;
 use s4_format::{CodecId, StreamEntry};
+use s4_predict::Tensor;
 
-use group::{Group, Member, PER_CHUNK, Room, SPAN, TABLES, TOTAL};
+use group::{Group, Member, PER_CHUNK, Room, SPAN, TOTAL};
 use inputs::{Decoding, open_inputs};
 
 use super::Host;
 use super::error::{CudaError, Of, Result};
 use super::parent::{self, LevelPlaces};
-use super::route::{codings, encode_route, plan_tables, position};
+use super::route::{Told, codings, encode_route, position};
+use super::sets::{self, Extra, Rows, SetPlace, TensorSet};
 use super::worker::{SLOTS, Session};
 use crate::engine::{Chunk, ChunkQueue};
 use crate::{EncodeJob, EncodedChunk, EncodedFrame, Input, Inputs, Scratch, TensorView};
@@ -68,7 +70,7 @@ impl<'a> EncodeQueue<'a> {
         inputs: &'a dyn Inputs<E>,
     ) -> Result<(), E> {
         while let Some(slot) = self.free.pop() {
-            let mut group = self.cut(slot, inputs);
+            let mut group = self.cut(slot, inputs)?;
             if group.members.is_empty() {
                 self.free.push(slot);
                 return Ok(());
@@ -101,17 +103,42 @@ impl<'a> EncodeQueue<'a> {
         })
     }
 
+    /// What a chunk needs behind the descriptors: what its tensor's chunks share, if `shared` is to be there,
+    /// and the offsets of its rows.
+    fn extras(
+        &self,
+        member: &Member,
+        shared: bool,
+    ) -> Result<(Option<TensorSet<'a>>, Option<Rows<'a>>)> {
+        let (t, plan) = (self.chunks.tensor(member.tensor), self.chunks.plan(member.tensor));
+        let set = if shared { Some(TensorSet::of_plan(plan, t).of(member.tensor)?) } else { None };
+        let tensor = Tensor { dtype: t.dtype, shape: t.shape, side: &plan.side };
+        let n = member.bytes / t.dtype.value_width() as u64;
+        let first = member.chunk << plan.chunk_log2;
+        let rows = Rows::of(plan.plan.predictor, &tensor, (first, n)).of(member.tensor)?;
+        Ok((set, rows))
+    }
+
     /// Takes as many chunks as a slot has room for.
-    fn cut<E>(&mut self, slot: usize, inputs: &dyn Inputs<E>) -> Group<'a> {
-        let sizes = self.session.worker.sizes;
+    fn cut<E>(&mut self, slot: usize, inputs: &dyn Inputs<E>) -> Result<Group<'a>> {
+        let sizes = self.session.sizes;
         let mut group = Group { slot, ..Group::default() };
         let mut used = Room { meta: TOTAL + 2 * SPAN + 64, ..Room::default() };
         self.parent_sets = 0;
+        // What the last tensor's chunks share.
+        let mut known: Option<(usize, SetPlace)> = None;
         while let Some(mut member) = self.member() {
-            let new_tables = member.route.is_some()
-                && group.tables.last() != Some(&member.tensor)
-                && self.chunks.plans[member.tensor].shared.iter().any(|tables| !tables.is_empty());
-            let (more, sets) = self.room(&member, new_tables, inputs);
+            let (mut set, mut rows) = (None, None);
+            if member.route.is_some() {
+                let is_new = known.is_none_or(|k| k.0 != member.tensor);
+                (set, rows) = self.extras(&member, is_new)?;
+            }
+            let extra_len =
+                set.as_ref().map_or(0, |set| set.place(0).len) + rows.as_ref().map_or(0, Rows::len);
+            if extra_len as u64 > sizes.meta / 2 {
+                (member.route, set, rows) = (None, None, None);
+            }
+            let (more, sets) = self.room(&member, extra_len as u64, inputs);
             let sum = Room {
                 frames: used.frames + more.frames,
                 parents: used.parents + more.parents,
@@ -130,9 +157,15 @@ impl<'a> EncodeQueue<'a> {
             used = sum;
             self.chunks.advance();
             self.parent_sets = self.parent_sets.max(sets);
-            if new_tables {
-                group.tables.push(member.tensor);
+            if let Some(set) = set {
+                known = Some((member.tensor, set.place(group.extra_len)));
+                group.add(Extra::Set(set));
             }
+            member.rows = rows.as_ref().map(|_| group.extra_len);
+            if let Some(rows) = rows {
+                group.add(Extra::Rows(rows));
+            }
+            member.set = known.map(|k| k.1).unwrap_or_default();
             if let Some(route) = member.route {
                 group.routes[route as usize] += 1;
                 group.capacity += more.frames;
@@ -142,16 +175,16 @@ impl<'a> EncodeQueue<'a> {
             group.members.push(member);
         }
         group.place();
-        group
+        Ok(group)
     }
 
     /// The room that a member takes, and how many sets of tables its parent has at most.
-    fn room<E>(&self, member: &Member, new_tables: bool, inputs: &dyn Inputs<E>) -> (Room, u32) {
+    fn room<E>(&self, member: &Member, extra_len: u64, inputs: &dyn Inputs<E>) -> (Room, u32) {
         let frames = member.bytes.next_multiple_of(ALIGN as u64);
         let Some(route) = member.route else { return (Room { frames, ..Room::default() }, 0) };
         let width = self.chunks.tensors[member.tensor].dtype.value_width() as u64;
         let scratch = abi::encode_scratch(route, member.bytes / width, width).next_multiple_of(16);
-        let meta = PER_CHUNK + member.copies() * SPAN + if new_tables { TABLES } else { 0 };
+        let meta = PER_CHUNK + member.copies() * SPAN + extra_len;
         let mut room = Room { frames, parents: 0, scratch: frames + scratch, meta };
         let mut sets = 0;
         if member.delta {
@@ -176,8 +209,8 @@ impl<'a> EncodeQueue<'a> {
         let pinned = self.session.pinned_meta();
         let (_, copies, results) = group.places();
         // SAFETY: all of the slot's frames were handed on: nothing else uses it.
-        let to = unsafe { slot.pinned.slice_mut(pinned, worker.sizes.meta as usize) };
-        self.describe(group, meta, to);
+        let to = unsafe { slot.pinned.slice_mut(pinned, self.session.sizes.meta as usize) };
+        self.describe(group, meta, to)?;
         // A kernel writes the answer straight into pinned memory: the device's copy engine would
         // bring it only after the frames of the group before.
         let answer = CopySpan {
@@ -236,9 +269,10 @@ impl<'a> EncodeQueue<'a> {
         Ok(())
     }
 
-    /// Writes descriptors and tables as they lie in the slot's meta memory, at `meta` on the device.
-    fn describe(&self, group: &Group<'_>, meta: u64, to: &mut [u8]) {
-        let (tables_at, mut copies_at, _) = group.places();
+    /// Writes descriptors and extras as they lie in the slot's meta memory, at `meta` on the device.
+    fn describe(&self, group: &Group<'_>, meta: u64, to: &mut [u8]) -> Result<()> {
+        let (extras_at, mut copies_at, _) = group.places();
+        let extras = meta + extras_at;
         for member in &group.members {
             if member.route.is_none() {
                 continue;
@@ -247,14 +281,20 @@ impl<'a> EncodeQueue<'a> {
                 (&self.chunks.tensors[member.tensor], &self.chunks.plans[member.tensor]);
             let width = t.dtype.value_width();
             let n = member.bytes / width as u64;
-            let set = group.tables.iter().position(|&t| t == member.tensor);
+            let set = member.set.moved_by(extras);
+            let rows = member.rows.map_or(0, |at| extras + at);
             let (first, cols) = position(t.dtype, t.shape, plan.chunk_log2, member.chunk);
+            let told = Told::of(&plan.plan, &plan.side).of(member.tensor)?;
             let chunk = EncodeChunk {
                 values: member.copy,
-                inputs: abi::parent_input(member.parent),
+                inputs: sets::inputs(member.parent, rows, set.columns()),
                 first,
                 cols,
-                tables: TableSet::one_each(set.map_or(0, |i| meta + tables_at + i as u64 * TABLES)),
+                tables: set.tables(),
+                prediction: told.prediction,
+                contexts: told.contexts,
+                class: told.class,
+                sparse: told.sparse.into(),
                 // Parents were decoded in the same memory, behind their values.
                 scratch: member.scratch
                     + if member.delta { member.bytes.next_multiple_of(ALIGN as u64) } else { 0 },
@@ -276,12 +316,8 @@ impl<'a> EncodeQueue<'a> {
                 copies_at += SPAN;
             }
         }
-        for (i, &tensor) in group.tables.iter().enumerate() {
-            if let Some(set) = plan_tables(&self.chunks.plans[tensor]) {
-                let at = (tables_at + i as u64 * TABLES) as usize;
-                to[at..at + TABLES as usize].copy_from_slice(bytemuck::cast_slice(&set));
-            }
-        }
+        sets::write_all(&group.extras, &mut to[extras_at as usize..]);
+        Ok(())
     }
 
     /// Sends a group's frames to the host, once they are there.
@@ -371,7 +407,7 @@ impl<'a> EncodeQueue<'a> {
         }
         let result = result_of(&self.session, group, member);
         let end = result.offset.checked_add(result.len.into());
-        if end.is_none_or(|end| end > worker.sizes.frames) {
+        if end.is_none_or(|end| end > self.session.sizes.frames) {
             return Err(bad_answer(worker.device.ordinal()).into());
         }
         self.host.chunks.device.fetch_add(1, Ordering::Relaxed);

@@ -24,7 +24,7 @@ pub(super) fn run<E: From<CudaError>>(
     mut sink: impl FnMut(&[(usize, &[u8])]) -> Result<(), E>,
 ) -> Result<(), E> {
     // Every device has a slot of the same size: an item has one place in all of them.
-    let sizes = sessions.iter().map(|s| s.worker.sizes);
+    let sizes = sessions.iter().map(|s| s.sizes);
     let Some(sizes) = sizes.min_by_key(|s| s.frames) else {
         return items.iter().enumerate().try_for_each(|(i, _)| sink(&[(i, &[])]));
     };

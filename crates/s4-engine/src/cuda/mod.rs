@@ -3,11 +3,11 @@
 //! A [`CudaEngine`] plans with the CPU's planner, on samples that it fetches; encodes in groups of
 //! chunks on a stream of low priority, while the frames of the group before are copied into pinned
 //! memory and those before that are handed to the caller; and decodes frames straight into device
-//! memory. It keeps within a budget of device memory and one of pinned memory.
+//! memory. It keeps within a budget of device memory and one of pinned memory, and takes at most half of the
+//! device memory that is free.
 //!
 //! What the kernels lack (`zstd`, `token`) is copied to the host and done by the CPU engine: the same
-//! bytes. What is deliberately absent: predictors other than the parent, threads of its own, where frames are
-//! kept.
+//! bytes. What is deliberately absent: threads of its own, where frames are kept.
 
 mod decode;
 mod encode;
@@ -19,6 +19,7 @@ pub(crate) mod nvcomp;
 mod parent;
 mod plan;
 mod route;
+mod sets;
 mod staging;
 #[cfg(feature = "testing")]
 #[doc(hidden)]
@@ -53,7 +54,8 @@ use worker::{Session, Worker};
 /// How much memory the engine may take.
 #[derive(Debug, Clone, Copy)]
 pub struct CudaOptions {
-    /// Device memory for scratch, in bytes, on each device, while a call works.
+    /// Device memory for scratch, in bytes, on each device, while a call works: 16 MiB at least. A call takes
+    /// less where that is more than half of what is free.
     pub scratch: u64,
     /// Page-locked host memory, in bytes, for each device that was used, as long as the engine lives.
     pub pinned: u64,

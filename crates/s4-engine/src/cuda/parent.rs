@@ -1,12 +1,13 @@
 //! The values that differences are taken from, on their way to the device.
 
-use s4_codec_gpu::abi::{self, DecodeChunk, Route, SharedTable, TableSet};
+use s4_codec_gpu::abi::{self, DecodeChunk, Route, SharedTable};
 use s4_codec_gpu::{DecodeBatch, GpuError};
-use s4_format::layout::MAX_PLANES;
 use s4_format::limits::ALIGN;
+use s4_predict::Tensor;
 
 use super::error::Result;
-use super::route::{decode_route, position, side_tables};
+use super::route::{decode_route, position};
+use super::sets::{self, Extra, Rows, SetPlace, TensorSet};
 use crate::{Input, InputFrame, InputSize};
 
 /// Whether a frame is a difference from what was decoded before.
@@ -15,28 +16,33 @@ fn is_delta(frame: &InputFrame<'_>) -> bool {
 }
 
 const CHUNK: usize = size_of::<DecodeChunk>();
-const TABLES: usize = MAX_PLANES * size_of::<SharedTable>();
 /// What a frame takes besides itself: descriptor and status.
 pub(super) const PER_FRAME: u64 = CHUNK as u64 + 4;
-/// What the tables of a tensor take, at most.
-pub(super) const PER_TENSOR: u64 = TABLES as u64;
+/// What the chunks of a tensor share: all of the tables that contexts ask for. Where it is more, as many columns
+/// may be, the CPU decodes what there is no room for.
+pub(super) const PER_TENSOR: u64 = 20 * size_of::<SharedTable>() as u64;
 
 /// A frame to be decoded on the device.
 struct Entry {
     job: usize,
     route: Route,
     chunk: DecodeChunk,
-    /// Place of its tables.
-    tables: Option<usize>,
+    /// Places of what its tensor's chunks share, and of its rows, among the extras.
+    set: SetPlace,
+    rows: Option<u64>,
 }
 
 /// The frames of a group's parents: those that need nothing, those that need these, and so on.
-#[derive(Default)]
-pub(super) struct Levels {
+pub(super) struct Levels<'a> {
     levels: Vec<Vec<Entry>>,
-    tables: Vec<[SharedTable; MAX_PLANES]>,
+    /// What precedes the descriptors.
+    extras: Vec<Extra<'a>>,
+    /// Bytes of extras, descriptors and statuses, and the most that there is room for.
+    used: usize,
+    most: usize,
+    extra_len: usize,
     /// By the address of the side data that they are made of. Chunks of a tensor follow each other.
-    known: Vec<(*const s4_format::side::Side, Option<usize>)>,
+    known: Vec<(*const s4_format::side::Side, SetPlace)>,
     tensor: usize,
 }
 
@@ -61,10 +67,17 @@ pub(super) struct Target {
     pub(super) bytes: u64,
 }
 
-impl Levels {
-    /// Adds the frames of a chunk, which lie at the given address each; `false`, and nothing is added:
+impl<'a> Levels<'a> {
+    /// None, of which the descriptors may take `most` bytes.
+    pub(super) fn new(most: usize) -> Self {
+        let (levels, extras, known) = Default::default();
+        // Where they start is a multiple of 16.
+        Self { levels, extras, used: ALIGN, most, extra_len: 0, known, tensor: 0 }
+    }
+
+    /// Adds the frames of a chunk, which lie at the given address each; `false`, and none is added:
     /// the CPU is to decode them.
-    pub(super) fn add(&mut self, to: &Target, frames: &[InputFrame<'_>], at: &[u64]) -> bool {
+    pub(super) fn add(&mut self, to: &Target, frames: &[InputFrame<'a>], at: &[u64]) -> bool {
         if self.tensor != to.tensor {
             self.known.clear();
             self.tensor = to.tensor;
@@ -73,7 +86,7 @@ impl Levels {
         for (level, (f, &address)) in frames.iter().zip(at).enumerate() {
             let routed = decode_route(&f.spec, &f.record, &f.bytes, to.bytes);
             let Some((route, mut chunk)) = routed else { return false };
-            let Ok(tables) = self.tables_of(f) else { return false };
+            let Some((set, rows)) = self.extras_of(f, &chunk, to.chunk) else { return false };
             // Only the first one is no delta; and scratch is for frames that became smaller.
             if is_delta(f) != (level > 0) || f.bytes.len() as u64 > to.bytes {
                 return false;
@@ -81,10 +94,14 @@ impl Levels {
             chunk.frame = address;
             chunk.values = to.values;
             chunk.inputs = abi::parent_input(if is_delta(f) { to.values } else { 0 });
+            self.used += CHUNK + 4;
+            if self.used > self.most {
+                return false;
+            }
             (chunk.first, chunk.cols) =
                 position(f.spec.dtype, f.spec.shape, f.spec.chunk_log2, to.chunk);
             chunk.scratch = to.scratch;
-            entries.push(Entry { job: to.job, route, chunk, tables });
+            entries.push(Entry { job: to.job, route, chunk, set, rows });
         }
         for (level, entry) in entries.into_iter().enumerate() {
             if self.levels.len() == level {
@@ -95,16 +112,49 @@ impl Levels {
         true
     }
 
-    fn tables_of(&mut self, frame: &InputFrame<'_>) -> s4_format::Result<Option<usize>> {
-        let side = std::ptr::from_ref(frame.spec.side);
-        if let Some(known) = self.known.iter().find(|k| k.0 == side) {
-            return Ok(known.1);
+    /// What a frame needs beside its descriptor, added; `None`: there is no room, or it is not sound.
+    fn extras_of(
+        &mut self,
+        frame: &InputFrame<'a>,
+        chunk: &DecodeChunk,
+        number: u64,
+    ) -> Option<(SetPlace, Option<u64>)> {
+        let spec = &frame.spec;
+        let side = std::ptr::from_ref(spec.side);
+        let known = self.known.iter().find(|k| k.0 == side).map(|k| k.1);
+        let place = match known {
+            Some(place) => place,
+            None => {
+                let set = TensorSet::of_spec(spec).ok()?;
+                let place = set.place(self.extra_len as u64);
+                self.push(Extra::Set(set))?;
+                self.known.push((side, place));
+                place
+            }
+        };
+        let tensor = Tensor { dtype: spec.dtype, shape: spec.shape, side: spec.side };
+        let (first, _) = position(spec.dtype, spec.shape, spec.chunk_log2, number);
+        let rows = match chunk.plain {
+            0 => Rows::of(spec.plan.predictor, &tensor, (first, chunk.n.into())).ok()?,
+            _ => None,
+        };
+        let rows = match rows {
+            Some(rows) => Some(self.push(Extra::Rows(rows))?),
+            None => None,
+        };
+        Some((place, rows))
+    }
+
+    /// Adds what precedes the descriptors; gives where it starts, if there is room.
+    fn push(&mut self, extra: Extra<'a>) -> Option<u64> {
+        let (at, len) = (self.extra_len, extra.len());
+        if self.used + len > self.most {
+            return None;
         }
-        let set = side_tables(frame.spec.side)?;
-        let place = set.is_some().then_some(self.tables.len());
-        self.tables.extend(set);
-        self.known.push((side, place));
-        Ok(place)
+        self.used += len;
+        self.extra_len += len;
+        self.extras.push(extra);
+        Some(at as u64)
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -115,7 +165,7 @@ impl Levels {
     pub(super) fn places(&self, start: usize) -> LevelPlaces {
         let frames = self.levels.iter().map(Vec::len).sum::<usize>();
         let start = start.next_multiple_of(16);
-        let end = start + self.tables.len() * TABLES + frames * CHUNK;
+        let end = start + self.extra_len + frames * CHUNK;
         LevelPlaces { start, end, status: end, frames }
     }
 
@@ -127,20 +177,20 @@ impl Levels {
         meta: u64,
         to: &mut [u8],
     ) -> (Vec<DecodeBatch>, Vec<usize>) {
-        let mut at = places.start;
-        for set in &self.tables {
-            to[at..at + TABLES].copy_from_slice(bytemuck::cast_slice(set));
-            at += TABLES;
-        }
+        let extras = meta + places.start as u64;
+        let mut at = places.start + sets::write_all(&self.extras, &mut to[places.start..]);
         let (mut batches, mut jobs) = (vec![], vec![]);
         for level in &mut self.levels {
             level.sort_by_key(|e| e.route);
-            let mut routes = [0; 3];
+            let mut routes = [0; 4];
             let status = meta + (places.status + 4 * jobs.len()) as u64;
             let chunks = meta + at as u64;
             for entry in level {
-                let set = |i: usize| meta + (places.start + i * TABLES) as u64;
-                entry.chunk.tables = TableSet::one_each(entry.tables.map_or(0, set));
+                let set = entry.set.moved_by(extras);
+                let rows = entry.rows.map_or(0, |at| extras + at);
+                let values = entry.chunk.inputs[abi::PARENT];
+                entry.chunk.inputs = sets::inputs(values, rows, set.columns());
+                entry.chunk.tables = set.tables();
                 to[at..at + CHUNK].copy_from_slice(bytemuck::bytes_of(&entry.chunk));
                 at += CHUNK;
                 routes[entry.route as usize] += 1;
@@ -184,5 +234,5 @@ pub(super) fn stored(size: InputSize, bytes: u64) -> u64 {
 
 /// Scratch that decoding a chunk's frames takes: one after the other uses the same.
 pub(super) fn scratch(bytes: u64, width: u64) -> u64 {
-    abi::decode_scratch(Route::Composed, bytes / width, width, bytes).next_multiple_of(16)
+    abi::decode_scratch(Route::Predicted, bytes / width, width, bytes).next_multiple_of(16)
 }

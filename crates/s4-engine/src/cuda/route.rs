@@ -1,38 +1,79 @@
 //! Which kernels a chunk is for, and its descriptor.
 
-use s4_codec_cpu::rans::{Precision, Table};
-use s4_codec_gpu::abi::{self, Route, SharedTable, coding};
+use s4_codec_gpu::abi::{self, Route, coding, prediction};
 use s4_format::layout::{MAX_PLANES, Planes};
-use s4_format::side::{Side, SideKind};
+use s4_format::side::Side;
 use s4_format::{
-    ChunkRecord, CodecId, DType, LayoutId, Plan, PredictorId, ResidualId, Result, StreamEntry,
+    ChunkRecord, CodecId, ContextsId, DType, LayoutId, Plan, PredictorId, ResidualId, Result,
+    StreamEntry,
 };
 
-use crate::tables::SharedTables;
+use super::sets::class;
 use crate::{PlaneCoding, TensorPlan, TensorSpec};
 
-/// Whether values are differences from a parent's. `None`: neither that nor stored by themselves, or
-/// in a way that the kernels lack.
-fn is_delta(plan: &Plan) -> Option<bool> {
-    if !plan.contexts.is_none() {
+/// What the kernels predict values from. `None`: in a way that they lack.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Prediction {
+    /// From nothing.
+    Direct,
+    /// From a parent, with one table a plane.
+    Parent,
+    /// In another way, by its number; see [`prediction`].
+    Other(u8),
+}
+
+fn prediction_of(plan: &Plan) -> Option<Prediction> {
+    type P = PredictorId;
+    type R = ResidualId;
+    let contexts = plan.contexts == ContextsId::EXPONENT;
+    if !contexts && !plan.contexts.is_none() {
         return None;
     }
     match (plan.predictor, plan.residual) {
-        (PredictorId::NONE, ResidualId::ID) => Some(false),
-        (PredictorId::PARENT, ResidualId::XOR | ResidualId::SUB) => Some(true),
+        (P::NONE, R::ID) if !contexts => Some(Prediction::Direct),
+        (P::PARENT, R::XOR | R::SUB) if !contexts => Some(Prediction::Parent),
+        (P::PARENT, R::SUB) => Some(Prediction::Other(prediction::INPUT)),
+        (P::RANK1, R::MAGNITUDE) if !contexts => Some(Prediction::Other(prediction::OFFSETS)),
         _ => None,
+    }
+}
+
+/// What descriptors say of a plan beside its layout and residual.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Told {
+    pub(super) prediction: u8,
+    pub(super) contexts: u8,
+    pub(super) class: [u8; 2],
+    /// Whether planes are coded as those of differences from a parent.
+    pub(super) sparse: bool,
+}
+
+impl Told {
+    /// # Errors
+    /// `Corrupt` if side data that the plan needs is none.
+    pub(super) fn of(plan: &Plan, side: &Side) -> Result<Self> {
+        let Some(Prediction::Other(prediction)) = prediction_of(plan) else {
+            return Ok(Self::default());
+        };
+        let mut told = Self { prediction, sparse: plan.is_delta(), ..Self::default() };
+        if !plan.contexts.is_none() {
+            (told.contexts, told.class) = (abi::CONTEXTS_EXPONENT, class(side)?);
+        }
+        Ok(told)
     }
 }
 
 /// The kernels that encode `n` values of `width` bytes by a plan; `None`: the CPU does.
 pub(super) fn encode_route(plan: &TensorPlan, n: u64, width: usize) -> Option<Route> {
-    let delta = is_delta(&plan.plan)?;
+    let prediction = prediction_of(&plan.plan)?;
     let known = plan.planes.iter().all(|p| code(*p).is_some());
     if !known || !has_layout(plan.plan.layout) || n * width as u64 > abi::MAX_ENCODE_BYTES {
         return None;
     }
-    if delta {
-        return Some(Route::Residual);
+    match prediction {
+        Prediction::Direct => {}
+        Prediction::Parent => return Some(Route::Residual),
+        Prediction::Other(_) => return Some(Route::Predicted),
     }
     let fused = Route::fused(width).filter(|&route| {
         plan.plan.layout == LayoutId::FIELDS
@@ -68,38 +109,6 @@ pub(super) fn codings(plan: &TensorPlan) -> [u8; MAX_PLANES] {
     out
 }
 
-/// The tables of each plane, if any has one: for an encoder from the plan.
-pub(super) fn plan_tables(plan: &TensorPlan) -> Option<[SharedTable; MAX_PLANES]> {
-    let parse = |i: usize| {
-        let precision = Precision::from_param(plan.coding(i).param).ok()?;
-        Table::parse(precision, plan.tables(i)).ok().map(|(table, _)| table)
-    };
-    let tables: Vec<Option<Table>> = (0..MAX_PLANES).map(parse).collect();
-    tables.iter().any(Option::is_some).then(|| set(|i| tables[i].as_ref()))
-}
-
-/// The tables of each plane, if any has one: for a decoder from the tensor's side data. A plane
-/// whose tables are several, or none at all, has none here: its streams are the CPU's.
-///
-/// # Errors
-/// `Corrupt` if the section is none.
-pub(super) fn side_tables(side: &Side) -> Result<Option<[SharedTable; MAX_PLANES]>> {
-    let bytes = SharedTables::parse(side.get(SideKind::TABLES))?;
-    let parse = |i: usize| {
-        // The streams say which precision it is; a table is of one only.
-        [Precision::P8, Precision::P12].into_iter().find_map(|precision| {
-            let (table, len) = Table::parse(precision, bytes.plane(i)).ok()?;
-            (len == bytes.plane(i).len()).then_some(table)
-        })
-    };
-    let tables: Vec<Option<Table>> = (0..MAX_PLANES).map(parse).collect();
-    Ok(tables.iter().any(Option::is_some).then(|| set(|i| tables[i].as_ref())))
-}
-
-fn set<'a>(table: impl Fn(usize) -> Option<&'a Table>) -> [SharedTable; MAX_PLANES] {
-    std::array::from_fn(|i| table(i).map_or_else(bytemuck::Zeroable::zeroed, SharedTable::from))
-}
-
 /// Index of a chunk's first value in its tensor, and the values in a row of that; 0 if the tensor has one
 /// dimension.
 pub(super) fn position(dtype: DType, shape: &[u64], chunk_log2: u8, chunk: u64) -> (u64, u64) {
@@ -119,7 +128,7 @@ pub(super) fn decode_route(
 ) -> Option<(Route, abi::DecodeChunk)> {
     let (plan, width) = (spec.plan, spec.dtype.value_width());
     let n = bytes / width as u64;
-    let delta = is_delta(plan)?;
+    let prediction = prediction_of(plan)?;
     let fits = bytes <= abi::MAX_DECODE_BYTES && n > 0 && frame.len() == record.len as usize;
     if !fits {
         return None;
@@ -141,6 +150,8 @@ pub(super) fn decode_route(
         return None;
     }
     chunk.residual = plan.residual.0;
+    let told = Told::of(plan, spec.side).ok()?;
+    (chunk.prediction, chunk.contexts, chunk.class) = (told.prediction, told.contexts, told.class);
     let planes = Planes::new(plan.layout, width, 0).ok()?.sizes().len();
     let streams = StreamEntry::parse_chunk(frame, planes).ok()?;
     chunk.planes = u8::try_from(planes).ok()?;
@@ -160,9 +171,12 @@ pub(super) fn decode_route(
         };
         at += stream.len();
     }
+    if matches!(prediction, Prediction::Other(_)) {
+        return Some((Route::Predicted, chunk));
+    }
     let fused = Route::fused(width).filter(|_| {
         let (first, rest) = (&chunk.streams[0], &chunk.streams[1..planes]);
-        !delta
+        prediction == Prediction::Direct
             && plan.layout == LayoutId::FIELDS
             && (first.codec, first.param) == (CodecId::RANS.0, 8)
             && rest.iter().all(|s| (s.codec, s.param) == (CodecId::RAW.0, 0))

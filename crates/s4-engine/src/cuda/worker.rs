@@ -2,7 +2,9 @@
 
 use std::sync::{Arc, MutexGuard};
 
-use s4_codec_gpu::{Device, DeviceBuffer, Event, GpuError, Pinned, Pool, Result, Stream};
+use s4_codec_gpu::{
+    Device, DeviceBuffer, Event, GpuError, POOL_PIECE, Pinned, Pool, Result, Stream,
+};
 use s4_format::limits::MAX_CHUNK_BYTES;
 
 use crate::DeviceMemory;
@@ -13,8 +15,10 @@ pub(super) const SLOTS: usize = 3;
 const MOST: u64 = 32 << 20;
 /// Shares of the device budget: one for each slot's frames, the others for the kernels' scratch.
 const SHARES: u64 = SLOTS as u64 + 6;
-/// Memory pools take device memory in pieces of this size: budgets are kept in whole ones.
-const PIECE: u64 = 32 << 20;
+/// Memory pools take device memory in pieces of this size: larger budgets are kept in whole ones.
+const PIECE: u64 = POOL_PIECE;
+/// The least device memory that the engine works in.
+const LEAST_DEVICE: u64 = 16 << 20;
 /// The most that a session takes in one piece: no work gets faster with more.
 const WHOLE: u64 = 3 << 29;
 /// A slot holds at least the largest frame.
@@ -34,18 +38,17 @@ pub(super) struct Sizes {
 impl Sizes {
     /// Cuts `device` bytes of device memory and `pinned` bytes of pinned memory.
     pub(super) fn cut(device: u64, pinned: u64) -> Result<Self> {
-        let least = (SHARES * (LEAST + LEAST / 16)).next_multiple_of(PIECE);
-        if device < least {
-            let what = "scratch memory on the device";
-            return Err(GpuError::Budget { what, needed: least, budget: device });
+        if device < LEAST_DEVICE {
+            return Err(GpuError::Budget { what: SCRATCH, needed: LEAST_DEVICE, budget: device });
         }
-        let device = device / PIECE * PIECE;
+        let device = if device < PIECE { LEAST_DEVICE } else { device / PIECE * PIECE };
         let least = SLOTS as u64 * (LEAST + LEAST / 16);
         if pinned < least {
             let what = "page-locked host memory";
             return Err(GpuError::Budget { what, needed: least, budget: pinned });
         }
-        let share = (device / SHARES).min(pinned / SLOTS as u64).min(MOST + MOST / 16);
+        let share = (device / SHARES).max(LEAST + LEAST / 16);
+        let share = share.min(pinned / SLOTS as u64).min(MOST + MOST / 16);
         let meta = (share / 17).min(1 << 20) & !255;
         let frames = (share - meta).min(MOST) & !255;
         let scratch = (device - SLOTS as u64 * (frames + meta)) & !255;
@@ -55,6 +58,15 @@ impl Sizes {
 
     fn device(&self) -> u64 {
         SLOTS as u64 * (self.frames + self.meta) + self.scratch
+    }
+
+    /// At most half of the device memory, in the same pinned memory; `None`: less would not do.
+    fn halved(&self, pinned: u64) -> Option<Self> {
+        if self.device() <= LEAST_DEVICE {
+            return None;
+        }
+        let half = self.device().next_multiple_of(PIECE) / 2;
+        Self::cut(half.max(LEAST_DEVICE), pinned).ok()
     }
 }
 
@@ -78,7 +90,10 @@ pub(super) struct Worker {
     /// Copies to the device while `copy` copies from it: the link carries both at once.
     pub(super) up: Arc<Stream>,
     pub(super) pool: Arc<Pool>,
-    pub(super) sizes: Sizes,
+    /// The most that a session takes.
+    sizes: Sizes,
+    /// The budget of pinned memory.
+    pinned: u64,
     pub(super) slots: Vec<Slot>,
 }
 
@@ -101,27 +116,54 @@ impl Worker {
             up: Arc::new(Stream::new(&device)?),
             pool: Pool::new(&device, scratch)?,
             sizes,
+            pinned,
             device,
         })
     }
+
+    /// Takes device memory: at most half of what is free, so that what a framework asks for meanwhile is there,
+    /// and less if there is no more, down to what the engine cannot work without.
+    fn arena(&self, what: &'static str) -> Result<(Sizes, DeviceBuffer)> {
+        let (free, _) = self.device.memory()?;
+        let mut sizes = self.sizes;
+        loop {
+            let less = sizes.halved(self.pinned);
+            if let Some(less) = less.filter(|_| sizes.device() > free / 2) {
+                sizes = less;
+                continue;
+            }
+            match (self.pool.alloc(&self.compute, sizes.device(), what), less) {
+                (Ok(arena), _) => return Ok((sizes, arena)),
+                (Err(GpuError::OutOfMemory { .. }), Some(less)) => sizes = less,
+                (Err(error), _) => return Err(error),
+            }
+        }
+    }
 }
+
+const SCRATCH: &str = "scratch memory on the device";
 
 /// A worker in use: it has its device memory, and returns it when dropped.
 pub(super) struct Session<'a> {
     pub(super) worker: MutexGuard<'a, Worker>,
+    /// How its device memory is cut.
+    pub(super) sizes: Sizes,
     arena: Option<DeviceBuffer>,
     start: u64,
 }
 
 impl<'a> Session<'a> {
     /// Takes the device memory, and lets all work wait for the streams of `memory`, which must all
-    /// be this device's.
+    /// be this device's. Where little is free, it takes less than the budget.
+    ///
+    /// # Errors
+    /// `OutOfMemory` if there is not even as much as the engine needs for one chunk; `Argument`, `Driver`.
     pub(super) fn new(
         worker: MutexGuard<'a, Worker>,
         memory: impl Iterator<Item = DeviceMemory>,
     ) -> Result<Self> {
-        let bytes = worker.sizes.device();
-        Self::with_bytes(worker, bytes, memory)
+        let (sizes, arena) = worker.arena(SCRATCH)?;
+        Self::with(worker, sizes, arena, memory)
     }
 
     /// As [`Session::new`], with all of the device memory that the budget allows, in one piece.
@@ -130,16 +172,18 @@ impl<'a> Session<'a> {
         memory: impl Iterator<Item = DeviceMemory>,
     ) -> Result<Self> {
         let bytes = worker.pool.budget().min(WHOLE) / PIECE * PIECE;
-        Self::with_bytes(worker, bytes, memory)
+        let sizes = worker.sizes;
+        let arena = worker.pool.alloc(&worker.compute, bytes.max(sizes.device()), SCRATCH)?;
+        Self::with(worker, sizes, arena, memory)
     }
 
-    fn with_bytes(
+    fn with(
         worker: MutexGuard<'a, Worker>,
-        bytes: u64,
+        sizes: Sizes,
+        arena: DeviceBuffer,
         memory: impl Iterator<Item = DeviceMemory>,
     ) -> Result<Self> {
-        let arena = worker.pool.alloc(&worker.compute, bytes, "scratch memory on the device")?;
-        let session = Self { start: arena.address(), arena: Some(arena), worker };
+        let session = Self { start: arena.address(), sizes, arena: Some(arena), worker };
         let Worker { device, compute, copy, .. } = &*session.worker;
         let mut seen = vec![];
         for m in memory {
@@ -170,13 +214,13 @@ impl<'a> Session<'a> {
 
     /// Address of a slot's frames.
     pub(super) fn frames(&self, slot: usize) -> u64 {
-        let Sizes { frames, meta, .. } = self.worker.sizes;
+        let Sizes { frames, meta, .. } = self.sizes;
         self.start + slot as u64 * (frames + meta)
     }
 
     /// Address of a slot's descriptors and results.
     pub(super) fn meta(&self, slot: usize) -> u64 {
-        self.frames(slot) + self.worker.sizes.frames
+        self.frames(slot) + self.sizes.frames
     }
 
     /// Address of the kernels' scratch.
@@ -187,7 +231,7 @@ impl<'a> Session<'a> {
     /// Where a slot's descriptors and results start in its pinned memory.
     pub(super) fn pinned_meta(&self) -> usize {
         // A part of what was allocated.
-        self.worker.sizes.frames as usize
+        self.sizes.frames as usize
     }
 }
 
@@ -208,10 +252,12 @@ mod tests {
 
     #[test]
     fn memory_is_cut_within_both_budgets() {
-        for device in [32 << 20, 100 << 20, 256 << 20, 4 << 30, u64::MAX] {
+        for device in [16 << 20, 32 << 20, 100 << 20, 256 << 20, 4 << 30, u64::MAX] {
             for pinned in [7 << 20, 96 << 20, 1 << 30, u64::MAX] {
                 let s = Sizes::cut(device, pinned).unwrap();
-                assert!(s.device().next_multiple_of(PIECE) <= device, "{device} {s:?}");
+                let taken = s.device();
+                let taken = if taken < PIECE { taken } else { taken.next_multiple_of(PIECE) };
+                assert!(taken <= device, "{device} {s:?}");
                 assert!(SLOTS as u64 * (s.frames + s.meta) <= pinned, "{pinned} {s:?}");
                 assert!(s.frames >= MAX_CHUNK_BYTES as u64 && s.scratch >= 3 * s.frames, "{s:?}");
                 assert!(s.frames <= MOST && s.meta >= s.frames / 32);
@@ -220,5 +266,21 @@ mod tests {
         let small = Sizes::cut(8 << 20, 96 << 20).unwrap_err();
         assert!(matches!(small, GpuError::Budget { budget: 8_388_608, .. }), "{small}");
         assert!(matches!(Sizes::cut(256 << 20, 1 << 20), Err(GpuError::Budget { .. })));
+    }
+
+    #[test]
+    fn memory_is_halved_until_there_is_just_enough() {
+        for (device, pinned) in [(256 << 20, 96 << 20), (1 << 30, 7 << 20), (100 << 20, 96 << 20)] {
+            let mut sizes = Sizes::cut(device, pinned).unwrap();
+            let slot = sizes.frames + sizes.meta;
+            let mut steps = 0;
+            while let Some(less) = sizes.halved(pinned) {
+                assert!(less.device() < sizes.device(), "{less:?} of {sizes:?}");
+                // The slots of the pinned memory stay as they are.
+                assert!(less.frames + less.meta <= slot, "{less:?}");
+                (sizes, steps) = (less, steps + 1);
+            }
+            assert!(sizes.device() <= LEAST_DEVICE && steps > 0, "{sizes:?}");
+        }
     }
 }

@@ -1,5 +1,6 @@
 //! Memory: budgets kept, nothing left behind, and arguments that are refused.
 
+use s4_codec_gpu::Pool;
 use s4_engine::cuda::{CudaError, CudaOptions, DeviceMemory, GpuError};
 use s4_engine::{Engine, Jobs, NoInputs, Preset, TensorValues};
 use s4_format::DType;
@@ -59,6 +60,48 @@ fn scratch_stays_within_its_budget_and_nothing_is_left() {
         }
     }
     assert_eq!(free(), before, "device memory is left allocated");
+}
+
+/// What a framework left: the engine takes at most half of it, as long as it can work in that.
+#[test]
+fn little_free_memory_means_less_scratch_and_no_detour() {
+    let Some(gpu) = gpu() else { return };
+    if !gpu.is_slow() {
+        println!("skipped: it would fill a real device");
+        return;
+    }
+    let hosts = hosts(&gpu);
+    let uploads: Vec<_> = hosts.iter().map(|h| gpu.upload(&h.data, 0)).collect();
+    let tensors: Vec<_> = hosts.iter().zip(&uploads).map(|(h, u)| h.on(u)).collect();
+    let cpu: Vec<_> = hosts.iter().map(|h| on_cpu(h, None)).collect();
+    let framework = Pool::new(&gpu.device, u64::MAX).unwrap();
+    let free = || gpu.device.memory().unwrap().0;
+    for left in [600 << 20, 150 << 20, 70 << 20, 40 << 20, 17 << 20] {
+        let taken = framework.alloc(&gpu.stream, free() - left, "a framework").unwrap();
+        let before = free();
+        let engine = gpu.engine(CudaOptions::default());
+        let plans = engine.plan::<CudaError>(Preset::Fast, &tensors, &NoInputs, None).unwrap();
+        let mut least = u64::MAX;
+        engine
+            .encode(&Jobs::<CudaError>::new(&tensors, &plans), |frame| {
+                least = least.min(free());
+                let expected = &cpu[frame.tensor].chunks[frame.chunk as usize].1;
+                assert!(frame.bytes == expected, "{}", hosts[frame.tensor].name);
+                Ok(())
+            })
+            .unwrap();
+        assert!(least >= (left / 2).min(left - (16 << 20)), "{least} of {left} were left");
+        assert!(decode(&gpu, &engine, &hosts[1..2], &cpu[1..2]).unwrap()[0] == hosts[1].data);
+        let chunks = engine.chunks();
+        assert!(chunks.device > 0 && chunks.host + chunks.refused == 0, "{chunks:?}");
+        assert_eq!(free(), before, "memory is kept");
+        drop(taken);
+    }
+    let taken = framework.alloc(&gpu.stream, free() - (9 << 20), "a framework").unwrap();
+    let refused = on_gpu(&gpu.engine(CudaOptions::default()), &hosts, &uploads, None).err();
+    let refused = refused.expect("refused");
+    assert!(matches!(refused, CudaError::Gpu(GpuError::OutOfMemory { .. })), "{refused}");
+    drop(taken);
 }
 
 #[test]

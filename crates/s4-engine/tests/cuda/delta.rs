@@ -13,17 +13,17 @@ use s4_planes::{Simd, Width};
 
 use crate::support::{Encoded, Gpu, Host, Span, Upload, compare, gpu, kinds, on_cpu};
 
-const MANIFEST: Digest = Digest([7; 32]);
+pub(crate) const MANIFEST: Digest = Digest([7; 32]);
 
 /// A tensor, training step by training step, and its frames: the first by itself, the others as the
 /// planner likes with the one before as the parent.
-struct Line {
-    steps: Vec<Host>,
-    coded: Vec<Encoded>,
+pub(crate) struct Line {
+    pub(crate) steps: Vec<Host>,
+    pub(crate) coded: Vec<Encoded>,
 }
 
 /// The values a step later: most change a little.
-fn later(host: &Host, step: usize) -> Host {
+pub(crate) fn later(host: &Host, step: usize) -> Host {
     let width = host.dtype.value_width();
     let mut data = host.data.clone();
     let floats = host.name.contains("like-");
@@ -46,7 +46,7 @@ fn sample(host: &Host) -> Vec<u8> {
     probes.into_iter().flat_map(part).copied().collect()
 }
 
-fn delta_on_cpu(host: &Host, before: &Host, plan: Option<TensorPlan>) -> Encoded {
+pub(crate) fn delta_on_cpu(host: &Host, before: &Host, plan: Option<TensorPlan>) -> Encoded {
     let cpu = CpuEngine::new(Simd::detect());
     let mut scratch = Scratch::default();
     let view = host.view();
@@ -87,7 +87,7 @@ impl Line {
         line
     }
 
-    fn last(&self) -> &Host {
+    pub(crate) fn last(&self) -> &Host {
         &self.steps[self.steps.len() - 1]
     }
 
@@ -105,14 +105,14 @@ impl Line {
 
 /// Where parents are.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Given {
+pub(crate) enum Given {
     Device,
     Host,
     Frames,
 }
 
 /// The values of the last step but one.
-struct Parents<'a> {
+pub(crate) struct Parents<'a> {
     lines: &'a [Line],
     uploads: Vec<Upload>,
     given: Given,
@@ -121,7 +121,7 @@ struct Parents<'a> {
 }
 
 impl<'a> Parents<'a> {
-    fn new(gpu: &Gpu, lines: &'a [Line], given: Given) -> Self {
+    pub(crate) fn new(gpu: &Gpu, lines: &'a [Line], given: Given) -> Self {
         let parent = |l: &'a Line| &l.steps[l.steps.len() - 2].data;
         let uploads = match given {
             Given::Device => lines.iter().map(|l| gpu.upload(parent(l), 2)).collect(),
@@ -199,7 +199,7 @@ impl Inputs<CudaError> for Parents<'_> {
 }
 
 /// Encodes the last step of each line on the device.
-fn encode(
+pub(crate) fn encode(
     gpu: &Gpu,
     engine: &CudaEngine,
     parents: &Parents<'_>,
@@ -317,7 +317,7 @@ fn ordered_differences_are_as_on_the_cpu() {
 }
 
 /// Decodes lines into device memory, level by level. Gives the values, and what was left undone.
-fn decode(gpu: &Gpu, engine: &CudaEngine, lines: &[Line]) -> (Vec<Vec<u8>>, Vec<usize>) {
+pub(crate) fn decode(gpu: &Gpu, engine: &CudaEngine, lines: &[Line]) -> (Vec<Vec<u8>>, Vec<usize>) {
     let last = lines[0].steps.len() - 1;
     let to: Vec<_> = (0..)
         .zip(lines)

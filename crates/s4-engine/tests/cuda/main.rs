@@ -11,6 +11,7 @@ mod emulated;
 mod feed;
 mod hostile;
 mod library;
+mod predicted;
 mod racing;
 mod roundtrip;
 mod staging;

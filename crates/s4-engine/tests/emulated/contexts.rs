@@ -6,7 +6,7 @@ use s4_format::{CodecId, LayoutId, StreamEntry, crc32c};
 use s4_planes::Simd;
 
 use super::{Answers, CORRUPT, Contexts, Decode, Encode, Jobs, Kind, MAX_PLANES, OK, UNSUPPORTED};
-use super::{VALUE_CHECKSUM, shared_table};
+use super::{Predicted, VALUE_CHECKSUM, shared_table};
 
 /// A plane, and what its stream is coded with.
 #[derive(Clone)]
@@ -173,6 +173,7 @@ impl Case {
             values: self.values.clone(),
             parent: self.parent.clone(),
             contexts: self.contexts(),
+            predicted: Predicted::default(),
         }
     }
 
@@ -193,6 +194,7 @@ impl Case {
             frame: self.frame.clone(),
             parent: self.parent.clone(),
             contexts: self.contexts(),
+            predicted: Predicted::default(),
         }
     }
 }
@@ -238,13 +240,14 @@ fn cases() -> Vec<Case> {
     all.push(Case::new("half", vec![without.clone(), plane(9001, 3, p12, 5)], true));
     all.push(Case::new("half", vec![plane(9001, 3, p8, 5), without.sharing(1)], false));
     for p in [p8, p12] {
-        // The counted symbols have context 1, the others 2, none 0: two tables have nothing but an escape.
+        // The counted symbols have context 1, the others 2, none 0: two tables expect 0, and have an escape.
         let mut blind = plane(20_000, 1, p, 6);
         for (i, (symbol, context)) in blind.symbols.iter_mut().zip(&mut blind.contexts).enumerate()
         {
             let counted = i % 512 / 64 == 5 * (i / 512) % 8;
             *context = 2 - u8::from(counted);
-            *symbol = if counted { 7 } else { noise(i) as u8 };
+            let rare = if i.is_multiple_of(16) { noise(i) as u8 } else { 0 };
+            *symbol = if counted { 7 } else { rare };
         }
         all.push(Case::new("blind", vec![blind], false));
     }

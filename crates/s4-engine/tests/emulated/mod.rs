@@ -2,6 +2,7 @@
 //! structures are those of `kernels/tests/jobs.h` and `kernels/abi.h`.
 
 mod contexts;
+mod predicted;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -32,6 +33,8 @@ pub(crate) enum Kind {
     /// Symbols with contexts, and encoding differences of such.
     Contexts,
     ResidualContexts,
+    /// Any prediction, and contexts of its own.
+    Predicted,
 }
 
 impl Kind {
@@ -43,6 +46,7 @@ impl Kind {
             Self::Residual => 1,
             Self::Contexts => 8,
             Self::ResidualContexts => 9,
+            Self::Predicted => 10,
         }
     }
 
@@ -123,6 +127,21 @@ impl Contexts {
     }
 }
 
+/// What the kernels for any prediction are told of a chunk, as its descriptor has it.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Predicted {
+    prediction: u8,
+    sparse: bool,
+    contexts: u8,
+    /// Top exponent and shift of the classes.
+    class: (u8, u8),
+    /// `Offsets` with those of rows, and those of columns; empty if there are none.
+    offsets: Vec<u8>,
+    columns: Vec<u8>,
+    /// Whether the input's values lie where the chunk's are decoded to.
+    in_place: bool,
+}
+
 /// A chunk to encode.
 #[derive(Debug, Clone)]
 pub(crate) struct Encode {
@@ -140,6 +159,7 @@ pub(crate) struct Encode {
     pub(crate) values: Vec<u8>,
     pub(crate) parent: Vec<u8>,
     pub(crate) contexts: Contexts,
+    pub(crate) predicted: Predicted,
 }
 
 /// What a chunk became.
@@ -172,6 +192,7 @@ pub(crate) struct Decode {
     pub(crate) frame: Vec<u8>,
     pub(crate) parent: Vec<u8>,
     pub(crate) contexts: Contexts,
+    pub(crate) predicted: Predicted,
 }
 
 /// Jobs for one run of the program.
@@ -222,9 +243,15 @@ impl Jobs {
             self.bytes.extend(c.coding);
             self.bytes.extend(c.contexts.tables(c.tables.len()));
             self.put((c.values.len() / c.width) as u32);
-            let contexts = (u32::from(c.contexts.planes), c.contexts.bytes.len() as u32);
-            [c.flags, c.skew, contexts.0, contexts.1].into_iter().for_each(|v| self.put(v));
-            self.bytes.extend([&c.tables[..], &c.values, &c.parent, &c.contexts.bytes].concat());
+            [c.flags, c.skew].into_iter().for_each(|v| self.put(v));
+            let p = &c.predicted;
+            let contexts = c.contexts.planes | p.contexts;
+            self.bytes.extend([contexts, p.prediction, p.sparse.into(), p.class.0]);
+            self.bytes.extend([p.class.1, 0, 0, 0]);
+            let more = [&c.contexts.bytes[..], &p.offsets].concat();
+            let lens = [c.parent.len(), more.len(), p.columns.len()];
+            lens.into_iter().for_each(|len| self.put(len as u32));
+            self.bytes.extend([&c.tables[..], &c.values, &c.parent, &more, &p.columns].concat());
         }
         self.batches.push(Batch::Encode(chunks.len()));
     }
@@ -239,13 +266,18 @@ impl Jobs {
         for (i, (planes, streams)) in &parsed {
             let c = &chunks[*i];
             self.bytes.extend([c.kind.byte(), c.width as u8, c.layout.0, c.residual]);
-            self.bytes.extend([u8::from(c.plain), *planes, u8::from(c.check), c.contexts.planes]);
+            let p = &c.predicted;
+            let contexts = c.contexts.planes | p.contexts;
+            self.bytes.extend([u8::from(c.plain), *planes, u8::from(c.check), contexts]);
             let lens = [c.n, c.frame.len()].map(|v| v as u32);
             lens.into_iter().chain([c.crc_encoded, c.crc_raw, c.skew]).for_each(|v| self.put(v));
-            self.put(c.contexts.bytes.len() as u32);
+            self.put(c.parent.len() as u32);
             self.bytes.extend(c.contexts.tables(c.tables.len()));
             self.bytes.extend(streams);
-            self.bytes.extend([&c.tables[..], &c.frame, &c.parent, &c.contexts.bytes].concat());
+            self.bytes.extend([p.prediction, p.in_place.into(), p.class.0, p.class.1]);
+            let more = [&c.contexts.bytes[..], &p.offsets].concat();
+            [more.len(), p.columns.len()].into_iter().for_each(|len| self.put(len as u32));
+            self.bytes.extend([&c.tables[..], &c.frame, &c.parent, &more, &p.columns].concat());
         }
         let lens = parsed.iter().map(|(i, _)| chunks[*i].n * chunks[*i].width).collect();
         self.batches.push(Batch::Decode(lens));

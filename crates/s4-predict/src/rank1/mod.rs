@@ -138,6 +138,26 @@ impl<'a> Offsets<'a> {
         self.width
     }
 
+    /// What sums of offsets are added to.
+    pub fn base(&self) -> u64 {
+        self.base
+    }
+
+    /// Bits that sums of offsets are shifted by.
+    pub fn shift(&self) -> u32 {
+        self.shift
+    }
+
+    /// The offsets of the rows, 2 bytes each.
+    pub fn row_offsets(&self) -> &'a [u8] {
+        self.row_offsets
+    }
+
+    /// The offsets of the columns, 2 bytes each.
+    pub fn col_offsets(&self) -> &'a [u8] {
+        self.col_offsets
+    }
+
     /// The number of columns.
     pub fn cols(&self) -> usize {
         self.col_offsets.len() / 2

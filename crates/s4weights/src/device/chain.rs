@@ -50,7 +50,7 @@ impl<'a> Chain<'a> {
         for (request, &(number, to)) in requests.iter().enumerate() {
             let host = reader.host(number);
             let plan = &reader.manifest.plans[usize::from(reader.tensors[host].plan)];
-            if plan.is_direct() && open {
+            if plan.inputs.is_empty() && open {
                 chain.steps[0].wanted.push(Wanted { tensor: number, request, to, chunks: None });
                 continue;
             }

@@ -1,10 +1,10 @@
 //! Chunks that are encoded together.
 
 use s4_codec_gpu::abi::{self, CopySpan, EncodeChunk, EncodeResult, Route};
-use s4_format::layout::MAX_PLANES;
 use s4_format::limits::ALIGN;
 
 use crate::Input;
+use crate::cuda::sets::{Extra, SetPlace};
 
 /// A chunk of a group.
 #[derive(Clone, Copy, Default)]
@@ -26,6 +26,9 @@ pub(super) struct Member {
     /// Of a difference the address of the parent's values, and which statuses say how they came there.
     pub(super) parent: u64,
     pub(super) statuses: (usize, usize),
+    /// Where what its tensor's chunks share, and the offsets of its own rows, lie behind the descriptors.
+    pub(super) set: SetPlace,
+    pub(super) rows: Option<u64>,
 }
 
 /// The work in flight in one slot.
@@ -36,13 +39,14 @@ pub(super) struct Group<'a> {
     /// What deltas are predicted from, until their frames are known to be good.
     pub(super) inputs: Vec<Option<Input<'a>>>,
     /// Chunks of each route.
-    pub(super) routes: [u32; 4],
+    pub(super) routes: [u32; 5],
     /// Bytes of frames at most; the values of the CPU's chunks follow.
     pub(super) capacity: u64,
     /// Pieces that the values are copied in.
     pub(super) copies: u32,
-    /// Sets of tables, in the order in which they lie behind the descriptors, by tensor.
-    pub(super) tables: Vec<usize>,
+    /// What lies behind the descriptors, and its bytes.
+    pub(super) extras: Vec<Extra<'a>>,
+    pub(super) extra_len: u64,
     /// Where the statuses of the parents' frames lie in the meta memory, by job.
     pub(super) statuses: Vec<usize>,
     /// Whether its frames were sent to the host.
@@ -59,7 +63,6 @@ pub(super) struct Room {
     pub(super) meta: u64,
 }
 
-pub(super) const TABLES: u64 = (MAX_PLANES * size_of::<abi::SharedTable>()) as u64;
 pub(super) const PER_CHUNK: u64 = (size_of::<EncodeChunk>() + size_of::<EncodeResult>()) as u64;
 /// Bytes before the results: how many bytes of frames there are.
 pub(super) const TOTAL: u64 = 16;
@@ -72,18 +75,25 @@ impl Member {
     }
 }
 
-impl Group<'_> {
+impl<'a> Group<'a> {
+    /// Adds what lies behind the descriptors.
+    pub(super) fn add(&mut self, extra: Extra<'a>) {
+        self.extra_len += extra.len() as u64;
+        self.extras.push(extra);
+    }
+
     pub(super) fn count(&self) -> u32 {
         self.routes.iter().sum()
     }
 
-    /// Where tables, the pieces of the copies and results start in the slot's meta memory: behind the
+    /// Where extras, the pieces of the copies and results start in the slot's meta memory: behind the
     /// descriptors, and the spans of the answers in front of the results. What decodes parents follows.
     pub(super) fn places(&self) -> (u64, u64, u64) {
-        let tables = u64::from(self.count()) * size_of::<EncodeChunk>() as u64;
-        let copies = tables + self.tables.len() as u64 * TABLES;
+        let extras = u64::from(self.count()) * size_of::<EncodeChunk>() as u64;
+        let extras = extras.next_multiple_of(ALIGN as u64);
+        let copies = extras + self.extra_len;
         let results = copies + (u64::from(self.copies) + 2) * SPAN;
-        (tables, copies, results.next_multiple_of(16))
+        (extras, copies, results.next_multiple_of(16))
     }
 
     /// The end of the results.
@@ -93,8 +103,8 @@ impl Group<'_> {
 
     /// Gives each chunk its place: in the batch, which is sorted by route, or behind the frames.
     pub(super) fn place(&mut self) {
-        let [a, b, c, _] = self.routes;
-        let mut next = [0, a, a + b, a + b + c];
+        let [a, b, c, d, _] = self.routes;
+        let mut next = [0, a, a + b, a + b + c, a + b + c + d];
         let mut behind = self.capacity;
         for member in &mut self.members {
             match member.route {

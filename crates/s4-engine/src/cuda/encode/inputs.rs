@@ -19,7 +19,7 @@ pub(super) struct Decoding {
 impl<'a> EncodeQueue<'a> {
     /// Whether a parent of this size can be decoded in one slot; else the CPU does.
     pub(super) fn on_device(&self, size: InputSize, bytes: u64) -> bool {
-        let sizes = self.session.worker.sizes;
+        let sizes = self.session.sizes;
         let meta = u64::from(size.frames) * (parent::PER_FRAME + parent::PER_TENSOR);
         parent::stored(size, bytes) <= sizes.frames && meta <= sizes.meta / 2
     }
@@ -27,11 +27,12 @@ impl<'a> EncodeQueue<'a> {
     /// Has a group's inputs, or what they are decoded from, copied to the device.
     pub(super) fn upload_inputs(&mut self, group: &mut Group<'a>) -> Result<Option<Decoding>> {
         let start = self.session.frames(group.slot);
+        let sizes = self.session.sizes;
         let mut incoming = Incoming {
             bytes: vec![],
-            levels: Levels::default(),
+            levels: Levels::new(sizes.meta.saturating_sub(group.end()) as usize),
             end: start,
-            most: start + self.session.worker.sizes.frames,
+            most: start + sizes.frames,
         };
         let ordinal = self.session.worker.device.ordinal();
         let mut any = false;
@@ -58,7 +59,11 @@ impl<'a> EncodeQueue<'a> {
     }
 
     /// Copies what was placed to the device.
-    fn upload(&mut self, group: &mut Group<'a>, incoming: Incoming) -> Result<Option<Decoding>> {
+    fn upload(
+        &mut self,
+        group: &mut Group<'a>,
+        incoming: Incoming<'a>,
+    ) -> Result<Option<Decoding>> {
         let start = self.session.frames(group.slot);
         let worker = &self.session.worker;
         let slot = &worker.slots[group.slot];
@@ -88,14 +93,18 @@ impl<'a> EncodeQueue<'a> {
     }
 
     /// Writes what decodes the parents' frames behind what encodes their chunks.
-    fn describe_parents(&self, group: &mut Group<'a>, levels: Levels) -> Result<Option<Decoding>> {
+    fn describe_parents(
+        &self,
+        group: &mut Group<'a>,
+        levels: Levels<'a>,
+    ) -> Result<Option<Decoding>> {
         if levels.is_empty() {
             return Ok(None);
         }
         let worker = &self.session.worker;
         let places = levels.places(group.end() as usize);
         let answers = places.status + 4 * places.frames;
-        if answers as u64 > worker.sizes.meta {
+        if answers as u64 > self.session.sizes.meta {
             return Err(more_than_said());
         }
         let (slot, meta) = (&worker.slots[group.slot], self.session.meta(group.slot));
@@ -172,15 +181,15 @@ pub(super) fn open_inputs<'a, E: From<CudaError>>(
 }
 
 /// What goes to a slot's memory on the device.
-struct Incoming {
+struct Incoming<'a> {
     /// Each with its address, in ascending order.
     bytes: Vec<(u64, Bytes)>,
-    levels: Levels,
+    levels: Levels<'a>,
     end: u64,
     most: u64,
 }
 
-impl Incoming {
+impl<'a> Incoming<'a> {
     /// Adds values; gives their address.
     fn values(&mut self, values: Bytes) -> Result<u64> {
         let at = self.end;
@@ -196,7 +205,7 @@ impl Incoming {
         &mut self,
         number: usize,
         member: &Member,
-        frames: &[InputFrame<'_>],
+        frames: &[InputFrame<'a>],
         on_host: bool,
     ) -> Option<u64> {
         let mut end = self.end;

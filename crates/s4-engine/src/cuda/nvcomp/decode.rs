@@ -111,7 +111,7 @@ impl<'a> DecodeQueue<'_, 'a> {
     ) -> Result<Vec<usize>> {
         let Some(trusted) = self.trusted.clone() else { return Ok(numbers) };
         let (mut others, mut found) = (vec![], vec![]);
-        let sizes = self.session.worker.sizes;
+        let sizes = self.session.sizes;
         // Half is for what the library needs by itself.
         let (most, room) = (sizes.scratch / 2, (sizes.meta as usize).saturating_sub(GAPS));
         for number in numbers {
@@ -149,7 +149,7 @@ impl<'a> DecodeQueue<'_, 'a> {
         let mut sound = Vec::with_capacity(chunks.len());
         let mut rest = chunks;
         while !rest.is_empty() {
-            let room = (self.session.worker.sizes.meta as usize).saturating_sub(GAPS);
+            let room = (self.session.sizes.meta as usize).saturating_sub(GAPS);
             if busy.meta + CHUNK > room {
                 self.start_over(slot, busy)?;
             }
@@ -308,7 +308,7 @@ impl<'a> DecodeQueue<'_, 'a> {
         let work = DecodeBatch {
             chunks: on_device + chunks_at as u64,
             status: on_device + status_at as u64,
-            routes: [0, 0, chunks.len() as u32],
+            routes: [0, 0, chunks.len() as u32, 0],
         };
         // SAFETY: descriptors, arrays, answers and scratch are parts of the session's memory, used in the
         // order of one stream; blocks lie within frames whose checksums match, of a checkpoint that the
@@ -353,7 +353,7 @@ impl<'a> DecodeQueue<'_, 'a> {
         let (shape, stream) = (call.shape(), worker.compute.address());
         let needed = decode_scratch(&**codec, &worker.device, shape, stream).of(tensor)?;
         let scratch = scratch.next_multiple_of(PART);
-        let end = self.session.scratch() + worker.sizes.scratch;
+        let end = self.session.scratch() + self.session.sizes.scratch;
         if scratch + needed as u64 > end {
             let what = format!("{needed} bytes of scratch memory for codec `{}`", codec.id());
             return Err(Error::limit(what)).of(tensor);

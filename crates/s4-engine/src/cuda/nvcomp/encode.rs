@@ -76,7 +76,7 @@ impl<'a> LibraryQueue<'a> {
         let shares = (0..count).map(share).collect::<Result<_>>()?;
         Ok(Self {
             memory: (session.bytes() / count) & !255,
-            meta: (worker.sizes.meta / count.div_ceil(SLOTS as u64)) & !255,
+            meta: (session.sizes.meta / count.div_ceil(SLOTS as u64)) & !255,
             session,
             library,
             host,
@@ -147,7 +147,7 @@ impl<'a> LibraryQueue<'a> {
         let places = Places::of(load);
         places.end <= self.memory
             && places.meta() <= self.meta
-            && load.frames <= self.session.worker.sizes.frames
+            && load.frames <= self.session.sizes.frames
     }
 
     /// How many values a chunk has, and how many bytes each.

@@ -1,0 +1,212 @@
+//! What chunks need in device memory besides their values and frames: tables, and the offsets of rows and columns.
+
+use s4_codec_cpu::rans::{Precision, Table, parse_tables};
+use s4_codec_gpu::abi::{self, SharedTable, TableSet};
+use s4_format::layout::MAX_PLANES;
+use s4_format::limits::ALIGN;
+use s4_format::side::{Side, SideKind};
+use s4_format::{PredictorId, Result};
+use s4_predict::Tensor;
+use s4_predict::rank1::Offsets;
+
+use crate::tables::SharedTables;
+use crate::{TensorPlan, TensorSpec, TensorValues};
+
+/// What the chunks of a tensor share.
+#[derive(Default)]
+pub(super) struct TensorSet<'a> {
+    tables: Vec<SharedTable>,
+    /// Tables of each plane.
+    counts: [u32; MAX_PLANES],
+    /// The offsets of the columns.
+    columns: &'a [u8],
+}
+
+/// Where a [`TensorSet`] lies.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct SetPlace {
+    /// Address, or distance from one.
+    pub(super) at: u64,
+    /// Bytes there.
+    pub(super) len: usize,
+    counts: [u32; MAX_PLANES],
+    columns: bool,
+}
+
+/// What a chunk alone needs: the offsets of its rows.
+pub(super) struct Rows<'a> {
+    head: abi::Offsets,
+    rows: &'a [u8],
+}
+
+/// One or the other, as they lie behind each other.
+pub(super) enum Extra<'a> {
+    Set(TensorSet<'a>),
+    Rows(Rows<'a>),
+}
+
+impl<'a> TensorSet<'a> {
+    /// For an encoder.
+    ///
+    /// # Errors
+    /// `Corrupt` if the plan's side data is not for the tensor.
+    pub(super) fn of_plan(plan: &'a TensorPlan, t: &TensorValues<'a>) -> Result<Self> {
+        let mut set = Self::default();
+        for i in 0..MAX_PLANES {
+            let Ok(precision) = Precision::from_param(plan.coding(i).param) else { continue };
+            if !plan.tables(i).is_empty() {
+                set.add(i, &parse_tables(precision, plan.tables(i))?);
+            }
+        }
+        let tensor = Tensor { dtype: t.dtype, shape: t.shape, side: &plan.side };
+        set.columns = offsets(plan.plan.predictor, &tensor)?.map_or(&[][..], |o| o.col_offsets());
+        Ok(set)
+    }
+
+    /// For a decoder. A plane whose tables are of neither precision has none here: its streams are the CPU's.
+    ///
+    /// # Errors
+    /// `Corrupt` if the side data is none.
+    pub(super) fn of_spec(spec: &TensorSpec<'a>) -> Result<Self> {
+        let mut set = Self::default();
+        let bytes = SharedTables::parse(spec.side.get(SideKind::TABLES))?;
+        for i in 0..MAX_PLANES {
+            // The streams say which precision it is; a table is of one only.
+            let parse = |precision| parse_tables(precision, bytes.plane(i)).ok();
+            let tables = [Precision::P8, Precision::P12].into_iter().find_map(parse);
+            set.add(i, &tables.unwrap_or_default());
+        }
+        let tensor = Tensor { dtype: spec.dtype, shape: spec.shape, side: spec.side };
+        set.columns = offsets(spec.plan.predictor, &tensor)?.map_or(&[][..], |o| o.col_offsets());
+        Ok(set)
+    }
+
+    fn add(&mut self, plane: usize, tables: &[Table]) {
+        // At most `MAX_TABLES`.
+        self.counts[plane] = tables.len() as u32;
+        self.tables.extend(tables.iter().map(SharedTable::from));
+    }
+
+    /// Where it lies if it starts at `at`.
+    pub(super) fn place(&self, at: u64) -> SetPlace {
+        SetPlace { at, len: self.len(), counts: self.counts, columns: !self.columns.is_empty() }
+    }
+
+    fn tables_len(&self) -> usize {
+        size_of_val(&self.tables[..]).next_multiple_of(ALIGN)
+    }
+
+    fn len(&self) -> usize {
+        self.tables_len() + self.columns.len().next_multiple_of(ALIGN)
+    }
+
+    fn write(&self, to: &mut [u8]) {
+        let tables = bytemuck::cast_slice::<_, u8>(&self.tables);
+        to[..tables.len()].copy_from_slice(tables);
+        to[self.tables_len()..][..self.columns.len()].copy_from_slice(self.columns);
+    }
+}
+
+impl SetPlace {
+    /// The place, if its distance is from `base`.
+    pub(super) fn moved_by(self, base: u64) -> Self {
+        Self { at: base + self.at, ..self }
+    }
+
+    /// The tables of each plane.
+    pub(super) fn tables(&self) -> [TableSet; MAX_PLANES] {
+        TableSet::of_counts(self.at, &self.counts)
+    }
+
+    /// Address of the offsets of columns; 0 if there are none.
+    pub(super) fn columns(&self) -> u64 {
+        let tables = self.counts.iter().sum::<u32>() as usize * size_of::<SharedTable>();
+        if self.columns { self.at + tables.next_multiple_of(ALIGN) as u64 } else { 0 }
+    }
+}
+
+impl<'a> Rows<'a> {
+    /// Of `n` values from number `first` on of a tensor; `None` if nothing is predicted by rows.
+    ///
+    /// # Errors
+    /// `Corrupt` if the side data is not for the tensor.
+    pub(super) fn of(
+        predictor: PredictorId,
+        tensor: &Tensor<'a>,
+        (first, n): (u64, u64),
+    ) -> Result<Option<Self>> {
+        let Some(offsets) = offsets(predictor, tensor)? else { return Ok(None) };
+        let cols = offsets.cols() as u64;
+        let (row, end) = (first / cols, (first + n).div_ceil(cols));
+        // They are within the tensor's values, and so within the rows.
+        let rows = offsets.row_offsets().get(2 * row as usize..2 * end as usize);
+        let rows = rows.unwrap_or_default();
+        let head = abi::Offsets {
+            base: offsets.base(),
+            first: first - row * cols,
+            shift: offsets.shift(),
+            rows: (rows.len() / 2) as u32,
+            cols: cols as u32,
+            reserved: 0,
+        };
+        Ok(Some(Self { head, rows }))
+    }
+
+    /// Bytes in device memory.
+    pub(super) fn len(&self) -> usize {
+        (size_of::<abi::Offsets>() + self.rows.len()).next_multiple_of(ALIGN)
+    }
+
+    fn write(&self, to: &mut [u8]) {
+        let (head, rows) = to.split_at_mut(size_of::<abi::Offsets>());
+        head.copy_from_slice(bytemuck::bytes_of(&self.head));
+        rows[..self.rows.len()].copy_from_slice(self.rows);
+    }
+}
+
+impl Extra<'_> {
+    /// Bytes in device memory: a multiple of 16.
+    pub(super) fn len(&self) -> usize {
+        match self {
+            Self::Set(set) => set.len(),
+            Self::Rows(rows) => rows.len(),
+        }
+    }
+
+    /// Writes it to the start of `to`.
+    pub(super) fn write(&self, to: &mut [u8]) {
+        match self {
+            Self::Set(set) => set.write(to),
+            Self::Rows(rows) => rows.write(to),
+        }
+    }
+}
+
+/// Writes all of them, one behind the other; gives the bytes that they take.
+pub(super) fn write_all(extras: &[Extra<'_>], to: &mut [u8]) -> usize {
+    extras.iter().fold(0, |at, extra| {
+        extra.write(&mut to[at..]);
+        at + extra.len()
+    })
+}
+
+fn offsets<'a>(predictor: PredictorId, tensor: &Tensor<'a>) -> Result<Option<Offsets<'a>>> {
+    if predictor == PredictorId::RANK1 { Offsets::of(tensor).map(Some) } else { Ok(None) }
+}
+
+/// The inputs of a descriptor: the values of its input, its rows and its columns, by address; 0: none.
+pub(super) fn inputs(values: u64, rows: u64, columns: u64) -> [u64; abi::MAX_INPUTS] {
+    let mut inputs = abi::parent_input(values);
+    (inputs[abi::OFFSETS], inputs[abi::COLUMNS]) = (rows, columns);
+    inputs
+}
+
+/// Exponent of class 0, and the shift of what is below it, of the contexts in side data.
+///
+/// # Errors
+/// `Corrupt` if there are none.
+pub(super) fn class(side: &Side) -> Result<[u8; 2]> {
+    let (top, shift) = s4_predict::exponent::parse(side.get(SideKind::CONTEXTS))?;
+    // At most 7.
+    Ok([top, shift as u8])
+}
