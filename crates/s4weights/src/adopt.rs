@@ -60,7 +60,9 @@ impl Writer {
         let reader = Reader::open_objects(Source::Bytes(index), Box::new(NoObjects), options)?;
         let m = reader.manifest();
         if m.objects.iter().any(|o| o.name.is_none()) {
-            return Err(Error::Argument("an index that has chunks in it cannot be taken over".into()));
+            return Err(Error::Argument(
+                "an index that has chunks in it cannot be taken over".into(),
+            ));
         }
         self.adopt_parent(m.parent)?;
         let shift = Shift {

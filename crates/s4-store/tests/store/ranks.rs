@@ -47,13 +47,14 @@ async fn parts_become_one_checkpoint_that_everything_works_on() {
     let other = Store::open(&place, quick_options()).await.unwrap();
     let reading = other.read(id).await.unwrap();
     assert_eq!(&reading.manifest().blob[..], b"index");
-    for (n, name) in ["0.0", "0.1", "0.2", "2.0", "2.1", "2.2", "2.3", "2.4"].into_iter().enumerate()
+    for (n, name) in
+        ["0.0", "0.1", "0.2", "2.0", "2.1", "2.2", "2.3", "2.4"].into_iter().enumerate()
     {
         assert_eq!(reading.object(n as u32).await.unwrap(), name);
     }
     assert!(matches!(reading.object(8).await.unwrap_err(), Error::Argument(_)));
     let all = CheckOptions { read_data: true, ..CheckOptions::default() };
-    let report = other.check(&all).await.unwrap();
+    let report = other.check(&all, None).await.unwrap();
     assert!(report.findings.is_empty(), "{:?}", report.findings);
     assert_eq!(report.objects, 8);
 
@@ -71,7 +72,12 @@ async fn parts_become_one_checkpoint_that_everything_works_on() {
     // Readers that do not know parts refuse the log by its version.
     let entries = store.log(1).await.unwrap();
     let versions: Vec<_> = entries.iter().map(|e| e.v).collect();
-    assert_eq!(versions, [3, 1, 3, 1, 1], "{:?}", entries.iter().map(|e| &e.op).collect::<Vec<_>>());
+    assert_eq!(
+        versions,
+        [3, 1, 3, 1, 1],
+        "{:?}",
+        entries.iter().map(|e| &e.op).collect::<Vec<_>>()
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -128,7 +134,8 @@ async fn ranks_have_limits() {
     last.put_as(0, "", Bytes::from_static(b"x")).await.unwrap();
     let mut parts = vec![vec![]; MAX_RANKS as usize - 1];
     parts.push(last.finish_part().await.unwrap());
-    let listed = store.gather(id, parts).await.unwrap().publish(Bytes::new(), about(1)).await.unwrap();
+    let listed =
+        store.gather(id, parts).await.unwrap().publish(Bytes::new(), about(1)).await.unwrap();
     assert_eq!(store.read(listed.id()).await.unwrap().object(0).await.unwrap(), "x");
     // What is gathered is complete.
     let mut gathered = store.gather(listed.id(), vec![]).await.unwrap();

@@ -31,9 +31,8 @@ pub struct PartOf {
     parent: Option<Reference>,
     /// How many checkpoints there have been since the base.
     number: u32,
-    /// Why it is a base: for the coordinator alone.
-    #[serde(skip)]
-    why_base: Option<WhyBase>,
+    /// Why it is a base; `None` if it may be a delta.
+    why_base: Option<String>,
 }
 
 /// What one rank stored.
@@ -97,7 +96,10 @@ impl CheckpointStore {
     pub fn begin_parts(&self, raw: u64, base: bool) -> Result<PartOf> {
         let store = self.opener.store.clone();
         let id = self.opener.bridge.ask(async move { Ok(store.begin().await?.id()) })?;
-        let as_base = |why: WhyBase| PartOf { id, parent: None, number: 0, why_base: Some(why) };
+        let as_base = |why: WhyBase| {
+            let why_base = Some(why.to_string());
+            PartOf { id, parent: None, number: 0, why_base }
+        };
         if base {
             return Ok(as_base(WhyBase::Asked));
         }
@@ -215,7 +217,8 @@ impl CheckpointStore {
         };
         let staged = bridge.wait_asking(&asker, staging)?.map_err(|e| self.error(e))?;
         let checkpoint = self.list_staged(staged)?;
-        let why_base = of.why_base.clone().or((!delta).then_some(WhyBase::NothingGained));
+        let begun = of.why_base.clone().map(WhyBase::Begun);
+        let why_base = begun.or((!delta).then_some(WhyBase::NothingGained));
         Ok(Saved { checkpoint, report, why_base, retired: vec![] })
     }
 }

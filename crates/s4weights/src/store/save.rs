@@ -1,8 +1,8 @@
 //! Saving: as a delta, or as a base.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
 use s4_delta::policy::Reason;
 use s4_format::limits::{MAX_CHAIN, MAX_OBJECTS};
@@ -96,6 +96,8 @@ pub enum WhyBase {
     Policy(Reason),
     /// The values of the previous checkpoint could not be used, for this reason.
     Parent(String),
+    /// It was begun as a base, for this reason.
+    Begun(String),
     /// No tensor was smaller as a delta.
     NothingGained,
 }
@@ -106,6 +108,7 @@ impl std::fmt::Display for WhyBase {
             Self::Asked => f.write_str("a base was asked for"),
             Self::Policy(reason) => reason.fmt(f),
             Self::Parent(why) => write!(f, "the checkpoint before cannot be used: {why}"),
+            Self::Begun(why) => f.write_str(why),
             Self::NothingGained => f.write_str("no tensor was smaller as a difference"),
         }
     }
