@@ -200,9 +200,7 @@ def _train(rank: int, url: str, mesh_shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(("world", "mesh"), [(2, (2,)), (4, (2, 2))])
-def test_fsdp_trains_saves_and_resumes(
-    tmp_path: Path, world: int, mesh: tuple[int, ...]
-) -> None:
+def test_fsdp_trains_saves_and_resumes(tmp_path: Path, world: int, mesh: tuple[int, ...]) -> None:
     run_ranks(world, _train, str(tmp_path / "run"), mesh)
 
 
@@ -333,9 +331,7 @@ def test_ids_name_a_store_and_a_step(tmp_path: Path) -> None:
         dcp.save(state, checkpoint_id=where, storage_writer=writer, no_dist=True)
         assert writer.entry is not None and writer.entry.step == step
         loaded = {"w": torch.zeros(5000), "n": 0}
-        dcp.load(
-            loaded, checkpoint_id=where, storage_reader=StorageReader(), no_dist=True
-        )
+        dcp.load(loaded, checkpoint_id=where, storage_reader=StorageReader(), no_dist=True)
         assert same(loaded["w"], state["w"]) and loaded["n"] == 3
     assert [e.step for e in s4weights.CheckpointStore(tmp_path / "run").list()] == [
         1000,

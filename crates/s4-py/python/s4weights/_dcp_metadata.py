@@ -79,7 +79,7 @@ def _items(planner: Any) -> Any:
 
 
 def _path(fqn: str, path: Any) -> list[str | int]:
-    parts = list(path) if isinstance(path, (tuple, list)) else [None]
+    parts: list[Any] = list(path) if isinstance(path, (tuple, list)) else [None]
     for part in parts:
         if type(part) not in (str, int):
             raise UnsupportedFormatError(

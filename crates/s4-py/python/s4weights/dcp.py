@@ -32,10 +32,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
-    LoadPlanner as _AnyLoadPlanner,
     ReadItem,
     SavePlan,
-    SavePlanner as _AnySavePlanner,
     WriteItem,
     WriteItemType,
 )
@@ -124,7 +122,7 @@ class _Place:
         return f"{self.store.url}: step {'newest' if self.step is None else self.step}"
 
 
-class StorageWriter(dcp.StorageWriter):
+class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
     """Writes distributed checkpoints into a `CheckpointStore`.
 
     Every rank makes one, with the same arguments. It can be pickled, and be used for one save after
@@ -202,9 +200,7 @@ class StorageWriter(dcp.StorageWriter):
             for rank, plan in enumerate(plans)
         ]
 
-    def write_data(
-        self, plan: SavePlan, planner: _AnySavePlanner
-    ) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         share: _Share = plan.storage_data
         store = self._place.store
         held: list[torch.Tensor] = []
@@ -262,7 +258,7 @@ class StorageWriter(dcp.StorageWriter):
         self.entry = store._saved(json.loads(done))
 
 
-class StorageReader(dcp.StorageReader):
+class StorageReader(dcp.StorageReader):  # type: ignore[misc]
     """Reads distributed checkpoints from a `CheckpointStore`, with any number of ranks.
 
     Args:
@@ -335,7 +331,7 @@ class StorageReader(dcp.StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
-    def read_data(self, plan: LoadPlan, planner: _AnyLoadPlanner) -> Future[None]:
+    def read_data(self, plan: LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
         self.read_metadata()
         assert self._reader is not None
         compute = self._place.store._compute()
@@ -366,7 +362,7 @@ class _StoredTensors:
         self._tensors = {t[0]: (number, t[1], t[2]) for number, t in enumerate(reader.tensors())}
         self._whole: list[tuple[ReadItem, torch.Tensor, int, torch.Tensor]] = []
 
-    def _find(self, index: MetadataIndex) -> tuple[int, str, list[int]]:
+    def _find(self, index: MetadataIndex) -> tuple[int, str, tuple[int, ...]]:
         name = self._names.get(index)
         found = None if name is None else self._tensors.get(name)
         if found is None:
@@ -381,7 +377,7 @@ class _StoredTensors:
             self._reader.read_into([(number, memory.data_ptr(), len(values))], None)
         return bytes(values)
 
-    def fill(self, item: ReadItem, planner: _AnyLoadPlanner) -> None:
+    def fill(self, item: ReadItem, planner: dcp.LoadPlanner) -> None:
         number, kind, shape = self._find(item.storage_index)
         target = planner.resolve_tensor(item).detach()
         dtype = getattr(torch, kind)
@@ -409,9 +405,9 @@ class _StoredTensors:
     def _can_fill(self, target: torch.Tensor) -> bool:
         if target.device.type == "cuda":
             return self._compute.engine({target.device.index}) is not None
-        return target.device.type == "cpu"
+        return bool(target.device.type == "cpu")
 
-    def finish(self, planner: _AnyLoadPlanner) -> None:
+    def finish(self, planner: dcp.LoadPlanner) -> None:
         """Reads what is wanted whole."""
         wanted = [
             (number, values.data_ptr(), values.nbytes, self._places.of(values.untyped_storage()))
@@ -425,14 +421,14 @@ class _StoredTensors:
 
 
 def _commit(
-    planner: _AnyLoadPlanner, item: ReadItem, target: torch.Tensor, values: torch.Tensor
+    planner: dcp.LoadPlanner, item: ReadItem, target: torch.Tensor, values: torch.Tensor
 ) -> None:
     if values is not target:
         target.copy_(values)
     planner.commit_tensor(item, target)
 
 
-class LoadPlanner(dcp.DefaultLoadPlanner):
+class LoadPlanner(dcp.DefaultLoadPlanner):  # type: ignore[misc]
     """DCP's default planner, which runs no code of a checkpoint: values that are not tensors are
     loaded as by ``torch.load(weights_only=True)``.
     """
@@ -462,7 +458,7 @@ def _is_id(checkpoint_id: str | os.PathLike[str]) -> bool:
 def _nbytes(item: WriteItem) -> int:
     if item.tensor_data is None:
         return 0
-    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+    return int(item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize)
 
 
 def _name(item: WriteItem) -> str:
@@ -473,7 +469,7 @@ def _name(item: WriteItem) -> str:
     return f"{index.fqn}@{','.join(map(str, index.offset))}"
 
 
-def _values(item: WriteItem, planner: _AnySavePlanner) -> torch.Tensor:
+def _values(item: WriteItem, planner: dcp.SavePlanner) -> torch.Tensor:
     """The values of an item, contiguous."""
     data = planner.resolve_data(item)
     if item.type == WriteItemType.BYTE_IO:
@@ -506,7 +502,7 @@ def _save(
             tensor = tensor.cpu()
         held.append(tensor)
         address = tensor.data_ptr() if tensor.numel() else 0
-        shape = list(tensor.shape)
+        shape = tuple(tensor.shape)
         sources.append((name, dtype_name(tensor.dtype), shape, address, tensor.nbytes, where))
     groups = [_OPTIMIZER if name.startswith("optim") else _WEIGHTS for name in names]
     native = store._open("open_or_create")

@@ -36,7 +36,7 @@ pub struct PartOf {
 }
 
 /// What one rank stored.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct RankPart {
     objects: Vec<ObjectInfo>,
     index: Bytes,
@@ -194,9 +194,18 @@ impl CheckpointStore {
         let mut index =
             Writer::create_objects(bridge.target(), Box::new(NoObjects), sizes, writing)?;
         let mut objects = vec![];
-        for part in parts {
-            objects.push(part.as_ref().map_or(vec![], |p| p.objects.clone()));
-            part.map_or(Ok(()), |p| index.adopt(p.index))?;
+        for (rank, part) in parts.into_iter().enumerate() {
+            let RankPart { objects: stored, index: own, .. } = part.unwrap_or_default();
+            let known = index.adopted.objects.len();
+            if !own.is_empty() {
+                index.adopt(own)?;
+            }
+            let named = index.adopted.objects[known..].iter().map(|o| (o.bytes, o.blake3));
+            if !named.eq(stored.iter().map(|o| (o.len, o.blake3))) {
+                let what = format!("the index of rank {rank} names other objects than it stored");
+                return Err(Error::Argument(what));
+            }
+            objects.push(stored);
         }
         let Written { report, snapshot, index } = index.complete(options.contents.clone())?;
         let delta = snapshot.depth() > 1;
