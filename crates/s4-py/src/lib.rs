@@ -14,6 +14,7 @@ mod device;
 mod errors;
 mod log;
 mod panics;
+mod ranks;
 mod reader;
 mod sink;
 mod store;
@@ -97,6 +98,10 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(log::close_log, m)?)?;
     m.add_function(wrap_pyfunction!(log::reset_log, m)?)?;
     m.add_function(wrap_pyfunction!(panic_on_purpose, m)?)?;
+    m.add_function(wrap_pyfunction!(ranks::begin_parts, m)?)?;
+    m.add_function(wrap_pyfunction!(ranks::save_part, m)?)?;
+    m.add_function(wrap_pyfunction!(ranks::publish_parts, m)?)?;
+    m.add_function(wrap_pyfunction!(ranks::give_up_parts, m)?)?;
     m.add_class::<TensorCodec>()?;
     m.add_class::<Compressed>()?;
     m.add_class::<Store>()?;

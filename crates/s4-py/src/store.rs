@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use s4weights::format::manifest::Roles;
 use s4weights::store::{
-    CheckOptions, Checkpoint, CheckpointId, CheckpointStore, Retention, Retry, SaveOptions,
+    CheckOptions, Checkpoint, CheckpointId, CheckpointStore, Retention, Retry, SaveOptions, Saved,
     StorageOptions, StoreOptions, SweepOptions, Swept, Verdict,
 };
 use s4weights::{Contents, StagedFn};
@@ -24,8 +24,8 @@ use crate::writer::{in_groups, to_value_error};
 /// A store that is open. Calls may come from several threads.
 #[pyclass(frozen, module = "s4weights._core")]
 pub(crate) struct Store {
-    inner: CheckpointStore,
-    watcher: Watcher,
+    pub(crate) inner: CheckpointStore,
+    pub(crate) watcher: Watcher,
 }
 
 #[pymethods]
@@ -120,7 +120,7 @@ impl Store {
                 });
             })
         });
-        let (saved, note) = self.watcher.run(py, callback, || {
+        let saved = self.watcher.run(py, callback, || {
             let options = SaveOptions {
                 roles,
                 contents,
@@ -133,18 +133,9 @@ impl Store {
                 staging_memory,
                 engine: engine.map(|e| Arc::clone(&e.get().0)),
             };
-            let saved = self.inner.save(step, &sources, &options)?;
-            let note = saved.why_base.as_ref().map(ToString::to_string);
-            Ok((saved, note))
+            self.inner.save(step, &sources, &options)
         })?;
-        let retired: Vec<_> = saved.retired.iter().map(ToString::to_string).collect();
-        let all = json!({
-            "checkpoint": entry(&saved.checkpoint),
-            "report": saved.report,
-            "why_base": note,
-            "retired": retired,
-        });
-        Ok(all.to_string())
+        Ok(saved_json(&saved))
     }
 
     /// All listed checkpoints, from the oldest to the newest, as JSON.
@@ -275,6 +266,18 @@ impl Store {
     fn repo(&self) -> PyResult<String> {
         serde_json::to_string(self.inner.repo()).map_err(to_value_error)
     }
+}
+
+/// What a save did, as JSON.
+pub(crate) fn saved_json(saved: &Saved) -> String {
+    let retired: Vec<_> = saved.retired.iter().map(ToString::to_string).collect();
+    let all = json!({
+        "checkpoint": entry(&saved.checkpoint),
+        "report": saved.report,
+        "why_base": saved.why_base.as_ref().map(ToString::to_string),
+        "retired": retired,
+    });
+    all.to_string()
 }
 
 /// What a saved object is besides tensors.

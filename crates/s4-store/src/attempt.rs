@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 use crate::entry::{Op, Publish, Reference};
 use crate::error::{Error, Result};
 use crate::id::CheckpointId;
-use crate::layout::Part;
+use crate::layout::{MAX_RANK_OBJECTS, Part, Parts};
 use crate::manifest::{MAX_OBJECT, Manifest, ObjectInfo};
 use crate::reading::{Reading, hash};
 use crate::state::Checkpoint;
@@ -50,8 +50,14 @@ pub struct About {
 pub struct Attempt {
     inner: Arc<Inner>,
     id: CheckpointId,
+    /// The number in the key of its object 0: a rank's objects have others than those of other ranks.
+    first: u32,
+    /// Objects that it may have.
+    most: u32,
     uploads: JoinSet<Result<(u32, ObjectInfo)>>,
     objects: Vec<Option<ObjectInfo>>,
+    /// Which of them each rank stored.
+    parts: Parts,
     /// Numbers that were given out.
     taken: BTreeSet<u32>,
     /// Whether what the checkpoint will need is there.
@@ -75,14 +81,51 @@ impl Store {
     pub async fn begin(&self) -> Result<Attempt> {
         self.inner.ensure_writer().await?;
         self.inner.check_there().await?;
-        Ok(Attempt {
+        Ok(self.attempt(CheckpointId::new(self.inner.options.ids.next()), 0, MAX_NUMBER))
+    }
+
+    /// Begins rank `rank`'s part of a checkpoint that several processes store together: `id` is that of an
+    /// [`Attempt`] that one of them began. Ranks upload side by side. Each ends with
+    /// [`Attempt::finish_part`], and one lists the checkpoint with [`Store::gather`]; in a store with one
+    /// writer at a time, that one is the writer.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] for a rank beyond [`MAX_RANKS`](crate::MAX_RANKS); [`Error::Gone`] if the store was
+    /// removed.
+    pub async fn join(&self, id: CheckpointId, rank: u32) -> Result<Attempt> {
+        let first = Parts::first_of(rank)
+            .ok_or_else(|| Error::Limit(format!("rank {rank} of a distributed checkpoint")))?;
+        self.inner.check_there().await?;
+        Ok(self.attempt(id, first, MAX_RANK_OBJECTS))
+    }
+
+    /// The checkpoint `id` with all parts: what [`Attempt::finish_part`] gave each rank, in the order of
+    /// ranks. Nothing can be added to it; stage and publish it.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] and [`Error::Locked`] as [`Store::begin`]; [`Error::Limit`] for too many ranks or
+    /// objects.
+    pub async fn gather(&self, id: CheckpointId, parts: Vec<Vec<ObjectInfo>>) -> Result<Attempt> {
+        self.inner.ensure_writer().await?;
+        self.inner.check_there().await?;
+        let count = |part: &Vec<ObjectInfo>| u32::try_from(part.len()).unwrap_or(u32::MAX);
+        let counts = Parts::new(parts.iter().map(count).collect())?;
+        let objects = parts.into_iter().flatten().map(Some).collect();
+        Ok(Attempt { objects, parts: counts, ..self.attempt(id, 0, 0) })
+    }
+
+    fn attempt(&self, id: CheckpointId, first: u32, most: u32) -> Attempt {
+        Attempt {
             inner: Arc::clone(&self.inner),
-            id: CheckpointId::new(self.inner.options.ids.next()),
+            id,
+            first,
+            most,
             uploads: JoinSet::new(),
             objects: Vec::new(),
+            parts: Parts::default(),
             taken: BTreeSet::new(),
             parent: None,
-        })
+        }
     }
 }
 
@@ -141,7 +184,7 @@ impl Attempt {
                 bytes.len()
             )));
         }
-        if n >= MAX_NUMBER || !self.taken.insert(n) {
+        if n >= self.most || !self.taken.insert(n) {
             return Err(Error::Argument(format!("object number {n} is taken or too large")));
         }
         while let Some(done) = self.uploads.try_join_next() {
@@ -149,11 +192,12 @@ impl Attempt {
         }
         let permit = self.inner.io.reserve(bytes.len()).await?;
         let (inner, id, kind) = (Arc::clone(&self.inner), self.id, kind.to_owned());
+        let number = self.first + n;
         let len = self.objects.len().max(n as usize + 1);
         self.objects.resize(len, None);
         self.uploads.spawn(async move {
             let _permit = permit;
-            let key = inner.layout.part(id, Part::Data(n));
+            let key = inner.layout.part(id, Part::Data(number));
             let blake3 = match known {
                 Some(hash) => hash,
                 None => hash(bytes.clone()).await,
@@ -204,15 +248,9 @@ impl Attempt {
                 "metric `{name}` is {value}: not a finite number"
             )));
         }
-        while let Some(done) = self.uploads.join_next().await {
-            self.note(done)?;
-        }
+        let objects = self.uploaded().await?;
         self.inner.reached("attempt.data").await;
-        let objects: Option<Vec<_>> = self.objects.into_iter().collect();
-        let objects = objects.ok_or_else(|| {
-            Error::Argument(format!("an object of checkpoint {} is missing or failed", self.id))
-        })?;
-        let manifest = Manifest { objects, blob };
+        let manifest = Manifest { objects, parts: self.parts, blob };
         let bytes = manifest.to_bytes(self.id)?;
         let publish = Publish {
             id: self.id,
@@ -223,6 +261,7 @@ impl Attempt {
             manifest_blake3: hash(bytes.clone()).await,
             manifest_len: bytes.len() as u64,
             objects: u32::try_from(manifest.objects.len()).unwrap_or(u32::MAX),
+            parts: manifest.parts.clone(),
             data_len: manifest.data_len(),
             raw_len: about.raw_len,
             metrics: about.metrics,
@@ -237,6 +276,25 @@ impl Attempt {
             }
         }
         Ok(Staged { inner: self.inner, publish, manifest })
+    }
+
+    /// Waits for the uploads of a rank's part and gives its objects, which [`Store::gather`] takes.
+    ///
+    /// # Errors
+    /// The failure of an upload.
+    pub async fn finish_part(mut self) -> Result<Vec<ObjectInfo>> {
+        self.uploaded().await
+    }
+
+    /// Waits for all uploads.
+    async fn uploaded(&mut self) -> Result<Vec<ObjectInfo>> {
+        while let Some(done) = self.uploads.join_next().await {
+            self.note(done)?;
+        }
+        let objects: Option<Vec<_>> = std::mem::take(&mut self.objects).into_iter().collect();
+        objects.ok_or_else(|| {
+            Error::Argument(format!("an object of checkpoint {} is missing or failed", self.id))
+        })
     }
 
     /// [`Attempt::stage`] and [`Staged::publish`].
@@ -312,7 +370,7 @@ fn just_published(entry: crate::entry::Entry) -> Option<Checkpoint> {
 impl Inner {
     /// Compares the stored objects' sizes with what was uploaded.
     async fn check_sizes(&self, publish: &Publish, manifest: &Manifest) -> Result<()> {
-        let mut wanted: BTreeMap<_, _> = (0..)
+        let mut wanted: BTreeMap<_, _> = (publish.numbers())
             .zip(&manifest.objects)
             .map(|(n, o)| (self.layout.part(publish.id, Part::Data(n)), o.len))
             .collect();
@@ -361,7 +419,7 @@ impl Inner {
                 format!("{} objects are too many", publish.objects),
             ));
         }
-        let parts = || (0..publish.objects).map(Part::Data).chain([Part::Manifest]);
+        let parts = || publish.numbers().map(Part::Data).chain([Part::Manifest]);
         let mut found: BTreeMap<Part, u64> = BTreeMap::new();
         if publish.objects as usize >= LOOK_UP {
             for meta in self.io.list(&folder, None).await? {

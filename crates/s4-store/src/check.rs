@@ -206,7 +206,8 @@ impl Store {
         let id = checkpoint.id();
         let reading = self.read_manifest(checkpoint).await?;
         let before = report.findings.len();
-        for (n, info) in (0u32..).zip(&reading.manifest().objects) {
+        let numbers = reading.manifest().parts.numbers(reading.object_count());
+        for (n, info) in numbers.zip(&reading.manifest().objects) {
             report.objects += 1;
             if sizes.get(&(id, Part::Data(n))) != Some(&info.len) {
                 self.look_up(&reading, n, info.len, report).await;

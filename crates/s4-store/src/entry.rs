@@ -8,10 +8,11 @@ use serde_json::Value;
 
 use crate::error::{Error, Result};
 use crate::id::{CheckpointId, WriteId};
+use crate::layout::Parts;
 use crate::seal;
 
 /// The newest version of log entries that this library reads.
-const NEWEST: u32 = 2;
+const NEWEST: u32 = 3;
 
 /// The most bytes of one log entry.
 pub(crate) const MAX_ENTRY: u64 = 64 << 10;
@@ -21,7 +22,7 @@ pub(crate) const MAX_ENTRY: u64 = 64 << 10;
 #[serde(deny_unknown_fields)]
 pub struct Entry {
     /// Version of the entry's form: 2 for [`Op::Unretire`], which readers of version 1 must not pass
-    /// over, and 1 for all others.
+    /// over, 3 for checkpoints that several ranks stored, and 1 for all others.
     pub v: u32,
     /// Its number; the first one is 1.
     pub n: u64,
@@ -106,6 +107,9 @@ pub struct Publish {
     pub manifest_len: u64,
     /// Number of data objects.
     pub objects: u32,
+    /// How many of them each rank stored.
+    #[serde(default, skip_serializing_if = "Parts::is_empty")]
+    pub parts: Parts,
     /// Bytes of all data objects.
     pub data_len: u64,
     /// Bytes of the tensors before compression, as the caller says; 0 if it does not.
@@ -129,6 +133,20 @@ pub struct Reference {
     pub manifest_blake3: Digest,
 }
 
+impl Publish {
+    /// What is wrong with what was read.
+    fn problem(&self) -> Option<String> {
+        let differ = || "its ranks have other objects than it says".to_owned();
+        let sum = self.parts.add_up_to(u64::from(self.objects));
+        self.parts.problem().or_else(|| (!sum).then(differ))
+    }
+
+    /// The numbers in the keys of its data objects.
+    pub(crate) fn numbers(&self) -> impl Iterator<Item = u32> {
+        self.parts.numbers(self.objects)
+    }
+}
+
 fn is_zero(n: &u32) -> bool {
     *n == 0
 }
@@ -137,8 +155,19 @@ impl Op {
     /// The version of an entry with this operation.
     pub(crate) fn version(&self) -> u32 {
         match self {
+            Self::Publish(about) if !about.parts.is_empty() => 3,
+            Self::Unretire { about, .. } if !about.parts.is_empty() => 3,
             Self::Unretire { .. } => 2,
             _ => 1,
+        }
+    }
+
+    /// The checkpoint that this lists.
+    fn about(&self) -> Option<&Publish> {
+        match self {
+            Self::Publish(about) => Some(about),
+            Self::Unretire { about, .. } => Some(about),
+            _ => None,
         }
     }
 
@@ -183,6 +212,9 @@ impl Entry {
         if entry.v != entry.op.version() {
             return Err(Error::corrupt(key, format!("version {} has no such operation", entry.v)));
         }
+        if let Some(what) = entry.op.about().and_then(Publish::problem) {
+            return Err(Error::corrupt(key, what));
+        }
         if entry.n != n {
             return Err(Error::corrupt(key, format!("it says that it is entry {}", entry.n)));
         }
@@ -211,6 +243,7 @@ mod tests {
             manifest_blake3: Digest::of(b"m"),
             manifest_len: 1,
             objects: 1,
+            parts: Parts::default(),
             data_len: 1,
             raw_len: 1,
             metrics: [("loss".to_owned(), 0.5)].into(),
@@ -248,7 +281,7 @@ mod tests {
 
     #[test]
     fn a_newer_version_is_refused_by_name_whatever_it_holds() {
-        for body in [r#"{"v":3,"op":{"dance":{}}}"#, r#"{"v":0}"#, "{}", "[1]"] {
+        for body in [r#"{"v":4,"op":{"dance":{}}}"#, r#"{"v":0}"#, "{}", "[1]"] {
             let e = Entry::parse("k", 1, &sealed(body)).unwrap_err();
             assert!(matches!(e, Error::Unsupported { .. }), "{e}");
         }

@@ -1,8 +1,89 @@
 //! Where everything lies below a store's prefix.
 
 use object_store::path::Path;
+use serde::{Deserialize, Serialize};
 
+use crate::error::{Error, Result};
 use crate::id::CheckpointId;
+
+/// Data objects that one rank of a distributed checkpoint may have.
+pub const MAX_RANK_OBJECTS: u32 = 1 << 12;
+
+/// Ranks that may store a checkpoint together: each has a number in its log entry.
+pub const MAX_RANKS: u32 = 1 << 13;
+
+/// How many data objects each rank of a distributed checkpoint stored; empty if one process stored them
+/// all.
+///
+/// Ranks upload side by side without asking each other for numbers, so those of a rank begin at a multiple
+/// of [`MAX_RANK_OBJECTS`]. In manifests objects are in the order of ranks.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Parts(Vec<u32>);
+
+impl Parts {
+    pub(crate) fn new(counts: Vec<u32>) -> Result<Self> {
+        let parts = Self(counts);
+        match parts.problem() {
+            Some(what) => Err(Error::Limit(what)),
+            None => Ok(parts),
+        }
+    }
+
+    /// Whether one process stored the checkpoint.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Objects of each rank.
+    #[must_use]
+    pub fn counts(&self) -> &[u32] {
+        &self.0
+    }
+
+    /// The number of rank `rank`'s first object.
+    pub(crate) fn first_of(rank: u32) -> Option<u32> {
+        (rank < MAX_RANKS).then(|| rank * MAX_RANK_OBJECTS)
+    }
+
+    /// What is wrong with numbers that were read.
+    pub(crate) fn problem(&self) -> Option<String> {
+        if self.0.len() > MAX_RANKS as usize {
+            return Some(format!("{} ranks, {MAX_RANKS} at most", self.0.len()));
+        }
+        let many = self.0.iter().find(|n| **n > MAX_RANK_OBJECTS)?;
+        Some(format!("{many} objects of one rank, {MAX_RANK_OBJECTS} at most"))
+    }
+
+    /// Whether these are the parts of a checkpoint of so many objects.
+    pub(crate) fn add_up_to(&self, objects: u64) -> bool {
+        self.is_empty() || self.0.iter().map(|n| u64::from(*n)).sum::<u64>() == objects
+    }
+
+    /// The number in the key of the object that manifests list as number `nth`.
+    pub(crate) fn number(&self, nth: u32) -> Option<u32> {
+        let mut left = nth;
+        for (rank, count) in (0..).zip(&self.0) {
+            if left < *count {
+                return Self::first_of(rank)?.checked_add(left);
+            }
+            left -= count;
+        }
+        self.is_empty().then_some(nth)
+    }
+
+    /// The numbers in the keys of `objects` objects, in the order of manifests.
+    pub(crate) fn numbers(&self, objects: u32) -> impl Iterator<Item = u32> {
+        let alone = if self.is_empty() { objects } else { 0 };
+        let ranks = (0u32..).zip(&self.0);
+        let ranked = ranks.flat_map(|(rank, count)| {
+            let first = Self::first_of(rank).unwrap_or_default();
+            first..first.saturating_add(*count)
+        });
+        (0..alone).chain(ranked)
+    }
+}
 
 /// The keys of one store. Every key is made from ids and numbers, never from text that was read.
 #[derive(Debug, Clone)]
@@ -108,6 +189,22 @@ impl Layout {
 mod tests {
     use super::*;
     use crate::id::{Ids, TimeIds};
+
+    #[test]
+    fn objects_of_ranks_have_numbers_of_their_own() {
+        let alone = Parts::default();
+        assert_eq!(alone.numbers(3).collect::<Vec<_>>(), [0, 1, 2]);
+        assert_eq!((alone.number(7), alone.add_up_to(9)), (Some(7), true));
+        let parts = Parts::new(vec![2, 0, 1]).unwrap();
+        let numbers = [0, 1, 2 * MAX_RANK_OBJECTS];
+        assert_eq!(parts.numbers(3).collect::<Vec<_>>(), numbers);
+        let each: Vec<_> = (0..3).map(|nth| parts.number(nth).unwrap()).collect();
+        assert_eq!(each, numbers);
+        assert_eq!(parts.number(3), None);
+        assert!(parts.add_up_to(3) && !parts.add_up_to(2));
+        assert!(Parts::new(vec![MAX_RANK_OBJECTS + 1]).is_err());
+        assert!(Parts::new(vec![0; MAX_RANKS as usize + 1]).is_err());
+    }
 
     #[test]
     fn keys_are_read_as_they_are_written() {

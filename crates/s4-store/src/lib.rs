@@ -82,6 +82,7 @@ pub use entry::{Entry, Op, Publish, Reference};
 pub use error::{CommitUnknown, Conflict, Error, LogDamage, Result};
 pub use failure::Failure;
 pub use id::{CheckpointId, Ids, InvalidId, TimeIds, WriteId};
+pub use layout::{MAX_RANK_OBJECTS, MAX_RANKS, Parts};
 pub use lease::Holder;
 pub use manifest::{MAX_MANIFEST, MAX_OBJECT, Manifest, ObjectInfo};
 pub use options::{CrashPoints, ProbeLimits, Retry, StoreOptions, Writers};

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 use crate::id::CheckpointId;
+use crate::layout::Parts;
 
 const MAGIC: [u8; 8] = *b"S4CKPT\0\x01";
 
@@ -36,6 +37,8 @@ pub struct ObjectInfo {
 pub struct Manifest {
     /// The data objects; the first is number 0.
     pub objects: Vec<ObjectInfo>,
+    /// Which of them each rank stored.
+    pub parts: Parts,
     /// The caller's bytes.
     pub blob: Bytes,
 }
@@ -46,6 +49,8 @@ struct Table<'a> {
     id: CheckpointId,
     #[serde(borrow)]
     objects: std::borrow::Cow<'a, [ObjectInfo]>,
+    #[serde(default, skip_serializing_if = "Parts::is_empty")]
+    parts: Parts,
     blob_len: u64,
 }
 
@@ -58,7 +63,8 @@ impl Manifest {
 
     pub(crate) fn to_bytes(&self, id: CheckpointId) -> Result<Bytes> {
         let objects = std::borrow::Cow::Borrowed(&self.objects[..]);
-        let table = Table { id, objects, blob_len: self.blob.len() as u64 };
+        let (parts, blob_len) = (self.parts.clone(), self.blob.len() as u64);
+        let table = Table { id, objects, parts, blob_len };
         let table = serde_json::to_vec(&table).map_err(|e| Error::Argument(e.to_string()))?;
         let total = (MAGIC.len() + 4 + table.len()) as u64 + self.blob.len() as u64;
         if total > MAX_MANIFEST {
@@ -91,7 +97,14 @@ impl Manifest {
         if table.objects.iter().any(|o| o.len > MAX_OBJECT as u64) {
             return Err(bad("an object is larger than any may be"));
         }
-        Ok(Self { objects: table.objects.into_owned(), blob: bytes.slice_ref(blob) })
+        if let Some(what) = table.parts.problem() {
+            return Err(bad(&what));
+        }
+        if !table.parts.add_up_to(table.objects.len() as u64) {
+            return Err(bad("its ranks have other objects than it lists"));
+        }
+        let (objects, parts) = (table.objects.into_owned(), table.parts);
+        Ok(Self { objects, parts, blob: bytes.slice_ref(blob) })
     }
 }
 
@@ -107,6 +120,7 @@ mod tests {
             |kind: &str| ObjectInfo { len: 7, blake3: Digest::of(b"x"), kind: kind.into() };
         let manifest = Manifest {
             objects: vec![object("weights"), object("\u{e4}\"")],
+            parts: Parts::new(vec![1, 0, 1]).unwrap(),
             blob: Bytes::from_static(b"anything"),
         };
         let bytes = manifest.to_bytes(id).unwrap();
@@ -115,6 +129,8 @@ mod tests {
         for end in 0..bytes.len() {
             assert!(Manifest::parse("k", id, &bytes.slice(..end)).is_err(), "{end}");
         }
+        let wrong = Manifest { parts: Parts::new(vec![1, 2]).unwrap(), ..manifest };
+        assert!(Manifest::parse("k", id, &wrong.to_bytes(id).unwrap()).is_err());
         let other = CheckpointId::new(TimeIds.next());
         assert!(Manifest::parse("k", other, &bytes).is_err());
         let mut longer = BytesMut::from(&bytes[..]);

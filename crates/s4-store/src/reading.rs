@@ -111,11 +111,16 @@ impl Reading {
         Some(self.inner.folder.as_ref()?.path_of(&key))
     }
 
+    /// The key of the object that the manifest lists as number `n`.
+    pub(crate) fn key(&self, n: u32) -> Option<Path> {
+        let number = self.manifest.parts.number(n)?;
+        Some(self.inner.layout.part(self.id, Part::Data(number)))
+    }
+
     fn find(&self, n: u32) -> Result<(Path, &ObjectInfo)> {
-        let key = self.inner.layout.part(self.id, Part::Data(n));
         let info = usize::try_from(n).ok().and_then(|n| self.manifest.objects.get(n));
-        let info = info.ok_or_else(|| Error::Argument(format!("the manifest lists no {key}")))?;
-        Ok((key, info))
+        let unlisted = || Error::Argument(format!("checkpoint {} has no object {n}", self.id));
+        Ok((self.key(n).ok_or_else(unlisted)?, info.ok_or_else(unlisted)?))
     }
 }
 

@@ -18,6 +18,7 @@ fn publish(step: u64, parent: Option<Reference>) -> Publish {
         manifest_blake3: Digest::of(id.to_string().as_bytes()),
         manifest_len: 10,
         objects: 1,
+        parts: crate::layout::Parts::default(),
         data_len: 100,
         raw_len: 200,
         metrics: BTreeMap::new(),

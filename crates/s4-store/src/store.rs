@@ -521,6 +521,7 @@ impl Inner {
         let manifest = self.io.get_checked(&key, max, check).await?;
         if manifest.objects.len() as u64 != u64::from(about.objects)
             || manifest.data_len() != about.data_len
+            || manifest.parts != about.parts
         {
             return Err(Error::corrupt(key, "it lists other objects than the log says"));
         }

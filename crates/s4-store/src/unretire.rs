@@ -123,7 +123,7 @@ impl Inner {
                 }
             }
         };
-        let objects: Vec<_> = (0u32..).zip(manifest.objects.iter().map(|o| o.len)).collect();
+        let objects: Vec<_> = about.numbers().zip(manifest.objects.iter().map(|o| o.len)).collect();
         let looks = futures::stream::iter(objects).map(look).buffer_unordered(self.concurrency());
         looks.try_collect::<()>().await
     }

@@ -35,6 +35,7 @@
 // Except for files that are mapped (`io/region.rs`, `io/mapped.rs`).
 #![deny(unsafe_code)]
 
+mod adopt;
 mod adversarial;
 mod ancestors;
 mod behind;

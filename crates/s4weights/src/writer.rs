@@ -13,6 +13,7 @@ use s4_format::manifest::{self, ClosedCodec, Form, Manifest, Object, Roles, Sect
 use s4_format::{CodecId, DType, Digest, Plan, crc32c};
 use serde_json::value::RawValue;
 
+use crate::adopt::Adopted;
 use crate::buffers::LargeBuffers;
 use crate::error::{At, Error, ParentProblem, Result};
 use crate::io::{Target, open_sink};
@@ -49,17 +50,18 @@ pub struct Writer {
     pub(crate) closed: Vec<ClosedCodec>,
     pub(crate) closed_used: BTreeSet<CodecId>,
     started: Instant,
-    tensors: Vec<Tensor>,
+    pub(crate) tensors: Vec<Tensor>,
     names: HashMap<String, ()>,
-    packs: Vec<Tensor>,
+    pub(crate) packs: Vec<Tensor>,
     open_packs: Vec<Pack>,
     plans: Vec<Plan>,
     plan_numbers: HashMap<Plan, u16>,
-    blocks: Vec<(usize, Vec<u8>)>,
+    pub(crate) blocks: Vec<(usize, Vec<u8>)>,
     /// Tensors that may be differences so far.
     deltas: usize,
     snapshot: HashMap<String, SnapshotTensor>,
     pub(crate) roles: Option<Arc<RoleTable>>,
+    pub(crate) adopted: Adopted,
     bytes_in: u64,
     pub(crate) totals: Totals,
 }
@@ -137,6 +139,7 @@ impl Writer {
             deltas: 0,
             snapshot: HashMap::new(),
             roles: None,
+            adopted: Adopted::default(),
             bytes_in: 0,
             totals: Totals::default(),
         })
@@ -306,7 +309,7 @@ impl Writer {
         Ok((self.plan_number(plan.plan)?, kind))
     }
 
-    fn plan_number(&mut self, plan: Plan) -> Result<u16> {
+    pub(crate) fn plan_number(&mut self, plan: Plan) -> Result<u16> {
         if let Some(&n) = self.plan_numbers.get(&plan) {
             return Ok(n);
         }
@@ -339,7 +342,13 @@ impl Writer {
             self.close_pack(pack)?;
         }
         let tensors = self.tensors.len() as u64;
-        let objects = self.out.end_chunks()?;
+        let mut objects = self.out.end_chunks()?;
+        if !self.adopted.objects.is_empty() && !objects.is_empty() {
+            let what = "a writer that takes over tensors writes none of its own, and no file";
+            return Err(Error::Argument(what.into()));
+        }
+        let adopted_bytes = self.adopted.bytes();
+        objects.append(&mut self.adopted.objects);
         let table = self.write_blocks()?;
         let count = u32::try_from(table.len()).unwrap_or(u32::MAX);
         let table = index::write_table(&table).at(&self.name)?;
@@ -355,19 +364,24 @@ impl Writer {
         }
         let parent = self.options.parent.as_ref().filter(|_| self.has_deltas());
         let parent = parent.map(|p| manifest::Parent { manifest: p.digest(), depth: p.depth() });
+        let parent = parent.or(self.adopted.parent);
         let manifest = self.manifest(objects, TensorTable { section, count }, form, parent);
         let manifest = Manifest {
             tree: contents.tree,
             blobs,
             metadata: contents.metadata,
-            roles: self.roles.take().map(|r| r.table().clone()),
+            roles: self
+                .roles
+                .take()
+                .map(|r| r.table().clone())
+                .or_else(|| self.adopted.take_roles()),
             ..manifest
         };
         let json = manifest.to_json().at(&self.name)?;
         let section = self.put_section(&json)?;
         let footer = Footer { offset: section.offset, len: section.bytes, digest: section.blake3 };
         self.out.put(&footer.to_bytes())?;
-        let bytes_out = self.out.bytes();
+        let bytes_out = self.out.bytes() + adopted_bytes;
         let index = self.out.commit()?;
         let report = Report {
             tensors,

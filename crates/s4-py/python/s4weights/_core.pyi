@@ -212,6 +212,37 @@ class Store:
     def repo(self) -> str:
         """What the store says of itself."""
 
+def begin_parts(store: Store, raw: int, base: bool) -> str:
+    """Begins a checkpoint of several processes, of ``raw`` bytes of tensors: what each is told."""
+
+def save_part(
+    store: Store,
+    part_of: str,
+    rank: int,
+    tensors: Sequence[PlacedSource],
+    *,
+    groups: bytes,
+    callback: Progress | None,
+    engine: CudaEngine | None,
+) -> tuple[bytes, int, int]:
+    """Stores a rank's tensors: the part, for the coordinator, and its bytes before and after."""
+
+def publish_parts(
+    store: Store,
+    part_of: str,
+    step: int,
+    parts: Sequence[bytes | None],
+    *,
+    blobs: Mapping[str, bytes],
+    metadata: Mapping[str, str],
+    metrics: Mapping[str, float],
+    tags: Mapping[str, str],
+) -> str:
+    """Lists a checkpoint whose parts are stored, in the order of ranks. Returns what `Store.save` does."""
+
+def give_up_parts(store: Store, part_of: str) -> None:
+    """Deletes what was stored of a checkpoint that was begun."""
+
 class Writer:
     """Writes one file, to one of a path, a URL and a stream with a ``write`` method.
 

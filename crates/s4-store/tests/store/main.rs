@@ -12,6 +12,7 @@ mod gc;
 mod life;
 mod local;
 mod network;
+mod ranks;
 mod repair;
 mod servers;
 mod simulation;

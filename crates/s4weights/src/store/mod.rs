@@ -33,6 +33,7 @@ mod manage;
 mod objects;
 mod open;
 mod parents;
+mod ranks;
 mod rebase;
 mod save;
 
@@ -48,6 +49,7 @@ pub use s4_store::{
 
 pub use load::{Loaded, Skipped, is_damage};
 pub use manage::CheckOptions;
+pub use ranks::{PartOf, RankPart};
 pub use save::{SaveOptions, Saved, WhyBase};
 
 use s4_engine::Preset;

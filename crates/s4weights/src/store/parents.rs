@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use s4_delta::Tree;
-use s4_delta::policy::{CheckpointSize, Choice, Next, Policy};
+use s4_delta::policy::{CheckpointSize, Choice, Next, Policy, Reason};
 use s4_engine::{Preset, Values};
 use s4_store::{Checkpoint, Reference, State};
 
@@ -43,6 +43,34 @@ pub(crate) struct ParentCheckpoint {
     pub(crate) number: u32,
 }
 
+/// A checkpoint, what it needs, and what else has the same base.
+pub(crate) struct Line {
+    policy: Policy,
+    /// The base last.
+    chain: Vec<Checkpoint>,
+    /// The chain, the base first.
+    entries: Vec<CheckpointSize>,
+    deltas: Vec<CheckpointSize>,
+}
+
+impl Line {
+    /// The number of the next checkpoint since the base and the chain that starts with its parent, or why it
+    /// is a base. It has `raw` bytes of tensors, `changed` of which have no counterpart.
+    pub(crate) fn next(
+        &self,
+        raw: u64,
+        changed: u64,
+    ) -> std::result::Result<(u32, &[Checkpoint]), Reason> {
+        match self.policy.choose(&self.entries, &self.deltas, Next { raw, changed }) {
+            Choice::Base(reason) => Err(reason),
+            // The chain is in the opposite order.
+            Choice::Delta { number, parent } => {
+                Ok((number, &self.chain[self.chain.len() - 1 - parent..]))
+            }
+        }
+    }
+}
+
 impl SaveHistory {
     /// Notes what was saved, and its values if they are kept.
     pub(crate) fn saved(&mut self, saved: &Checkpoint, kept: Option<ParentValues>) {
@@ -75,30 +103,32 @@ impl CheckpointStore {
         history: &mut SaveHistory,
         tensors: &[TensorSource<'_>],
     ) -> Result<std::result::Result<ParentCheckpoint, WhyBase>> {
-        let state = self.state()?;
-        let head = self.head(&state, history);
-        let chain = head.map_or(Ok(vec![]), |head| chain(&state, head.id()));
-        let chain = chain.map_err(|e| self.error(e))?;
-        let entries: Vec<CheckpointSize> = chain.iter().rev().map(entry).collect();
-        let deltas = chain.last().map_or(vec![], |base| newest_deltas(&state, base));
-        let policy = Policy::new(self.options.tree());
         let raw = tensors.iter().map(|t| t.values.bytes()).sum();
-        let (number, parent) = match policy.choose(&entries, &deltas, Next { raw, changed: 0 }) {
-            Choice::Base(reason) => return Ok(Err(WhyBase::Policy(reason))),
-            Choice::Delta { number, parent } => (number, parent),
+        let line = self.line(history)?;
+        let (number, chain) = match line.next(raw, 0) {
+            Err(reason) => return Ok(Err(WhyBase::Policy(reason))),
+            Ok(next) => next,
         };
-        // The chain is in the opposite order.
-        let chain = &chain[chain.len() - 1 - parent..];
         let (reference, values) = match self.values(history, chain, tensors) {
             Ok(found) => found,
             Err(Error::Cancelled) => return Err(Error::Cancelled),
             Err(e) => return Ok(Err(WhyBase::Parent(e.to_string()))),
         };
-        let changed = changed(tensors, &*values.parent());
-        if let Choice::Base(reason) = policy.choose(&entries, &deltas, Next { raw, changed }) {
+        if let Err(reason) = line.next(raw, changed(tensors, &*values.parent())) {
             return Ok(Err(WhyBase::Policy(reason)));
         }
         Ok(Ok(ParentCheckpoint { reference, values, number }))
+    }
+
+    /// The checkpoints that the next one follows.
+    pub(crate) fn line(&self, history: &SaveHistory) -> Result<Line> {
+        let state = self.state()?;
+        let head = self.head(&state, history);
+        let chain = head.map_or(Ok(vec![]), |head| chain(&state, head.id()));
+        let chain = chain.map_err(|e| self.error(e))?;
+        let entries = chain.iter().rev().map(entry).collect();
+        let deltas = chain.last().map_or(vec![], |base| newest_deltas(&state, base));
+        Ok(Line { policy: Policy::new(self.options.tree()), chain, entries, deltas })
     }
 
     /// The checkpoint that the next one follows: what this handle saved last; before its first save

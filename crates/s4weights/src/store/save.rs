@@ -1,8 +1,8 @@
 //! Saving: as a delta, or as a base.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 
 use s4_delta::policy::Reason;
 use s4_format::limits::{MAX_CHAIN, MAX_OBJECTS};
@@ -12,6 +12,7 @@ use s4_store::{
     State, Store,
 };
 use tokio::sync::mpsc::channel;
+use tokio::task::JoinHandle;
 
 use crate::error::{Error, Result};
 use crate::interrupt;
@@ -95,6 +96,8 @@ pub enum WhyBase {
     Policy(Reason),
     /// The values of the previous checkpoint could not be used, for this reason.
     Parent(String),
+    /// It was begun as a base, for this reason.
+    Begun(String),
     /// No tensor was smaller as a delta.
     NothingGained,
 }
@@ -105,6 +108,7 @@ impl std::fmt::Display for WhyBase {
             Self::Asked => f.write_str("a base was asked for"),
             Self::Policy(reason) => reason.fmt(f),
             Self::Parent(why) => write!(f, "the checkpoint before cannot be used: {why}"),
+            Self::Begun(why) => f.write_str(why),
             Self::NothingGained => f.write_str("no tensor was smaller as a difference"),
         }
     }
@@ -120,16 +124,33 @@ struct Ready {
 }
 
 /// A save in progress.
-struct SaveRequest<'a> {
+pub(crate) struct SaveRequest<'a> {
     step: u64,
     tensors: &'a [TensorSource<'a>],
     options: &'a SaveOptions,
-    asker: Asker,
+    pub(crate) asker: Asker,
     /// Whether the caller has been told that it may change its values.
     staged: Arc<AtomicBool>,
 }
 
-impl SaveRequest<'_> {
+/// A checkpoint that is encoded, and some of whose objects may still be on their way.
+pub(crate) struct Uploading {
+    pub(crate) written: Written,
+    pub(crate) uploading: JoinHandle<(Attempt, s4_store::Result<()>)>,
+    /// Objects that are kept.
+    pub(crate) stored: Arc<Mutex<ObjectCache>>,
+}
+
+impl<'a> SaveRequest<'a> {
+    pub(crate) fn new(
+        step: u64,
+        tensors: &'a [TensorSource<'a>],
+        options: &'a SaveOptions,
+    ) -> Self {
+        let asker = Asker::new(options.progress.clone());
+        Self { step, tensors, options, asker, staged: Arc::default() }
+    }
+
     /// Whether the caller may change values once it was told that they are staged.
     fn may_change(&self) -> bool {
         self.options.host_changes || on_devices(self.tensors)
@@ -156,8 +177,7 @@ impl CheckpointStore {
     ) -> Result<Saved> {
         // One save at a time from one handle: each may be the next one's parent.
         let mut history = interrupt::lock(&self.history)?;
-        let asker = Asker::new(options.progress.clone());
-        let request = SaveRequest { step, tensors, options, asker, staged: Arc::default() };
+        let request = SaveRequest::new(step, tensors, options);
         let saved = self.save_next(&request, &mut history);
         self.buffers.rest();
         drop(history);
@@ -221,7 +241,7 @@ impl CheckpointStore {
         let bridge = &self.opener.bridge;
         let store = self.opener.store.clone();
         let reference = before.as_ref().map(|b| b.reference);
-        let mut attempt = bridge.ask(async move {
+        let attempt = bridge.ask(async move {
             let mut attempt = store.begin().await?;
             // A difference from what is not there any more would be lost with it.
             if let Some(parent) = reference {
@@ -230,35 +250,13 @@ impl CheckpointStore {
             Ok(attempt)
         })?;
         let id = attempt.id();
-        // Whoever waits until the values are encoded does not wait for the network.
-        let within = |memory: usize| memory.checked_div(self.options.object_bytes).unwrap_or(1);
-        let waiting = match options.staged {
-            Some(_) => options.staging_memory.map_or(MAX_OBJECTS, within).clamp(1, MAX_OBJECTS),
-            None => 1,
-        };
-        let (sender, receiver) = channel(waiting);
-        let uploading = bridge.spawn(async move {
-            let done = upload(&mut attempt, receiver).await;
-            (attempt, done)
-        })?;
         let parent = before.as_ref().map(|b| (b.reference, b.number));
-        let sink = ChannelSink { bridge: bridge.clone(), asker: asker.clone(), sender };
         let reader = before.as_ref().and_then(|b| b.values.reader());
         let number = parent.map_or(0, |(_, number)| number);
-        let (sink, stored) =
-            CachingSink::new(sink, self.room_for_stored(!options.keeps_values(), number));
+        let room = self.room_for_stored(!options.keeps_values(), number);
         let values = before.map(|b| b.values.parent());
-        let written = match self.encode(request, sink, values) {
-            Ok(written) => written,
-            Err(e) => {
-                // If an upload failed, that is why the writer could not go on.
-                let end = async move { end_of(uploading.await).await };
-                return Err(match bridge.wait_to_finish(end) {
-                    Ok(Some(failed)) => bridge.error(failed),
-                    _ => e,
-                });
-            }
-        };
+        let Uploading { written, uploading, stored } =
+            self.encode_into(attempt, request, values, room)?;
         let Written { report, snapshot, index } = written;
         let delta = snapshot.depth() > 1;
         let parent = parent.filter(|_| delta);
@@ -305,8 +303,45 @@ impl CheckpointStore {
         Ok(Ready { staged, report, why_base, kept })
     }
 
+    /// Encodes tensors and hands their objects to an attempt, which goes on uploading. `room`: bytes of
+    /// objects to keep.
+    pub(crate) fn encode_into(
+        &self,
+        mut attempt: Attempt,
+        request: &SaveRequest<'_>,
+        parent: Option<Arc<dyn Parent>>,
+        room: usize,
+    ) -> Result<Uploading> {
+        let SaveRequest { options, asker, .. } = request;
+        let bridge = &self.opener.bridge;
+        // Whoever waits until the values are encoded does not wait for the network.
+        let within = |memory: usize| memory.checked_div(self.options.object_bytes).unwrap_or(1);
+        let waiting = match options.staged {
+            Some(_) => options.staging_memory.map_or(MAX_OBJECTS, within).clamp(1, MAX_OBJECTS),
+            None => 1,
+        };
+        let (sender, receiver) = channel(waiting);
+        let uploading = bridge.spawn(async move {
+            let done = upload(&mut attempt, receiver).await;
+            (attempt, done)
+        })?;
+        let sink = ChannelSink { bridge: bridge.clone(), asker: asker.clone(), sender };
+        let (sink, stored) = CachingSink::new(sink, room);
+        match self.encode(request, sink, parent) {
+            Ok(written) => Ok(Uploading { written, uploading, stored }),
+            Err(e) => {
+                // If an upload failed, that is why the writer could not go on.
+                let end = async move { end_of(uploading.await).await };
+                Err(match bridge.wait_to_finish(end) {
+                    Ok(Some(failed)) => bridge.error(failed),
+                    _ => e,
+                })
+            }
+        }
+    }
+
     /// Deletes what a cancelled attempt left; if that fails, a sweep does it.
-    fn give_up(&self, id: CheckpointId) {
+    pub(crate) fn give_up(&self, id: CheckpointId) {
         let store = self.opener.store.clone();
         let abort = self.opener.bridge.wait_to_finish(async move { store.abort(id).await });
         let problem = match abort {
@@ -357,9 +392,15 @@ impl CheckpointStore {
         writer.complete(options.contents.clone())
     }
 
-    /// Lists the checkpoint. When the save is stopped meanwhile, it is listed whole or not at all.
+    /// Lists the checkpoint.
     fn publish(&self, ready: Ready) -> Result<(Saved, Option<ParentValues>)> {
         let Ready { staged, report, why_base, kept } = ready;
+        let checkpoint = self.list_staged(staged)?;
+        Ok((Saved { checkpoint, report, why_base, retired: vec![] }, kept))
+    }
+
+    /// Lists what is staged. When the call is stopped meanwhile, it is listed whole or not at all.
+    pub(crate) fn list_staged(&self, staged: Staged) -> Result<Checkpoint> {
         let id = staged.id();
         let store = self.opener.store.clone();
         let listed = self.opener.bridge.wait_to_finish(async move {
@@ -371,22 +412,17 @@ impl CheckpointStore {
                 other => other,
             }
         });
-        let checkpoint = match listed?.map_err(|e| self.error(e)) {
-            Ok(checkpoint) => checkpoint,
-            Err(e) => {
-                if matches!(&e, Error::Store { source, .. } if matches!(**source, StoreError::Conflict(_)))
-                {
-                    self.give_up(id);
-                }
-                return Err(e);
+        listed?.map_err(|e| self.error(e)).inspect_err(|e| {
+            if matches!(e, Error::Store { source, .. } if matches!(**source, StoreError::Conflict(_)))
+            {
+                self.give_up(id);
             }
-        };
-        Ok((Saved { checkpoint, report, why_base, retired: vec![] }, kept))
+        })
     }
 
     /// Applies the retention. The checkpoint is safe by now, so a failure is logged and does not fail the
     /// save.
-    fn retain(&self, saved: &Checkpoint) -> Result<Vec<CheckpointId>> {
+    pub(crate) fn retain(&self, saved: &Checkpoint) -> Result<Vec<CheckpointId>> {
         let Some(policy) = self.options.retention.clone() else { return Ok(vec![]) };
         let store = self.opener.store.clone();
         let retired = self.opener.bridge.ask(async move { store.apply_retention(&policy).await });

@@ -8,6 +8,7 @@ mod damage;
 mod emulated;
 mod life;
 mod racing;
+mod ranks;
 mod run;
 mod staging;
 mod tree;

@@ -1,0 +1,126 @@
+"""The metadata of `torch.distributed.checkpoint` as JSON: nothing of it is pickled."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ._errors import CorruptDataError, UnsupportedFormatError
+
+#: What the JSON is; readers refuse others.
+VERSION = 1
+
+_MEMORY_FORMATS = {
+    str(f).removeprefix("torch."): f
+    for f in (
+        torch.contiguous_format,
+        torch.preserve_format,
+        torch.channels_last,
+        torch.channels_last_3d,
+    )
+}
+
+
+def to_json(metadata: Metadata, names: dict[MetadataIndex, str]) -> bytes:
+    """Metadata, with the name of the stored tensor that holds each piece.
+
+    Raises `UnsupportedFormatError` for what a planner of the caller's own put there and JSON cannot
+    hold.
+    """
+    state = {fqn: _entry(fqn, value) for fqn, value in metadata.state_dict_metadata.items()}
+    pieces = [
+        [index.fqn, None if index.offset is None else list(index.offset), index.index, name]
+        for index, name in names.items()
+    ]
+    planner = metadata.planner_data
+    if planner is not None:
+        planner = {fqn: _path(fqn, path) for fqn, path in _items(planner)}
+    everything = {"version": VERSION, "state": state, "planner": planner, "pieces": pieces}
+    return json.dumps(everything, separators=(",", ":")).encode()
+
+
+def from_json(text: bytes, where: str) -> tuple[Metadata, dict[MetadataIndex, str]]:
+    """What `to_json` wrote. ``where`` is for messages."""
+    try:
+        read = json.loads(text)
+        if read["version"] != VERSION:
+            what = f"{where}: version {read['version']!r} of distributed metadata"
+            raise UnsupportedFormatError(what)
+        state = {fqn: _metadata(entry) for fqn, entry in read["state"].items()}
+        names = {
+            MetadataIndex(fqn, None if offset is None else torch.Size(offset), index): str(name)
+            for fqn, offset, index, name in read["pieces"]
+        }
+        planner = read["planner"]
+        if planner is not None:
+            planner = {fqn: tuple(path) for fqn, path in planner.items()}
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise CorruptDataError(f"{where}: distributed metadata: {error!r}") from error
+    return Metadata(state, planner, dict(names)), names
+
+
+def _items(planner: Any) -> Any:
+    if not isinstance(planner, dict):
+        raise UnsupportedFormatError(
+            f"planner_data of type {type(planner).__name__}: only what PyTorch's default planners "
+            "keep there can be stored, since nothing is pickled"
+        )
+    return planner.items()
+
+
+def _path(fqn: str, path: Any) -> list[str | int]:
+    parts: list[Any] = list(path) if isinstance(path, (tuple, list)) else [None]
+    for part in parts:
+        if type(part) not in (str, int):
+            raise UnsupportedFormatError(
+                f"planner_data of {fqn!r} is {path!r}: a path of texts and integers expected"
+            )
+    return parts
+
+
+def _entry(fqn: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, BytesStorageMetadata):
+        return {"kind": "bytes"}
+    if not isinstance(value, TensorStorageMetadata):
+        raise UnsupportedFormatError(f"{fqn!r} is described by a {type(value).__name__}")
+    p = value.properties
+    if p.layout is not torch.strided:
+        raise UnsupportedFormatError(f"{fqn!r} has the layout {p.layout}")
+    return {
+        "kind": "tensor",
+        "dtype": str(p.dtype).removeprefix("torch."),
+        "requires_grad": p.requires_grad,
+        "memory_format": str(p.memory_format).removeprefix("torch."),
+        "pin_memory": p.pin_memory,
+        "size": list(value.size),
+        "chunks": [[list(c.offsets), list(c.sizes)] for c in value.chunks],
+    }
+
+
+def _metadata(entry: dict[str, Any]) -> BytesStorageMetadata | TensorStorageMetadata:
+    if entry["kind"] == "bytes":
+        return BytesStorageMetadata()
+    dtype = getattr(torch, entry["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{entry['dtype']!r} is no dtype")
+    properties = TensorProperties(
+        dtype=dtype,
+        requires_grad=bool(entry["requires_grad"]),
+        memory_format=_MEMORY_FORMATS[entry["memory_format"]],
+        pin_memory=bool(entry["pin_memory"]),
+    )
+    chunks = [
+        ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+        for offsets, sizes in entry["chunks"]
+    ]
+    return TensorStorageMetadata(properties, torch.Size(entry["size"]), chunks)

@@ -1,0 +1,368 @@
+"""`torch.distributed.checkpoint` over gloo ranks, into a store."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import s4weights
+from s4weights.dcp import LoadPlanner, StorageReader, StorageWriter
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="PyTorch without distributed")
+
+#: Seconds after which ranks that wait for another one give up.
+PATIENCE = 60
+
+
+def run_ranks(world: int, work: Callable[..., None], *args: Any) -> None:
+    """Runs ``work(rank, *args)`` in so many processes; any failure fails the test."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_rank, (world, port, work, args), nprocs=world)
+
+
+def _rank(rank: int, world: int, port: int, work: Callable[..., None], args: Any) -> None:
+    import datetime
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    patience = datetime.timedelta(seconds=PATIENCE)
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=patience)
+    try:
+        work(rank, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def values(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values like weights, the same on every rank."""
+    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 0.02
+    return made.to(dtype)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a, b = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(a, b)
+
+
+def sharded(step: int) -> dict[str, Any]:
+    """A state that is split in every way, its values those of a step."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    world = dist.get_world_size()
+    return {
+        "model": {
+            "rows": distribute_tensor(values(step, 50, 300), mesh, [Shard(0)]),
+            "cols": distribute_tensor(
+                values(step + 1, 33, 513, dtype=torch.bfloat16), mesh, [Shard(1)]
+            ),
+            "few": distribute_tensor(values(step + 2, 2, 5000), mesh, [Shard(0)]),
+            "all": distribute_tensor(values(step + 3, 129), mesh, [Replicate()]),
+            "plain": values(step + 4, 77, 91),
+            "scalar": torch.tensor(float(step)),
+            "none": torch.empty(0, 7),
+        },
+        "step": step,
+        "words": {"a": [step, "x"], "world": world},
+    }
+
+
+def empty_like(state: dict[str, Any]) -> dict[str, Any]:
+    def empty(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: empty(inner) for name, inner in value.items()}
+        if isinstance(value, torch.Tensor):
+            return torch.full_like(value, -1.0)
+        return None
+
+    return {name: empty(value) for name, value in state.items()}
+
+
+def expect_sharded(loaded: dict[str, Any], step: int) -> None:
+    wanted = {
+        "rows": values(step, 50, 300),
+        "cols": values(step + 1, 33, 513, dtype=torch.bfloat16),
+        "few": values(step + 2, 2, 5000),
+        "all": values(step + 3, 129),
+        "plain": values(step + 4, 77, 91),
+        "scalar": torch.tensor(float(step)),
+        "none": torch.empty(0, 7),
+    }
+    for name, want in wanted.items():
+        got = loaded["model"][name]
+        got = got.full_tensor() if isinstance(got, DTensor) else got
+        assert got.dtype == want.dtype and same(got, want), name
+    assert loaded["step"] == step and loaded["words"]["a"] == [step, "x"]
+
+
+def _save_steps(rank: int, url: str, steps: list[int]) -> None:
+    for step in steps:
+        writer = StorageWriter(url, step=step, metrics={"loss": 1.0 / step}, tags={"by": "test"})
+        metadata = dcp.save(sharded(step), storage_writer=writer)
+        assert isinstance(pickle.loads(pickle.dumps(metadata)), type(metadata))
+        assert (writer.entry is not None) == (rank == 0)
+
+
+def _load_steps(rank: int, url: str, steps: list[int]) -> None:
+    for step in steps:
+        state = empty_like(sharded(0))
+        dcp.load(state, storage_reader=StorageReader(url, step=step), planner=LoadPlanner())
+        expect_sharded(state, step)
+
+
+def test_ranks_store_one_checkpoint_and_others_load_it(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    run_ranks(2, _save_steps, url, [10, 20])
+    run_ranks(4, _load_steps, url, [10, 20])
+    run_ranks(1, _load_steps, url, [20])
+    run_ranks(3, _load_steps, url, [10])
+
+    # For everything else it is a checkpoint like any other.
+    store = s4weights.CheckpointStore(url)
+    entries = store.list()
+    assert [entry.step for entry in entries] == [10, 20]
+    assert entries[0].metrics == {"loss": 0.1} and entries[0].tags == {"by": "test"}
+    assert store.verify().clean
+    loaded = store.load_checkpoint(20)
+    assert same(loaded["model.plain"], values(24, 77, 91))
+    assert same(loaded["model.rows@0,0"], values(20, 50, 300)[:25])
+    store.retire(10)
+    store.gc(grace=0.0, exclusive=True)
+    assert store.verify().clean and [entry.step for entry in store.list()] == [20]
+    run_ranks(2, _load_steps, url, [20])
+
+
+def _train(rank: int, url: str, mesh_shape: tuple[int, ...]) -> None:
+    """Some steps, each saved; then the last one is loaded into another model, to the bit."""
+    names = ("replicate", "shard")[-len(mesh_shape) :]
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+
+    def build(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(64, 500), torch.nn.GELU(), torch.nn.Linear(500, 64)
+        )
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=mesh)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def flat(model: torch.nn.Module, optim: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        model_state, optim_state = get_state_dict(model, optim)
+        found = {f"m.{k}": v for k, v in model_state.items()}
+        for name, state in optim_state["state"].items():
+            found.update({f"o.{name}.{k}": v for k, v in state.items()})
+        return {k: v.to_local() if isinstance(v, DTensor) else v for k, v in found.items()}
+
+    model, optim = build(1)
+    sizes = []
+    for step in range(1, 4):
+        model(torch.randn(8, 64)).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+        model_state, optim_state = get_state_dict(model, optim)
+        writer = StorageWriter(url)
+        state = {"model": model_state, "optim": optim_state}
+        dcp.save(state, checkpoint_id=f"{url}/step-{step}", storage_writer=writer)
+        if rank == 0:
+            assert writer.entry is not None
+            sizes.append((writer.entry.kind, writer.entry.bytes))
+    if rank == 0:
+        assert [kind for kind, _ in sizes] == ["base", "delta", "delta"], sizes
+        assert sizes[1][1] < sizes[0][1], sizes
+    other, other_optim = build(2)
+    model_state, optim_state = get_state_dict(other, other_optim)
+    state = {"model": model_state, "optim": optim_state}
+    dcp.load(state, storage_reader=StorageReader(url), planner=LoadPlanner())
+    set_state_dict(
+        other, other_optim, model_state_dict=state["model"], optim_state_dict=state["optim"]
+    )
+    want, got = flat(model, optim), flat(other, other_optim)
+    assert want.keys() == got.keys() and len(want) > 10
+    for name, tensor in want.items():
+        assert same(tensor, got[name]), name
+
+
+@pytest.mark.parametrize(("world", "mesh"), [(2, (2,)), (4, (2, 2))])
+def test_fsdp_trains_saves_and_resumes(tmp_path: Path, world: int, mesh: tuple[int, ...]) -> None:
+    run_ranks(world, _train, str(tmp_path / "run"), mesh)
+
+
+def _save_tied(rank: int, url: str) -> None:
+    weight = values(1, 500, 100)
+    state = {"embed": weight, "head": weight, "other": weight.clone()}
+    dcp.save(state, storage_writer=StorageWriter(url, step=1))
+    loaded = {name: torch.zeros_like(weight) for name in state}
+    dcp.load(loaded, storage_reader=StorageReader(url))
+    assert all(same(tensor, weight) for tensor in loaded.values())
+    if rank == 0:
+        names = s4weights.CheckpointStore(url).load_checkpoint(1).keys()
+        assert sorted(names) in (["embed", "other"], ["head", "other"])
+
+
+def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
+    run_ranks(1, _save_tied, str(tmp_path / "run"))
+
+
+class Bad:
+    """What a planner of no safe kind would run."""
+
+    ran = False
+
+    def __reduce__(self) -> Any:
+        return (setattr, (Bad, "ran", True))
+
+
+def _code(rank: int, url: str) -> None:
+    dcp.save({"w": values(1, 5000), "x": Bad()}, storage_writer=StorageWriter(url, step=1))
+    state = {"w": torch.zeros(5000), "x": 0}
+    with pytest.raises(CheckpointException) as failed:
+        dcp.load(state, storage_reader=StorageReader(url), planner=LoadPlanner())
+    assert "Weights only load failed" in str(failed.value)
+    assert not Bad.ran
+
+
+def test_the_safe_planner_runs_no_code(tmp_path: Path) -> None:
+    run_ranks(1, _code, str(tmp_path / "run"))
+
+
+class Failing(StorageWriter):
+    """Fails on rank 1."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise s4weights.StorageError(28, "no space left", "there")
+        return super().write_data(plan, planner)
+
+
+def _fail(rank: int, url: str) -> None:
+    dcp.save(sharded(1), storage_writer=StorageWriter(url, step=1))
+    with pytest.raises(CheckpointException) as failed:
+        dcp.save(sharded(2), storage_writer=Failing(url, step=2))
+    errors = failed.value.failures
+    assert list(errors) == [1] and "no space left" in str(failed.value)
+    dcp.save(sharded(3), storage_writer=StorageWriter(url, step=3))
+    _load_steps(rank, url, [1, 3])
+
+
+def test_a_failure_of_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    run_ranks(2, _fail, url)
+    store = s4weights.CheckpointStore(url)
+    assert [entry.step for entry in store.list()] == [1, 3]
+    assert store.verify().clean
+    # What is left of it is swept.
+    report = store.gc(grace=0.0, exclusive=True)
+    assert report.deleted_bytes > 0
+    assert [entry.step for entry in store.list()] == [1, 3] and store.verify().clean
+
+
+class Dying(StorageWriter):
+    """Rank 1 is killed while it writes, after its objects are stored."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        done = super().write_data(plan, planner)
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return done
+
+
+def _die(rank: int, url: str, told: str) -> None:
+    dcp.save(sharded(1), storage_writer=StorageWriter(url, step=1))
+    started = time.monotonic()
+    try:
+        dcp.save(sharded(2), storage_writer=Dying(url, step=2))
+    except BaseException as error:
+        Path(told).write_text(f"{time.monotonic() - started} {type(error).__name__}")
+        raise
+
+
+def test_a_killed_rank_leaves_nothing_visible(tmp_path: Path) -> None:
+    url, told = str(tmp_path / "run"), tmp_path / "told"
+    with pytest.raises(Exception, match=r"SIGKILL|signal|Exception"):
+        run_ranks(2, _die, url, str(told))
+    if told.exists():
+        assert float(told.read_text().split()[0]) < PATIENCE + 10
+    assert [entry.step for entry in s4weights.CheckpointStore(url).list()] == [1]
+    run_ranks(2, _save_steps, url, [3])
+    run_ranks(2, _load_steps, url, [1, 3])
+    assert s4weights.CheckpointStore(url).verify().clean
+
+
+def _save_async(rank: int, url: str, kind: str) -> None:
+    kind = dcp.state_dict_saver.AsyncCheckpointerType(kind)
+    for step in (1, 2):
+        state = sharded(step)
+        future = dcp.async_save(
+            state, storage_writer=StorageWriter(url, step=step), async_checkpointer_type=kind
+        )
+        # The state was staged: it may change.
+        state["model"]["plain"].fill_(7.0)
+        future.result()
+    _load_steps(rank, url, [1, 2])
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_saves_in_the_background(tmp_path: Path, kind: str) -> None:
+    run_ranks(2, _save_async, str(tmp_path / "run"), kind)
+
+
+def test_ids_name_a_store_and_a_step(tmp_path: Path) -> None:
+    state = {"w": values(1, 5000), "n": 3}
+    for name, step in [("step-1000", 1000), ("2000", 2000), ("epoch=2-step=3000", 3000)]:
+        where = tmp_path / "run" / name
+        writer = StorageWriter()
+        dcp.save(state, checkpoint_id=where, storage_writer=writer, no_dist=True)
+        assert writer.entry is not None and writer.entry.step == step
+        loaded = {"w": torch.zeros(5000), "n": 0}
+        dcp.load(loaded, checkpoint_id=where, storage_reader=StorageReader(), no_dist=True)
+        assert same(loaded["w"], state["w"]) and loaded["n"] == 3
+    assert [e.step for e in s4weights.CheckpointStore(tmp_path / "run").list()] == [
+        1000,
+        2000,
+        3000,
+    ]
+    assert StorageWriter.validate_checkpoint_id("s3://bucket/run/step-7")
+    assert not StorageWriter.validate_checkpoint_id("s3://bucket/run/last")
+    with pytest.raises(CheckpointException, match="a name that ends with the step"):
+        raise CheckpointException("", {0: _error(lambda: StorageWriter().reset("runs/last"))})
+    with pytest.raises(TypeError, match="options of a store"):
+        StorageWriter(s4weights.CheckpointStore(tmp_path), step=1, preset="fast")
+
+
+def _error(work: Callable[[], object]) -> Any:
+    try:
+        work()
+    except Exception as error:
+        import traceback
+
+        return error, traceback.extract_tb(error.__traceback__)
+    raise AssertionError("no error")
+
+
+def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+    store = s4weights.CheckpointStore(tmp_path / "run")
+    store.save_checkpoint({"w": values(1, 5000)}, 1)
+    state = {"w": torch.zeros(5000)}
+    for step, what in [(2, "no checkpoint of step 2"), (1, "use load_checkpoint")]:
+        with pytest.raises(CheckpointException) as failed:
+            dcp.load(state, storage_reader=StorageReader(store, step=step), no_dist=True)
+        assert what in str(failed.value), failed.value
+    with pytest.raises(CheckpointException, match="no step was given"):
+        dcp.save(state, storage_writer=StorageWriter(store), no_dist=True)

@@ -1,0 +1,242 @@
+//! One checkpoint, stored by several processes.
+//!
+//! One process, the coordinator, begins it ([`CheckpointStore::begin_parts`]) and tells the others what it
+//! is a part of. Each encodes its own tensors into objects of the same attempt
+//! ([`CheckpointStore::save_part`]), side by side and without a word between them. The coordinator is given
+//! what each of them returned, makes one index of all indexes, and lists the checkpoint by one entry of the
+//! log ([`CheckpointStore::publish_parts`]). What comes of it is a checkpoint like any other.
+
+use bytes::Bytes;
+use s4_store::{About, Checkpoint, CheckpointId, Error as StoreError, ObjectInfo, Reference};
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::interrupt;
+use crate::objects::{DataObject, ObjectOptions, ObjectSink};
+use crate::report::Report;
+use crate::store::bridge::Asker;
+use crate::store::save::{SaveRequest, Uploading, WhyBase, chain};
+use crate::store::{CheckpointStore, ParentValues, SaveOptions, Saved};
+use crate::write::TensorSource;
+use crate::writer::{Writer, Written};
+
+/// What the parts of a checkpoint have in common: made by the coordinator, given to every rank, also as
+/// JSON.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PartOf {
+    /// The checkpoint that they will be.
+    pub id: CheckpointId,
+    /// The checkpoint that it may be a delta of.
+    parent: Option<Reference>,
+    /// How many checkpoints there have been since the base.
+    number: u32,
+    /// Why it is a base; `None` if it may be a delta.
+    why_base: Option<String>,
+}
+
+/// What one rank stored.
+#[derive(Debug, Clone, Default)]
+pub struct RankPart {
+    objects: Vec<ObjectInfo>,
+    index: Bytes,
+    /// Counts and sizes of this part.
+    pub report: Report,
+}
+
+/// What a part looks like on its way to the coordinator, before its index.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Head {
+    id: CheckpointId,
+    objects: Vec<ObjectInfo>,
+    bytes_in: u64,
+    bytes_out: u64,
+}
+
+impl RankPart {
+    /// A part as bytes, for the way to the coordinator.
+    ///
+    /// # Errors
+    /// `Argument` if it is too large.
+    pub fn to_bytes(&self, of: &PartOf) -> Result<Vec<u8>> {
+        let Report { bytes_in, bytes_out, .. } = self.report;
+        let head = Head { id: of.id, objects: self.objects.clone(), bytes_in, bytes_out };
+        let head = serde_json::to_vec(&head).map_err(|e| Error::Argument(e.to_string()))?;
+        let len = u32::try_from(head.len()).map_err(|e| Error::Argument(e.to_string()))?;
+        Ok([&len.to_le_bytes()[..], &head, &self.index].concat())
+    }
+
+    /// The part that [`RankPart::to_bytes`] made bytes of.
+    ///
+    /// # Errors
+    /// `Argument` if it is none, or one of another checkpoint.
+    pub fn from_bytes(bytes: &Bytes, of: &PartOf) -> Result<Self> {
+        let bad = |what: &str| Error::Argument(format!("part of checkpoint {}: {what}", of.id));
+        let (len, rest) = bytes.split_first_chunk().ok_or_else(|| bad("it ends too early"))?;
+        let len = usize::try_from(u32::from_le_bytes(*len)).map_err(|e| bad(&e.to_string()))?;
+        let (head, index) = rest.split_at_checked(len).ok_or_else(|| bad("it ends too early"))?;
+        let head: Head = serde_json::from_slice(head).map_err(|e| bad(&e.to_string()))?;
+        if head.id != of.id {
+            return Err(bad(&format!("it belongs to checkpoint {}", head.id)));
+        }
+        let Head { objects, bytes_in, bytes_out, .. } = head;
+        let report = Report { bytes_in, bytes_out, ..Report::default() };
+        Ok(Self { objects, index: bytes.slice_ref(index), report })
+    }
+}
+
+impl CheckpointStore {
+    /// Begins a checkpoint of several processes, of `raw` bytes of tensors in all. Its parent is chosen as
+    /// that of a save is ([`CheckpointStore::save`]); a tensor becomes a delta if the parent has one of the
+    /// same name, type and shape. `base`: write a base, whatever the policy says.
+    ///
+    /// # Errors
+    /// As [`CheckpointStore::save`].
+    pub fn begin_parts(&self, raw: u64, base: bool) -> Result<PartOf> {
+        let store = self.opener.store.clone();
+        let id = self.opener.bridge.ask(async move { Ok(store.begin().await?.id()) })?;
+        let as_base = |why: WhyBase| {
+            let why_base = Some(why.to_string());
+            PartOf { id, parent: None, number: 0, why_base }
+        };
+        if base {
+            return Ok(as_base(WhyBase::Asked));
+        }
+        let history = interrupt::lock(&self.history)?;
+        let line = self.line(&history)?;
+        Ok(match line.next(raw, 0) {
+            Err(reason) => as_base(WhyBase::Policy(reason)),
+            Ok((number, chain)) => {
+                let parent = chain.first().map(Checkpoint::reference);
+                PartOf { id, parent, number, why_base: None }
+            }
+        })
+    }
+
+    /// Stores what rank `rank` has of a checkpoint. Of `options`, what the tensors are and how they are staged
+    /// counts; what the checkpoint is besides is up to the coordinator. Every rank may call this, also one
+    /// that has no tensors; each rank once.
+    ///
+    /// # Errors
+    /// As [`CheckpointStore::save`], and [`Error::Store`] or [`Error::Checkpoint`] if the parent cannot be
+    /// read: then no rank's part can be used, and the coordinator begins another one.
+    pub fn save_part(
+        &self,
+        of: &PartOf,
+        rank: u32,
+        tensors: &[TensorSource<'_>],
+        options: &SaveOptions,
+    ) -> Result<RankPart> {
+        let parent = match of.parent {
+            None => None,
+            Some(parent) => {
+                let chain = chain(&*self.state()?, parent.id).map_err(|e| self.error(e))?;
+                let reader = self.opener.open(&chain, &self.reading())?;
+                Some(ParentValues::Frames(reader).parent())
+            }
+        };
+        let (store, id) = (self.opener.store.clone(), of.id);
+        let attempt = self.opener.bridge.ask(async move { store.join(id, rank).await })?;
+        let request = SaveRequest::new(0, tensors, options);
+        let Uploading { written, uploading, .. } =
+            self.encode_into(attempt, &request, parent, 0)?;
+        let finishing = async move {
+            let (attempt, done) = uploading.await.map_err(|e| StoreError::Callback(Box::new(e)))?;
+            done?;
+            attempt.finish_part().await
+        };
+        let objects = self.opener.bridge.wait_asking(&request.asker, finishing);
+        self.buffers.rest();
+        let Written { report, index, .. } = written;
+        let index = index.unwrap_or_default();
+        Ok(RankPart { objects: objects?.map_err(|e| self.error(e))?, index, report })
+    }
+
+    /// Lists a checkpoint whose parts are stored: what each rank returned, in the order of ranks; `None`: a
+    /// rank that has none. `options` says what the checkpoint holds besides tensors.
+    ///
+    /// # Errors
+    /// As [`CheckpointStore::save`]; `Argument` if two parts have a tensor of the same name. Nothing is
+    /// listed then.
+    pub fn publish_parts(
+        &self,
+        of: &PartOf,
+        step: u64,
+        parts: Vec<Option<RankPart>>,
+        options: &SaveOptions,
+    ) -> Result<Saved> {
+        let mut history = interrupt::lock(&self.history)?;
+        let saved = self.merge(of, step, parts, options);
+        let mut saved = saved.inspect_err(|_| self.give_up(of.id))?;
+        history.saved(&saved.checkpoint, None);
+        drop(history);
+        saved.retired = self.retain(&saved.checkpoint)?;
+        Ok(saved)
+    }
+
+    /// Gives up a checkpoint of several processes: nobody can list it any more, and what was stored of it is
+    /// deleted.
+    pub fn give_up_parts(&self, of: &PartOf) {
+        self.give_up(of.id);
+    }
+
+    fn merge(
+        &self,
+        of: &PartOf,
+        step: u64,
+        parts: Vec<Option<RankPart>>,
+        options: &SaveOptions,
+    ) -> Result<Saved> {
+        let bridge = &self.opener.bridge;
+        let sizes = ObjectOptions { bytes: self.options.object_bytes };
+        let writing = self.writing();
+        let mut index =
+            Writer::create_objects(bridge.target(), Box::new(NoObjects), sizes, writing)?;
+        let mut objects = vec![];
+        for (rank, part) in parts.into_iter().enumerate() {
+            let RankPart { objects: stored, index: own, .. } = part.unwrap_or_default();
+            let known = index.adopted.objects.len();
+            if !own.is_empty() {
+                index.adopt(own)?;
+            }
+            let named = index.adopted.objects[known..].iter().map(|o| (o.bytes, o.blake3));
+            if !named.eq(stored.iter().map(|o| (o.len, o.blake3))) {
+                let what = format!("the index of rank {rank} names other objects than it stored");
+                return Err(Error::Argument(what));
+            }
+            objects.push(stored);
+        }
+        let Written { report, snapshot, index } = index.complete(options.contents.clone())?;
+        let delta = snapshot.depth() > 1;
+        let about = About {
+            step,
+            parent: of.parent.filter(|_| delta),
+            since_base: if delta { of.number } else { 0 },
+            replaces: None,
+            raw_len: report.bytes_in,
+            metrics: options.metrics.clone(),
+            tags: options.tags.clone(),
+        };
+        let (store, id) = (self.opener.store.clone(), of.id);
+        let asker = Asker::new(options.progress.clone());
+        let staging = async move {
+            let attempt = store.gather(id, objects).await?;
+            attempt.stage(index.unwrap_or_default(), about).await
+        };
+        let staged = bridge.wait_asking(&asker, staging)?.map_err(|e| self.error(e))?;
+        let checkpoint = self.list_staged(staged)?;
+        let begun = of.why_base.clone().map(WhyBase::Begun);
+        let why_base = begun.or((!delta).then_some(WhyBase::NothingGained));
+        Ok(Saved { checkpoint, report, why_base, retired: vec![] })
+    }
+}
+
+/// Takes the objects of a writer that has none of its own.
+struct NoObjects;
+
+impl ObjectSink for NoObjects {
+    fn put(&mut self, object: DataObject) -> Result<()> {
+        Err(Error::Argument(format!("object {} of an index alone", object.number)))
+    }
+}

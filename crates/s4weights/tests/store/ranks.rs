@@ -1,0 +1,172 @@
+//! Checkpoints that several processes store together.
+
+use bytes::Bytes;
+use s4weights::format::manifest::{Role, RoleKind, Roles};
+use s4weights::store::{
+    CheckOptions, CheckpointStore, PartOf, Place, RankPart, SaveOptions, Saved, WhyBase,
+};
+use s4weights::{Contents, DType, Error, TensorSource};
+
+use crate::run::{memory, open, options};
+
+/// A rank's tensors at a step: a large one, which has a counterpart at every step, and small ones.
+fn tensors(rank: u32, step: u64) -> Vec<(String, DType, Vec<u64>, Vec<u8>)> {
+    let large: Vec<u8> = (0..20_000u64)
+        .flat_map(|i| {
+            let moved = u64::from(i % 7 == step % 7) * step;
+            (0x3c00_0000 + (i * 7919 % 65_536) as u32 * 16 + moved as u32 + rank).to_le_bytes()
+        })
+        .collect();
+    let small = (rank as f32 + step as f32).to_le_bytes().repeat(9);
+    vec![
+        (format!("w@{rank}"), DType::Float32, vec![100, 200], large),
+        (format!("b@{rank}"), DType::Float32, vec![9], small),
+    ]
+}
+
+fn sources(list: &[(String, DType, Vec<u64>, Vec<u8>)]) -> Vec<TensorSource<'_>> {
+    list.iter()
+        .map(|(name, dtype, shape, data)| TensorSource::new(name, *dtype, shape, data))
+        .collect()
+}
+
+/// What rank `rank` does in a process of its own: all that it knows came as text, and goes as bytes.
+fn one_rank(place: &Place, of: &str, rank: u32, step: u64) -> Bytes {
+    let store = CheckpointStore::open_at(place, options()).unwrap();
+    let of: PartOf = serde_json::from_str(of).unwrap();
+    let roles = Roles {
+        tensors: vec![Role { tensor: 0, parameter: 0, kind: RoleKind::Weight, group: 0 }],
+        groups: vec![[("lr".to_owned(), f64::from(rank))].into()],
+    };
+    let options = SaveOptions { roles: Some(roles), ..SaveOptions::default() };
+    let list = tensors(rank, step);
+    let part = store.save_part(&of, rank, &sources(&list), &options).unwrap();
+    part.to_bytes(&of).unwrap().into()
+}
+
+fn save(store: &CheckpointStore, place: &Place, ranks: u32, step: u64) -> Saved {
+    let of = store.begin_parts(u64::from(ranks) * 80_000, false).unwrap();
+    let told = serde_json::to_string(&of).unwrap();
+    // The last rank has nothing to store.
+    let mut parts: Vec<_> =
+        (0..ranks).map(|rank| Some(one_rank(place, &told, rank, step))).collect();
+    parts.push(None);
+    let part = |p: Option<Bytes>| p.map(|p| RankPart::from_bytes(&p, &of).unwrap());
+    let parts = parts.into_iter().map(part).collect();
+    let contents = Contents { blobs: [("note".into(), vec![7])].into(), ..Contents::default() };
+    let options = SaveOptions { contents, ..SaveOptions::default() };
+    store.publish_parts(&of, step, parts, &options).unwrap()
+}
+
+fn expect(store: &CheckpointStore, ranks: u32, step: u64) {
+    let loaded = store.load(Some(step)).unwrap();
+    let reader = loaded.reader();
+    for rank in 0..ranks {
+        for (name, dtype, shape, data) in tensors(rank, step) {
+            let found = reader.tensors().nth(reader.find(&name).unwrap()).unwrap();
+            assert_eq!((found.dtype, found.shape), (dtype, &shape[..]), "{name}");
+            assert!(reader.read(&name).unwrap() == data, "{name} of step {step}");
+        }
+    }
+    assert_eq!(reader.tensors().len(), 2 * ranks as usize);
+    assert_eq!(reader.blob("note").unwrap(), [7]);
+    let roles = reader.manifest().roles.clone().unwrap();
+    let rows: Vec<_> = roles.tensors.iter().map(|r| (r.tensor, r.parameter, r.group)).collect();
+    let wanted: Vec<_> = (0..ranks).map(|r| (2 * r, r, r)).collect();
+    assert_eq!(rows, wanted);
+    assert_eq!(roles.groups.len(), ranks as usize);
+}
+
+#[test]
+fn ranks_save_bases_and_deltas() {
+    let place = memory();
+    let store = open(&place, options());
+    let first = save(&store, &place, 3, 1);
+    assert!(matches!(&first.why_base, Some(WhyBase::Begun(_))), "{:?}", first.why_base);
+    assert_eq!(first.report.bytes_in, 3 * (80_000 + 36));
+    for step in 2..5 {
+        let saved = save(&store, &place, 3, step);
+        assert_eq!(saved.why_base, None);
+        assert!(saved.checkpoint.base.is_some());
+        assert!(saved.checkpoint.about.data_len < first.checkpoint.about.data_len);
+    }
+    // Tensors of other names have no counterpart: a base.
+    let of = store.begin_parts(160_000, false).unwrap();
+    let told = serde_json::to_string(&of).unwrap();
+    let other = CheckpointStore::open_at(&place, options()).unwrap();
+    let list = tensors(9, 5);
+    let of_other: PartOf = serde_json::from_str(&told).unwrap();
+    let part = other.save_part(&of_other, 0, &sources(&list), &SaveOptions::default()).unwrap();
+    let saved = store.publish_parts(&of, 5, vec![Some(part)], &SaveOptions::default()).unwrap();
+    assert_eq!(saved.why_base, Some(WhyBase::NothingGained));
+    assert_eq!(saved.checkpoint.base, None);
+
+    let reading = CheckpointStore::open_at(&place, options()).unwrap();
+    (1..5).for_each(|step| expect(&reading, 3, step));
+    let all = CheckOptions { read_data: true, ..CheckOptions::default() };
+    let report = reading.check(&all).unwrap();
+    assert!(report.is_clean(), "{:?}", report.findings);
+    assert_eq!(report.checkpoints, 5);
+    // A delta of several ranks becomes a base of one.
+    let delta = reading.at_step(4).unwrap().id();
+    let rebased = reading.rebase(delta, None).unwrap();
+    assert!(rebased.base.is_none() && rebased.about.parts.is_empty());
+    expect(&reading, 3, 4);
+    // And what one process saves next may follow what several did.
+    let list: Vec<_> = (0..3).flat_map(|rank| tensors(rank, 6)).collect();
+    let next = reading.save(6, &sources(&list), &SaveOptions::default()).unwrap();
+    assert_eq!(next.why_base, None);
+    assert!(reading.load(Some(6)).unwrap().reader().read("w@2").unwrap() == tensors(2, 6)[0].3);
+}
+
+#[test]
+fn parts_that_do_not_fit_are_refused_and_leave_nothing() {
+    let place = memory();
+    let store = open(&place, options());
+    let of = store.begin_parts(80_000, false).unwrap();
+    let told = serde_json::to_string(&of).unwrap();
+    let bytes = one_rank(&place, &told, 0, 1);
+    let part = RankPart::from_bytes(&bytes, &of).unwrap();
+    // Two ranks have a tensor of one name.
+    let twice = vec![Some(part.clone()), Some(part)];
+    let refused = store.publish_parts(&of, 1, twice, &SaveOptions::default()).unwrap_err();
+    assert!(matches!(&refused, Error::Argument(what) if what.contains("w@0")), "{refused}");
+    assert!(store.list().unwrap().is_empty());
+    // It was given up: nobody can list it any more.
+    let late = vec![Some(RankPart::from_bytes(&bytes, &of).unwrap())];
+    assert!(store.publish_parts(&of, 1, late, &SaveOptions::default()).is_err());
+    assert!(store.list().unwrap().is_empty());
+
+    // Bytes that are no part, or one of another checkpoint.
+    let other = store.begin_parts(80_000, false).unwrap();
+    let refused = RankPart::from_bytes(&bytes, &other).unwrap_err().to_string();
+    assert!(refused.contains("it belongs to checkpoint"), "{refused}");
+    for cut in 0..bytes.len() {
+        if let Ok(part) = RankPart::from_bytes(&bytes.slice(..cut), &of) {
+            let of = store.begin_parts(80_000, false).unwrap();
+            if cut % 97 == 0 {
+                let refused =
+                    store.publish_parts(&of, 1, vec![Some(part)], &SaveOptions::default());
+                assert!(matches!(refused, Err(Error::Format { .. })), "{cut}: {refused:?}");
+            }
+        }
+    }
+    // A damaged part is listed by nobody, whatever was damaged.
+    let mut looked_at = 0;
+    for bit in (32..bytes.len() * 8).step_by(bytes.len() / 8) {
+        let of = store.begin_parts(80_000, false).unwrap();
+        let told = serde_json::to_string(&of).unwrap();
+        let mut damaged = one_rank(&place, &told, 0, 1).to_vec();
+        damaged[bit / 8] ^= 1 << (bit % 8);
+        if let Ok(part) = RankPart::from_bytes(&damaged.into(), &of) {
+            looked_at += 1;
+            let listed = store.publish_parts(&of, 1, vec![Some(part)], &SaveOptions::default());
+            // Sizes in its report are for people.
+            assert!(
+                listed.is_err() || store.load(Some(1)).is_ok_and(|l| l.reader().verify().is_ok())
+            );
+            store.list().unwrap().iter().for_each(|c| _ = store.retire(&[c.id()], ""));
+        }
+    }
+    assert!(looked_at > 20, "{looked_at}");
+}
