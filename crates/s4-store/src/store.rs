@@ -202,6 +202,11 @@ impl Store {
         Ok(Arc::clone(&known.state))
     }
 
+    /// The state as it was read last: no request is made.
+    pub async fn known(&self) -> Arc<State> {
+        Arc::clone(&self.inner.known.lock().await.state)
+    }
+
     /// What is wrong with the log: nothing, unless the store was opened read-only.
     ///
     /// # Errors

@@ -164,6 +164,36 @@ fn advise(room: &mut [MaybeUninit<u8>], advice: Advice) {
 #[cfg(not(target_os = "linux"))]
 fn advise(_: &mut [MaybeUninit<u8>], _: Advice) {}
 
+/// Asks for large pages under buffers that are about to be written for the first time. An allocator puts
+/// them one behind the other, so that pages are shared: what lies close together is one range, as few of
+/// which as possible are told of, because the system keeps a note of each.
+#[cfg(target_os = "linux")]
+pub(crate) fn expect_writes<'a>(buffers: impl Iterator<Item = &'a mut [u8]>) {
+    /// What an allocator keeps between two buffers, at most.
+    const GAP: usize = 2 * PAGE;
+    /// The smallest page anywhere.
+    const PAGE: usize = 4 << 10;
+    /// Fewer bytes hold no large page.
+    const LEAST: usize = 2 << 20;
+    let mut spans: Vec<_> = buffers.map(|b| (b.as_ptr().addr(), b.len())).collect();
+    spans.sort_unstable();
+    let joined = spans.chunk_by(|(at, len), next| next.0.saturating_sub(at + len) <= GAP);
+    for (first, last) in joined.filter_map(|run| Some((run.first()?, run.last()?))) {
+        // Outwards, so that neighbours are treated alike: an allocator's own bytes are on the same pages.
+        let start = first.0 / PAGE * PAGE;
+        let len = (last.0 + last.1).next_multiple_of(PAGE) - start;
+        if len >= LEAST {
+            let start = std::ptr::without_provenance_mut(start);
+            // SAFETY: advice of this kind changes no byte of any memory, whose ever it is.
+            unsafe { libc::madvise(start, len, libc::MADV_HUGEPAGE) };
+        }
+    }
+}
+
+/// Memory is as good without.
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn expect_writes<'a>(_: impl Iterator<Item = &'a mut [u8]>) {}
+
 #[cfg(test)]
 mod tests {
     use bytes::Bytes;

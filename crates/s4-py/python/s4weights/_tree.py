@@ -94,6 +94,9 @@ _KINDS: dict[str, frozenset[str]] = {
     "same": frozenset(),
 }
 
+#: Members of a tensor's node that say which part of a storage it is, or where that is to be.
+_PLACE = frozenset(["dtype", "shape", "offset", "stride", "device"])
+
 _short_repr = reprlib.Repr()
 _short_repr.maxstring = _short_repr.maxother = 200
 
@@ -109,6 +112,7 @@ class TreeEncoder:
         import torch
 
         self._torch = torch
+        self._parameter = torch.nn.Parameter
         self._storages = storages
         self._seen: set[int] = set()
         self._tensors: dict[int, int] = {}
@@ -218,8 +222,9 @@ class TreeEncoder:
 
     def _pairs(self, obj: dict[Any, Any], path: str, depth: int) -> list[Any]:
         self._once(obj)
+        key_of, node = self._key, self._node
         return [
-            [self._key(key, path, depth), self._node(value, join(path, key), depth)]
+            [key if type(key) is str else key_of(key, path, depth), node(value, join(path, key), depth)]
             for key, value in obj.items()
         ]
 
@@ -243,8 +248,9 @@ class TreeEncoder:
         return node
 
     def _tensor(self, obj: Any, path: str, depth: int) -> Any:
-        if id(obj) in self._tensors:
-            return {"same": self._tensors[id(obj)]}
+        known = self._tensors.get(id(obj))
+        if known is not None:
+            return {"same": known}
         self._tensors[id(obj)] = len(self._tensors)
         try:
             plain = _is_plain_tensor(obj)
@@ -264,29 +270,31 @@ class TreeEncoder:
         return self._tensor_node(tensor, path)
 
     def _tensor_node(self, obj: Any, path: str) -> Any:
-        storage = obj.untyped_storage()
-        shape = covering_shape(obj)
-        if shape is None:
+        storages, storage = self._storages, obj.untyped_storage()
+        dtype, shape = obj.dtype, obj.shape
+        whole = covering_shape(obj, storage)
+        if whole is None:
             require_storage(obj, path)
-        number = self._storages.number(storage, lambda: Hint(path, obj.dtype, shape))
-        stored = self._storages.entry(number)
+        number = storages.find_storage(storage)
+        if number is None:
+            number = storages.add(storage, Hint(path, dtype, whole))
+        stored = storages.entry(number)
         node: dict[str, Any] = {"tensor": number}
-        if dtype_name(obj.dtype) != stored.dtype or stored.dtype == "bytes":
-            node["dtype"] = _short(obj.dtype)
-        if obj.shape != stored.shape:
-            node["shape"] = list(obj.shape)
-        if obj.storage_offset():
-            node["offset"] = obj.storage_offset()
-        if obj.stride() != row_major(obj.shape):
-            node["stride"] = list(obj.stride())
-        if storage.device.type != "cpu":
+        if stored.dtype == "bytes" or dtype_name(dtype) != stored.dtype:
+            node["dtype"] = _short(dtype)
+        if shape != stored.shape:
+            node["shape"] = [*shape]
+        if offset := obj.storage_offset():
+            node["offset"] = offset
+        if (stride := obj.stride()) != row_major(shape):
+            node["stride"] = [*stride]
+        if not obj.is_cpu:
             node["device"] = self._tag(storage)
         if obj.requires_grad:
             node["grad"] = True
-        if type(obj) is self._torch.nn.Parameter:
+        if type(obj) is self._parameter:
             node["parameter"] = True
         return node
-
 
     def _tag(self, storage: torch.UntypedStorage) -> str:
         """What PyTorch calls a storage's device; it asks one kind of device after the other."""
@@ -307,8 +315,14 @@ def _is_plain_tensor(tensor: Any) -> bool:
         and not tensor._backward_hooks
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and not any(getattr(tensor, "names", ()))
+        and not _has_names(tensor)
     )
+
+
+def _has_names(tensor: Any) -> bool:
+    """Whether dimensions have names, which PyTorch gives up."""
+    names = getattr(tensor, "names", None)
+    return names is not None and any(names)
 
 
 def _is_utf8(text: str) -> bool:
@@ -424,18 +438,15 @@ class TreeDecoder:
 
     def _tensor(self, value: Any, node: dict[str, Any]) -> Any:
         number = _natural(value)
-        _, stored, stored_shape, nbytes = self._storages.info(number)
+        _, stored, shape, nbytes = self._storages.info(number)
         dtype = self._dtype(node.get("dtype", "uint8" if stored == "bytes" else stored))
-        shape = _dimensions(node.get("shape", list(stored_shape)))
-        stride = _dimensions(node["stride"]) if "stride" in node else row_major(shape)
-        offset = _natural(node.get("offset", 0))
-        if len(shape) != len(stride) or not fits(nbytes, dtype.itemsize, offset, shape, stride):
-            message = f"corrupt data (tree): {_brief(node)} lies outside of {nbytes} bytes"
-            raise CorruptDataError(message)
-        storage = self._storages.get(number, _string(node.get("device", "cpu")))
-        grad = node.get("grad") is True
+        tensor = None
+        if _PLACE.isdisjoint(node):
+            tensor = self._storages.new_tensor(number, dtype, shape)
         try:
-            tensor = view(storage, dtype, offset, shape, stride)
+            if tensor is None:
+                tensor = self._view(number, dtype, shape, nbytes, node)
+            grad = node.get("grad") is True
             if node.get("parameter") is True:
                 tensor = self._torch.nn.Parameter(tensor, grad)
             elif grad:
@@ -445,6 +456,25 @@ class TreeDecoder:
         self._tensors.append(tensor)
         return tensor
 
+    def _view(
+        self,
+        number: int,
+        dtype: Any,
+        shape: tuple[int, ...],
+        nbytes: int,
+        node: dict[str, Any],
+    ) -> Any:
+        """A tensor on a storage that others may be on, too."""
+        if "shape" in node:
+            shape = _dimensions(node["shape"])
+        stride = _dimensions(node["stride"]) if "stride" in node else row_major(shape)
+        offset = _natural(node.get("offset", 0))
+        if len(shape) != len(stride) or not fits(nbytes, dtype.itemsize, offset, shape, stride):
+            message = f"corrupt data (tree): {_brief(node)} lies outside of {nbytes} bytes"
+            raise CorruptDataError(message)
+        storage = self._storages.get(number, _string(node.get("device", "cpu")))
+        return view(storage, dtype, offset, shape, stride)
+
 
 def view(
     storage: Any, dtype: Any, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
@@ -452,10 +482,8 @@ def view(
     """A tensor on a storage; the extent has been checked."""
     import torch
 
-    # Only the untyped storage inside of the typed one is used.
-    typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)
-    rebuild = torch._utils._rebuild_tensor_v3
-    return rebuild(typed, offset, shape, stride, False, OrderedDict(), dtype)
+    tensor = torch.empty((0,), dtype=dtype, device=storage.device)
+    return tensor.set_(storage, offset, shape, stride)
 
 
 @functools.lru_cache(maxsize=1024)
