@@ -186,8 +186,7 @@ def store_calls(state: State, folder: Path, threads: list[int]) -> Iterator[Call
         yield Call("save a base", "s4weights", n, lambda save=save: save(state, True), fresh)
         yield Call("save a delta", "s4weights", n, lambda save=save: save(later, False), fresh)
         fresh()
-        base, delta = (save(what, False).step for what in (later, later))
-        base -= 1
+        base, delta = stores[0].latest(), save(later, False).step
         load = lambda at, stores=stores: stores[0].load_checkpoint(at)  # noqa: E731
         yield Call("load a base", "s4weights", n, lambda load=load, at=base: load(at), expected=state)
         yield Call(

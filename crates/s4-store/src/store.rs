@@ -547,6 +547,7 @@ impl Inner {
 fn make_io(there: &Connected, options: &StoreOptions) -> Io {
     let store = Arc::clone(&there.store);
     Io::new(store, options.retry.clone(), options.upload_memory, options.bandwidth)
+        .in_folder(there.folder.clone())
 }
 
 async fn read_repo(io: &Io, layout: &Layout) -> Result<Repo> {

@@ -198,7 +198,7 @@ pub(crate) fn expect_writes<'a>(_: impl Iterator<Item = &'a mut [u8]>) {}
 mod tests {
     use bytes::Bytes;
 
-    use super::{LARGE, LargeBuffers, lock};
+    use super::{LARGE, LargeBuffers, expect_writes, lock};
 
     fn idle(buffers: &LargeBuffers) -> (usize, usize) {
         let idle = lock(&buffers.0);
@@ -257,5 +257,38 @@ mod tests {
         // Whoever outlives the rest keeps nothing.
         drop(buffers);
         drop(one);
+    }
+
+    /// Whether the system was asked for large pages at an address.
+    #[cfg(target_os = "linux")]
+    fn wants_large_pages(address: usize) -> bool {
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut here = false;
+        maps.lines().any(|line| {
+            let (first, rest) = line.split_once(' ').unwrap_or((line, ""));
+            if let Some((start, end)) = first.split_once('-') {
+                let number = |text| usize::from_str_radix(text, 16).unwrap_or(0);
+                here = (number(start)..number(end)).contains(&address);
+            }
+            here && first == "VmFlags:" && rest.split_whitespace().any(|flag| flag == "hg")
+        })
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn large_pages_are_asked_for_under_new_memory_only() {
+        if !std::path::Path::new("/sys/kernel/mm/transparent_hugepage").is_dir() {
+            println!("skipped: this system has no such pages");
+            return;
+        }
+        let (mut new, mut small) = (vec![7u8; 9 << 20], vec![7u8; 1 << 20]);
+        let middle = new.as_ptr().addr() + (4 << 20);
+        assert!(!wants_large_pages(middle));
+        expect_writes([&mut small[..], &mut []].into_iter());
+        // Parts that lie close together are one.
+        let parts = new.chunks_mut(100_000);
+        expect_writes(parts.map(|part| &mut part[64..]).rev());
+        assert!(wants_large_pages(middle));
+        assert!(new.iter().all(|b| *b == 7) && small.iter().all(|b| *b == 7));
     }
 }

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, overload
 
 from . import _core, _pickled
-from ._collection import no_collection
+from ._collection import NoCollection
 from ._device import Compute
 from ._errors import S4Error, UnsupportedFormatError
 from ._nvcomp import load_nvcomp
@@ -202,7 +202,7 @@ def describe(
     """The storages of an object, and its tree or, if it is not plain, its pickle."""
     storages = StorageWriter()
     try:
-        with no_collection():
+        with NoCollection():
             return storages, TreeEncoder(storages).encode(obj), None
     except (NotPlain, RecursionError):
         pass  # What pickling raises is not to be chained to this.

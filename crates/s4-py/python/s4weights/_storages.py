@@ -72,23 +72,29 @@ class StorageWriter:
         self._numbers: dict[int, int] = {}
         self._entries: list[Entry] = []
         self._names = UniqueNames()
-        # Kinds of devices, which PyTorch makes a new text of for whoever asks.
+        # Kinds of the devices that were met, which PyTorch makes a new text of for whoever asks.
         self._kinds: dict[torch.device, str] = {}
         self.nbytes = 0
 
     def number(self, storage: torch.UntypedStorage, hint: Callable[[], Hint]) -> int:
         """The number of a storage; ``hint`` is asked when it is met for the first time."""
         found = self.find_storage(storage)
-        return self.add(storage, hint()) if found is None else found
+        return self.add(storage, *hint()) if found is None else found
 
     def find_storage(self, storage: torch.UntypedStorage) -> int | None:
         """The number of a storage, if it has been met."""
         # The entry keeps the storage alive, so that the address is its alone.
         return self._numbers.get(storage._cdata)
 
-    def add(self, storage: torch.UntypedStorage, hint: Hint) -> int:
-        """Numbers a storage that has not been met before."""
-        name, dtype, shape = hint
+    def add(
+        self,
+        storage: torch.UntypedStorage,
+        name: str,
+        dtype: torch.dtype,
+        shape: tuple[int, ...] | None,
+    ) -> int:
+        """Numbers a storage that has not been met before, from what a `Hint` knows."""
+        self._kind(storage)
         nbytes, kind = storage.nbytes(), dtype_name(dtype)
         if shape is None:
             item = dtype.itemsize
@@ -130,6 +136,8 @@ class StorageWriter:
         """The engine for the CUDA devices that storages are on; ``None`` if there are none, or if
         their values are to go through host memory.
         """
+        if "cuda" not in self._kinds.values():
+            return None
         there = {
             entry.storage.device.index
             for entry in self._entries
@@ -144,6 +152,7 @@ class StorageWriter:
         CUDA devices as they are, others copied to the host a few at a time.
         """
         engine = self.engine(compute)
+        on_host = all(kind == "cpu" for kind in self._kinds.values())
         places = Places()
         batch: list[Any] = []
         kinds: list[int] = []
@@ -155,7 +164,7 @@ class StorageWriter:
             where = HOST
             if engine is not None and nbytes:
                 where = places.of(storage)
-            if where == HOST and self._kind(storage) != "cpu":
+            if not on_host and where == HOST and self._kind(storage) != "cpu":
                 if staged and staged_bytes + nbytes > STAGING_BYTES:
                     _write_batch(writer, engine, batch, kinds, progress)
                     batch, kinds, staged, staged_bytes = [], [], [], 0

@@ -52,7 +52,7 @@ enum Mapping {
 #[cfg(target_os = "linux")]
 impl Mapping {
     /// Bytes that are written plainly.
-    const SMALL: usize = 4 << 20;
+    const SMALL: usize = 8 << 20;
 
     /// How to write the next `bytes` bytes, if not plainly.
     fn of(&mut self, file: &Temporary, bytes: usize) -> Option<&mut Mapped> {
@@ -135,7 +135,7 @@ impl FileSink {
     pub(super) fn write_by(&mut self, pool: &ThreadPool, bytes: &[u8]) -> Result<()> {
         self.send(&[])?;
         if let Out::Temporary { file, mapped, .. } = &mut self.out
-            && let Some(by) = mapped.of(file, bytes.len()).filter(|m| m.suits(pool, bytes.len()))
+            && let Some(by) = mapped.of(file, usize::MAX).filter(|m| m.suits(pool, bytes.len()))
         {
             let fail = |e| Error::io(&self.name, "write", e);
             by.end(file.as_file_mut()).map_err(fail)?;
@@ -331,5 +331,29 @@ impl ReadAt for BytesSource {
     fn in_memory(&self, range: Range<u64>) -> Option<Bytes> {
         let (start, end) = (usize::try_from(range.start).ok()?, usize::try_from(range.end).ok()?);
         (start <= end && end <= self.0.len()).then(|| self.0.slice(start..end))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn writes_of_all_sizes_arrive_in_order() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        let bytes: Vec<u8> = (0..300_000u32).map(|i| (i % 251) as u8).collect();
+        let mut sizes = vec![0, 1, 16, SMALL_WRITE - 1, SMALL_WRITE, 5, 200_000, 7, SMALL_WRITE + 1];
+        sizes.extend([1000; 200]);
+        let mut sink = Box::new(FileSink::create(&path).unwrap());
+        let mut expected = vec![];
+        for len in sizes {
+            let part = &bytes[expected.len() % 1000..][..len];
+            sink.write(part).unwrap();
+            expected.extend_from_slice(part);
+        }
+        assert!(!path.exists());
+        sink.commit().unwrap();
+        assert!(fs::read(&path).unwrap() == expected);
     }
 }

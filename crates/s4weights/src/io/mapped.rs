@@ -24,14 +24,18 @@ const TMPFS: u64 = 0x0102_1994;
 const LEAST_THREADS: [usize; 2] = [2, 6];
 /// Fewer bytes are not worth a mapping.
 const LEAST_BYTES: usize = 1 << 20;
+/// The least and the most bytes that one thread maps, half of what the file has between these: each
+/// time the kernel empties a list of every processor first, which takes as long as writing some megabytes
+/// where all are busy, and at the end some of what was mapped is given back.
+const WINDOW: (u64, u64) = (8 << 20, 64 << 20);
 
 /// How a file is written: many threads map the bytes that they append, one maps block after block.
 pub(super) struct Mapped {
     least_threads: [usize; 2],
     /// Whether huge pages have been available so far.
     huge: AtomicBool,
-    /// The block that one thread fills: the last one of the file.
-    block: Option<Region>,
+    /// What one thread fills: the end of the file, and where it starts there.
+    window: Option<(Region, u64)>,
 }
 
 impl Mapped {
@@ -40,7 +44,7 @@ impl Mapped {
     pub(super) fn of(file: &File) -> Option<Self> {
         let kind = fstatfs(file).ok()?.f_type;
         let huge = AtomicBool::new(has_huge_pages());
-        let new = Self { least_threads: LEAST_THREADS, huge, block: None };
+        let new = Self { least_threads: LEAST_THREADS, huge, window: None };
         (u64::try_from(kind) == Ok(TMPFS)).then_some(new)
     }
 
@@ -59,35 +63,49 @@ impl Mapped {
     pub(super) fn append(&mut self, file: &mut File, mut bytes: &[u8]) -> io::Result<()> {
         let mut at = file.stream_position()?;
         while !bytes.is_empty() {
-            let inside = (at % HUGE as u64) as usize;
-            let (now, later) = bytes.split_at(bytes.len().min(HUGE - inside));
-            if inside == 0 {
-                self.block = self.next_block(file, at)?;
+            if at.is_multiple_of(HUGE as u64) && self.room(at).is_none_or(|room| room.is_empty()) {
+                self.window = self.next_window(file, at)?;
             }
-            match &mut self.block {
-                Some(region) => {
-                    region.bytes()[inside..inside + now.len()].copy_from_slice(now);
-                    file.seek(SeekFrom::Current(now.len() as i64))?;
+            let to_huge = HUGE - (at % HUGE as u64) as usize;
+            let len = match self.room(at) {
+                Some(room) => {
+                    let len = bytes.len().min(room.len());
+                    room[..len].copy_from_slice(&bytes[..len]);
+                    file.seek(SeekFrom::Current(len as i64))?;
+                    len
                 }
-                None => file.write_all(now)?,
-            }
-            (at, bytes) = (at + now.len() as u64, later);
+                None => {
+                    let len = bytes.len().min(to_huge);
+                    file.write_all(&bytes[..len])?;
+                    len
+                }
+            };
+            (at, bytes) = (at + len as u64, &bytes[len..]);
         }
         Ok(())
     }
 
-    /// Lengthens the file by a huge page; `None` if there is none. Then a plain write says what is wrong,
+    /// What is mapped of the file from `at` on, if anything is.
+    fn room(&mut self, at: u64) -> Option<&mut [u8]> {
+        let (region, start) = self.window.as_mut()?;
+        region.bytes().get_mut(usize::try_from(at - *start).ok()?..)
+    }
+
+    /// Lengthens the file by huge pages; `None` if there are none. Then a plain write says what is wrong,
     /// if anything is.
-    fn next_block(&mut self, file: &File, at: u64) -> io::Result<Option<Region>> {
+    fn next_window(&mut self, file: &File, at: u64) -> io::Result<Option<(Region, u64)>> {
+        // What is full is let go of first.
+        self.window = None;
         if !self.huge.load(Ordering::Relaxed) {
             return Ok(None);
         }
-        let found = huge_page(file, at).ok();
+        let len = (at / 2).clamp(WINDOW.0, WINDOW.1) / HUGE as u64 * HUGE as u64;
+        let found = huge_pages(file, at, len as usize).ok();
         if found.is_none() {
             self.huge.store(false, Ordering::Relaxed);
             ftruncate(file, at)?;
         }
-        Ok(found)
+        Ok(found.map(|region| (region, at)))
     }
 
     /// Cuts the file where its cursor is, after [`Mapped::append`].
@@ -95,7 +113,7 @@ impl Mapped {
     /// # Errors
     /// Those of the system.
     pub(super) fn end(&mut self, file: &mut File) -> io::Result<()> {
-        match self.block.take() {
+        match self.window.take() {
             Some(_) => {
                 let end = file.stream_position()?;
                 Ok(ftruncate(&*file, end)?)
@@ -165,14 +183,14 @@ impl Mapped {
     }
 }
 
-/// A huge page at the end of a file, which has `at` bytes.
-fn huge_page(file: &File, at: u64) -> io::Result<Region> {
-    ftruncate(file, at + HUGE as u64)?;
+/// Huge pages at the end of a file, which has `at` bytes.
+fn huge_pages(file: &File, at: u64, len: usize) -> io::Result<Region> {
+    ftruncate(file, at + len as u64)?;
     #[expect(unsafe_code, reason = "memory that is mapped changes with its file")]
-    // SAFETY: as in `Mapped::write`; it is used once the file has the page.
-    let mut region = unsafe { Region::map(file, at, HUGE)? };
+    // SAFETY: as in `Mapped::write`; it is used once the file has the pages.
+    let mut region = unsafe { Region::map(file, at, len)? };
     // A huge page takes the place of one page at least.
-    file.write_all_at(&[0], at)?;
+    (0..len).step_by(HUGE).try_for_each(|i| file.write_all_at(&[0], at + i as u64))?;
     collapse(region.bytes())?;
     Ok(region)
 }
@@ -253,7 +271,7 @@ mod tests {
             let (mut file, mut mapped, pool) = file();
             mapped.huge.store(huge, Ordering::Relaxed);
             let mut expected = vec![];
-            for len in [5, HUGE - 5, 100, 3 << 20, 0, HUGE, 7, (4 << 20) + 1] {
+            for len in [5, HUGE - 5, 100, 3 << 20, 0, HUGE, 7, (4 << 20) + 1, 8 << 20, 8 << 20] {
                 let part = &bytes[expected.len() % 1000..][..len];
                 mapped.append(&mut file, part).unwrap();
                 expected.extend_from_slice(part);
