@@ -281,7 +281,8 @@ mod tests {
             println!("skipped: this system has no such pages");
             return;
         }
-        let (mut new, mut small) = (vec![7u8; 9 << 20], vec![7u8; 1 << 20]);
+        // So many that the allocator asks the system for them.
+        let (mut new, mut small) = (vec![7u8; 40 << 20], vec![7u8; 1 << 20]);
         let middle = new.as_ptr().addr() + (4 << 20);
         assert!(!wants_large_pages(middle));
         expect_writes([&mut small[..], &mut []].into_iter());

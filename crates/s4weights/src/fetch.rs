@@ -184,7 +184,14 @@ impl Reader {
             let stored: u64 = jobs.iter().map(|job| u64::from(job.record.len)).sum();
             let share = stored / (4 * threads as u64);
             let request = LOCAL_REQUEST.min(request as u64);
-            (if threads > 1 { share.clamp(SMALL_REQUEST.min(request), request) } else { request }, LOCAL_VALUES)
+            (
+                if threads > 1 {
+                    share.clamp(SMALL_REQUEST.min(request), request)
+                } else {
+                    request
+                },
+                LOCAL_VALUES,
+            )
         };
         let mut sum = 0;
         self.spans(

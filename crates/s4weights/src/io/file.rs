@@ -60,9 +60,7 @@ impl Mapping {
             *self = match left.checked_sub(bytes) {
                 Some(left) => Self::NotYet(left),
                 // Memory that is mapped goes when somebody else cuts the file: nobody may find it.
-                None if file.is_unnamed() => {
-                    Mapped::of(file.as_file()).map_or(Self::No, Self::Yes)
-                }
+                None if file.is_unnamed() => Mapped::of(file.as_file()).map_or(Self::No, Self::Yes),
                 None => Self::No,
             };
         }
@@ -343,7 +341,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         let bytes: Vec<u8> = (0..300_000u32).map(|i| (i % 251) as u8).collect();
-        let mut sizes = vec![0, 1, 16, SMALL_WRITE - 1, SMALL_WRITE, 5, 200_000, 7, SMALL_WRITE + 1];
+        let mut sizes =
+            vec![0, 1, 16, SMALL_WRITE - 1, SMALL_WRITE, 5, 200_000, 7, SMALL_WRITE + 1];
         sizes.extend([1000; 200]);
         let mut sink = Box::new(FileSink::create(&path).unwrap());
         let mut expected = vec![];

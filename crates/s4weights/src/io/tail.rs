@@ -99,7 +99,8 @@ mod tests {
             let source = TailSource::new(Box::new(source)).unwrap();
             let from = len - len.min(TAIL);
             assert_eq!(read.swap(0, Ordering::Relaxed), len - from);
-            for (start, end) in [(from, len), (len, len), (from + (len - from) / 2, len), (0, len)] {
+            for (start, end) in [(from, len), (len, len), (from + (len - from) / 2, len), (0, len)]
+            {
                 let mut part = vec![0; (end - start) as usize];
                 source.read_at(start, &mut part).unwrap();
                 assert!(part == bytes[start as usize..end as usize]);
