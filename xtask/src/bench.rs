@@ -46,6 +46,7 @@ pub(crate) struct Args {
 enum Part {
     Kernels,
     Peers,
+    Calls,
 }
 
 /// Measures, prints the tables, and keeps them under `benches/results`.
@@ -60,11 +61,15 @@ pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
     if args.ratio {
         return ratio(root, args, &data);
     }
-    if args.only != Some(Part::Peers) {
+    let wanted = |part| args.only.is_none_or(|only| only == part);
+    if wanted(Part::Kernels) {
         kernels::run(root, &root.join(RESULTS))?;
     }
-    if args.only != Some(Part::Kernels) {
+    if wanted(Part::Peers) {
         peers(root, args, &data)?;
+    }
+    if wanted(Part::Calls) {
+        calls(root, args, &data)?;
     }
     if args.readme {
         update_readme(root)?;
@@ -148,6 +153,18 @@ fn peers(root: &Path, args: &Args, data: &Path) -> Result<()> {
     for package in &missing {
         bench.args(["--not-installable", package]);
     }
+    proc::run(&mut bench)
+}
+
+/// What users call, beside torch, safetensors and ZipNN: with one thread, two and all.
+fn calls(root: &Path, args: &Args, data: &Path) -> Result<()> {
+    let main = Venv::main(root)?;
+    main.install_wheel()?;
+    let (venv, _) = Venv::peers(root, &main)?;
+    let mut bench = proc::command(root, venv.python());
+    bench.args(["-W", "ignore::FutureWarning", "benches/calls.py"]);
+    bench.arg("--data").arg(data).args(["--out", RESULTS]);
+    bench.args(["--repeat", &args.repeat.to_string()]);
     proc::run(&mut bench)
 }
 

@@ -158,7 +158,9 @@ impl CpuEngine {
         let layout = spec.plan.layout;
         let split = Layout::new(self.kernels, layout, width)?;
         let planes = split.planes(dst.len())?;
-        let mut sizes = planes.sizes().to_vec();
+        let mut sizes = [0; MAX_PLANES];
+        let sizes = &mut sizes[..planes.sizes().len()];
+        sizes.copy_from_slice(planes.sizes());
         let tables = SharedTables::parse(spec.side.get(SideKind::TABLES))?;
         let mut stored = [Stored::Decoded; MAX_PLANES];
         let has_contexts = |i| given.prediction.is_some_and(|p| p.has_contexts(layout, i));
@@ -190,7 +192,7 @@ impl CpuEngine {
             let mut contexts = std::mem::take(&mut scratch.contexts);
             contexts.clear();
             if entry.codec == CodecId::RANS {
-                given.contexts(layout, &sizes, &stored[..i], scratch, sizes[i], &mut contexts)?;
+                given.contexts(layout, sizes, &stored[..i], scratch, sizes[i], &mut contexts)?;
             }
             let Scratch { planes, joined, carry, tail, work, .. } = &mut *scratch;
             let ctx = Context { param: entry.param, tables: tables.plane(i), contexts: &contexts };
@@ -217,7 +219,7 @@ impl CpuEngine {
             return Err(Error::corrupt("the last stream carries bytes of another")
                 .in_stream(sizes.len() - 1));
         }
-        split.merge(&sizes, &stored, given.prediction.is_none(), scratch, dst)
+        split.merge(sizes, &stored, given.prediction.is_none(), scratch, dst)
     }
 }
 

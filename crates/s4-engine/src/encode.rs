@@ -148,19 +148,22 @@ impl CpuEngine {
                 split?
             }
         };
-        let mut sizes = planes.sizes().to_vec();
+        let mut sizes = [0; MAX_PLANES];
+        let sizes = &mut sizes[..planes.sizes().len()];
+        sizes.copy_from_slice(planes.sizes());
         if id == LayoutId::TOKEN {
             sizes[1] = scratch.token_bits;
         }
+        let sizes = &*sizes;
         out.shared =
-            self.encode_planes(job, prediction.as_ref(), &sizes, scratch, &mut out.streams)?;
+            self.encode_planes(job, prediction.as_ref(), sizes, scratch, &mut out.streams)?;
         let start = frame.len();
         frame.resize(start + StreamEntry::header_len(sizes.len()), 0);
         StreamEntry::write_header(&out.streams[..sizes.len()], &mut frame[start..]);
         for i in 0..sizes.len() {
             let gap = (frame.len() - start).next_multiple_of(ALIGN) - (frame.len() - start);
             frame.extend_from_slice(&[0; ALIGN][..gap]);
-            let stream = scratch.stream(id, &sizes, i);
+            let stream = scratch.stream(id, sizes, i);
             frame.extend_from_slice(&stream[..out.streams[i].len as usize]);
         }
         out.len = frame.len() - start;

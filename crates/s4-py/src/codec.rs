@@ -4,8 +4,9 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use s4weights::{DType, MemoryOptions, TensorView};
 
+use crate::errors::to_python;
 use crate::reader::buffers;
-use crate::watch::watched;
+use crate::watch::{detached, watched};
 use crate::writer::{to_value_error, values};
 
 /// Compresses and decompresses tensors in memory, one after the other.
@@ -55,7 +56,8 @@ impl TensorCodec {
         if bytes != Some(nbytes as u64) {
             return Err(to_value_error(format!("{nbytes} bytes for shape {:?}", view.shape)));
         }
-        watched(py, None, || self.0.compress(&view)).map(Compressed)
+        let done = detached(py, || self.0.compress(&view))?;
+        done.map(Compressed).map_err(|e| to_python(py, e))
     }
 
     fn decompress(
@@ -67,9 +69,10 @@ impl TensorCodec {
     ) -> PyResult<()> {
         // SAFETY: the caller passes memory that it owns and does not use during the call.
         let mut requests = unsafe { buffers(&[(0, address, nbytes)])? };
-        watched(py, None, move || match requests.as_mut_slice() {
+        let done = detached(py, move || match requests.as_mut_slice() {
             [(_, to)] => self.0.decompress(&tensor.0, to),
             _ => Ok(()),
-        })
+        })?;
+        done.map_err(|e| to_python(py, e))
     }
 }

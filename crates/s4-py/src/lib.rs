@@ -21,8 +21,13 @@ mod store;
 mod watch;
 mod writer;
 
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::PathBuf;
+
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::PyBytes;
 
 use codec::{Compressed, TensorCodec};
 use copy::copy_memory;
@@ -31,6 +36,10 @@ use reader::Reader;
 use store::Store;
 use watch::{detached, watched};
 use writer::Writer;
+
+/// Bytes of a file's start that tell formats apart, and of its end that tell a `.s4w` file.
+const HEAD: u64 = 9;
+const TAIL: u64 = 64;
 
 /// Whether bytes start like a `.s4w` file.
 #[pyfunction]
@@ -42,6 +51,31 @@ fn is_s4w(head: &[u8]) -> bool {
 #[pyfunction]
 fn ends_s4w(end: &[u8]) -> bool {
     s4weights::format::file::ends_s4w(end)
+}
+
+/// The first bytes of a file, and whether these or its last ones are those of a `.s4w` file; `None` if it cannot
+/// be looked at, or is no ordinary file.
+#[pyfunction]
+fn look_at<'py>(py: Python<'py>, path: PathBuf) -> Option<(Bound<'py, PyBytes>, bool)> {
+    use s4weights::format::file::{ends_s4w, is_s4w};
+    let look = || -> std::io::Result<(Vec<u8>, bool)> {
+        // Some others wait for a writer when they are opened.
+        if !std::fs::metadata(&path)?.is_file() {
+            return Err(std::io::ErrorKind::Unsupported.into());
+        }
+        let mut file = File::open(&path)?;
+        let (mut head, mut tail) = (vec![], vec![]);
+        (&file).take(HEAD).read_to_end(&mut head)?;
+        if is_s4w(&head) {
+            return Ok((head, true));
+        }
+        let len = file.seek(SeekFrom::End(0))?;
+        file.seek(SeekFrom::Start(len.saturating_sub(TAIL)))?;
+        file.take(TAIL).read_to_end(&mut tail)?;
+        Ok((head, ends_s4w(&tail)))
+    };
+    let (head, ours) = py.detach(look).ok()?;
+    Some((PyBytes::new(py, &head), ours))
 }
 
 /// Whether the last bytes of a file are those of one `.s4w` file of its size.
@@ -92,6 +126,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(is_s4w, m)?)?;
     m.add_function(wrap_pyfunction!(ends_s4w, m)?)?;
     m.add_function(wrap_pyfunction!(first_len, m)?)?;
+    m.add_function(wrap_pyfunction!(look_at, m)?)?;
     m.add_function(wrap_pyfunction!(is_whole, m)?)?;
     m.add_function(wrap_pyfunction!(is_url, m)?)?;
     m.add_function(wrap_pyfunction!(command_line, m)?)?;

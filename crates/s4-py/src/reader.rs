@@ -98,16 +98,22 @@ impl Reader {
         Ok(PyBytes::new(py, &blob))
     }
 
+    /// `new`: nobody has used the memory yet.
+    #[pyo3(signature = (requests, progress, new=false))]
     fn read_into(
         &self,
         py: Python<'_>,
         requests: Vec<Request>,
         progress: Option<Py<PyAny>>,
+        new: bool,
     ) -> PyResult<()> {
         // SAFETY: The caller, the package's own Python part, passes the addresses and sizes of
         // storages that it has just made, keeps alive during the call and shows to no one else.
         let mut buffers = unsafe { buffers(&requests)? };
-        self.watcher.run(py, progress, move || self.inner.read_into(&mut buffers))
+        self.watcher.run(py, progress, move || match new {
+            true => self.inner.read_into_new(&mut buffers),
+            false => self.inner.read_into(&mut buffers),
+        })
     }
 
     /// Decodes part of an array that lies within a tensor: the array's first byte, bytes of an element

@@ -383,17 +383,17 @@ impl Inner {
                 }
             }
         }
-        let check = |(key, len): (object_store::path::Path, u64)| async move {
-            match self.io.head(&key).await? {
-                meta if meta.size == len => Ok(()),
-                meta => {
-                    let what = format!("{} bytes are stored, {len} were uploaded", meta.size);
-                    Err(Error::corrupt(key, what))
+        let sizes = self.io.size_each(wanted.keys().cloned().collect(), self.concurrency()).await;
+        for ((key, len), size) in wanted.into_iter().zip(sizes) {
+            match size? {
+                size if size == len => {}
+                size => {
+                    let what = format!("{size} bytes are stored, {len} were uploaded");
+                    return Err(Error::corrupt(key, what));
                 }
             }
-        };
-        let checks = futures::stream::iter(wanted).map(check);
-        checks.buffer_unordered(self.concurrency()).try_collect::<()>().await
+        }
+        Ok(())
     }
 
     /// Checks that all checkpoints of a parent's chain are there. What the log says of the parent is
@@ -430,20 +430,15 @@ impl Inner {
         }
         // A listing may be stale: what it does not show is looked up.
         let missing: Vec<_> = parts().filter(|part| !found.contains_key(part)).collect();
-        let look_up = |part: Part| async move {
-            let head = self.io.head(&self.layout.part(publish.id, part)).await;
-            head.map(|meta| (part, meta.size))
-        };
-        let looked: Vec<_> = futures::stream::iter(missing)
-            .map(look_up)
-            .buffer_unordered(self.concurrency())
-            .try_collect()
-            .await
-            .map_err(|e| match e {
+        let keys = missing.iter().map(|&part| self.layout.part(publish.id, part)).collect();
+        let sizes = self.io.size_each(keys, self.concurrency()).await;
+        for (part, size) in missing.into_iter().zip(sizes) {
+            let size = size.map_err(|e| match e {
                 Error::Missing { key, .. } => Error::Missing { key, context: of() },
                 other => other,
             })?;
-        found.extend(looked);
+            found.insert(part, size);
+        }
         let sum = |data: bool| -> u64 {
             let parts = parts().filter(|part| data == matches!(part, Part::Data(_)));
             parts.filter_map(|part| found.get(&part)).fold(0, |sum, len| sum.saturating_add(*len))

@@ -114,14 +114,13 @@ impl Inner {
         let (head, hash) = (known.state.head(), known.state.head_hash);
         let before = if known.own.others_are_near() { BEFORE.1 } else { BEFORE.0 };
         let before = head.saturating_sub(before).max(1);
-        let (store, before, newest) = futures::join!(
+        let newest = head.max(1);
+        let (store, entries) = futures::join!(
             self.check_repo(),
-            self.read_good(before..head),
-            self.read_some(head.max(1)..head + 2),
+            self.read_entries(before.min(newest)..head + 2, newest),
         );
         store?;
-        let (mut entries, mut newest) = (before?, newest?);
-        entries.append(&mut newest);
+        let mut entries = entries?;
         if self.mend(&mut entries).await? {
             known.own.others = Some(Instant::now());
         }
@@ -161,32 +160,18 @@ impl Inner {
         Error::Gone { place: self.name.clone(), what }
     }
 
-    /// Reads entries in parallel; some may be absent.
-    async fn read_some(&self, numbers: Range<u64>) -> Result<Entries> {
-        let read = |n| async move {
-            let seen = self.read_slot(n).await.map_err(|e| self.unreadable(n, e))?;
-            Ok::<_, Error>((n, seen))
-        };
-        let all = futures::future::try_join_all(numbers.map(read)).await?;
-        let there = all.into_iter().filter_map(|(n, seen)| match seen {
-            Seen::Entry(entry, hash) => Some((n, (entry, hash))),
-            Seen::Empty => None,
-        });
-        Ok(there.collect())
-    }
-
-    /// As `read_some`, without those that are damaged.
-    async fn read_good(&self, numbers: Range<u64>) -> Result<Entries> {
-        let mut good = Entries::new();
-        let reads = numbers.map(|n| self.read_some(n..n + 1));
-        for read in futures::future::join_all(reads).await {
-            match read {
-                Ok(mut entries) => good.append(&mut entries),
-                Err(e) if e.is_log_damage() => {}
+    /// Reads entries in parallel: some may be absent, and of `newest` and later none may be damaged.
+    async fn read_entries(&self, numbers: Range<u64>, newest: u64) -> Result<Entries> {
+        let mut entries = Entries::new();
+        for (n, seen) in self.read_each(numbers).await {
+            match seen.map_err(|e| self.unreadable(n, e)) {
+                Ok(Seen::Entry(entry, hash)) => drop(entries.insert(n, (entry, hash))),
+                Ok(Seen::Empty) => {}
+                Err(e) if n < newest && e.is_log_damage() => {}
                 Err(e) => return Err(e),
             }
         }
-        Ok(good)
+        Ok(entries)
     }
 
     /// Puts back every entry that is not the one which the entry after it names, from the newest on.
@@ -285,7 +270,7 @@ impl Inner {
                 other => return other,
             };
             let around = n.saturating_sub(BEFORE.1).max(1)..n + AFTER;
-            let mended = self.mend(&mut self.read_good(around).await?).await?;
+            let mended = self.mend(&mut self.read_entries(around, u64::MAX).await?).await?;
             if Instant::now() + pause >= end {
                 return Err(error);
             }
@@ -402,15 +387,19 @@ impl Inner {
     }
 
     async fn look_back(&self, entry: &Entry) -> Result<Look> {
-        let linked = async {
-            match entry.n {
-                0 | 1 => Ok(true),
-                // Its seal is right: nothing was damaged on the way.
-                n => self.read_entry(n - 1).await.map(|(_, hash)| hash == entry.prev),
-            }
+        let first = entry.n.saturating_sub(1).max(1);
+        let mut read: BTreeMap<_, _> =
+            self.read_each(first..entry.n + 2).await.into_iter().collect();
+        let mut take = |n: u64| read.remove(&n).unwrap_or(Ok(Seen::Empty));
+        let (own, next) = (take(entry.n), take(entry.n + 1));
+        let before = take(entry.n.wrapping_sub(1));
+        let linked = || match (entry.n, before) {
+            (0 | 1, _) => Ok(true),
+            // Its seal is right: nothing was damaged on the way.
+            (_, Ok(Seen::Entry(_, hash))) => Ok(hash == entry.prev),
+            (n, Ok(Seen::Empty)) => Err(Error::missing(self.layout.entry(n - 1))),
+            (_, Err(e)) => Err(e),
         };
-        let (own, next) = (self.read_slot(entry.n), self.read_slot(entry.n + 1));
-        let (linked, own, next) = futures::join!(linked, own, next);
         let Seen::Entry(found, hash) = own? else { return Ok(Look::Nothing) };
         let slot = whose(entry, found, hash);
         if !matches!(slot, Slot::Ours) {
@@ -423,7 +412,7 @@ impl Inner {
         {
             return Ok(Look::Overtook);
         }
-        Ok(if linked? { Look::Slot(Slot::Ours) } else { Look::Unlinked })
+        Ok(if linked()? { Look::Slot(Slot::Ours) } else { Look::Unlinked })
     }
 }
 

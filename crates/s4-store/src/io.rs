@@ -1,18 +1,21 @@
 //! Requests to the object store: retried where that is safe, bounded in memory, time and rate.
 
 use std::fmt;
+use std::fs::{self, File};
+use std::io::{self, Read};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures::TryStreamExt;
+use futures::{StreamExt, TryStreamExt};
 use object_store::path::Path;
 use object_store::{GetOptions, GetResult, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode};
 use tokio::sync::{Mutex, OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
 use crate::error::{Error, Result};
+use crate::local::{Folder, Trust};
 use crate::manifest::MAX_OBJECT;
 use crate::options::Retry;
 use crate::retry::Retrier;
@@ -22,6 +25,9 @@ pub(crate) use crate::retry::is_permanent;
 /// One permit stands for this many bytes, so that a semaphore's 32 bits suffice for any budget.
 const UNIT: usize = 1024;
 
+/// Bytes of a file that is read where it would take longer to ask another thread to.
+const SMALL_FILE: u64 = 256 << 10;
+
 /// The object store with retries and budgets.
 pub(crate) struct Io {
     store: Arc<dyn ObjectStore>,
@@ -29,6 +35,8 @@ pub(crate) struct Io {
     gate: Arc<Semaphore>,
     units: u32,
     pace: Option<Pace>,
+    /// The folder whose files the objects are, if they are, and whether its file system answers at once.
+    folder: Option<(Folder, bool)>,
 }
 
 impl fmt::Debug for Io {
@@ -52,7 +60,18 @@ impl Io {
             gate: Arc::new(Semaphore::new(units as usize)),
             units,
             pace: bytes_per_second.map(|rate| Pace { rate: rate.max(1), free: Mutex::default() }),
+            folder: None,
         }
+    }
+
+    /// The same for objects that are files of a folder.
+    pub(crate) fn in_folder(self, folder: Option<Folder>) -> Self {
+        let folder = folder.map(|folder| {
+            // Others may keep whoever asks waiting, as a server does.
+            let at_once = matches!(folder.trust(), Trust::Full);
+            (folder, at_once)
+        });
+        Self { folder, ..self }
     }
 
     pub(crate) fn store(&self) -> &Arc<dyn ObjectStore> {
@@ -92,6 +111,67 @@ impl Io {
 
     /// Reads a whole object of at most `max` bytes.
     pub(crate) async fn get(&self, key: &Path, max: u64) -> Result<Bytes> {
+        let most = max.min(SMALL_FILE);
+        let quick = self.in_files(std::slice::from_ref(key), move |path| read_file(path, most));
+        match quick.await.pop().flatten() {
+            Some(done) => done,
+            None => self.request(key, max).await,
+        }
+    }
+
+    /// As [`Io::get`], of several objects side by side.
+    pub(crate) async fn get_each(&self, keys: Vec<Path>, max: u64) -> Vec<Result<Bytes>> {
+        let quick = self.in_files(&keys, move |path| read_file(path, max)).await;
+        let get = |(key, quick): (Path, Option<Result<Bytes>>)| async move {
+            match quick {
+                Some(done) => done,
+                None => self.request(&key, max).await,
+            }
+        };
+        futures::future::join_all(keys.into_iter().zip(quick).map(get)).await
+    }
+
+    /// The bytes that several objects have, looked up side by side, `most` at a time.
+    pub(crate) async fn size_each(&self, keys: Vec<Path>, most: usize) -> Vec<Result<u64>> {
+        let quick = self.in_files(&keys, file_len).await;
+        let size = |(key, quick): (Path, Option<Result<u64>>)| async move {
+            match quick {
+                Some(done) => done,
+                None => self.head(&key).await.map(|meta| meta.size),
+            }
+        };
+        futures::stream::iter(keys.into_iter().zip(quick)).map(size).buffered(most).collect().await
+    }
+
+    /// What is found in files, where the objects are files: by this thread, or in all by one turn of another
+    /// one, which takes longer than reading a small file. `None`: a request says what is wrong, if anything
+    /// is.
+    async fn in_files<T: Send + 'static>(
+        &self,
+        keys: &[Path],
+        look: impl Fn(&std::path::Path) -> io::Result<T> + Send + 'static,
+    ) -> Vec<Option<Result<T>>> {
+        let nothing = || -> Vec<Option<Result<T>>> { keys.iter().map(|_| None).collect() };
+        let Some((folder, at_once)) = &self.folder else { return nothing() };
+        let paths: Vec<_> = keys.iter().map(|key| folder.path_of(key)).collect();
+        let all = move || paths.iter().map(|path| look(path)).collect::<Vec<_>>();
+        let found = if *at_once {
+            all()
+        } else {
+            let deadline = self.retry().deadline;
+            let looking = tokio::time::timeout(deadline, tokio::task::spawn_blocking(all));
+            let Ok(Ok(found)) = looking.await else { return nothing() };
+            found
+        };
+        let told = |(found, key): (io::Result<T>, &Path)| match found {
+            Ok(found) => Some(Ok(found)),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Some(Err(Error::missing(key))),
+            Err(_) => None,
+        };
+        found.into_iter().zip(keys).map(told).collect()
+    }
+
+    async fn request(&self, key: &Path, max: u64) -> Result<Bytes> {
         let get = || async {
             let result = self.store.get(key).await?;
             match result.meta.size {
@@ -190,6 +270,26 @@ impl Io {
     {
         self.retrier.run(action, key.as_ref(), 0, request).await
     }
+}
+
+/// A whole file of at most `max` bytes.
+fn read_file(path: &std::path::Path, max: u64) -> io::Result<Bytes> {
+    let mut file = File::open(path)?;
+    let meta = file.metadata()?;
+    if !meta.is_file() || meta.len() > max {
+        return Err(io::ErrorKind::Unsupported.into());
+    }
+    let mut bytes = Vec::with_capacity(usize::try_from(meta.len()).unwrap_or(0));
+    file.read_to_end(&mut bytes)?;
+    match bytes.len() as u64 == meta.len() {
+        true => Ok(bytes.into()),
+        false => Err(io::ErrorKind::UnexpectedEof.into()),
+    }
+}
+
+fn file_len(path: &std::path::Path) -> io::Result<u64> {
+    let meta = fs::metadata(path)?;
+    if meta.is_file() { Ok(meta.len()) } else { Err(io::ErrorKind::Unsupported.into()) }
 }
 
 /// An object that lacks bytes which it must have.

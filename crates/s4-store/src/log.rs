@@ -1,5 +1,7 @@
 //! The one way to change a store: creating the next entry of its log.
 
+use std::ops::Range;
+
 use bytes::Bytes;
 use object_store::path::Path;
 use s4_format::Digest;
@@ -33,21 +35,34 @@ pub(crate) enum Seen {
 
 impl Inner {
     pub(crate) async fn read_entry(&self, n: u64) -> Result<(Entry, Digest)> {
+        let parse = |bytes: &Bytes| self.parse_entry(n, bytes);
+        self.io.get_checked(&self.layout.entry(n), MAX_ENTRY, parse).await
+    }
+
+    fn parse_entry(&self, n: u64, bytes: &Bytes) -> Result<(Entry, Digest)> {
         let key = self.layout.entry(n);
-        let parse = |bytes: &Bytes| {
-            let (entry, hash) = (Entry::parse(key.as_ref(), n, bytes)?, Digest::of(bytes));
-            self.recent.keep(n, hash, bytes);
-            Ok((entry, hash))
+        let (entry, hash) = (Entry::parse(key.as_ref(), n, bytes)?, Digest::of(bytes));
+        self.recent.keep(n, hash, bytes);
+        Ok((entry, hash))
+    }
+
+    /// As [`Inner::read_slot`], of several slots side by side.
+    pub(crate) async fn read_each(&self, numbers: Range<u64>) -> Vec<(u64, Result<Seen>)> {
+        let keys = numbers.clone().map(|n| self.layout.entry(n)).collect();
+        let read = self.io.get_each(keys, MAX_ENTRY).await;
+        let parse = |(n, read): (u64, Result<Bytes>)| async move {
+            let parsed = match read.and_then(|bytes| self.parse_entry(n, &bytes)) {
+                // As `get_checked` does.
+                Err(Error::Corrupt { .. }) => self.read_slot(n).await,
+                other => seen(other),
+            };
+            (n, parsed)
         };
-        self.io.get_checked(&key, MAX_ENTRY, parse).await
+        futures::future::join_all(numbers.zip(read).map(parse)).await
     }
 
     pub(crate) async fn read_slot(&self, n: u64) -> Result<Seen> {
-        match self.read_entry(n).await {
-            Ok((entry, hash)) => Ok(Seen::Entry(Box::new(entry), hash)),
-            Err(e) if e.is_missing() => Ok(Seen::Empty),
-            Err(e) => Err(e),
-        }
+        seen(self.read_entry(n).await)
     }
 
     /// Commits what `build` makes of the newest state, as the next entry of the log.
@@ -235,6 +250,14 @@ impl Inner {
             view::write(self, &known.state).await;
             known.viewed = known.state.head();
         }
+    }
+}
+
+fn seen(read: Result<(Entry, Digest)>) -> Result<Seen> {
+    match read {
+        Ok((entry, hash)) => Ok(Seen::Entry(Box::new(entry), hash)),
+        Err(e) if e.is_missing() => Ok(Seen::Empty),
+        Err(e) => Err(e),
     }
 }
 

@@ -202,6 +202,11 @@ impl Store {
         Ok(Arc::clone(&known.state))
     }
 
+    /// The state as it was read last: no request is made.
+    pub async fn known(&self) -> Arc<State> {
+        Arc::clone(&self.inner.known.lock().await.state)
+    }
+
     /// What is wrong with the log: nothing, unless the store was opened read-only.
     ///
     /// # Errors
@@ -543,6 +548,7 @@ impl Inner {
 fn make_io(there: &Connected, options: &StoreOptions) -> Io {
     let store = Arc::clone(&there.store);
     Io::new(store, options.retry.clone(), options.upload_memory, options.bandwidth)
+        .in_folder(there.folder.clone())
 }
 
 async fn read_repo(io: &Io, layout: &Layout) -> Result<Repo> {

@@ -164,11 +164,41 @@ fn advise(room: &mut [MaybeUninit<u8>], advice: Advice) {
 #[cfg(not(target_os = "linux"))]
 fn advise(_: &mut [MaybeUninit<u8>], _: Advice) {}
 
+/// Asks for large pages under buffers that are about to be written for the first time. An allocator puts
+/// them one behind the other, so that pages are shared: what lies close together is one range, as few of
+/// which as possible are told of, because the system keeps a note of each.
+#[cfg(target_os = "linux")]
+pub(crate) fn expect_writes<'a>(buffers: impl Iterator<Item = &'a mut [u8]>) {
+    /// What an allocator keeps between two buffers, at most.
+    const GAP: usize = 2 * PAGE;
+    /// The smallest page anywhere.
+    const PAGE: usize = 4 << 10;
+    /// Fewer bytes hold no large page.
+    const LEAST: usize = 2 << 20;
+    let mut spans: Vec<_> = buffers.map(|b| (b.as_ptr().addr(), b.len())).collect();
+    spans.sort_unstable();
+    let joined = spans.chunk_by(|(at, len), next| next.0.saturating_sub(at + len) <= GAP);
+    for (first, last) in joined.filter_map(|run| Some((run.first()?, run.last()?))) {
+        // Outwards, so that neighbours are treated alike: an allocator's own bytes are on the same pages.
+        let start = first.0 / PAGE * PAGE;
+        let len = (last.0 + last.1).next_multiple_of(PAGE) - start;
+        if len >= LEAST {
+            let start = std::ptr::without_provenance_mut(start);
+            // SAFETY: advice of this kind changes no byte of any memory, whose ever it is.
+            unsafe { libc::madvise(start, len, libc::MADV_HUGEPAGE) };
+        }
+    }
+}
+
+/// Memory is as good without.
+#[cfg(not(target_os = "linux"))]
+pub(crate) fn expect_writes<'a>(_: impl Iterator<Item = &'a mut [u8]>) {}
+
 #[cfg(test)]
 mod tests {
     use bytes::Bytes;
 
-    use super::{LARGE, LargeBuffers, lock};
+    use super::{LARGE, LargeBuffers, expect_writes, lock};
 
     fn idle(buffers: &LargeBuffers) -> (usize, usize) {
         let idle = lock(&buffers.0);
@@ -227,5 +257,39 @@ mod tests {
         // Whoever outlives the rest keeps nothing.
         drop(buffers);
         drop(one);
+    }
+
+    /// Whether the system was asked for large pages at an address.
+    #[cfg(target_os = "linux")]
+    fn wants_large_pages(address: usize) -> bool {
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut here = false;
+        maps.lines().any(|line| {
+            let (first, rest) = line.split_once(' ').unwrap_or((line, ""));
+            if let Some((start, end)) = first.split_once('-') {
+                let number = |text| usize::from_str_radix(text, 16).unwrap_or(0);
+                here = (number(start)..number(end)).contains(&address);
+            }
+            here && first == "VmFlags:" && rest.split_whitespace().any(|flag| flag == "hg")
+        })
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn large_pages_are_asked_for_under_new_memory_only() {
+        if !std::path::Path::new("/sys/kernel/mm/transparent_hugepage").is_dir() {
+            println!("skipped: this system has no such pages");
+            return;
+        }
+        // So many that the allocator asks the system for them.
+        let (mut new, mut small) = (vec![7u8; 40 << 20], vec![7u8; 1 << 20]);
+        let middle = new.as_ptr().addr() + (4 << 20);
+        assert!(!wants_large_pages(middle));
+        expect_writes([&mut small[..], &mut []].into_iter());
+        // Parts that lie close together are one.
+        let parts = new.chunks_mut(100_000);
+        expect_writes(parts.map(|part| &mut part[64..]).rev());
+        assert!(wants_large_pages(middle));
+        assert!(new.iter().all(|b| *b == 7) && small.iter().all(|b| *b == 7));
     }
 }

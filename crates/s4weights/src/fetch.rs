@@ -11,16 +11,27 @@ use s4_format::ChunkRecord;
 use s4_format::index::TensorKind;
 
 use crate::error::{At, Error, Result};
+use crate::io;
 use crate::options::{Meter, thread_count};
-use crate::parallel::pool;
+use crate::parallel::{pool, worth};
 use crate::reader::{LoadedBlock, Reader};
 use crate::spans::{Part, Span};
 
 /// Requests in flight at once where answers are slow.
 const REMOTE_REQUESTS: usize = 8;
 
-/// Requests of no more bytes than this are asked for where they are cheap.
-const LOCAL_REQUEST: u64 = 1 << 20;
+/// Requests of no more bytes than this are asked for where they are cheap. What they read is then in a core's
+/// cache still when it is decoded.
+const LOCAL_REQUEST: u64 = 512 << 10;
+
+/// There the least, so that all threads have something to do.
+const SMALL_REQUEST: u64 = 128 << 10;
+
+/// Stored bytes that take longer to decode than a thread takes to start.
+const THREAD_BYTES: u64 = 512 << 10;
+
+/// Bytes of values, at most, that one request of differences needs of its parent where requests are cheap.
+const LOCAL_VALUES: u64 = 512 << 10;
 
 /// Bytes of a tensor that are wanted.
 pub(crate) struct Want<'a> {
@@ -72,11 +83,16 @@ pub(crate) struct Buffers {
 impl Buffers {
     /// Memory for a frame, and what decodes it.
     pub(crate) fn frame(&mut self, len: usize) -> (&mut [u8], &mut Scratch) {
-        if self.span.len() < len {
-            self.span.resize(len, 0);
-        }
-        (&mut self.span[..len], &mut self.scratch)
+        (sized(&mut self.span, len), &mut self.scratch)
     }
+}
+
+/// The first bytes of a buffer that is made large enough.
+fn sized(buffer: &mut Vec<u8>, len: usize) -> &mut [u8] {
+    if buffer.len() < len {
+        buffer.resize(len, 0);
+    }
+    &mut buffer[..len]
 }
 
 impl Reader {
@@ -103,7 +119,8 @@ impl Reader {
     pub(crate) fn fetch_all(&self, wants: Vec<Want<'_>>, meter: &mut Meter) -> Result<()> {
         let wants = self.fill_mixed(wants, meter)?;
         let blocks = self.blocks(&self.hosts(&wants))?;
-        let spans = self.request_spans(self.jobs(wants, &blocks)?);
+        let threads = thread_count(self.options.threads);
+        let spans = self.request_spans(self.jobs(wants, &blocks)?, threads);
         self.run(spans, &blocks, meter)
     }
 
@@ -111,7 +128,7 @@ impl Reader {
     /// alike along their chains.
     pub(crate) fn fill(&self, wants: Vec<Want<'_>>, idle: &Mutex<Vec<Buffers>>) -> Result<()> {
         let blocks = self.blocks(&self.hosts(&wants))?;
-        let spans = self.request_spans(self.jobs(wants, &blocks)?);
+        let spans = self.request_spans(self.jobs(wants, &blocks)?, 1);
         spans.into_iter().try_for_each(|span| self.run_span(span, &blocks, idle, &mut |_| Ok(())))
     }
 
@@ -163,9 +180,23 @@ impl Reader {
     /// Groups chunks that lie close together: each group is read by one request. Differences are
     /// small: a group of them is bounded by the values too that its parent must give. Where requests
     /// are cheap these are few, so that they are in a core's cache still when the difference comes.
-    fn request_spans<'a>(&self, jobs: Vec<Job<'a>>) -> Vec<Span<Job<'a>>> {
-        let request = self.request_size() as u64;
-        let most = if request > LOCAL_REQUEST { 4 * request } else { request / 2 };
+    fn request_spans<'a>(&self, jobs: Vec<Job<'a>>, threads: usize) -> Vec<Span<Job<'a>>> {
+        let request = self.request_size();
+        let (request, most) = if request > io::LOCAL_REQUEST {
+            (request as u64, 4 * request as u64)
+        } else {
+            let stored: u64 = jobs.iter().map(|job| u64::from(job.record.len)).sum();
+            let share = stored / (4 * threads as u64);
+            let request = LOCAL_REQUEST.min(request as u64);
+            (
+                if threads > 1 {
+                    share.clamp(SMALL_REQUEST.min(request), request)
+                } else {
+                    request
+                },
+                LOCAL_VALUES,
+            )
+        };
         let mut sum = 0;
         self.spans(
             jobs,
@@ -189,6 +220,9 @@ impl Reader {
         let mut threads = thread_count(self.options.threads);
         if self.any_remote() {
             threads = threads.max(REMOTE_REQUESTS);
+        } else {
+            let bytes = spans.iter().map(|span| span.bytes() as u64).sum::<u64>();
+            threads = worth(threads, bytes / THREAD_BYTES);
         }
         let Some(pool) = pool(threads.min(spans.len()))? else {
             return spans.into_iter().try_for_each(|span| {
@@ -302,12 +336,21 @@ impl Reader {
         buffers: &mut Buffers,
         done: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<()> {
-        let frames = buffers.frame(span.bytes()).0;
-        self.read_object(span.object, span.first, frames)?;
+        let Buffers { scratch, span: read, chunk } = buffers;
+        let lent = self.in_memory(span.object, span.first..span.end);
+        let frames: &[u8] = match &lent {
+            Some(bytes) => &bytes[..],
+            None => {
+                let to = sized(read, span.bytes());
+                self.read_object(span.object, span.first, to)?;
+                to
+            }
+        };
         for job in std::mem::take(&mut span.jobs) {
             let at = span.at(&job.record);
+            let frame = &frames[at..at + job.record.len as usize];
             let bytes: u64 = job.pieces.iter().map(|p| p.to.len() as u64).sum();
-            self.decode(job, at, blocks, buffers)?;
+            self.decode(job, frame, blocks, scratch, chunk)?;
             done(bytes)?;
         }
         Ok(())
@@ -316,12 +359,11 @@ impl Reader {
     fn decode(
         &self,
         job: Job<'_>,
-        at: usize,
+        frame: &[u8],
         blocks: &HashMap<usize, Arc<LoadedBlock>>,
-        buffers: &mut Buffers,
+        scratch: &mut Scratch,
+        chunk: &mut Vec<u8>,
     ) -> Result<()> {
-        let Buffers { scratch, span, chunk } = buffers;
-        let frame = &span[at..at + job.record.len as usize];
         let spec = self.spec(job.tensor, &blocks[&job.tensor]);
         let (whole, delta) = (job.is_whole(), job.delta);
         let mut pieces = job.pieces;
@@ -344,10 +386,7 @@ impl Reader {
         }
         let mut parent = job.parent;
         let values = if delta { &mut parent } else { chunk };
-        if values.len() < job.bytes {
-            values.resize(job.bytes, 0);
-        }
-        decode(&mut values[..job.bytes])?;
+        decode(sized(values, job.bytes))?;
         for p in pieces {
             p.to.copy_from_slice(&values[p.from..p.from + p.to.len()]);
         }
@@ -374,7 +413,8 @@ impl Reader {
             let all = self.tensors[tensor].bytes().at(&self.name)?;
             jobs.extend(self.parts(tensor, 0, all, &blocks)?.iter().map(|part| self.job(part)));
         }
-        let done = self.run(self.request_spans(jobs), &blocks, &mut meter);
+        let threads = thread_count(self.options.threads);
+        let done = self.run(self.request_spans(jobs, threads), &blocks, &mut meter);
         self.let_go();
         done
     }

@@ -5,6 +5,11 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 use crate::error::{Error, Result};
 use crate::interrupt;
 
+/// As many of `threads` threads as there is work for, at least one.
+pub(crate) fn worth(threads: usize, work: u64) -> usize {
+    threads.min(usize::try_from(work).unwrap_or(usize::MAX)).max(1)
+}
+
 /// A pool of `threads` threads; `None` for one, which the caller's own thread is. What stops the
 /// caller's work stops theirs.
 pub(crate) fn pool(threads: usize) -> Result<Option<ThreadPool>> {

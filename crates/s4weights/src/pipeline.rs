@@ -14,7 +14,7 @@ use crate::behind::Behind;
 use crate::error::{At, Result};
 use crate::inputs::{Failure, ParentInputs};
 use crate::options::{Meter, thread_count};
-use crate::parallel::pool;
+use crate::parallel::{pool, worth};
 use crate::parent::Parent;
 use crate::rounded::{Wider, WiderInputs};
 use crate::write::TensorSource;
@@ -22,6 +22,9 @@ use crate::writer::Writer;
 
 /// From so many threads and bytes of values on, others than this one hash and write.
 const BEHIND: (usize, u64) = (4, 64 << 20);
+
+/// Bytes of values that take longer to encode than a thread takes to start.
+const THREAD_BYTES: u64 = 1 << 20;
 
 /// Threads that wait for a device at least, where it codes planes of the host.
 const WAITING: usize = 64;
@@ -125,8 +128,11 @@ impl Writer {
         let chunks = tensors.iter().map(chunks_of).sum::<u64>();
         let chunks = usize::try_from(chunks).unwrap_or(usize::MAX);
         let threads = self.encoding_threads(on_device);
-        // More threads than chunks would only wait.
-        let pool = pool(if on_device { threads } else { threads.min(chunks) })?;
+        let pool = match on_device || self.waits() {
+            true => pool(if on_device { threads } else { threads.min(chunks) })?,
+            // More threads than chunks would only wait.
+            false => pool(worth(threads.min(chunks), values / THREAD_BYTES))?,
+        };
         let parent = self.options.parent.clone();
         let mut inputs = ParentInputs::new(parent.as_deref(), pool.as_ref(), tensors, parents);
         #[cfg(test)]
@@ -188,8 +194,12 @@ impl Writer {
     /// Threads that encode. Those of preset `nvcomp` wait for the device, which is fast where much waits.
     fn encoding_threads(&self, on_device: bool) -> usize {
         let threads = thread_count(self.options.threads);
-        let waits = self.options.preset == Preset::Nvcomp && !on_device;
-        if waits { threads.max(WAITING) } else { threads }
+        if self.waits() && !on_device { threads.max(WAITING) } else { threads }
+    }
+
+    /// Whether threads that encode values of the host wait for a device.
+    fn waits(&self) -> bool {
+        self.options.preset == Preset::Nvcomp
     }
 
     /// Bytes of buffers to keep within.

@@ -1,27 +1,26 @@
 //! Reads a `.s4w` file, whole or in part.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock};
 
 use bytes::Bytes;
 use s4_engine::{CpuEngine, TensorSpec};
-use s4_format::file::{self, FOOTER_LEN, Footer, HEADER_LEN};
+use s4_format::file::{self, Footer, HEADER_LEN};
 use s4_format::index::{self, Tensor, TensorKind, chunk_count};
 use s4_format::manifest::{self, Manifest, Section};
 use s4_format::plan::check_dependencies;
 use s4_format::side::Side;
 use s4_format::{ChunkRecord, DType, Digest};
 
+use crate::buffers::expect_writes;
 use crate::error::{At, Error, Result};
 use crate::extents::Extents;
 use crate::fetch::{Buffers, Want};
-use crate::io::{ReadAt, Source, open_source};
+use crate::io::{ReadAt, Source, TailSource, open_source};
 use crate::objects::ObjectSource;
 use crate::options::{ReadOptions, simd};
 use crate::slice::{Slice, View};
-
-/// The last bytes of a file that are read first: footer, manifest and index of most files.
-const TAIL: u64 = 64 << 10;
 
 /// Runs of a slice that are read at a time.
 const RUNS: usize = 1 << 16;
@@ -105,15 +104,13 @@ impl Reader {
     ) -> Result<Self> {
         let simd = simd(options.simd)?;
         let (name, source) = open_source(source, options.deadline)?;
+        let source = TailSource::new(source)?;
         let len = source.len();
         let mut start = vec![0; HEADER_LEN.min(usize::try_from(len).unwrap_or(HEADER_LEN))];
         source.read_at(0, &mut start)?;
         file::check_header(&start).at(&name)?;
-        let tail_at = len - len.min(TAIL.max(FOOTER_LEN as u64));
-        let mut tail = vec![0; usize::try_from(len - tail_at).unwrap_or(0)];
-        source.read_at(tail_at, &mut tail)?;
-        let footer = Footer::parse(&tail, len).at(&name)?;
-        let known = Known { source: &*source, name: &name, tail: &tail, tail_at };
+        let footer = Footer::parse(source.tail(), len).at(&name)?;
+        let known = Known { source: &source, name: &name };
         let section = Section { offset: footer.offset, bytes: footer.len, blake3: footer.digest };
         let json = known.section(&section, "manifest")?;
         let manifest = Manifest::parse_closed(&json, footer.offset).at(&name)?;
@@ -142,7 +139,7 @@ impl Reader {
         Ok(Self {
             by_name: index::by_name(&tensors),
             name,
-            source,
+            source: Box::new(source),
             objects,
             manifest,
             footer,
@@ -203,7 +200,7 @@ impl Reader {
     /// `NoEntry`, or as reading.
     pub fn blob(&self, name: &str) -> Result<Vec<u8>> {
         let section = self.manifest.blobs.get(name).ok_or_else(|| self.no_entry("blob", name))?;
-        let known = Known { source: &*self.source, name: &self.name, tail: &[], tail_at: 0 };
+        let known = Known { source: &*self.source, name: &self.name };
         known.section(section, "blob")
     }
 
@@ -310,6 +307,16 @@ impl Reader {
             wants.push(Want { tensor: *number, first: 0, to });
         }
         self.fetch_checked(wants, &mut |wants| self.fetch(wants))
+    }
+
+    /// As [`Reader::read_into`], into memory that nobody has used yet: the system is asked to give it in
+    /// large pages, since giving it page by page may take longer than decoding.
+    ///
+    /// # Errors
+    /// As [`Reader::read_into`].
+    pub fn read_into_new(&self, requests: &mut [(usize, &mut [u8])]) -> Result<()> {
+        expect_writes(requests.iter_mut().map(|(_, to)| &mut **to));
+        self.read_into(requests)
     }
 
     /// Fills every want. What does not match its checksums in objects of a store is read once more
@@ -440,12 +447,21 @@ impl Reader {
         Err(s4_format::Error::truncated(what).in_part("object")).at(&self.name)
     }
 
+    /// Bytes of an object, where they are in memory.
+    pub(crate) fn in_memory(&self, number: u32, range: Range<u64>) -> Option<Bytes> {
+        let object = self.manifest.objects.get(number as usize)?;
+        let len = range.end.checked_sub(range.start)?;
+        let known = match object.name {
+            None => self.source.in_memory(range),
+            Some(_) => self.objects.as_ref()?.in_memory(number, range),
+        };
+        known.filter(|bytes| bytes.len() as u64 == len)
+    }
+
     /// The frame of a chunk: where objects are in memory, a part of theirs.
     pub(crate) fn frame(&self, record: &ChunkRecord) -> Result<Bytes> {
         let (number, len) = (record.object, u64::from(record.len));
-        let range = record.offset..record.offset + len;
-        let known = self.objects.as_ref().and_then(|o| o.in_memory(number, range));
-        if let Some(bytes) = known.filter(|b| b.len() as u64 == len) {
+        if let Some(bytes) = self.in_memory(number, record.offset..record.offset + len) {
             return Ok(bytes);
         }
         let mut bytes = self.buffer(len)?;
@@ -472,35 +488,22 @@ impl Reader {
     }
 }
 
-/// What of a file was read when it was opened.
+/// A file, to read its sections.
 struct Known<'a> {
     source: &'a dyn ReadAt,
     name: &'a str,
-    tail: &'a [u8],
-    tail_at: u64,
 }
 
 impl Known<'_> {
-    /// Reads a section, from the tail if it lies there, and checks its hash.
+    /// Reads a section, and checks its hash.
     fn section(&self, section: &Section, part: &'static str) -> Result<Vec<u8>> {
         let Section { offset, bytes, blake3 } = *section;
         if offset.checked_add(bytes).is_none_or(|end| end > self.source.len()) {
             let e = s4_format::Error::truncated("section passes the end of the file");
             return Err(e.in_part(part)).at(self.name);
         }
-        let len = usize::try_from(bytes).unwrap_or(usize::MAX);
-        let inside = offset.checked_sub(self.tail_at).and_then(|at| {
-            let at = usize::try_from(at).ok()?;
-            self.tail.get(at..at.checked_add(len)?)
-        });
-        let out = match inside {
-            Some(bytes) => bytes.to_vec(),
-            None => {
-                let mut out = vec![0; len];
-                self.source.read_at(offset, &mut out)?;
-                out
-            }
-        };
+        let mut out = vec![0; usize::try_from(bytes).unwrap_or(usize::MAX)];
+        self.source.read_at(offset, &mut out)?;
         if Digest::of(&out) != blake3 {
             let e = s4_format::Error::corrupt("hash differs");
             return Err(e.in_part(part)).at(self.name);

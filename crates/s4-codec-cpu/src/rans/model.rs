@@ -201,19 +201,32 @@ fn share(kept: &mut Kept, total: u32) -> &mut [TableEntry] {
     if entries.is_empty() {
         return entries;
     }
-    while sum < total {
-        let gain = |i: usize| counts[i] * 4096 / (2 * u64::from(entries[i].freq) + 1);
-        // `max_by_key` takes the last of equals: the smallest symbol when going down.
-        let best = (0..counts.len()).rev().max_by_key(|&i| gain(i)).unwrap_or(0);
-        entries[best].freq += 1;
-        sum += 1;
-    }
-    while sum > total {
-        let loss = |i: usize| counts[i] * 4096 / (2 * u64::from(entries[i].freq) - 1);
-        let above_one = (0..counts.len()).filter(|&i| entries[i].freq > 1);
-        let least = above_one.min_by_key(|&i| loss(i)).unwrap_or(0);
-        entries[least].freq -= 1;
-        sum -= 1;
+    // What a slot more is worth to each symbol, or one less costs it: a division, so it is kept.
+    let mut worth = [0; 256];
+    let worth = &mut worth[..counts.len()];
+    if sum < total {
+        let gain = |i: usize, freq: u16| counts[i] * 4096 / (2 * u64::from(freq) + 1);
+        (0..counts.len()).for_each(|i| worth[i] = gain(i, entries[i].freq));
+        while sum < total {
+            // `max_by_key` takes the last of equals: the smallest symbol when going down.
+            let best = (0..counts.len()).rev().max_by_key(|&i| worth[i]).unwrap_or(0);
+            entries[best].freq += 1;
+            worth[best] = gain(best, entries[best].freq);
+            sum += 1;
+        }
+    } else {
+        let loss = |i: usize, freq: u16| match freq {
+            // Every symbol keeps one.
+            0 | 1 => u64::MAX,
+            freq => counts[i] * 4096 / (2 * u64::from(freq) - 1),
+        };
+        (0..counts.len()).for_each(|i| worth[i] = loss(i, entries[i].freq));
+        while sum > total {
+            let least = (0..counts.len()).min_by_key(|&i| worth[i]).unwrap_or(0);
+            entries[least].freq -= 1;
+            worth[least] = loss(least, entries[least].freq);
+            sum -= 1;
+        }
     }
     entries
 }
@@ -252,7 +265,7 @@ pub fn entropy(counts: &Counts) -> u64 {
     // Counts are scaled down to what `log2` takes, exactly as far as they have to be.
     let total = counts.total();
     let scale = 64u32.saturating_sub(total.leading_zeros()).saturating_sub(16);
-    let log = |n: u64| u64::from(log2(((n >> scale) as u32).max(1)));
+    let log = |n: u64| u64::from(fast_log2(((n >> scale) as u32).max(1)));
     let sum = counts
         .of
         .iter()
@@ -297,10 +310,54 @@ static LOG2: [u16; FREQS] = {
 };
 const FREQS: usize = (1 << 12) + 1;
 
-/// `256 * log2(v)`, to the nearest integer, of `1 <= v < 2^16`; by repeated squaring.
+/// `256 * log2(v)`, to the nearest integer, of `1 <= v < 2^16`.
 const fn log2(v: u32) -> u32 {
     let whole = v.ilog2();
-    let mut mantissa = (v as u64) << (31 - whole); // 1.31 fixed-point, in [1, 2)
+    ((whole << 9 | fraction((v as u64) << (31 - whole))) + 1) >> 1
+}
+
+/// As [`log2`], by a look at [`STEPS`].
+fn fast_log2(v: u32) -> u32 {
+    let v = v.clamp(1, u32::from(u16::MAX));
+    let whole = v.ilog2();
+    let mantissa = v << (15 - whole); // 1.15, in [1, 2)
+    // The logarithm grows by less than two steps where the mantissa grows by one in 512.
+    let (first, steps) = STEPS.0[(mantissa >> 6 & 511) as usize];
+    let steps = steps.iter().map(|&step| u32::from(mantissa > u32::from(step))).sum::<u32>();
+    ((whole << 9 | (u32::from(first) + steps)) + 1) >> 1
+}
+
+/// For each of 512 parts of the mantissas: their fraction at its start, and the 1.15 mantissas after which it grows
+/// by one each, if that is within the part.
+static STEPS: Steps = Steps({
+    let mut table = [(0, [u16::MAX; 2]); 512];
+    let mut part = 0;
+    while part < 512 {
+        let start = (512 + part as u64) << 6;
+        let first = fraction(start << 16);
+        table[part].0 = first as u16;
+        let mut step = 0;
+        while step < 2 {
+            // The last mantissa without a larger fraction is `low` at least, and below `high`.
+            let (mut low, mut high) = (start, start + 64);
+            while high - low > 1 {
+                let middle = (low + high) / 2;
+                let larger = fraction(middle << 16) > first + step as u32;
+                (low, high) = if larger { (low, middle) } else { (middle, high) };
+            }
+            if high < start + 64 {
+                table[part].1[step] = low as u16;
+            }
+            step += 1;
+        }
+        part += 1;
+    }
+    table
+});
+struct Steps([(u16, [u16; 2]); 512]);
+
+/// The first 9 bits of the logarithm of a mantissa, 1.31 fixed-point and in [1, 2); by repeated squaring.
+const fn fraction(mut mantissa: u64) -> u32 {
     let mut fraction = 0;
     let mut bits = 0;
     while bits < 9 {
@@ -310,7 +367,7 @@ const fn log2(v: u32) -> u32 {
         fraction = fraction << 1 | bit as u32;
         bits += 1;
     }
-    ((whole << 9 | fraction) + 1) >> 1
+    fraction
 }
 
 #[cfg(test)]
@@ -328,6 +385,45 @@ mod tests {
         for v in 1..=4096u32 {
             let exact = 256.0 * f64::from(v).log2();
             assert!((f64::from(log2(v)) - exact).abs() <= 0.5 + 1e-3, "{v}");
+        }
+        assert!((1..1 << 16).all(|v| fast_log2(v) == log2(v)));
+    }
+
+    /// Every slot is given, or taken, where it helps most, found anew each time.
+    fn share_slowly(counts: &[u64], total: u32) -> Vec<u16> {
+        let m: u64 = counts.iter().sum();
+        let first = |c: &u64| ((2 * c * u64::from(total) + m) / (2 * m)).max(1);
+        let mut freqs: Vec<u64> = counts.iter().map(first).collect();
+        while freqs.iter().sum::<u64>() < u64::from(total) {
+            let gain = |&i: &usize| counts[i] * 4096 / (2 * freqs[i] + 1);
+            let best = (0..counts.len()).rev().max_by_key(gain).unwrap();
+            freqs[best] += 1;
+        }
+        while freqs.iter().sum::<u64>() > u64::from(total) {
+            let loss = |&i: &usize| counts[i] * 4096 / (2 * freqs[i] - 1);
+            let least = (0..counts.len()).filter(|&i| freqs[i] > 1).min_by_key(loss).unwrap();
+            freqs[least] -= 1;
+        }
+        freqs.iter().map(|f| *f as u16).collect()
+    }
+
+    #[test]
+    fn slots_are_shared_as_the_specification_says() {
+        let mut state = 1u64;
+        for round in 0..400u64 {
+            let len = 1 + (round * 37 % 256) as usize;
+            let mut kept = Kept::default();
+            for symbol in 0..len {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(round);
+                // From even to very uneven.
+                kept.push(symbol as u8, 1 + (state >> 40) % (1 << (1 + round % 20)));
+            }
+            let counts = kept.counts[..len].to_vec();
+            for total in [256, 255, 4096] {
+                let mut kept = Kept { len, counts: kept.counts, ..Kept::default() };
+                let freqs: Vec<u16> = share(&mut kept, total).iter().map(|e| e.freq).collect();
+                assert_eq!(freqs, share_slowly(&counts, total), "{len} of {total}");
+            }
         }
     }
 

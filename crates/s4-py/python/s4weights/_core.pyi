@@ -51,6 +51,11 @@ def first_len(data: bytes, start: int) -> int | None:
     it has no whole footer.
     """
 
+def look_at(path: str) -> tuple[bytes, bool] | None:
+    """The first bytes of a file, and whether these or its last ones are those of a ``.s4w`` file;
+    ``None`` if it cannot be looked at, or is no ordinary file.
+    """
+
 def is_whole(tail: bytes, size: int) -> bool:
     """Whether the last bytes of a file are those of one ``.s4w`` file of its size."""
 
@@ -316,9 +321,12 @@ class Reader:
         """A named byte string."""
 
     def read_into(
-        self, requests: Sequence[tuple[int, int, int]], progress: Progress | None
+        self,
+        requests: Sequence[tuple[int, int, int]],
+        progress: Progress | None,
+        new: bool = ...,
     ) -> None:
-        """Decodes tensors into memory: number, address, bytes."""
+        """Decodes tensors into memory: number, address, bytes. ``new``: nobody has used it yet."""
 
     def read_view(
         self,

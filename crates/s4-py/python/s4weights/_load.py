@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from . import _core, _pickled
+from ._collection import NoCollection
 from ._device import Compute
 from ._errors import UnsupportedFormatError
 from ._progress import Progress, ProgressArgument
@@ -134,7 +135,8 @@ def read(
     pickle_module = choose_unpickler(pickle_module, weights_only, pickle_load_args)
     pickle_load_args.setdefault("encoding", "utf-8")
     start = time.perf_counter()
-    infos = source.tensors()
+    with NoCollection():
+        infos = source.tensors()
     tree, wanted = source.tree(), None
     if keys is not None:
         if source.form() != "tree" or tree is None:
@@ -254,7 +256,8 @@ def build(
         return _pickled.load(stream, storages, map_location, pickle_module, pickle_load_args)
     decoder = TreeDecoder(storages)
     storages.defer()
-    obj = decoder.decode(tree) if form == "tree" and tree is not None else decoder.tensors()
+    with NoCollection():
+        obj = decoder.decode(tree) if form == "tree" and tree is not None else decoder.tensors()
     storages.fill()
     return obj
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
@@ -13,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, overload
 
 from . import _core, _pickled
+from ._collection import NoCollection
 from ._device import Compute
 from ._errors import S4Error, UnsupportedFormatError
 from ._nvcomp import load_nvcomp
@@ -201,16 +201,11 @@ def describe(
 ) -> tuple[StorageWriter, str | None, bytes | None]:
     """The storages of an object, and its tree or, if it is not plain, its pickle."""
     storages = StorageWriter()
-    # A collection, which thousands of small objects set off, looks at everything that PyTorch has made.
-    collects = gc.isenabled()
-    gc.disable()
     try:
-        return storages, TreeEncoder(storages).encode(obj), None
+        with NoCollection():
+            return storages, TreeEncoder(storages).encode(obj), None
     except (NotPlain, RecursionError):
         pass  # What pickling raises is not to be chained to this.
-    finally:
-        if collects:
-            gc.enable()
     storages = StorageWriter()
     return storages, None, _pickled.dump(obj, storages, pickle_module, protocol)
 

@@ -61,6 +61,15 @@ def _open_path(
     f: str | os.PathLike[str], options: dict[str, str], threads: int | None, trusted: bool
 ) -> _core.Reader | Foreign:
     path = os.fspath(f)
+    seen = _core.look_at(path) if type(path) is str else None
+    head, ours = seen or _look_at(path)
+    if ours:
+        return _core.Reader(path, None, None, threads, options, trusted)
+    return Foreign(f, path.endswith(".safetensors") or _is_safetensors(head))
+
+
+def _look_at(path: str) -> tuple[bytes, bool]:
+    """As `_core.look_at`, of what is no ordinary file; says what is wrong with it."""
     try:
         with open(path, "rb") as file:
             head, tail = file.read(_HEAD), _tail(file)
@@ -68,9 +77,7 @@ def _open_path(
         raise NotFoundError(error.errno, error.strerror, path) from None
     except OSError as error:
         raise StorageError(error.errno, error.strerror, path) from error
-    if _core.is_s4w(head) or _core.ends_s4w(tail):
-        return _core.Reader(path, None, None, threads, options, trusted)
-    return Foreign(f, path.endswith(".safetensors") or _is_safetensors(head))
+    return head, _core.is_s4w(head) or _core.ends_s4w(tail)
 
 
 def _open_stream(

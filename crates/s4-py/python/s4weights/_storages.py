@@ -52,14 +52,17 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name if name in _DTYPES else "bytes"
 
 
-def covering_shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
+def covering_shape(
+    tensor: torch.Tensor, storage: torch.UntypedStorage | None = None
+) -> tuple[int, ...] | None:
     """The tensor's shape, if its elements in order are all there is in its storage."""
+    storage = storage or tensor.untyped_storage()
     whole = (
         tensor.is_contiguous()
+        and tensor.nbytes == storage.nbytes()
         and tensor.storage_offset() == 0
-        and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
     )
-    return tuple(tensor.shape) if whole else None
+    return tensor.shape if whole else None
 
 
 class StorageWriter:
@@ -69,26 +72,47 @@ class StorageWriter:
         self._numbers: dict[int, int] = {}
         self._entries: list[Entry] = []
         self._names = UniqueNames()
+        # Kinds of the devices that were met, which PyTorch makes a new text of for whoever asks.
+        self._kinds: dict[torch.device, str] = {}
         self.nbytes = 0
 
     def number(self, storage: torch.UntypedStorage, hint: Callable[[], Hint]) -> int:
         """The number of a storage; ``hint`` is asked when it is met for the first time."""
+        found = self.find_storage(storage)
+        return self.add(storage, *hint()) if found is None else found
+
+    def find_storage(self, storage: torch.UntypedStorage) -> int | None:
+        """The number of a storage, if it has been met."""
         # The entry keeps the storage alive, so that the address is its alone.
-        key = storage._cdata
-        found = self._numbers.get(key)
-        if found is not None:
-            return found
-        name, dtype, shape = hint()
-        nbytes, item = storage.nbytes(), dtype.itemsize
-        kind = dtype_name(dtype)
-        if nbytes % item:
-            kind, item, shape = "bytes", 1, None
+        return self._numbers.get(storage._cdata)
+
+    def add(
+        self,
+        storage: torch.UntypedStorage,
+        name: str,
+        dtype: torch.dtype,
+        shape: tuple[int, ...] | None,
+    ) -> int:
+        """Numbers a storage that has not been met before, from what a `Hint` knows."""
+        self._kind(storage)
+        nbytes, kind = storage.nbytes(), dtype_name(dtype)
         if shape is None:
+            item = dtype.itemsize
+            if nbytes % item:
+                kind, item = "bytes", 1
             shape = (nbytes // item,)
-        number = self._numbers[key] = len(self._entries)
+        number = self._numbers[storage._cdata] = len(self._entries)
         self._entries.append(Entry(storage, self._names.take(name), kind, shape))
         self.nbytes += nbytes
         return number
+
+    def _kind(self, storage: torch.UntypedStorage) -> str:
+        """The kind of a storage's device."""
+        device = storage.device
+        kind = self._kinds.get(device)
+        if kind is None:
+            kind = self._kinds[device] = device.type
+        return kind
 
     def entry(self, number: int) -> Entry:
         """What has been noted of a storage."""
@@ -112,10 +136,12 @@ class StorageWriter:
         """The engine for the CUDA devices that storages are on; ``None`` if there are none, or if
         their values are to go through host memory.
         """
+        if "cuda" not in self._kinds.values():
+            return None
         there = {
             entry.storage.device.index
             for entry in self._entries
-            if entry.storage.device.type == "cuda" and entry.storage.nbytes()
+            if self._kind(entry.storage) == "cuda" and entry.storage.nbytes()
         }
         return compute.engine(there) if there else None
 
@@ -126,8 +152,9 @@ class StorageWriter:
         CUDA devices as they are, others copied to the host a few at a time.
         """
         engine = self.engine(compute)
+        on_host = all(kind == "cpu" for kind in self._kinds.values())
         places = Places()
-        batch: list[_core.PlacedSource] = []
+        batch: list[Any] = []
         kinds: list[int] = []
         staged: list[torch.UntypedStorage] = []
         staged_bytes = 0
@@ -137,7 +164,7 @@ class StorageWriter:
             where = HOST
             if engine is not None and nbytes:
                 where = places.of(storage)
-            if storage.device.type != "cpu" and where == HOST:
+            if not on_host and where == HOST and self._kind(storage) != "cpu":
                 if staged and staged_bytes + nbytes > STAGING_BYTES:
                     _write_batch(writer, engine, batch, kinds, progress)
                     batch, kinds, staged, staged_bytes = [], [], [], 0
@@ -145,7 +172,10 @@ class StorageWriter:
                 staged.append(storage)
                 staged_bytes += nbytes
             address = storage.data_ptr() if nbytes else 0
-            batch.append((entry.name, entry.dtype, entry.shape, address, nbytes, where))
+            if engine is None:
+                batch.append((entry.name, entry.dtype, entry.shape, address, nbytes))
+            else:
+                batch.append((entry.name, entry.dtype, entry.shape, address, nbytes, where))
             kinds.append(group)
         _write_batch(writer, engine, batch, kinds, progress)
 
@@ -166,14 +196,15 @@ def write_sources(
         if report is not None:
             report(done)
 
-    _write(writer, engine, sources, bytes(groups), watch)
+    there = sources if engine else [source[:5] for source in sources]
+    _write(writer, engine, there, bytes(groups), watch)
     progress.advance(sum(source[4] for source in sources))
 
 
 def _write_batch(
     writer: _core.Writer,
     engine: _core.CudaEngine | None,
-    batch: list[_core.PlacedSource],
+    batch: list[Any],
     groups: list[int],
     progress: Progress,
 ) -> None:
@@ -184,12 +215,13 @@ def _write_batch(
 def _write(
     writer: _core.Writer,
     engine: _core.CudaEngine | None,
-    sources: list[_core.PlacedSource],
+    sources: list[Any],
     groups: bytes,
     progress: _core.Progress | None,
 ) -> None:
+    """``sources`` say where they are if there is an engine."""
     if engine is None:
-        writer.write([source[:5] for source in sources], groups, progress)
+        writer.write(sources, groups, progress)
     else:
         writer.write_placed(engine, sources, groups, progress)
 
@@ -213,6 +245,8 @@ class StorageReader:
         self._progress = progress
         self._compute = compute
         self._tls = torch.serialization._serialization_tls
+        self._fake = torch._guards.detect_fake_mode(None) is not None
+        self._cpu = torch.device("cpu")
         self._restore = torch.serialization._get_restore_location(map_location)
         self._meta = (
             isinstance(map_location, (str, torch.device))
@@ -227,6 +261,8 @@ class StorageReader:
             None if callable(map_location) else {}
         )
         self._waiting: list[tuple[int, torch.UntypedStorage]] | None = None
+        # Whether `new_tensor` makes any; `None` until it is asked.
+        self._makes: bool | None = None
 
     def __len__(self) -> int:
         return len(self._infos)
@@ -245,6 +281,44 @@ class StorageReader:
             self._sizes[number] = storage.nbytes()
         return storage
 
+    def new_tensor(
+        self, number: int, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> torch.Tensor | None:
+        """A tensor that is all there is in a storage of the host, which is to be filled later; ``None``
+        if that is not what `get` would give.
+        """
+        if self._makes is None:
+            self._makes = self._makes_tensors()
+        if not self._makes or number in self._done:
+            return None
+        import torch
+
+        try:
+            tensor = torch.empty(shape, dtype=dtype, device=self._cpu)
+        except RuntimeError:  # `get` says what is wrong.
+            return None
+        storage, nbytes = tensor.untyped_storage(), self._infos[number][3]
+        if self._waiting is None or storage.nbytes() != nbytes:
+            return None
+        self._done[number], self._sizes[number] = storage, nbytes
+        self._waiting.append((number, storage))
+        return tensor
+
+    def _makes_tensors(self) -> bool:
+        """Whether new tensors of PyTorch's are what storages of the host would be put into."""
+        import torch
+
+        # In the last case they would be filled with something.
+        return not (
+            self._waiting is None
+            or self._ahead
+            or self._fake
+            or self._meta
+            or self._tls.skip_data
+            or self._device_of("cpu") != self._cpu
+            or torch.are_deterministic_algorithms_enabled()
+        )
+
     def check_sizes(self) -> None:
         """Refuses views that PyTorch has made room for, with whatever was in memory there."""
         for number, storage in self._done.items():
@@ -256,10 +330,9 @@ class StorageReader:
         import torch
 
         nbytes = self.info(number)[3]
-        fake = torch._guards.detect_fake_mode(None) is not None
-        if fake or self._meta:
+        if self._fake or self._meta:
             storage = torch.UntypedStorage(nbytes, device="meta")
-            if fake:
+            if self._fake:
                 storage._fake_device = location
             return storage
         if self._tls.skip_data:
@@ -322,12 +395,8 @@ class StorageReader:
 
     def _read(self, batch: list[tuple[int, torch.UntypedStorage]]) -> None:
         places = Places()
-        read_batch(
-            self._reader,
-            self._compute,
-            [(n, s.data_ptr(), s.nbytes(), places.of(s)) for n, s in batch if s.nbytes()],
-            self._progress,
-        )
+        requests = [(n, s.data_ptr(), s.nbytes(), places.of(s)) for n, s in batch if s.nbytes()]
+        read_batch(self._reader, self._compute, requests, self._progress, new=True)
 
 
 def read_batch(
@@ -335,11 +404,14 @@ def read_batch(
     compute: Compute,
     batch: list[_core.PlacedRequest],
     progress: Progress,
+    new: bool = False,
 ) -> None:
-    """Reads into memory of the host and of CUDA devices."""
+    """Reads into memory of the host and of CUDA devices; ``new``: memory of the host that nobody has
+    written to yet.
+    """
     host = [request[:3] for request in batch if request[3] == HOST]
     if host:
-        reader.read_into(host, progress.native())
+        reader.read_into(host, progress.native(), new)
         progress.advance(sum(nbytes for _, _, nbytes in host))
     there = [request for request in batch if request[3] != HOST]
     engine = compute.engine({request[3][0] for request in there}) if there else None
@@ -366,7 +438,7 @@ def is_strided(tensor: torch.Tensor) -> bool:
 
     return bool(
         tensor.layout is torch.strided
-        and tensor.device.type in ("cpu", "cuda")
+        and (tensor.is_cpu or tensor.is_cuda)
         and not tensor.is_quantized
         and not tensor.is_nested
         and not tensor._is_zerotensor()

@@ -48,7 +48,6 @@ from ._device import as_tensor, is_array
 from ._errors import CorruptDataError
 from ._names import join
 from ._storages import (
-    Hint,
     StorageReader,
     StorageWriter,
     covering_shape,
@@ -75,6 +74,8 @@ MAX_SIZE = 1 << 63
 
 _SAFE_INT = 1 << 53
 
+_TEXT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
 #: Kinds of nodes, and the members that a node of each may have besides the one that names it.
 _KINDS: dict[str, frozenset[str]] = {
     "int": frozenset(),
@@ -94,6 +95,9 @@ _KINDS: dict[str, frozenset[str]] = {
     "same": frozenset(),
 }
 
+#: Members of a tensor's node that say which part of a storage it is, or where that is to be.
+_PLACE = frozenset(["dtype", "shape", "offset", "stride", "device"])
+
 _short_repr = reprlib.Repr()
 _short_repr.maxstring = _short_repr.maxother = 200
 
@@ -109,45 +113,21 @@ class TreeEncoder:
         import torch
 
         self._torch = torch
+        self._parameter = torch.nn.Parameter
         self._storages = storages
         self._seen: set[int] = set()
         self._tensors: dict[int, int] = {}
         self._tags: dict[torch.device, str] = {}
         self._nodes = 0
-        self._kinds: dict[type, Callable[[Any, str, int], Any]] = {
-            type(None): self._same,
-            bool: self._same,
-            str: self._same,
-            int: self._int,
-            float: self._float,
-            complex: self._complex,
-            bytes: self._bytes,
-            bytearray: self._bytearray,
-            list: self._list,
-            tuple: self._tuple,
-            set: self._set,
-            frozenset: self._frozenset,
-            dict: self._dict,
-            OrderedDict: self._odict,
-            torch.Tensor: self._tensor,
-            torch.nn.Parameter: self._tensor,
-            torch.Size: lambda obj, path, depth: {"torch.Size": list(obj)},
-            torch.dtype: lambda obj, path, depth: {"torch.dtype": _short(obj)},
-            torch.device: lambda obj, path, depth: {"torch.device": str(obj)},
-        }
+        self._kinds = _encoders()
 
     def encode(self, obj: object) -> str:
         """The tree as JSON text.
 
         Raises `NotPlain` if it cannot be one; the storages are then to be thrown away.
         """
-        try:
-            self._scan(obj)
-            root = self._node(obj, "", 0)
-        finally:
-            # They refer to this object, which would keep every storage until a garbage collection.
-            self._kinds.clear()
-        text = json.dumps({"root": root}, ensure_ascii=False, separators=(",", ":"))
+        self._scan(obj)
+        text = _TEXT.encode({"root": self._node(obj, "", 0)})
         if len(text) > MAX_TEXT or not _is_utf8(text):
             raise NotPlain
         return text
@@ -155,11 +135,14 @@ class TreeEncoder:
     def _scan(self, root: object) -> None:
         """Looks for what is not plain before work is spent on what is."""
         budget, todo = MAX_NODES, [root]
+        leaves = (self._torch.Tensor, self._parameter, type(None), bool, int, float, str)
         while todo:
             obj = todo.pop()
             budget -= 1
             if budget < 0 or (type(obj) not in self._kinds and not is_array(obj)):
                 raise NotPlain
+            if type(obj) in leaves:
+                continue
             if isinstance(obj, dict):
                 todo.extend(obj.values())
             elif isinstance(obj, (list, tuple, set, frozenset)):
@@ -167,10 +150,10 @@ class TreeEncoder:
 
     def _node(self, obj: Any, path: str, depth: int) -> Any:
         self._nodes += 1
-        kind = self._kinds.get(type(obj)) or (self._array if is_array(obj) else None)
+        kind = self._kinds.get(type(obj)) or (TreeEncoder._array if is_array(obj) else None)
         if kind is None or depth > MAX_DEPTH or self._nodes > MAX_NODES:
             raise NotPlain
-        return kind(obj, path, depth + 1)
+        return kind(self, obj, path, depth + 1)
 
     def _once(self, obj: object) -> None:
         """Containers that can change are met once: sharing them, or a cycle, needs a pickle."""
@@ -218,8 +201,9 @@ class TreeEncoder:
 
     def _pairs(self, obj: dict[Any, Any], path: str, depth: int) -> list[Any]:
         self._once(obj)
+        key_of, node = self._key, self._node
         return [
-            [self._key(key, path, depth), self._node(value, join(path, key), depth)]
+            [key if type(key) is str else key_of(key, path, depth), node(value, join(path, key), depth)]
             for key, value in obj.items()
         ]
 
@@ -243,8 +227,9 @@ class TreeEncoder:
         return node
 
     def _tensor(self, obj: Any, path: str, depth: int) -> Any:
-        if id(obj) in self._tensors:
-            return {"same": self._tensors[id(obj)]}
+        known = self._tensors.get(id(obj))
+        if known is not None:
+            return {"same": known}
         self._tensors[id(obj)] = len(self._tensors)
         try:
             plain = _is_plain_tensor(obj)
@@ -264,29 +249,33 @@ class TreeEncoder:
         return self._tensor_node(tensor, path)
 
     def _tensor_node(self, obj: Any, path: str) -> Any:
-        storage = obj.untyped_storage()
-        shape = covering_shape(obj)
-        if shape is None:
+        storages, storage = self._storages, obj.untyped_storage()
+        dtype, shape = obj.dtype, obj.shape
+        whole = covering_shape(obj, storage)
+        if whole is None:
             require_storage(obj, path)
-        number = self._storages.number(storage, lambda: Hint(path, obj.dtype, shape))
-        stored = self._storages.entry(number)
+        number = storages.find_storage(storage)
+        if number is None:
+            number = storages.add(storage, path, dtype, whole)
+        stored = storages.entry(number)
         node: dict[str, Any] = {"tensor": number}
-        if dtype_name(obj.dtype) != stored.dtype or stored.dtype == "bytes":
-            node["dtype"] = _short(obj.dtype)
-        if obj.shape != stored.shape:
-            node["shape"] = list(obj.shape)
-        if obj.storage_offset():
-            node["offset"] = obj.storage_offset()
-        if obj.stride() != row_major(obj.shape):
-            node["stride"] = list(obj.stride())
-        if storage.device.type != "cpu":
+        # Most are the first tensor of their storage, and all of it.
+        if stored.shape is not whole or stored.dtype == "bytes":
+            if stored.dtype == "bytes" or dtype_name(dtype) != stored.dtype:
+                node["dtype"] = _short(dtype)
+            if shape != stored.shape:
+                node["shape"] = [*shape]
+            if offset := obj.storage_offset():
+                node["offset"] = offset
+        if (stride := obj.stride()) != row_major(shape):
+            node["stride"] = [*stride]
+        if not obj.is_cpu:
             node["device"] = self._tag(storage)
         if obj.requires_grad:
             node["grad"] = True
-        if type(obj) is self._torch.nn.Parameter:
+        if type(obj) is self._parameter:
             node["parameter"] = True
         return node
-
 
     def _tag(self, storage: torch.UntypedStorage) -> str:
         """What PyTorch calls a storage's device; it asks one kind of device after the other."""
@@ -299,6 +288,35 @@ class TreeEncoder:
         return str(tag)
 
 
+@functools.cache
+def _encoders() -> dict[type, Callable[[TreeEncoder, Any, str, int], Any]]:
+    """What makes a node of an object, by its type."""
+    import torch
+
+    encoder = TreeEncoder
+    return {
+        type(None): encoder._same,
+        bool: encoder._same,
+        str: encoder._same,
+        int: encoder._int,
+        float: encoder._float,
+        complex: encoder._complex,
+        bytes: encoder._bytes,
+        bytearray: encoder._bytearray,
+        list: encoder._list,
+        tuple: encoder._tuple,
+        set: encoder._set,
+        frozenset: encoder._frozenset,
+        dict: encoder._dict,
+        OrderedDict: encoder._odict,
+        torch.Tensor: encoder._tensor,
+        torch.nn.Parameter: encoder._tensor,
+        torch.Size: lambda self, obj, path, depth: {"torch.Size": list(obj)},
+        torch.dtype: lambda self, obj, path, depth: {"torch.dtype": _short(obj)},
+        torch.device: lambda self, obj, path, depth: {"torch.device": str(obj)},
+    }
+
+
 def _is_plain_tensor(tensor: Any) -> bool:
     """Of a tensor or parameter of PyTorch's own classes, whose state is what they have as attributes."""
     return bool(
@@ -307,8 +325,14 @@ def _is_plain_tensor(tensor: Any) -> bool:
         and not tensor._backward_hooks
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and not any(getattr(tensor, "names", ()))
+        and not _has_names(tensor)
     )
+
+
+def _has_names(tensor: Any) -> bool:
+    """Whether dimensions have names, which PyTorch gives up."""
+    names = getattr(tensor, "names", None)
+    return names is not None and any(names)
 
 
 def _is_utf8(text: str) -> bool:
@@ -322,7 +346,7 @@ def _is_utf8(text: str) -> bool:
 def parse_tree(text: str) -> Any:
     """The root node. The native reader has checked that no object has a member twice, and that no
     text has half of a surrogate pair."""
-    tree = json.loads(text, parse_constant=_no_constant)
+    tree = _decoder().decode(text)
     if type(tree) is not dict or tree.keys() != {"root"}:
         raise CorruptDataError("corrupt data (tree): an object with one member, `root`, expected")
     return tree["root"]
@@ -330,6 +354,10 @@ def parse_tree(text: str) -> Any:
 
 def kind_of(node: dict[str, Any]) -> str:
     """The one member of a node that names its kind."""
+    if len(node) == 1:
+        (kind,) = node
+        if kind in _KINDS:
+            return kind
     kinds = [member for member in node if member in _KINDS]
     if len(kinds) == 1 and (len(node) == 1 or node.keys() - kinds <= _KINDS[kinds[0]]):
         return kinds[0]
@@ -345,23 +373,6 @@ class TreeDecoder:
         self._torch = torch
         self._storages = storages
         self._tensors: list[Any] = []
-        self._kinds: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
-            "tensor": self._tensor,
-            "dict": lambda value, node: dict(self._pairs(value)),
-            "odict": self._odict,
-            "tuple": lambda value, node: tuple(self._items(value)),
-            "set": lambda value, node: set(self._items(value)),
-            "frozenset": lambda value, node: frozenset(self._items(value)),
-            "int": lambda value, node: int(value, 16),
-            "float": lambda value, node: struct.unpack(">d", bytes.fromhex(value))[0],
-            "complex": self._complex,
-            "bytes": lambda value, node: base64.b64decode(value, validate=True),
-            "bytearray": lambda value, node: bytearray(base64.b64decode(value, validate=True)),
-            "torch.Size": lambda value, node: torch.Size(_naturals(value)),
-            "torch.dtype": lambda value, node: self._dtype(value),
-            "torch.device": lambda value, node: self._device(value),
-            "same": lambda value, node: self._tensors[_natural(value)],
-        }
 
     def decode(self, text: str) -> Any:
         """The object. Raises `CorruptDataError` if the text is not a tree."""
@@ -371,13 +382,9 @@ class TreeDecoder:
             if isinstance(error, CorruptDataError):
                 raise
             raise CorruptDataError(f"corrupt data (tree): {_brief(error)}") from error
-        finally:
-            # They refer to this object, which would keep every storage until a garbage collection.
-            self._kinds.clear()
 
     def tensors(self) -> dict[str, Any]:
         """A file without a tree: its tensors by name."""
-        self._kinds.clear()
         numbers = range(len(self._storages))
         return {self._storages.info(i)[0]: self._tensor(i, {}) for i in numbers}
 
@@ -387,7 +394,7 @@ class TreeDecoder:
         if not isinstance(node, dict):
             return node
         kind = kind_of(node)
-        return self._kinds[kind](node[kind], node)
+        return _DECODERS[kind](self, node[kind], node)
 
     def _items(self, value: Any) -> list[Any]:
         return [self._node(item) for item in _array(value)]
@@ -424,18 +431,17 @@ class TreeDecoder:
 
     def _tensor(self, value: Any, node: dict[str, Any]) -> Any:
         number = _natural(value)
-        _, stored, stored_shape, nbytes = self._storages.info(number)
+        _, stored, shape, nbytes = self._storages.info(number)
         dtype = self._dtype(node.get("dtype", "uint8" if stored == "bytes" else stored))
-        shape = _dimensions(node.get("shape", list(stored_shape)))
-        stride = _dimensions(node["stride"]) if "stride" in node else row_major(shape)
-        offset = _natural(node.get("offset", 0))
-        if len(shape) != len(stride) or not fits(nbytes, dtype.itemsize, offset, shape, stride):
-            message = f"corrupt data (tree): {_brief(node)} lies outside of {nbytes} bytes"
-            raise CorruptDataError(message)
-        storage = self._storages.get(number, _string(node.get("device", "cpu")))
-        grad = node.get("grad") is True
+        tensor: Any = None
+        if _PLACE.isdisjoint(node):
+            tensor = self._storages.new_tensor(number, dtype, shape)
+        # What placing a storage raises is passed on as it is.
+        place = self._place(number, dtype, shape, nbytes, node) if tensor is None else None
         try:
-            tensor = view(storage, dtype, offset, shape, stride)
+            if place is not None:
+                tensor = view(*place)
+            grad = node.get("grad") is True
             if node.get("parameter") is True:
                 tensor = self._torch.nn.Parameter(tensor, grad)
             elif grad:
@@ -445,6 +451,45 @@ class TreeDecoder:
         self._tensors.append(tensor)
         return tensor
 
+    def _place(
+        self,
+        number: int,
+        dtype: Any,
+        shape: tuple[int, ...],
+        nbytes: int,
+        node: dict[str, Any],
+    ) -> tuple[Any, Any, int, tuple[int, ...], tuple[int, ...]]:
+        """What `view` makes a tensor of, on a storage that others may be on, too."""
+        if "shape" in node:
+            shape = _dimensions(node["shape"])
+        stride = _dimensions(node["stride"]) if "stride" in node else row_major(shape)
+        offset = _natural(node.get("offset", 0))
+        if len(shape) != len(stride) or not fits(nbytes, dtype.itemsize, offset, shape, stride):
+            message = f"corrupt data (tree): {_brief(node)} lies outside of {nbytes} bytes"
+            raise CorruptDataError(message)
+        storage = self._storages.get(number, _string(node.get("device", "cpu")))
+        return storage, dtype, offset, shape, stride
+
+
+#: What makes an object of a node, by its kind.
+_DECODERS: dict[str, Callable[[TreeDecoder, Any, dict[str, Any]], Any]] = {
+    "tensor": TreeDecoder._tensor,
+    "dict": lambda self, value, node: dict(self._pairs(value)),
+    "odict": TreeDecoder._odict,
+    "tuple": lambda self, value, node: tuple(self._items(value)),
+    "set": lambda self, value, node: set(self._items(value)),
+    "frozenset": lambda self, value, node: frozenset(self._items(value)),
+    "int": lambda self, value, node: int(value, 16),
+    "float": lambda self, value, node: struct.unpack(">d", bytes.fromhex(value))[0],
+    "complex": TreeDecoder._complex,
+    "bytes": lambda self, value, node: base64.b64decode(value, validate=True),
+    "bytearray": lambda self, value, node: bytearray(base64.b64decode(value, validate=True)),
+    "torch.Size": lambda self, value, node: self._torch.Size(_naturals(value)),
+    "torch.dtype": lambda self, value, node: self._dtype(value),
+    "torch.device": lambda self, value, node: self._device(value),
+    "same": lambda self, value, node: self._tensors[_natural(value)],
+}
+
 
 def view(
     storage: Any, dtype: Any, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
@@ -452,10 +497,8 @@ def view(
     """A tensor on a storage; the extent has been checked."""
     import torch
 
-    # Only the untyped storage inside of the typed one is used.
-    typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=torch.uint8, _internal=True)
-    rebuild = torch._utils._rebuild_tensor_v3
-    return rebuild(typed, offset, shape, stride, False, OrderedDict(), dtype)
+    tensor = torch.empty((0,), dtype=dtype, device=storage.device)
+    return tensor.set_(storage, offset, shape, stride)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -478,6 +521,11 @@ def _dtypes() -> dict[str, Any]:
 
 def _short(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def _decoder() -> json.JSONDecoder:
+    return json.JSONDecoder(parse_constant=_no_constant)
 
 
 def _no_constant(name: str) -> Any:

@@ -1,9 +1,11 @@
 //! Local files, streams and memory.
 
 use std::fs::{self, File};
-use std::io::{self, Write};
+use std::io::{self, IoSlice, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use bytes::Bytes;
 use rayon::ThreadPool;
 
 #[cfg(target_os = "linux")]
@@ -17,18 +19,56 @@ use crate::error::{Error, Result};
 pub(crate) struct FileSink {
     name: String,
     out: Out,
+    /// Bytes of small writes, to be written with the next large one.
+    small: Vec<u8>,
 }
+
+/// Writes of fewer bytes than this are collected.
+const SMALL_WRITE: usize = 4 << 10;
+/// As many bytes of them, at most.
+const SMALL_WRITES: usize = 64 << 10;
 
 enum Out {
     Temporary {
         file: Temporary,
         path: PathBuf,
-        /// `None`: one thread writes as fast as several, or others could cut the file.
         #[cfg(target_os = "linux")]
-        mapped: Option<Mapped>,
+        mapped: Mapping,
     },
     /// A device or a pipe: nothing to rename.
     Direct(File),
+}
+
+/// Whether a file is written through a mapping.
+#[cfg(target_os = "linux")]
+enum Mapping {
+    /// So far plainly, with so many bytes until that is found out: a small file is not worth the question.
+    NotYet(usize),
+    /// No: one thread writes as fast as several, or others could cut the file.
+    No,
+    Yes(Mapped),
+}
+
+#[cfg(target_os = "linux")]
+impl Mapping {
+    /// Bytes that are written plainly.
+    const SMALL: usize = 8 << 20;
+
+    /// How to write the next `bytes` bytes, if not plainly.
+    fn of(&mut self, file: &Temporary, bytes: usize) -> Option<&mut Mapped> {
+        if let Self::NotYet(left) = self {
+            *self = match left.checked_sub(bytes) {
+                Some(left) => Self::NotYet(left),
+                // Memory that is mapped goes when somebody else cuts the file: nobody may find it.
+                None if file.is_unnamed() => Mapped::of(file.as_file()).map_or(Self::No, Self::Yes),
+                None => Self::No,
+            };
+        }
+        match self {
+            Self::Yes(mapped) => Some(mapped),
+            _ => None,
+        }
+    }
 }
 
 impl FileSink {
@@ -48,7 +88,7 @@ impl FileSink {
         }
         if existing.as_ref().is_some_and(|m| !m.is_file()) {
             let file = File::options().write(true).open(&path).map_err(|e| fail("create", e))?;
-            return Ok(Self { out: Out::Direct(file), name });
+            return Ok(Self { out: Out::Direct(file), name, small: vec![] });
         }
         // Refuse now what renaming over the file would silently get around.
         if existing.as_ref().is_some_and(|m| m.permissions().readonly()) {
@@ -60,26 +100,47 @@ impl FileSink {
         let file = Temporary::create(folder(&path), file_name, existing.as_ref());
         let file = file.map_err(|e| fail("create", e))?;
         let out = Out::Temporary {
-            // Memory that is mapped goes when somebody else cuts the file: nobody may find it.
             #[cfg(target_os = "linux")]
-            mapped: file.is_unnamed().then(|| Mapped::of(file.as_file())).flatten(),
+            mapped: Mapping::NotYet(Mapping::SMALL),
             file,
             path,
         };
-        Ok(Self { out, name })
+        Ok(Self { out, name, small: vec![] })
+    }
+
+    /// Writes what was collected, and then `bytes`.
+    fn send(&mut self, bytes: &[u8]) -> Result<()> {
+        let len = self.small.len() + bytes.len();
+        let wrote = match &mut self.out {
+            #[cfg(target_os = "linux")]
+            Out::Temporary { file, mapped, .. } => match mapped.of(file, len) {
+                Some(mapped) => {
+                    let file = file.as_file_mut();
+                    mapped.append(file, &self.small).and_then(|()| mapped.append(file, bytes))
+                }
+                None => write_both(file.as_file_mut(), &self.small, bytes),
+            },
+            #[cfg(not(target_os = "linux"))]
+            Out::Temporary { file, .. } => write_both(file.as_file_mut(), &self.small, bytes),
+            Out::Direct(file) => write_both(file, &self.small, bytes),
+        };
+        self.small.clear();
+        wrote.map_err(|e| Error::io(&self.name, "write", e))
     }
 
     /// As `write`, with the threads of a pool where they are faster than one.
     #[cfg(target_os = "linux")]
     pub(super) fn write_by(&mut self, pool: &ThreadPool, bytes: &[u8]) -> Result<()> {
+        self.send(&[])?;
         if let Out::Temporary { file, mapped, .. } = &mut self.out
-            && let Some(by) = mapped.as_ref().filter(|m| m.suits(pool, bytes.len()))
+            && let Some(by) = mapped.of(file, usize::MAX).filter(|m| m.suits(pool, bytes.len()))
         {
-            let wrote = by.write(file.as_file_mut(), pool, bytes);
-            if wrote.map_err(|e| Error::io(&self.name, "write", e))? {
+            let fail = |e| Error::io(&self.name, "write", e);
+            by.end(file.as_file_mut()).map_err(fail)?;
+            if by.write(file.as_file_mut(), pool, bytes).map_err(fail)? {
                 return Ok(());
             }
-            *mapped = None;
+            *mapped = Mapping::No;
         }
         self.write(bytes)
     }
@@ -111,14 +172,15 @@ fn folder(path: &Path) -> &Path {
 
 impl Sink for FileSink {
     fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        let file = match &mut self.out {
-            Out::Temporary { file, .. } => file.as_file_mut(),
-            Out::Direct(file) => file,
-        };
-        file.write_all(bytes).map_err(|e| Error::io(&self.name, "write", e))
+        if bytes.len() < SMALL_WRITE && self.small.len() + bytes.len() <= SMALL_WRITES {
+            self.small.extend_from_slice(bytes);
+            return Ok(());
+        }
+        self.send(bytes)
     }
 
-    fn commit(self: Box<Self>) -> Result<()> {
+    fn commit(mut self: Box<Self>) -> Result<()> {
+        self.send(&[])?;
         let fail = |action, e| Error::io(&self.name, action, e);
         match self.out {
             Out::Direct(file) => match file.sync_all() {
@@ -126,13 +188,45 @@ impl Sink for FileSink {
                 Err(e) if e.kind() == io::ErrorKind::InvalidInput => Ok(()),
                 other => other.map_err(|e| fail("sync", e)),
             },
-            Out::Temporary { file, path, .. } => {
-                file.as_file().sync_all().map_err(|e| fail("sync", e))?;
-                file.publish(&path).map_err(|e| fail("rename", e))?;
-                sync_folder(folder(&path)).map_err(|e| fail("sync the folder of", e))
+            #[cfg(target_os = "linux")]
+            Out::Temporary { mut file, path, mapped } => {
+                if let Mapping::Yes(mut mapped) = mapped {
+                    mapped.end(file.as_file_mut()).map_err(|e| fail("write", e))?;
+                }
+                commit(file, &path, fail)
             }
+            #[cfg(not(target_os = "linux"))]
+            Out::Temporary { file, path } => commit(file, &path, fail),
         }
     }
+}
+
+/// Writes both, by one call if the system takes them.
+fn write_both(file: &mut File, first: &[u8], second: &[u8]) -> io::Result<()> {
+    if first.is_empty() || second.is_empty() {
+        return file.write_all(first).and_then(|()| file.write_all(second));
+    }
+    let wrote = loop {
+        match file.write_vectored(&[IoSlice::new(first), IoSlice::new(second)]) {
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            done => break done?,
+        }
+    };
+    match wrote.checked_sub(first.len()) {
+        Some(more) => file.write_all(second.get(more..).unwrap_or_default()),
+        None => file.write_all(&first[wrote..]).and_then(|()| file.write_all(second)),
+    }
+}
+
+/// Puts a file that is complete where it belongs, durably.
+fn commit(
+    file: Temporary,
+    path: &Path,
+    fail: impl Fn(&'static str, io::Error) -> Error,
+) -> Result<()> {
+    file.as_file().sync_all().map_err(|e| fail("sync", e))?;
+    file.publish(path).map_err(|e| fail("rename", e))?;
+    sync_folder(folder(path)).map_err(|e| fail("sync the folder of", e))
 }
 
 #[cfg(unix)]
@@ -214,7 +308,7 @@ pub(crate) fn read_exact_at(file: &File, mut buf: &mut [u8], mut offset: u64) ->
 }
 
 /// Reads bytes in memory.
-pub(super) struct BytesSource(pub(super) bytes::Bytes);
+pub(super) struct BytesSource(pub(super) Bytes);
 
 impl ReadAt for BytesSource {
     fn len(&self) -> u64 {
@@ -222,15 +316,43 @@ impl ReadAt for BytesSource {
     }
 
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
-        let start = usize::try_from(offset).ok();
-        let range = start.and_then(|s| self.0.get(s..s.checked_add(buf.len())?));
-        match range {
-            Some(bytes) => buf.copy_from_slice(bytes),
+        match self.in_memory(offset..offset.saturating_add(buf.len() as u64)) {
+            Some(bytes) => buf.copy_from_slice(&bytes),
             None => {
                 let eof = io::Error::from(io::ErrorKind::UnexpectedEof);
                 return Err(Error::io("bytes", "read", eof));
             }
         }
         Ok(())
+    }
+
+    fn in_memory(&self, range: Range<u64>) -> Option<Bytes> {
+        let (start, end) = (usize::try_from(range.start).ok()?, usize::try_from(range.end).ok()?);
+        (start <= end && end <= self.0.len()).then(|| self.0.slice(start..end))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn writes_of_all_sizes_arrive_in_order() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        let bytes: Vec<u8> = (0..300_000u32).map(|i| (i % 251) as u8).collect();
+        let mut sizes =
+            vec![0, 1, 16, SMALL_WRITE - 1, SMALL_WRITE, 5, 200_000, 7, SMALL_WRITE + 1];
+        sizes.extend([1000; 200]);
+        let mut sink = Box::new(FileSink::create(&path).unwrap());
+        let mut expected = vec![];
+        for len in sizes {
+            let part = &bytes[expected.len() % 1000..][..len];
+            sink.write(part).unwrap();
+            expected.extend_from_slice(part);
+        }
+        assert!(!path.exists());
+        sink.commit().unwrap();
+        assert!(fs::read(&path).unwrap() == expected);
     }
 }

@@ -1,12 +1,13 @@
-//! Writing a file of a memory file system with several threads.
+//! Writing a file of a memory file system through a mapping.
 //!
 //! The kernel serialises `write` calls on a file, and on tmpfs each call is slow: it allocates and fills one
-//! page at a time. Here several threads allocate huge pages and fill them through a mapping. Without huge
-//! pages (`MADV_COLLAPSE` needs Linux 6.1), pages are reserved with `fallocate` first. Either way only pages
-//! that the file already has are touched, so a full file system is an error and not a signal.
+//! page at a time. Here several threads, or one, allocate huge pages and fill them through a mapping. Without
+//! huge pages (`MADV_COLLAPSE` needs Linux 6.1), several threads reserve pages with `fallocate` first, and
+//! one writes. In any case only pages that the file already has are touched, so a full file system is an
+//! error and not a signal.
 
 use std::fs::File;
-use std::io::{self, Seek, SeekFrom};
+use std::io::{self, Seek, SeekFrom, Write};
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -23,12 +24,18 @@ const TMPFS: u64 = 0x0102_1994;
 const LEAST_THREADS: [usize; 2] = [2, 6];
 /// Fewer bytes are not worth a mapping.
 const LEAST_BYTES: usize = 1 << 20;
+/// The least and the most bytes that one thread maps, half of what the file has between these: each
+/// time the kernel empties a list of every processor first, which takes as long as writing some megabytes
+/// where all are busy, and at the end some of what was mapped is given back.
+const WINDOW: (u64, u64) = (8 << 20, 64 << 20);
 
-/// How a file is written: each call maps the bytes that it appends.
+/// How a file is written: many threads map the bytes that they append, one maps block after block.
 pub(super) struct Mapped {
     least_threads: [usize; 2],
     /// Whether huge pages have been available so far.
     huge: AtomicBool,
+    /// What one thread fills: the end of the file, and where it starts there.
+    window: Option<(Region, u64)>,
 }
 
 impl Mapped {
@@ -37,7 +44,7 @@ impl Mapped {
     pub(super) fn of(file: &File) -> Option<Self> {
         let kind = fstatfs(file).ok()?.f_type;
         let huge = AtomicBool::new(has_huge_pages());
-        let new = Self { least_threads: LEAST_THREADS, huge };
+        let new = Self { least_threads: LEAST_THREADS, huge, window: None };
         (u64::try_from(kind) == Ok(TMPFS)).then_some(new)
     }
 
@@ -46,6 +53,73 @@ impl Mapped {
         let [huge, small] = self.least_threads;
         let least = if self.huge.load(Ordering::Relaxed) { huge } else { small };
         pool.current_num_threads() >= least && bytes >= LEAST_BYTES
+    }
+
+    /// Appends bytes where the file's cursor is, and moves the cursor after them. The file may be longer
+    /// than that until [`Mapped::end`].
+    ///
+    /// # Errors
+    /// As of `write`.
+    pub(super) fn append(&mut self, file: &mut File, mut bytes: &[u8]) -> io::Result<()> {
+        let mut at = file.stream_position()?;
+        while !bytes.is_empty() {
+            if at.is_multiple_of(HUGE as u64) && self.room(at).is_none_or(|room| room.is_empty()) {
+                self.window = self.next_window(file, at)?;
+            }
+            let to_huge = HUGE - (at % HUGE as u64) as usize;
+            let len = match self.room(at) {
+                Some(room) => {
+                    let len = bytes.len().min(room.len());
+                    room[..len].copy_from_slice(&bytes[..len]);
+                    file.seek(SeekFrom::Current(len as i64))?;
+                    len
+                }
+                None => {
+                    let len = bytes.len().min(to_huge);
+                    file.write_all(&bytes[..len])?;
+                    len
+                }
+            };
+            (at, bytes) = (at + len as u64, &bytes[len..]);
+        }
+        Ok(())
+    }
+
+    /// What is mapped of the file from `at` on, if anything is.
+    fn room(&mut self, at: u64) -> Option<&mut [u8]> {
+        let (region, start) = self.window.as_mut()?;
+        region.bytes().get_mut(usize::try_from(at - *start).ok()?..)
+    }
+
+    /// Lengthens the file by huge pages; `None` if there are none. Then a plain write says what is wrong,
+    /// if anything is.
+    fn next_window(&mut self, file: &File, at: u64) -> io::Result<Option<(Region, u64)>> {
+        // What is full is let go of first.
+        self.window = None;
+        if !self.huge.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
+        let len = (at / 2).clamp(WINDOW.0, WINDOW.1) / HUGE as u64 * HUGE as u64;
+        let found = huge_pages(file, at, len as usize).ok();
+        if found.is_none() {
+            self.huge.store(false, Ordering::Relaxed);
+            ftruncate(file, at)?;
+        }
+        Ok(found.map(|region| (region, at)))
+    }
+
+    /// Cuts the file where its cursor is, after [`Mapped::append`].
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub(super) fn end(&mut self, file: &mut File) -> io::Result<()> {
+        match self.window.take() {
+            Some(_) => {
+                let end = file.stream_position()?;
+                Ok(ftruncate(&*file, end)?)
+            }
+            None => Ok(()),
+        }
     }
 
     /// Appends bytes where the file's cursor is, at its end, and moves the cursor after them.
@@ -109,6 +183,18 @@ impl Mapped {
     }
 }
 
+/// Huge pages at the end of a file, which has `at` bytes.
+fn huge_pages(file: &File, at: u64, len: usize) -> io::Result<Region> {
+    ftruncate(file, at + len as u64)?;
+    #[expect(unsafe_code, reason = "memory that is mapped changes with its file")]
+    // SAFETY: as in `Mapped::write`; it is used once the file has the pages.
+    let mut region = unsafe { Region::map(file, at, len)? };
+    // A huge page takes the place of one page at least.
+    (0..len).step_by(HUGE).try_for_each(|i| file.write_all_at(&[0], at + i as u64))?;
+    collapse(region.bytes())?;
+    Ok(region)
+}
+
 /// Whether a folder is in a memory file system.
 pub(super) fn is_memory(folder: &std::path::Path) -> bool {
     statfs(folder).is_ok_and(|stat| u64::try_from(stat.f_type) == Ok(TMPFS))
@@ -123,7 +209,7 @@ fn has_huge_pages() -> bool {
 
 #[cfg(test)]
 mod tests {
-    use std::io::{Read, Write};
+    use std::io::Read;
 
     use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 
@@ -176,6 +262,45 @@ mod tests {
         // Two threads that take small pages are slower than one that writes.
         mapped.huge.store(false, Ordering::Relaxed);
         assert!(!mapped.suits(&pool, LEAST_BYTES));
+    }
+
+    #[test]
+    fn one_thread_fills_huge_pages_in_order() {
+        let bytes: Vec<u8> = (0..9 << 20).map(|i: u32| (i % 251) as u8).collect();
+        for huge in [true, false] {
+            let (mut file, mut mapped, pool) = file();
+            mapped.huge.store(huge, Ordering::Relaxed);
+            let mut expected = vec![];
+            for len in [5, HUGE - 5, 100, 3 << 20, 0, HUGE, 7, (4 << 20) + 1, 8 << 20, 8 << 20] {
+                let part = &bytes[expected.len() % 1000..][..len];
+                mapped.append(&mut file, part).unwrap();
+                expected.extend_from_slice(part);
+            }
+            mapped.end(&mut file).unwrap();
+            assert_eq!(file.metadata().unwrap().len(), expected.len() as u64);
+            let part = &bytes[..3 << 20];
+            assert!(mapped.write(&mut file, &pool, part).unwrap());
+            expected.extend_from_slice(part);
+            mapped.append(&mut file, part).unwrap();
+            expected.extend_from_slice(part);
+            mapped.end(&mut file).unwrap();
+            assert!(content(&mut file) == expected, "{huge}");
+        }
+    }
+
+    #[test]
+    fn one_thread_writes_where_it_gets_no_huge_page() {
+        let (mut file, mut mapped, _) = file();
+        mapped.append(&mut file, &vec![1; 3 << 20]).unwrap();
+        mapped.end(&mut file).unwrap();
+        fcntl_add_seals(&file, SealFlags::GROW).unwrap();
+        let refused = mapped.append(&mut file, &vec![2; 2 << 20]).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied);
+        let (mut file, mut mapped, _) = self::file();
+        // It lets no mapping that writes be made any more.
+        fcntl_add_seals(&file, SealFlags::FUTURE_WRITE).unwrap();
+        let refused = mapped.append(&mut file, &vec![2; 2 << 20]).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied);
     }
 
     #[test]

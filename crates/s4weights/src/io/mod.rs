@@ -6,13 +6,16 @@ mod mapped;
 mod object;
 #[cfg(target_os = "linux")]
 mod region;
+mod tail;
 mod temporary;
 
 use std::io::Write;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use object_store::ObjectStore;
 use object_store::path::Path as ObjectPath;
 use rayon::ThreadPool;
@@ -23,6 +26,7 @@ use crate::error::{Error, Result};
 pub use s4_store::StorageOptions;
 
 pub(crate) use file::read_exact_at;
+pub(crate) use tail::TailSource;
 
 /// Bytes that one request asks for: of a file or memory, and of an object store, which is slow to answer.
 pub(crate) const LOCAL_REQUEST: usize = 1 << 20;
@@ -51,7 +55,7 @@ pub enum Source {
     /// An object of a store that the caller made.
     Object(Arc<dyn ObjectStore>, ObjectPath),
     /// Bytes in memory.
-    Bytes(bytes::Bytes),
+    Bytes(Bytes),
     /// A source of the caller's own, and its name for messages.
     ReadAt(String, Box<dyn ReadAt>),
 }
@@ -122,6 +126,13 @@ pub trait ReadAt: Send + Sync {
     /// # Errors
     /// If it cannot be read, or the range reaches beyond the end, most often [`Error::Io`].
     fn read_at(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
+
+    /// Some of its bytes, where they are in memory: then they are not copied. `None` if they are not, or if
+    /// the range reaches beyond the end.
+    fn in_memory(&self, range: Range<u64>) -> Option<Bytes> {
+        let _ = range;
+        None
+    }
 
     /// Bytes that one request should ask for: large where a request is slow to answer. 1 MiB unless told.
     fn request_size(&self) -> usize {

@@ -21,6 +21,8 @@ pub(super) struct Region {
 
 // SAFETY: plain memory, used through borrows only.
 unsafe impl Send for Region {}
+// SAFETY: nothing is done with a shared borrow.
+unsafe impl Sync for Region {}
 
 impl Region {
     /// Maps `len` bytes of a file from `at` on, a multiple of [`HUGE`].

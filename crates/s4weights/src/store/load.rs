@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use s4_store::{Checkpoint, CheckpointId, Error as StoreError};
+use s4_store::{Checkpoint, CheckpointId, Error as StoreError, State};
 
 use crate::error::{Error, ParentProblem, Result};
 use crate::options::{ProgressFn, ReadOptions};
@@ -82,16 +82,35 @@ impl CheckpointStore {
             None => "at all: the store is empty".to_owned(),
         };
         let found = found.ok_or_else(|| self.error(StoreError::NoCheckpoint { what: what() }))?;
-        self.load_id(found.id(), None)
+        self.load_from(&state, found.id(), None)
     }
 
-    /// Opens a checkpoint. `progress` is called as values are read from it.
+    /// Opens a checkpoint. `progress` is called as values are read from it. One that this handle has listed
+    /// is looked for in the log only if it, or what it needs, is not where it was.
     ///
     /// # Errors
     /// As [`CheckpointStore::load`].
     pub fn load_id(&self, id: CheckpointId, progress: Option<ProgressFn>) -> Result<Loaded> {
+        let store = self.opener.store.clone();
+        let known = self.opener.bridge.wait(async move { store.known().await })?;
+        if known.get(id).is_some() {
+            match self.load_from(&known, id, progress.clone()) {
+                Err(e) if is_damage(&e) => {}
+                other => return other,
+            }
+        }
         let state = self.state()?;
-        let chain = chain(&state, id).map_err(|e| self.error(e))?;
+        self.load_from(&state, id, progress)
+    }
+
+    /// Opens a checkpoint of a state.
+    fn load_from(
+        &self,
+        state: &State,
+        id: CheckpointId,
+        progress: Option<ProgressFn>,
+    ) -> Result<Loaded> {
+        let chain = chain(state, id).map_err(|e| self.error(e))?;
         let options = ReadOptions { progress, ..self.reading() };
         let reader = self.opener.open(&chain, &options)?;
         let missing = || self.error(StoreError::NoCheckpoint { what: id.to_string() });

@@ -27,6 +27,9 @@ use crate::store::{CheckpointStore, ParentValues};
 use crate::write::TensorSource;
 use crate::writer::{Contents, Writer, Written};
 
+/// Bytes of values that take longer to copy than a thread takes to start.
+const KEPT_ASIDE: u64 = 1 << 20;
+
 /// What is saved besides tensors, and how.
 #[derive(Clone, Default)]
 pub struct SaveOptions {
@@ -284,12 +287,18 @@ impl CheckpointStore {
             }
         };
         let again = self.is_parent_later(history, number);
-        let (staged, kept) = std::thread::scope(|s| {
-            let keeping = (again && options.keeps_values())
-                .then(|| s.spawn(move || self.keep_values(snapshot, tensors)));
-            let staged = bridge.wait_asking(asker, staging);
-            (staged, keeping.and_then(|keeping| keeping.join().ok()).flatten())
-        });
+        let keeps = again && options.keeps_values();
+        let bytes: u64 = tensors.iter().map(|t| t.values.bytes()).sum();
+        let (staged, kept) = if keeps && bytes >= KEPT_ASIDE {
+            std::thread::scope(|s| {
+                let keeping = s.spawn(move || self.keep_values(snapshot, tensors));
+                let staged = bridge.wait_asking(asker, staging);
+                (staged, keeping.join().ok().flatten())
+            })
+        } else {
+            let kept = if keeps { self.keep_values(snapshot, tensors) } else { None };
+            (bridge.wait_asking(asker, staging), kept)
+        };
         let staged = match staged {
             Ok(staged) => staged.map_err(|e| bridge.error(e))?,
             Err(e) => {

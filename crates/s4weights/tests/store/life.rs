@@ -189,6 +189,27 @@ fn a_replaced_last_save_is_still_a_parent() {
 }
 
 #[test]
+fn what_a_handle_listed_is_looked_up_again_when_it_is_gone() {
+    for (place, _folder) in places() {
+        let store = open(&place, StoreOptions { max_chain: 1, ..options() });
+        let states = train(&store, &mut State::new(5_000), 0..2);
+        let other = open(&place, options());
+        let ids: Vec<_> = other.list().unwrap().iter().map(|c| c.id()).collect();
+        store.retire(&ids[..1], "test").unwrap();
+        // It can be read as long as its data is there.
+        assert_eq!(other.load_id(ids[0], None).unwrap().step(), 0);
+        let all = SweepOptions { grace: Duration::ZERO, exclusive: true, dry_run: false };
+        assert_eq!(store.sweep(&all).unwrap().deleted.len(), 1);
+        let gone = other.load_id(ids[0], None).map(drop).unwrap_err();
+        assert!(
+            matches!(&gone, Error::Store { source, .. } if matches!(**source, StoreError::NoCheckpoint { .. })),
+            "{gone}"
+        );
+        assert_eq!(State::load(&other, Some(10)).unwrap(), states[1]);
+    }
+}
+
+#[test]
 fn a_dry_sweep_deletes_nothing() {
     let store = open(&memory(), StoreOptions { max_chain: 1, ..options() });
     let states = train(&store, &mut State::new(5_000), 0..2);
