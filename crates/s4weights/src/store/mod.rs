@@ -28,12 +28,14 @@
 
 mod bridge;
 mod cache;
+mod import;
 mod load;
 mod manage;
 mod objects;
 mod open;
 mod parents;
 mod rebase;
+mod replicate;
 mod save;
 
 use std::sync::{Arc, Mutex};
@@ -46,8 +48,10 @@ pub use s4_store::{
     StorageOptions, SweepOptions, SweepReport, Swept, Verdict, Why, Writers,
 };
 
+pub use import::{ImportOptions, ListingFn};
 pub use load::{Loaded, Skipped, is_damage};
 pub use manage::CheckOptions;
+pub use replicate::ReplicateOptions;
 pub use save::{SaveOptions, Saved, WhyBase};
 
 use s4_engine::Preset;

@@ -21,6 +21,7 @@ use crate::parent::Parent;
 use crate::report::Report;
 use crate::store::bridge::{Asker, ChannelSink, upload};
 use crate::store::cache::{CachingSink, ObjectCache};
+use crate::store::import::infos;
 use crate::store::parents::{ParentCheckpoint, SaveHistory, on_devices};
 use crate::store::{CheckpointStore, ParentValues};
 use crate::write::TensorSource;
@@ -111,12 +112,12 @@ impl std::fmt::Display for WhyBase {
 }
 
 /// A checkpoint that was made ready.
-struct Ready {
-    staged: Staged,
-    report: Report,
-    why_base: Option<WhyBase>,
+pub(crate) struct Ready {
+    pub(crate) staged: Staged,
+    pub(crate) report: Report,
+    pub(crate) why_base: Option<WhyBase>,
     /// The values, for later saves.
-    kept: Option<ParentValues>,
+    pub(crate) kept: Option<ParentValues>,
 }
 
 /// A save in progress.
@@ -170,7 +171,7 @@ impl CheckpointStore {
     fn save_next(&self, request: &SaveRequest<'_>, history: &mut SaveHistory) -> Result<Saved> {
         let chosen = match request.options.base {
             true => Err(WhyBase::Asked),
-            false => self.choose(history, request.tensors)?,
+            false => self.choose(history, &infos(request.tensors), on_devices(request.tensors))?,
         };
         let (mut before, mut why_base) = match chosen {
             Ok(before) => (Some(before), None),
@@ -306,7 +307,7 @@ impl CheckpointStore {
     }
 
     /// Deletes what a cancelled attempt left; if that fails, a sweep does it.
-    fn give_up(&self, id: CheckpointId) {
+    pub(crate) fn give_up(&self, id: CheckpointId) {
         let store = self.opener.store.clone();
         let abort = self.opener.bridge.wait_to_finish(async move { store.abort(id).await });
         let problem = match abort {
@@ -358,7 +359,7 @@ impl CheckpointStore {
     }
 
     /// Lists the checkpoint. When the save is stopped meanwhile, it is listed whole or not at all.
-    fn publish(&self, ready: Ready) -> Result<(Saved, Option<ParentValues>)> {
+    pub(crate) fn publish(&self, ready: Ready) -> Result<(Saved, Option<ParentValues>)> {
         let Ready { staged, report, why_base, kept } = ready;
         let id = staged.id();
         let store = self.opener.store.clone();
@@ -399,7 +400,7 @@ impl CheckpointStore {
 
 /// The end of an upload whose writer failed: nothing of it stays if that can be helped. Gives the
 /// upload's own failure.
-async fn end_of(
+pub(crate) async fn end_of(
     joined: std::result::Result<(Attempt, s4_store::Result<()>), tokio::task::JoinError>,
 ) -> Option<StoreError> {
     match joined {
@@ -422,7 +423,7 @@ pub(crate) fn chain(state: &State, id: CheckpointId) -> s4_store::Result<Vec<Che
 }
 
 /// Whether an error is about the parent, so that a base would not meet it.
-fn is_parents(e: &Error) -> bool {
+pub(crate) fn is_parents(e: &Error) -> bool {
     match e {
         Error::Parent { .. } | Error::Checkpoint { .. } | Error::Format { .. } => true,
         Error::Store { source, .. } => matches!(
