@@ -55,9 +55,7 @@ impl Staging {
             [(staging.incoming(), 0o3770), (staging.queue(), 0o700), (staging.restored(), 0o2770)]
         {
             make_folder(&folder, mode & 0o777)?;
-            // Past the umask.
-            fs::set_permissions(&folder, fs::Permissions::from_mode(mode))
-                .map_err(|e| Error::io("set the mode of", &folder, e))?;
+            set_mode(&folder, mode).map_err(|e| Error::io("set the mode of", &folder, e))?;
         }
         sync_folder(root).map_err(|e| Error::io("sync", root, e))?;
         Ok(staging)
@@ -225,6 +223,21 @@ impl Staging {
     pub(crate) fn free(&self) -> io::Result<u64> {
         let about = rustix::fs::statvfs(&self.root)?;
         Ok(about.f_bavail.saturating_mul(about.f_frsize))
+    }
+}
+
+/// Sets the mode of a folder, past the umask. A sandbox may forbid setgid bits: then the administrator sets
+/// them, or trainers of other users cannot hand files over.
+fn set_mode(folder: &Path, mode: u32) -> io::Result<()> {
+    if fs::metadata(folder)?.permissions().mode() & 0o7777 == mode {
+        return Ok(());
+    }
+    match fs::set_permissions(folder, fs::Permissions::from_mode(mode)) {
+        Err(e) if e.kind() == io::ErrorKind::PermissionDenied && mode & 0o2000 != 0 => {
+            tracing::warn!(folder = %folder.display(), "has no setgid bit: for trainers of this user alone");
+            fs::set_permissions(folder, fs::Permissions::from_mode(mode & !0o2000))
+        }
+        other => other,
     }
 }
 

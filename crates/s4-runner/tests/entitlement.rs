@@ -6,6 +6,7 @@ mod common;
 
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 use aws_lc_rs::encoding::{AsDer, PublicKeyX509Der};
@@ -99,22 +100,22 @@ fn all<T: Sync>(cases: &[T], check: impl Fn(&T) + Sync) {
 
 struct Signer {
     pair: RsaKeyPair,
-    dir: tempfile::TempDir,
+    public: PathBuf,
 }
 
+/// The one whose replies count, and another one: making keys takes long.
+static SIGNER: LazyLock<Signer> = LazyLock::new(|| Signer::new("signer.pub"));
+static STRANGER: LazyLock<Signer> = LazyLock::new(|| Signer::new("stranger.pub"));
+
 impl Signer {
-    fn new() -> Self {
+    fn new(name: &str) -> Self {
         let pair = RsaKeyPair::generate(KeySize::Rsa2048).unwrap();
         let public: PublicKeyX509Der = pair.public_key().as_der().unwrap();
-        let dir = tempfile::tempdir().unwrap();
+        let path = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
         let text = STANDARD.encode(public.as_ref());
         let pem = format!("-----BEGIN PUBLIC KEY-----\n{text}\n-----END PUBLIC KEY-----\n");
-        std::fs::write(dir.path().join("key.pub"), pem).unwrap();
-        Self { pair, dir }
-    }
-
-    fn public(&self) -> PathBuf {
-        self.dir.path().join("key.pub")
+        std::fs::write(&path, pem).unwrap();
+        Self { pair, public: path }
     }
 
     fn token(&self, algorithm: &str, claims: &Value) -> String {
@@ -134,7 +135,7 @@ impl Signer {
 fn register(server: &Server, key: &Path) -> String {
     format!(
         "[entitlement]\nmode = \"register-usage\"\nproduct_code = \"{PRODUCT}\"\nregion = \"eu-west-1\"\n\
-         public_key = {key:?}\nendpoint = \"{}\"\ntry_seconds = 1\ntotal_seconds = 10\n",
+         public_key = {key:?}\nendpoint = \"{}\"\ntry_seconds = 2\ntotal_seconds = 20\n",
         server.url
     )
 }
@@ -151,11 +152,10 @@ fn claims(request: &Request) -> Value {
 
 /// The answer of the service to a request, made by `change` of what would be a yes.
 fn usage(change: impl Fn(&Signer, Value) -> Reply + Send + Sync + 'static) -> (Outcome, Server) {
-    let signer = Signer::new();
-    let key = signer.public();
-    let server = Server::start(move |request| change(&signer, claims(request)));
-    // The signer's folder goes with the server's closure, which lives on.
-    let outcome = decide(&register(&server, &key));
+    LazyLock::force(&STRANGER);
+    let key = &SIGNER.public;
+    let server = Server::start(move |request| change(&SIGNER, claims(request)));
+    let outcome = decide(&register(&server, key));
     (outcome, server)
 }
 
@@ -231,10 +231,9 @@ fn what_may_pass_is_tried_again_and_is_no_yes_in_the_end() {
         },
     );
     let nobody = Server { url: "http://127.0.0.1:9".into(), seen: Default::default() };
-    let gone = Signer::new().public();
+    let gone = SIGNER.public.with_extension("gone");
     decide(&register(&nobody, &gone)).check_refused(78, "the key is gone");
-    let signer = Signer::new();
-    decide(&register(&nobody, &signer.public())).check_refused(75, "nobody listens");
+    decide(&register(&nobody, &SIGNER.public)).check_refused(75, "nobody listens");
 }
 
 #[test]
@@ -261,7 +260,7 @@ fn replies_that_are_not_signed_for_this_request_are_refusals() {
         ("unsigned", |_, _| Reply::new(200, "{}")),
         ("an empty signature", |_, _| signed("")),
         ("no token", |_, _| signed("yes")),
-        ("another key", |_, c| signed(&Signer::new().token("PS256", &c))),
+        ("another key", |_, c| signed(&STRANGER.token("PS256", &c))),
         ("another algorithm", |s, c| signed(&s.token("RS256", &c))),
         ("no algorithm", |_, c| {
             let part = |v: Value| URL_SAFE_NO_PAD.encode(v.to_string());
@@ -297,10 +296,9 @@ fn replies_that_are_not_signed_for_this_request_are_refusals() {
 
 #[test]
 fn settings_that_make_no_sense_are_refused_before_anybody_is_asked() {
-    let signer = Signer::new();
     let server = Server::start(|_| Reply::new(200, "{}"));
-    let good = register(&server, &signer.public());
-    let key = format!("public_key = {:?}\n", signer.public());
+    let good = register(&server, &SIGNER.public);
+    let key = format!("public_key = {:?}\n", SIGNER.public);
     all(
         &[
             ("unknown mode", good.replace("register-usage", "trust-me")),
