@@ -7,6 +7,7 @@
 //!
 //! Deliberately absent: how checkpoints are encoded and stored (`s4weights`), and any way for the page to
 //! change something.
+#![cfg(unix)]
 #![forbid(unsafe_code)]
 
 mod clock;

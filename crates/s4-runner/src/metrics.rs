@@ -134,7 +134,7 @@ impl Default for Metrics {
         let unit = Unit::Seconds;
         r.register_with_unit("interruption_timestamp", help, unit, m.interrupted_at.clone());
         for state in State::ALL {
-            m.checkpoints.get_or_create(&InState { state: Word(state.name()) });
+            drop(m.checkpoints.get_or_create(&InState { state: Word(state.name()) }));
         }
         Self { registry, ..metrics }
     }

@@ -18,7 +18,7 @@ const LISTED: usize = 50;
 /// The longest a queue may lag behind before `/readyz` says no, in seconds.
 const LAG: f64 = 3600.0;
 
-/// One checkpoint, as it is shown: without paths, users and ids of objects.
+/// One checkpoint, as it is shown.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Shown {
     /// The submission.

@@ -105,7 +105,8 @@ impl Worker {
         }
     }
 
-    /// What becomes of a record after a failure: damage is final, everything else is tried again.
+    /// What becomes of a record after a failure: what is wrong with the staged file is final, everything else
+    /// is tried again.
     fn failed(&self, record: &Record, before: State, e: &Error) {
         if matches!(e, Error::Cancelled) {
             return;
@@ -113,8 +114,8 @@ impl Worker {
         let why = e.to_string();
         let (id, step) = (record.id, record.step);
         self.metrics.error(kind(e));
-        if before == State::Staged && is_damage(e) && self.staging.has(id) {
-            tracing::error!(%id, step, error = why, "this checkpoint is damaged");
+        if before == State::Staged && self.is_of_staged_file(record, e) {
+            tracing::error!(%id, step, error = why, "this checkpoint cannot be stored");
             self.metrics.verify_failures.inc();
             let done = self.queue.update(id, |r| {
                 r.state = State::Failed;
@@ -126,6 +127,17 @@ impl Worker {
         }
         tracing::warn!(%id, step, error = why, "it will be tried again");
         self.queue.pause(id, before, &why);
+    }
+
+    /// Whether the staged file itself is at fault: damaged, of another version, or a delta of what is not here.
+    fn is_of_staged_file(&self, record: &Record, e: &Error) -> bool {
+        let staged = self.staging.staged(record.id);
+        match e {
+            Error::Format { target, .. } | Error::Parent { target, .. } => {
+                *target == staged.to_string_lossy()
+            }
+            _ => false,
+        }
     }
 
     /// The local file becomes a checkpoint of the local store.
@@ -211,7 +223,9 @@ impl Worker {
             self.update(id, |r| r.attempts.clear())?;
         }
         let local = self.stores.local()?;
-        let own = record.local.ok_or_else(|| Error::Argument(format!("{id}: not compressed")))?;
+        let known = local.state()?;
+        let own = record.local.filter(|own| known.get(*own).is_some());
+        let Some(own) = own else { return self.lost(record) };
         let listing: ListingFn = {
             let worker = self.clone();
             Arc::new(move |attempt| {
@@ -248,6 +262,18 @@ impl Worker {
         };
         (self.reached)("listed");
         self.durable(record, copy, started)
+    }
+
+    /// The local drive was replaced, and this was not uploaded yet.
+    fn lost(&self, record: &Record) -> s4weights::Result<()> {
+        let why = "its local copy is gone: was the drive replaced?";
+        tracing::error!(id = %record.id, step = record.step, why);
+        self.metrics.error("lost");
+        let fail = |r: &mut Record| {
+            r.state = State::Failed;
+            r.error = Some(why.to_owned());
+        };
+        self.update(record.id, fail).map(drop)
     }
 
     fn upload_progress(&self, record: &Record) -> ProgressFn {

@@ -1,5 +1,6 @@
 //! The runner in a process of its own: what it accepts becomes durable, once, whatever happens to it.
 
+#![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod common;
@@ -130,7 +131,12 @@ fn a_damaged_checkpoint_fails_and_holds_up_no_other() {
     bytes[middle] ^= 1;
     fs::write(&path, bytes).unwrap();
     assert_eq!(setup.submit(id, 1).status, 200);
+    // No checkpoint at all.
+    let other = Uuid::new_v4();
+    fs::write(setup.offered(other), "abc").unwrap();
+    assert_eq!(setup.submit(other, 3).status, 200);
     let good = setup.save(2);
+    assert_eq!(setup.wait(other, "durable")["state"], "failed");
     let failed = setup.wait(id, "durable");
     assert_eq!(failed["state"], "failed", "{failed}");
     assert!(failed["error"].as_str().unwrap().contains(&id.to_string()), "{failed}");
@@ -214,4 +220,59 @@ fn one_runner_at_a_time_has_a_state_folder() {
     let _daemon = setup.start();
     let mut second = setup.spawn("", |_| {});
     assert_eq!(second.wait().code(), Some(75));
+}
+
+#[test]
+fn what_was_lost_with_the_drive_is_said_to_be() {
+    let setup = Setup::new("drain_seconds = 1\n");
+    fs::write(setup.store(), "").unwrap();
+    let daemon = setup.start();
+    let lost = setup.save(1);
+    setup.wait(lost, "verified");
+    daemon.stop();
+    fs::remove_file(setup.store()).unwrap();
+    fs::remove_dir_all(setup.path("state/staging")).unwrap();
+    let daemon = setup.start();
+    let found = setup.wait(lost, "durable");
+    assert_eq!(found["state"], "failed", "{found}");
+    assert!(found["error"].as_str().unwrap().contains("drive replaced"), "{found}");
+    let next = setup.save(2);
+    assert_eq!(setup.wait(next, "durable")["state"], "durable");
+    assert_eq!(daemon.get("/healthz").status, 503);
+    daemon.stop();
+    setup.check_store(&[2]);
+}
+
+#[test]
+fn files_that_are_dropped_into_a_folder_become_durable() {
+    let drop_folder = tempfile::tempdir().unwrap();
+    let folder = drop_folder.path();
+    let setup = Setup::new(&format!(
+        "[watch]\nfolder = {folder:?}\nremove = true\nsettle_seconds = 0\npt_converter = {:?}\n",
+        folder.join("convert")
+    ));
+    // In place of the wheel's `s4w`, whose own tests convert real files: it is given a `.s4w` file to copy.
+    let script = "#!/bin/sh\n[ \"$1\" = compress ] && cp \"$2\" \"$3\"\n";
+    let program = folder.join("convert");
+    fs::write(&program, script).unwrap();
+    fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let daemon = setup.start();
+    write_checkpoint(&folder.join(".hidden"), 7);
+    fs::rename(folder.join(".hidden"), folder.join("run_step_7.pt")).unwrap();
+    fs::write(folder.join("notes.txt"), "mine").unwrap();
+    fs::write(folder.join("final.pt"), "it has no step").unwrap();
+    fs::write(folder.join("step_8.pt"), "this is no checkpoint").unwrap();
+    std::os::unix::fs::symlink("/etc/passwd", folder.join("step_9.pt")).unwrap();
+    let end = Instant::now() + LONG;
+    while folder.join("run_step_7.pt").exists() {
+        assert!(Instant::now() < end, "it is never taken");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    for name in ["notes.txt", "final.pt", "step_9.pt"] {
+        assert!(fs::symlink_metadata(folder.join(name)).is_ok(), "{name}");
+    }
+    assert_eq!(setup.open_store().list().unwrap()[0].about.tags["source"], "run_step_7.pt");
+    daemon.stop();
+    setup.check_store(&[7]);
+    assert_eq!(fs::read_to_string(folder.join("step_8.pt")).unwrap(), "this is no checkpoint");
 }

@@ -1,5 +1,6 @@
 //! The entitlement: every answer, what the runner makes of it, and what it has not done by then.
 
+#![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod common;

@@ -1,6 +1,7 @@
 //! The runner under load, killed again and again. `S4W_RUNNER_LOAD=500,4,50` sets how many checkpoints, by how
 //! many trainers, and how many kills.
 
+#![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod common;
