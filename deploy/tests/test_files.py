@@ -69,7 +69,9 @@ def test_the_sandbox_is_tight(tmp_path: Path) -> None:
 
 
 def test_the_service_fits_into_the_notice_of_a_spot_instance() -> None:
-    (drain,) = re.findall(r"(?m)^drain_seconds = (\d+)$", (DEPLOY / "systemd/runner.toml").read_text())
+    (drain,) = re.findall(
+        r"(?m)^drain_seconds = (\d+)$", (DEPLOY / "systemd/runner.toml").read_text()
+    )
     stop = seconds(setting("TimeoutStopSec")[0])
     assert int(drain) + 5 < stop < 120
     assert setting("Type") == ["notify"]
@@ -111,8 +113,18 @@ def script_of(step: dict[str, Any]) -> str:
 
 def test_the_gate_sees_what_is_snapshotted() -> None:
     steps = provisioners()
-    names = [script_of(s) or ("reboot" if "reboot" in str(s.get("inline")) else "copy") for s in steps]
-    order = ["install-driver.sh", "reboot", "copy", "copy", "install-runner.sh", "gate.sh", "scrub.sh"]
+    names = [
+        script_of(s) or ("reboot" if "reboot" in str(s.get("inline")) else "copy") for s in steps
+    ]
+    order = [
+        "install-driver.sh",
+        "reboot",
+        "copy",
+        "copy",
+        "install-runner.sh",
+        "gate.sh",
+        "scrub.sh",
+    ]
     assert names == order
     for step in steps:
         assert "valid_exit_codes" not in step
@@ -219,7 +231,10 @@ def test_the_package_holds_what_the_unit_needs() -> None:
     deb = tomllib.loads((crate / "Cargo.toml").read_text())["package"]["metadata"]["deb"]
     for source, _, _ in deb["assets"]:
         assert source.startswith("target/") or (crate / source).exists(), source
-    places = {target + (Path(source).name if target.endswith("/") else "") for source, target, _ in deb["assets"]}
+    places = {
+        target + (Path(source).name if target.endswith("/") else "")
+        for source, target, _ in deb["assets"]
+    }
     assert {"usr/bin/s4w", "lib/systemd/system/s4w-runner.service"} <= places
     assert setting("ExecStart") == ["/usr/bin/s4w serve --config /etc/s4weights/runner.toml"]
     assert "etc/s4weights/runner.toml" in places
@@ -240,7 +255,10 @@ echo {0} "$@" >> {log}
 """
     forever = "while true; do sleep 0.05; done"
     once = "for _ in $(seq 40); do sleep 0.05; done; exit 3"
-    for name, work, end in (("s4w", forever, "sleep 0.3; echo s4w done >> {log}; exit 0"), ("train", once, "exit 9")):
+    for name, work, end in (
+        ("s4w", forever, "sleep 0.3; echo s4w done >> {log}; exit 0"),
+        ("train", once, "exit 9"),
+    ):
         text = body.format(name, log=log, work=work, end=end.format(log=log))
         (bin / name).write_text(text)
         (bin / name).chmod(0o755)

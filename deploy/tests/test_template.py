@@ -288,7 +288,9 @@ def resolved(part: Any, conditions: set[str]) -> str:
         condition, then, other = part["Fn::If"]
         return resolved(then if condition in conditions else other, conditions)
     if "Ref" in part:
-        return VALUES[{"Bucket": "Name", "ExistingBucketName": "Name"}.get(part["Ref"], part["Ref"])]
+        return VALUES[
+            {"Bucket": "Name", "ExistingBucketName": "Name"}.get(part["Ref"], part["Ref"])
+        ]
     text = part["Fn::Sub"]
     own: dict[str, Any] = {}
     if isinstance(text, list):
@@ -313,7 +315,9 @@ def run_user_data(tmp_path: Path, conditions: set[str], ready: bool, starts: boo
         path = tmp_path / "bin" / name
         path.write_text(f"#!/bin/bash\n{body}\n")
         path.chmod(0o755)
-    script = resolved(real()["Resources"]["Instance"]["Properties"]["UserData"]["Fn::Base64"], conditions)
+    script = resolved(
+        real()["Resources"]["Instance"]["Properties"]["UserData"]["Fn::Base64"], conditions
+    )
     script = script.replace("/etc/s4weights", str(tmp_path / "etc"))
     script = script.replace("/opt/aws/bin/cfn-signal", str(tmp_path / "bin" / "cfn-signal"))
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"

@@ -186,7 +186,11 @@ impl Queue {
             remote: None,
             error: None,
         };
-        self.journal.put(&record)?;
+        if let Err(e) = self.journal.put(&record) {
+            // It may be there though it could not be synced, and nobody was told that it was accepted.
+            let _ = self.journal.remove(id);
+            return Err(e);
+        }
         inner.by_id.insert(id, seq);
         inner.records.insert(seq, record.clone());
         drop(inner);
@@ -207,6 +211,9 @@ impl Queue {
         if new != *record {
             self.journal.put(&new)?;
             *record = new.clone();
+        }
+        if new.error.is_none() {
+            inner.pauses.remove(&seq);
         }
         drop(inner);
         self.tell();
@@ -287,6 +294,24 @@ impl Queue {
             let woken = self.work.wait_timeout(inner, wait);
             inner = woken.unwrap_or_else(|e| e.into_inner()).0;
         }
+    }
+
+    /// Forgets a record that has failed; whether there was one.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(crate) fn forget_failed(&self, id: Uuid) -> io::Result<bool> {
+        let mut inner = self.lock();
+        let seq = inner.by_id.get(&id).copied();
+        let found = seq.filter(|seq| inner.records[seq].state == State::Failed);
+        let Some(seq) = found else { return Ok(false) };
+        self.journal.remove(id)?;
+        inner.records.remove(&seq);
+        inner.by_id.remove(&id);
+        inner.pauses.remove(&seq);
+        drop(inner);
+        self.tell();
+        Ok(true)
     }
 
     /// Forgets durable records that nobody needs, but for the newest. `needs` says of which the local

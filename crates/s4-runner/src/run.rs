@@ -129,7 +129,9 @@ fn recover(config: Config, hooks: &Hooks, engine: String) -> Result<(Arc<Service
     let is_needed = |id| find(id).is_none_or(|r| r.state <= State::Compressed);
     staging.recover(is_known, is_needed)?;
     for record in records.iter_mut().filter(|r| r.state <= State::Compressed) {
-        if !staging.has(record.id) {
+        // It was given back when the journal failed, and the trainer was not told.
+        let is_there = staging.has(record.id) || staging.take(record.id, record.uid).is_ok();
+        if !is_there {
             let why = "its file is gone from the staging folder: was the drive replaced?";
             tracing::error!(id = %record.id, step = record.step, why);
             record.state = State::Failed;
@@ -162,6 +164,7 @@ fn recover(config: Config, hooks: &Hooks, engine: String) -> Result<(Arc<Service
         engine,
         damaged_records,
         accepting,
+        reached: Arc::clone(&hooks.reached),
     };
     Ok((Arc::new(service), worker))
 }

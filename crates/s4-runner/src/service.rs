@@ -15,7 +15,7 @@ use crate::record::{Record, State};
 use crate::staging::{NotTaken, Staging};
 use crate::status::{Sources, Status};
 use crate::stores::{SUBMISSION, Stores};
-use crate::worker::finite;
+use crate::worker::{CrashPoints, finite};
 
 /// Tags and metrics of a checkpoint, at most.
 const MAX_WORDS: usize = 64;
@@ -42,6 +42,8 @@ pub(crate) struct Service {
     pub damaged_records: usize,
     /// One submission is accepted at a time: what it was checked against stays so.
     pub(crate) accepting: Mutex<()>,
+    /// Called at each named place.
+    pub(crate) reached: CrashPoints,
 }
 
 /// Why a submission was not accepted.
@@ -129,10 +131,12 @@ impl Service {
         let bytes = self.staging.look(id, uid)?;
         self.check_quota(bytes)?;
         let bytes = self.staging.take(id, uid)?;
-        self.queue.accept(submission, bytes).map_err(|e| {
+        (self.reached)("taken");
+        let accepted = self.queue.accept(submission, bytes).inspect_err(|_| {
             self.staging.give_back(id);
-            e.into()
-        })
+        })?;
+        (self.reached)("accepted");
+        Ok(accepted)
     }
 
     fn check_quota(&self, bytes: u64) -> Result<(), Refusal> {
@@ -211,6 +215,18 @@ impl Service {
     pub(crate) async fn drain(&self, time: Duration) -> usize {
         self.queue.set_mode(Mode::Draining);
         self.flush(time).await
+    }
+
+    /// Forgets a submission that has failed, and its file; whether there was one.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(crate) fn forget(&self, id: Uuid) -> std::io::Result<bool> {
+        let known = self.queue.forget_failed(id)?;
+        if known {
+            self.staging.remove(id)?;
+        }
+        Ok(known)
     }
 
     /// The status of now.

@@ -100,7 +100,10 @@ pub(crate) fn bind(path: &Path) -> Result<UnixListener> {
 pub(crate) fn router(service: Arc<Service>) -> Router {
     let submit = middleware::from_fn_with_state(Arc::clone(&service), may_submit);
     let administer = middleware::from_fn_with_state(Arc::clone(&service), may_administer);
-    let drain = Router::new().route("/v1/drain", post(drain)).layer(administer);
+    let administered = Router::new()
+        .route("/v1/drain", post(drain))
+        .route("/v1/forget", post(forget))
+        .layer(administer);
     Router::new()
         .route("/v1/staging", get(staging))
         .route("/v1/submissions", post(submit_one))
@@ -109,7 +112,7 @@ pub(crate) fn router(service: Arc<Service>) -> Router {
         .route("/v1/restore", post(restore))
         .route("/v1/status", get(status))
         .route("/v1/interruption", get(interruption))
-        .merge(drain)
+        .merge(administered)
         .layer(submit)
         .with_state(service)
 }
@@ -268,6 +271,26 @@ async fn drain(
     Message(Within { timeout_ms }): Message<Within>,
 ) -> Response {
     Json(json!({ "open": service.drain(wait(timeout_ms)).await })).into_response()
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Forget {
+    id: Uuid,
+}
+
+async fn forget(
+    State(service): State<Arc<Service>>,
+    Message(Forget { id }): Message<Forget>,
+) -> std::result::Result<Response, Response> {
+    match aside(move || service.forget(id)).await? {
+        Ok(true) => Ok(Json(json!({ "forgotten": id })).into_response()),
+        Ok(false) => {
+            let why = format!("no submission {id} has failed");
+            Err(answer(StatusCode::NOT_FOUND, "unknown", &why))
+        }
+        Err(e) => Err(answer(StatusCode::INTERNAL_SERVER_ERROR, "disk", &e.to_string())),
+    }
 }
 
 #[derive(Deserialize)]

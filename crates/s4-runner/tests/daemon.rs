@@ -50,7 +50,8 @@ fn what_is_accepted_becomes_durable_to_the_bit() {
 }
 
 /// Every place in the life of a checkpoint at which the process may die.
-const PLACES: [&str; 6] = ["compressed", "verified", "uploaded", "attempt", "listed", "durable"];
+const PLACES: [&str; 8] =
+    ["taken", "accepted", "compressed", "verified", "uploaded", "attempt", "listed", "durable"];
 
 #[test]
 fn a_death_at_any_point_loses_nothing_and_lists_nothing_twice() {
@@ -142,6 +143,11 @@ fn a_damaged_checkpoint_fails_and_holds_up_no_other() {
     assert!(failed["error"].as_str().unwrap().contains(&id.to_string()), "{failed}");
     assert_eq!(setup.wait(good, "durable")["state"], "durable");
     assert_eq!(daemon.get("/healthz").status, 503);
+    // Until somebody has seen it.
+    let forget =
+        |id: Uuid| setup.ask("POST", "/v1/forget", Some(&json!({ "id": id }))).unwrap().status;
+    assert_eq!((forget(id), forget(other), forget(id), forget(good)), (200, 200, 404, 404));
+    assert_eq!(daemon.get("/healthz").status, 200);
     daemon.stop();
     setup.check_store(&[2]);
 }

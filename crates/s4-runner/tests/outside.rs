@@ -212,7 +212,7 @@ fn the_socket_is_for_its_users_alone() {
     for path in ["/v1/status", "/v1/staging"] {
         assert_eq!(ask(12345, "GET", path), 403, "{path}");
     }
-    for path in ["/v1/flush", "/v1/restore", "/v1/drain"] {
+    for path in ["/v1/flush", "/v1/restore", "/v1/drain", "/v1/forget"] {
         assert_eq!(ask(12345, "POST", path), 403, "{path}");
     }
     daemon.stop();

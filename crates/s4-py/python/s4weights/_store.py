@@ -321,7 +321,7 @@ class CheckpointStore(Catalog):
         step = _step(step)
         torch.serialization._check_dill_version(pickle_module)
         if self.runner is not None:
-            how = {"stage": stage, "progress": progress, "metadata": metadata}
+            how: dict[str, Any] = {"stage": stage, "progress": progress, "metadata": metadata}
             how |= {"pickle_module": pickle_module, "pickle_protocol": pickle_protocol}
             with self._turn:
                 if self._closed:
