@@ -3,7 +3,8 @@
 `cargo xtask demo` runs this. Three runs of examples/train_gpt.py: one unbroken, one that kills
 itself half way, one that resumes it. The first and the last must end in the same bits. The last
 checkpoint is then written with other tools too, for a table of sizes and times. At last the same
-with checkpoint stores, in a folder and on an S3 server (`demo_store.py`).
+with checkpoint stores, in a folder and on an S3 server (`demo_store.py`), and with a runner that
+checkpoints are handed to (`demo_runner.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import torch
 import zstandard
+from demo_runner import with_runner
 from demo_store import Demo
 from same import check, differences, leaves
 
@@ -166,6 +168,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path(".demo"))
     parser.add_argument("--s3", help="endpoint of an S3 server that checks no credentials")
     parser.add_argument("--bucket", default="s4test")
+    parser.add_argument("--program", help="the native `s4w`, which has `serve`")
     args = parser.parse_args()
     folder: Path = args.folder
     shutil.rmtree(folder, ignore_errors=True)
@@ -200,6 +203,13 @@ def main() -> int:
     print(f"\n5. The last checkpoint: {size:,} bytes of tensors (s4weights {version}, {cores} cores)")
     same.append(table(unbroken, folder))
     same += with_stores(folder, args, unbroken)
+    if args.s3 and args.program:
+        print("\n8. With a runner, which trainers hand their checkpoints to: both are killed")
+        options = {"endpoint_url": args.s3, "key": "test", "secret": "test", "region": "us-east-1"}
+        url = f"s3://{args.bucket}/runner-{time.time_ns()}"
+        same.append(with_runner(COMMAND, args.program, folder, url, options, KILL_IN, unbroken))
+    else:
+        print("\n8. With a runner: `cargo xtask demo` names its program and an S3 server")
     return 0 if all(same) else 1
 
 

@@ -192,10 +192,17 @@ class Store:
             storage_options=dict(option.split("=", 1) for option in self.args.storage_option),
             max_chain=self.args.max_chain,
             bandwidth=bandwidth,
+            runner=self.args.runner,
         )
 
     def resume(self, run: Run) -> str | None:
         """Restores the newest checkpoint, if there is one; gives its name."""
+        if self.args.runner:
+            try:
+                run.restore(self.store.load_checkpoint())
+            except s4weights.NotFoundError:
+                return None
+            return f"step {run.step}, which the runner had"
         step = self.store.latest()
         if step is None:
             return None
@@ -213,6 +220,8 @@ class Store:
         metrics = {"loss": run.losses[-1]}
         entry = self.store.save_checkpoint(run.state(), run.step, metrics=metrics)
         took = time.perf_counter() - started
+        if self.args.runner:
+            return f", accepted by the runner in {took:.2f} s"
         return f", saved {entry.bytes} of {entry.raw_bytes} bytes as a {entry.kind} in {took:.3f} s"
 
 
@@ -222,6 +231,7 @@ def main() -> None:
     place.add_argument("--checkpoints", type=Path, help="folder to save files in")
     place.add_argument("--store", help="folder or URL of a checkpoint store")
     parser.add_argument("--storage-option", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--runner", help="socket of a runner that saves to the store")
     parser.add_argument("--max-chain", type=int, help="most checkpoints that share a base")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--save-every", type=int, default=10)

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use crate::error::Result;
-use crate::{features, lint, power, test, tidy};
+use crate::{deploy, features, lint, power, test, tidy};
 
 /// Runs every check in the order of what it costs, and says what each took.
 ///
@@ -23,6 +23,7 @@ pub(crate) fn run(root: &Path) -> Result<String> {
     step("ruff", &|| lint::python(root).map(|()| "ruff clean".into()))?;
     step("cargo-deny", &|| lint::dependencies(root).map(str::to_owned))?;
     step("clippy and rustdoc", &|| lint::rust(root).map(|()| "clippy and docs clean".into()))?;
+    step("deploy", &|| deploy::quick(root))?;
     step("features", &|| features::check(root))?;
     step("test", &|| test::run(root, &test::Args::default()))?;
     step("power", &|| power::small(root))?;

@@ -6,6 +6,7 @@ use crate::error::Result;
 use crate::proc;
 use crate::python::Venv;
 use crate::servers::{BUCKET, Kind, Servers};
+use crate::test;
 
 /// Prepares the environment and runs `examples/demo.py` in it.
 ///
@@ -22,8 +23,9 @@ pub(crate) fn run(root: &Path) -> Result<String> {
     // ZipNN still uses a part of torch that warns of its end.
     demo.args(["-W", "ignore::FutureWarning", "examples/demo.py", "--folder", ".demo"]);
     demo.args(["--s3", &servers.s3_url(), "--bucket", BUCKET]);
+    demo.arg("--program").arg(test::program(root)?);
     proc::run(&mut demo)?;
-    Ok("killed and resumed runs, with files, in a folder and over S3, ended in the unbroken run's \
+    Ok("killed and resumed runs, with files, in a folder, over S3 and through a runner, ended in the unbroken run's \
         state, bit for bit"
         .into())
 }

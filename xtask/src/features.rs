@@ -7,12 +7,14 @@ use crate::error::Result;
 use crate::proc;
 
 /// Each crate that has features, with every combination of them. (`tidy` finds a feature that is in none.)
-const COMBINATIONS: [(&str, &[&str]); 5] = [
+const COMBINATIONS: [(&str, &[&str]); 7] = [
     ("s4-engine", &[]),
     ("s4-engine", &["cuda"]),
     ("s4-engine", &["cuda", "testing"]),
     ("s4weights", &[]),
     ("s4weights", &["cuda"]),
+    ("s4-cli", &[]),
+    ("s4-cli", &["serve"]),
 ];
 
 /// Whether a combination of the crate has the feature.

@@ -10,6 +10,7 @@
 mod bench;
 mod ci;
 mod demo;
+mod deploy;
 mod error;
 mod features;
 mod fuzz;
@@ -54,6 +55,8 @@ enum Verb {
     Torture(torture::Args),
     /// Run the fuzz targets, or some of them, and print what they did
     Fuzz(fuzz::Args),
+    /// Check the templates, units and scripts of `deploy`, without an account
+    Deploy(deploy::Args),
     /// Kill a store's process at its system calls, and cut the power between them
     Power(power::Args),
     /// Everything that must pass before a merge, the cheapest first; what CI runs
@@ -72,6 +75,7 @@ fn main() -> ExitCode {
         Verb::Tidy => ("tidy", tidy::run(&root)),
         Verb::Torture(args) => ("torture", torture::run(&root, args)),
         Verb::Fuzz(args) => ("fuzz", fuzz::run(&root, args)),
+        Verb::Deploy(args) => ("deploy", deploy::run(&root, args)),
         Verb::Power(args) => ("power", power::run(&root, args)),
         Verb::Ci => ("ci", ci::run(&root)),
     };

@@ -1,5 +1,6 @@
 //! The project's Python environments: `.venv` for the tests and the demo, `.venv-peers` for the
-//! peers that the benchmark measures, `.venv-servers` for servers that the store is tested against.
+//! peers that the benchmark measures, `.venv-servers` for servers that the store is tested against, `.venv-deploy` and
+//! `.venv-checkov` for what checks the files in `deploy`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -38,6 +39,26 @@ impl Venv {
     pub(crate) fn servers(root: &Path) -> Result<Self> {
         let venv = Self::at(root, ".venv-servers")?;
         venv.require("xtask/requirements-servers.txt")?;
+        Ok(venv)
+    }
+
+    /// The environment of what checks the files in `deploy`.
+    ///
+    /// # Errors
+    /// If no suitable Python is found, or an installation fails.
+    pub(crate) fn deploy(root: &Path) -> Result<Self> {
+        let venv = Self::at(root, ".venv-deploy")?;
+        venv.require("xtask/requirements-deploy.txt")?;
+        Ok(venv)
+    }
+
+    /// The environment of checkov, which needs old versions of much.
+    ///
+    /// # Errors
+    /// If no suitable Python is found, or an installation fails.
+    pub(crate) fn checkov(root: &Path) -> Result<Self> {
+        let venv = Self::at(root, ".venv-checkov")?;
+        venv.require("xtask/requirements-checkov.txt")?;
         Ok(venv)
     }
 

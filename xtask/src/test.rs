@@ -1,6 +1,6 @@
 //! `cargo xtask test`.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::error::{Error, Result};
@@ -96,7 +96,7 @@ fn python(root: &Path, servers: &Servers) -> Result<String> {
     let venv = Venv::main(root)?;
     venv.install_wheel()?;
     let mut tests = proc::command(root, venv.python());
-    tests.envs(servers.environment());
+    tests.envs(servers.environment()).env("S4W_PROGRAM", program(root)?);
     tests.args(["-m", "pytest", "-q", "-p", "no:cacheprovider", "crates/s4-py/tests"]);
     let mut last = String::new();
     proc::run_seeing(&mut tests, |line| {
@@ -105,6 +105,15 @@ fn python(root: &Path, servers: &Servers) -> Result<String> {
         }
     })?;
     Ok(format!("Python: {last}"))
+}
+
+/// The native program, with `serve`, as the tests of the Rust side build it.
+///
+/// # Errors
+/// If it cannot be built.
+pub(crate) fn program(root: &Path) -> Result<PathBuf> {
+    proc::run(command(root).args(["--no-run", "--test", "serve"]))?;
+    Ok(proc::target_folder(root)?.join("debug/s4w"))
 }
 
 /// The number of passed tests in a line like `test result: ok. 12 passed; 0 failed; ...`.

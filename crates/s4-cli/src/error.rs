@@ -23,6 +23,9 @@ pub(crate) enum Failure {
     NotFound(String),
     #[error("{0}")]
     Conflict(String),
+    #[cfg(all(unix, feature = "serve"))]
+    #[error(transparent)]
+    Runner(#[from] s4_runner::Error),
 }
 
 pub(crate) type Result<T, E = Failure> = std::result::Result<T, E>;
@@ -36,6 +39,8 @@ impl Failure {
             Self::Io(_) | Self::NotFound(_) => 3,
             Self::Unsupported(_) => 4,
             Self::Conflict(_) => 5,
+            #[cfg(all(unix, feature = "serve"))]
+            Self::Runner(e) => e.exit_code(),
         }
     }
 

@@ -13,6 +13,8 @@ mod inspect;
 mod logging;
 mod progress;
 mod selftest;
+#[cfg(all(unix, feature = "serve"))]
+mod serve;
 mod store;
 mod transcode;
 mod visible;
@@ -33,7 +35,7 @@ use error::{Failure, Result};
     about = "Lossless compression of training checkpoints",
     after_help = "Exit codes: 0 done; 1 damaged data or a failed test; 2 wrong usage; \
                   3 not found, or not readable or writable; 4 not supported by this version or \
-                  machine; 5 the state of a store forbids it."
+                  machine; 5 the state of a store forbids it. `serve` has those of sysexits.h."
 )]
 struct Cli {
     /// Tell more on standard error: -v, -vv, -vvv. By default warnings are told, with --quiet errors
@@ -119,6 +121,10 @@ enum Command {
         #[command(flatten)]
         common: Common,
     },
+    /// Take checkpoints from trainers, and make them durable in the background; exit codes are those of
+    /// sysexits.h
+    #[cfg(all(unix, feature = "serve"))]
+    Serve(serve::Serve),
     /// Prove on this machine that every dtype comes back bit by bit
     Selftest {
         /// Damage one byte on the way, to prove that the test can fail
@@ -169,6 +175,14 @@ struct Trust {
 }
 
 impl Command {
+    /// Whether what goes on is told unasked: there is nobody to ask.
+    fn is_service(&self) -> bool {
+        #[cfg(all(unix, feature = "serve"))]
+        return matches!(self, Self::Serve(_));
+        #[cfg(not(all(unix, feature = "serve")))]
+        false
+    }
+
     fn is_quiet(&self) -> bool {
         match self {
             Self::Compress { common, .. }
@@ -178,6 +192,8 @@ impl Command {
             | Self::Selftest { common, .. } => common.quiet,
             Self::Store(verb) => verb.is_quiet(),
             Self::Inspect { .. } => false,
+            #[cfg(all(unix, feature = "serve"))]
+            Self::Serve(_) => false,
         }
     }
 }
@@ -225,7 +241,9 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
         }
     };
     let quiet = cli.command.is_quiet();
-    match logging::start(quiet, cli.verbose).and_then(|()| execute(cli.command)) {
+    let told = cli.command.is_service() && std::env::var_os(logging::VARIABLE).is_none();
+    let verbose = cli.verbose.max(u8::from(told));
+    match logging::start(quiet, verbose).and_then(|()| execute(cli.command)) {
         Ok(()) => 0,
         Err(e) => {
             let _ = writeln!(std::io::stderr(), "s4w: {}", visible::name(&e.explain()));
@@ -302,6 +320,8 @@ fn execute(command: Command) -> Result<()> {
                 report.bytes_in as f64 / report.bytes_out as f64
             ))
         }
+        #[cfg(all(unix, feature = "serve"))]
+        Command::Serve(args) => serve::serve(args),
         Command::Selftest { inject_fault, require_gpu, common } => {
             if require_gpu {
                 say(&selftest::gpu(inject_fault, common.simd)?)?;

@@ -6,7 +6,7 @@ use crate::error::{Failure, Result};
 use crate::visible::Stderr;
 
 /// The environment variable that says what is told: `off`, `error`, `warn`, `info`, `debug`, `trace`.
-const VARIABLE: &str = "S4_LOG";
+pub(crate) const VARIABLE: &str = "S4_LOG";
 
 /// Prints warnings, or what flags and environment ask for. A program that runs this one in its own
 /// process and has a subscriber keeps it.

@@ -129,10 +129,24 @@ pub fn compare(
     digests: Option<&[Digest]>,
     copy: &Reader,
 ) -> Result<Option<Difference>> {
+    if copy.manifest().parent.is_some() {
+        return Ok(Some(Difference::Parent));
+    }
+    compare_content(original, digests, copy)
+}
+
+/// As [`compare`], of a copy that may be a delta.
+///
+/// # Errors
+/// Those of reading.
+pub fn compare_content(
+    original: &Reader,
+    digests: Option<&[Digest]>,
+    copy: &Reader,
+) -> Result<Option<Difference>> {
     let (from, to) = (original.manifest(), copy.manifest());
     let infos: Vec<_> = original.tensors().collect();
     let described = [
-        (to.parent.is_none(), Difference::Parent),
         (infos.iter().copied().eq(copy.tensors()), Difference::Tensors),
         (from.form == to.form && original.tree() == copy.tree(), Difference::Tree),
         (from.metadata == to.metadata, Difference::Metadata),

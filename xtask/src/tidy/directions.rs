@@ -23,7 +23,7 @@ const BELOW: &[(&str, &[&str])] = &[
     ("s4-engine", &["s4-delta", "s4-predict", "s4-codec-gpu"]),
     ("s4-store", &["s4-format"]),
     ("s4weights", &["s4-store", "s4-engine"]),
-    ("s4-cli", &["s4weights"]),
+    ("s4-cli", &["s4weights", "s4-runner"]),
     ("s4-py", &["s4weights", "s4-cli"]),
     ("s4-runner", &["s4weights"]),
     ("s4-benches", &["s4weights"]),

@@ -48,6 +48,7 @@ from ._once import load_checkpoint, save_checkpoint
 from ._open import open
 from ._patch import patch, unpatch
 from ._pending import PendingFile, PendingSave, finish_on_sigterm
+from ._runner import RunnerClient, RunnerSave
 from ._save import save
 from ._store import CheckpointStore
 
@@ -62,6 +63,8 @@ __all__ = [
     "PendingFile",
     "PendingSave",
     "Retention",
+    "RunnerClient",
+    "RunnerSave",
     "S4Error",
     "StorageError",
     "UnsafeLoadError",

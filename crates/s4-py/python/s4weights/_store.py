@@ -21,9 +21,11 @@ from ._device import HOST, Compute, Places
 from ._entries import CheckpointEntry, Retention, listed
 from ._errors import CorruptDataError, UnsupportedFormatError
 from ._load import check_pickle_arguments, read
+from ._load import load as read_file
 from ._pending import Deadline, HostBuffer, PendingSave
 from ._progress import Progress, ProgressArgument
 from ._roles import find_roles
+from ._runner import RunnerClient
 from ._save import describe, require_little_endian
 from ._staging import Budget, Stage, StagedValues, check_stage, stage_values
 from ._turn import Turn
@@ -95,6 +97,11 @@ class CheckpointStore(Catalog):
             call take longer.
         device_reserve: bytes of each CUDA device's memory that copies of values leave free; ``None``:
             1 GiB, or a tenth of the memory if that is more. What PyTorch once had comes on top.
+        runner: the socket of a runner (``s4w serve``), such as ``unix:///run/s4weights/s4w.sock``.
+            Saves return a `RunnerSave` once the checkpoint lies on the local drive and is the runner's,
+            which compresses, verifies and uploads it; loads come from the nearest place that has it.
+            Where checkpoints go, the retention and the preset are the runner's to say: ``url`` is for
+            lists and the rest.
     """
 
     def __init__(
@@ -117,6 +124,7 @@ class CheckpointStore(Catalog):
         gpu_scratch: int | None = None,
         staging_memory: int | None = None,
         device_reserve: int | None = None,
+        runner: str | None = None,
     ) -> None:
         self.url = os.fspath(url)
         # What a copy is made of.
@@ -137,7 +145,11 @@ class CheckpointStore(Catalog):
             "gpu_scratch": gpu_scratch,
             "staging_memory": staging_memory,
             "device_reserve": device_reserve,
+            "runner": runner,
         }
+        if runner is not None and retention is not None:
+            raise ValueError("retention: with a runner it is the runner's, `keep_last`")
+        self.runner = None if runner is None else RunnerClient(runner, timeout)
         # One for each call: what it finds is of one process.
         self._compute: Callable[[], Compute] = lambda: Compute(device, gpu_scratch)
         scratch = self._compute().scratch
@@ -293,7 +305,7 @@ class CheckpointStore(Catalog):
             pickle_protocol: as in `save`.
 
         Returns:
-            The entry; or a `PendingSave`.
+            The entry; or a `PendingSave`; with a runner, a `RunnerSave`.
 
         Raises:
             StorageError: the store cannot be written.
@@ -308,6 +320,16 @@ class CheckpointStore(Catalog):
             raise UnsupportedFormatError("torch.serialization.skip_data: checkpoints hold data")
         step = _step(step)
         torch.serialization._check_dill_version(pickle_module)
+        if self.runner is not None:
+            how: dict[str, Any] = {"stage": stage, "progress": progress, "metadata": metadata}
+            how |= {"pickle_module": pickle_module, "pickle_protocol": pickle_protocol}
+            with self._turn:
+                if self._closed:
+                    raise ValueError(f"{self!r} is closed")
+                given: Any = self.runner.save(
+                    state, step, metrics, tags, blocking, base, {**self._arguments, **how}
+                )
+            return given  # type: ignore[no-any-return]
         with self._saving():
             return self._save(
                 *(state, step, metrics, tags, blocking, base, stage, progress),
@@ -484,6 +506,20 @@ class CheckpointStore(Catalog):
         check_pickle_arguments("load_checkpoint", pickle_module, pickle_load_args)
         if fallback and step is not None:
             raise ValueError("fallback: only without a step, to find the newest that can be used")
+        if self.runner is not None:
+            with self.runner.restored(step) as path:
+                return read_file(
+                    path,
+                    map_location,
+                    pickle_module,
+                    weights_only=weights_only,
+                    threads=self._threads,
+                    device=self._arguments["device"],
+                    gpu_scratch=self._arguments["gpu_scratch"],
+                    progress=progress,
+                    keys=keys,
+                    **pickle_load_args,
+                )
         self._settle()
         native = self._open("open")
         # Read once: if there were several passes, an iterator would be empty for the second.

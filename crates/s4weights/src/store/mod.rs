@@ -28,6 +28,7 @@
 
 mod bridge;
 mod cache;
+mod import;
 mod load;
 mod manage;
 mod objects;
@@ -35,6 +36,7 @@ mod open;
 mod parents;
 mod ranks;
 mod rebase;
+mod replicate;
 mod save;
 
 use std::sync::{Arc, Mutex};
@@ -47,9 +49,11 @@ pub use s4_store::{
     StorageOptions, SweepOptions, SweepReport, Swept, Verdict, Why, Writers,
 };
 
+pub use import::{ImportOptions, ListingFn};
 pub use load::{Loaded, Skipped, is_damage};
 pub use manage::CheckOptions;
 pub use ranks::{PartOf, RankPart};
+pub use replicate::ReplicateOptions;
 pub use save::{SaveOptions, Saved, WhyBase};
 
 use s4_engine::Preset;

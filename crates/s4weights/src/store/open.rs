@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use s4_store::{Checkpoint, Reading, Store};
+use s4_store::{Checkpoint, CheckpointId, Reading, Store};
 
 use crate::error::{Error, Result};
 use crate::io::Source;
@@ -64,6 +64,17 @@ impl Opener {
         reading: Reading,
         options: &ReadOptions,
     ) -> Result<Reader> {
+        self.open_reading(checkpoint.step(), checkpoint.id(), &reading, options)
+    }
+
+    /// As [`Opener::open_one`], also of a checkpoint that is not listed yet.
+    pub(crate) fn open_reading(
+        &self,
+        step: u64,
+        id: CheckpointId,
+        reading: &Reading,
+        options: &ReadOptions,
+    ) -> Result<Reader> {
         let index = || Source::Bytes(reading.manifest().blob.clone());
         let bridge = || self.bridge.clone();
         let objects = Box::new(StoredObjects::new(bridge(), reading.clone(), self.local));
@@ -76,8 +87,7 @@ impl Opener {
             reader = Reader::open_objects(index(), objects, options)?;
         }
         let target = self.bridge.target();
-        reader.name =
-            format!("{target}: step {} (checkpoint {})", checkpoint.step(), checkpoint.id());
+        reader.name = format!("{target}: step {step} (checkpoint {id})");
         Ok(reader)
     }
 }

@@ -13,7 +13,7 @@ use crate::memory::{MemoryOptions, TensorCodec};
 use crate::options::{ReadOptions, WriteOptions};
 use crate::pack::SMALL;
 use crate::parent::{MemoryParent, Parent, Snapshot};
-use crate::reader::Reader;
+use crate::reader::{Reader, TensorInfo};
 use crate::store::save::{WhyBase, chain};
 use crate::store::{CheckpointStore, ParentValues, StoreOptions};
 use crate::write::TensorSource;
@@ -101,15 +101,16 @@ impl CheckpointStore {
     pub(crate) fn choose(
         &self,
         history: &mut SaveHistory,
-        tensors: &[TensorSource<'_>],
+        tensors: &[TensorInfo<'_>],
+        on_devices: bool,
     ) -> Result<std::result::Result<ParentCheckpoint, WhyBase>> {
-        let raw = tensors.iter().map(|t| t.values.bytes()).sum();
+        let raw = tensors.iter().map(|t| t.bytes).sum();
         let line = self.line(history)?;
         let (number, chain) = match line.next(raw, 0) {
             Err(reason) => return Ok(Err(WhyBase::Policy(reason))),
             Ok(next) => next,
         };
-        let (reference, values) = match self.values(history, chain, tensors) {
+        let (reference, values) = match self.values(history, chain, on_devices) {
             Ok(found) => found,
             Err(Error::Cancelled) => return Err(Error::Cancelled),
             Err(e) => return Ok(Err(WhyBase::Parent(e.to_string()))),
@@ -146,7 +147,7 @@ impl CheckpointStore {
         &self,
         history: &mut SaveHistory,
         chain: &[Checkpoint],
-        tensors: &[TensorSource<'_>],
+        on_devices: bool,
     ) -> Result<(Reference, ParentValues)> {
         let parent = chain.first().ok_or_else(|| Error::Argument("an empty chain".into()))?;
         let reference = parent.reference();
@@ -157,7 +158,7 @@ impl CheckpointStore {
         let number = parent.since_base();
         let again = self.options.tree().last_child(number).is_some();
         // Devices decode frames by themselves.
-        let again = again && !on_devices(tensors);
+        let again = again && !on_devices;
         let Some(values) = (if again { self.keep_read(&reader)? } else { None }) else {
             return Ok((reference, ParentValues::Frames(reader)));
         };
@@ -268,13 +269,13 @@ pub(crate) fn on_devices(tensors: &[TensorSource<'_>]) -> bool {
 }
 
 /// Bytes of tensors that have no counterpart. Small ones share chunks and are never differences.
-fn changed(tensors: &[TensorSource<'_>], parent: &dyn Parent) -> u64 {
-    let is_new = |t: &&TensorSource<'_>| {
-        let large = t.values.bytes() / t.dtype.value_width() as u64 >= SMALL;
+fn changed(tensors: &[TensorInfo<'_>], parent: &dyn Parent) -> u64 {
+    let is_new = |t: &&TensorInfo<'_>| {
+        let large = t.bytes / t.dtype.value_width() as u64 >= SMALL;
         let there = parent.find(t.name);
         large && there.is_none_or(|p| p.dtype != t.dtype || p.shape != t.shape)
     };
-    tensors.iter().filter(is_new).map(|t| t.values.bytes()).sum()
+    tensors.iter().filter(is_new).map(|t| t.bytes).sum()
 }
 
 fn entry(c: &Checkpoint) -> CheckpointSize {

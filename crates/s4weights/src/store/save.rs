@@ -22,6 +22,7 @@ use crate::parent::Parent;
 use crate::report::Report;
 use crate::store::bridge::{Asker, ChannelSink, upload};
 use crate::store::cache::{CachingSink, ObjectCache};
+use crate::store::import::infos;
 use crate::store::parents::{ParentCheckpoint, SaveHistory, on_devices};
 use crate::store::{CheckpointStore, ParentValues};
 use crate::write::TensorSource;
@@ -118,12 +119,12 @@ impl std::fmt::Display for WhyBase {
 }
 
 /// A checkpoint that was made ready.
-struct Ready {
-    staged: Staged,
-    report: Report,
-    why_base: Option<WhyBase>,
+pub(crate) struct Ready {
+    pub(crate) staged: Staged,
+    pub(crate) report: Report,
+    pub(crate) why_base: Option<WhyBase>,
     /// The values, for later saves.
-    kept: Option<ParentValues>,
+    pub(crate) kept: Option<ParentValues>,
 }
 
 /// A save in progress.
@@ -193,7 +194,7 @@ impl CheckpointStore {
     fn save_next(&self, request: &SaveRequest<'_>, history: &mut SaveHistory) -> Result<Saved> {
         let chosen = match request.options.base {
             true => Err(WhyBase::Asked),
-            false => self.choose(history, request.tensors)?,
+            false => self.choose(history, &infos(request.tensors), on_devices(request.tensors))?,
         };
         let (mut before, mut why_base) = match chosen {
             Ok(before) => (Some(before), None),
@@ -402,7 +403,7 @@ impl CheckpointStore {
     }
 
     /// Lists the checkpoint.
-    fn publish(&self, ready: Ready) -> Result<(Saved, Option<ParentValues>)> {
+    pub(crate) fn publish(&self, ready: Ready) -> Result<(Saved, Option<ParentValues>)> {
         let Ready { staged, report, why_base, kept } = ready;
         let checkpoint = self.list_staged(staged)?;
         Ok((Saved { checkpoint, report, why_base, retired: vec![] }, kept))
@@ -444,7 +445,7 @@ impl CheckpointStore {
 
 /// The end of an upload whose writer failed: nothing of it stays if that can be helped. Gives the
 /// upload's own failure.
-async fn end_of(
+pub(crate) async fn end_of(
     joined: std::result::Result<(Attempt, s4_store::Result<()>), tokio::task::JoinError>,
 ) -> Option<StoreError> {
     match joined {
@@ -467,7 +468,7 @@ pub(crate) fn chain(state: &State, id: CheckpointId) -> s4_store::Result<Vec<Che
 }
 
 /// Whether an error is about the parent, so that a base would not meet it.
-fn is_parents(e: &Error) -> bool {
+pub(crate) fn is_parents(e: &Error) -> bool {
     match e {
         Error::Parent { .. } | Error::Checkpoint { .. } | Error::Format { .. } => true,
         Error::Store { source, .. } => matches!(

@@ -6,6 +6,7 @@ mod closed;
 mod damage;
 #[path = "../../../s4-engine/tests/cuda/emulated/mod.rs"]
 mod emulated;
+mod importing;
 mod life;
 mod racing;
 mod ranks;

@@ -1,0 +1,80 @@
+//! `serve`: the service that trainers hand checkpoints to.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use clap::Args;
+use s4_runner::{Config, Hooks};
+use s4weights::WriteOptions;
+
+use crate::convert;
+use crate::error::{Failure, Result};
+use crate::progress::Bar;
+
+/// What the file says, flags and environment replace.
+#[derive(Args)]
+pub(crate) struct Serve {
+    /// TOML file; docs/runner.md lists its members
+    #[arg(long, env = "S4W_CONFIG", value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Folder or URL of the store that checkpoints become durable in
+    #[arg(long, env = "S4W_STORE", value_name = "URL")]
+    store: Option<String>,
+    /// Where the journal is
+    #[arg(long, env = "S4W_STATE_DIR", value_name = "FOLDER")]
+    state_dir: Option<PathBuf>,
+    /// Where checkpoints lie until they are durable
+    #[arg(long, env = "S4W_STAGING_DIR", value_name = "FOLDER")]
+    staging_dir: Option<PathBuf>,
+    /// The socket that checkpoints are submitted through
+    #[arg(long, env = "S4W_SOCKET", value_name = "PATH")]
+    socket: Option<PathBuf>,
+    /// Address of the read-only page
+    #[arg(long, env = "S4W_HTTP", value_name = "ADDRESS")]
+    http: Option<String>,
+    /// Seconds that a shutdown takes at most
+    #[arg(long, env = "S4W_DRAIN_SECONDS", value_name = "SECONDS")]
+    drain_seconds: Option<u64>,
+    /// Do not start without a CUDA device
+    #[arg(long)]
+    require_gpu: bool,
+    /// Ask the instance's metadata for interruptions
+    #[arg(long)]
+    spot: bool,
+}
+
+impl Serve {
+    fn config(self) -> Result<Config> {
+        let mut config = match &self.config {
+            Some(path) => Config::read(path)?,
+            None => Config::default(),
+        };
+        let Self { store, state_dir, staging_dir, socket, http, drain_seconds, .. } = self;
+        config.store = store.unwrap_or(config.store);
+        config.state_dir = state_dir.unwrap_or(config.state_dir);
+        config.staging_dir = staging_dir.or(config.staging_dir);
+        config.socket = socket.unwrap_or(config.socket);
+        config.http = http.unwrap_or(config.http);
+        config.drain_seconds = drain_seconds.unwrap_or(config.drain_seconds);
+        config.require_gpu |= self.require_gpu;
+        config.spot |= self.spot;
+        Ok(config)
+    }
+}
+
+/// `serve`
+pub(crate) fn serve(args: Serve) -> Result<()> {
+    let config = args.config()?;
+    let preset = config.preset()?;
+    let threads = config.threads;
+    let hooks = Hooks {
+        convert: Arc::new(move |from, to| {
+            let options = WriteOptions { preset, threads, ..WriteOptions::default() };
+            let (from, to) = (from.to_string_lossy(), to.to_string_lossy());
+            let done = convert::compress(&from, &to, options, &Bar::new(true));
+            done.map(drop).map_err(|e: Failure| e.to_string())
+        }),
+        ..Hooks::default()
+    };
+    Ok(s4_runner::run(config, hooks)?)
+}

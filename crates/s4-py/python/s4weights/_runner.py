@@ -1,0 +1,283 @@
+"""Handing checkpoints to a runner (``s4w serve``), which makes them durable in the background."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import http.client
+import json
+import logging
+import socket
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from ._errors import ConflictError, CorruptDataError, NotFoundError, S4Error, StorageError
+from ._pending import PendingFile
+from ._save import save
+
+logger = logging.getLogger("s4weights.runner")
+
+#: In the order in which a checkpoint goes through them.
+STATES = ("staged", "compressed", "verified", "uploading", "durable")
+
+#: Seconds that one request may wait for a state.
+_POLL = 20.0
+#: Seconds between two tries, at first and at most.
+_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+
+
+#: What `save` is given of a store's arguments and those of a call.
+_ARGUMENTS = (
+    *("threads", "device", "gpu_scratch", "staging_memory", "device_reserve"),
+    *("stage", "progress", "metadata", "pickle_module", "pickle_protocol"),
+)
+
+
+class RunnerSave:
+    """A checkpoint that a runner has, or is about to get: `CheckpointStore.save_checkpoint` of a store
+    with ``runner=``.
+
+    Any thread may use it. The runner goes on also when this process has ended.
+
+    Attributes:
+        step: the training step.
+        id: the submission.
+    """
+
+    def __init__(self, client: RunnerClient, step: int, id: uuid.UUID) -> None:
+        self.step = step
+        self.id = str(id)
+        self._client = client
+        self._accepted: Future[None] = Future()
+
+    def __repr__(self) -> str:
+        return f"<RunnerSave step {self.step}, {self.id}>"
+
+    def state(self) -> str:
+        """``"saving"`` until the runner has it, then ``"staged"``, ``"compressed"``, ``"verified"``,
+        ``"uploading"``, ``"durable"`` or ``"failed"``.
+        """
+        if not self._accepted.done():
+            return "saving"
+        self._accepted.result()
+        return str(self._client.look(self.id)["state"])
+
+    def done(self) -> bool:
+        """Whether it is durable."""
+        return self._accepted.done() and self.state() == "durable"
+
+    def wait(self, state: str = "durable", timeout: float | None = None) -> str:
+        """Waits until it has reached a state; gives the one that it is in.
+
+        Raises:
+            TimeoutError: it has not within so many seconds. It goes on.
+            CorruptDataError: the runner found it damaged.
+            StorageError: the runner could not be reached for as long as the store's ``timeout``.
+        """
+        if state not in STATES:
+            raise ValueError(f"state={state!r}: one of {', '.join(STATES)} expected")
+        end = None if timeout is None else time.monotonic() + timeout
+        self._accepted.result(timeout)
+        while True:
+            left = _POLL if end is None else min(_POLL, end - time.monotonic())
+            found = self._client.look(self.id, state, max(left, 0.0))
+            if found["state"] == "failed":
+                raise CorruptDataError(f"step {self.step}: {found['error']}")
+            if STATES.index(found["state"]) >= STATES.index(state):
+                return str(found["state"])
+            if end is not None and time.monotonic() >= end:
+                why = f": {found['error']}" if found.get("error") else ""
+                raise TimeoutError(f"step {self.step} is {found['state']}, not {state}{why}")
+
+
+class RunnerClient:
+    """Speaks with a runner over its socket. A runner that restarts is waited for: what it is told twice it
+    does once.
+    """
+
+    def __init__(self, address: str, timeout: float | None) -> None:
+        parts = urlsplit(address)
+        if parts.scheme != "unix" or parts.netloc or not parts.path.startswith("/"):
+            raise ValueError(f"runner={address!r}: unix:///path/of/the/socket expected")
+        self._socket = unquote(parts.path)
+        self._patience = 300.0 if timeout is None else timeout
+        self._last: PendingFile | None = None
+
+    def save(
+        self,
+        obj: object,
+        step: int,
+        metrics: Mapping[str, float] | None,
+        tags: Mapping[str, str] | None,
+        blocking: bool,
+        base: bool,
+        arguments: Mapping[str, Any],
+    ) -> RunnerSave:
+        """Writes a checkpoint where the runner takes it from, and submits it. Of the arguments those of
+        `save` count.
+        """
+        if base:
+            raise ValueError("base: the runner decides what is a delta")
+        if self._last is not None:
+            last, self._last = self._last, None
+            last.committed.exception()
+        id = uuid.uuid4()
+        path = Path(self._room()) / f"{id}.s4w"
+        message = {
+            "id": str(id),
+            "step": step,
+            "metrics": {str(name): float(value) for name, value in (metrics or {}).items()},
+            "tags": {str(name): str(value) for name, value in (tags or {}).items()},
+        }
+        handle = RunnerSave(self, step, id)
+
+        def submit() -> None:
+            try:
+                path.chmod(0o640)
+                self._request("POST", "/v1/submissions", message)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                raise
+
+        # What lies there for a moment need not be small.
+        how = {"preset": "fast", **{name: arguments[name] for name in _ARGUMENTS}}
+        if blocking:
+            save(obj, path, **{**how, "stage": "auto"})
+            submit()
+            handle._accepted.set_result(None)
+            return handle
+        pending = save(obj, path, blocking=False, **how)
+        self._last = pending
+        pending.committed.add_done_callback(_then(submit, handle))
+        return handle
+
+    def _room(self) -> str:
+        return str(self._request("GET", "/v1/staging")["incoming"])
+
+    def look(self, id: str, state: str = "staged", wait: float = 0.0) -> dict[str, Any]:
+        """A submission, after waiting for a state."""
+        path = f"/v1/submissions/{id}?state={state}&timeout_ms={int(wait * 1000)}"
+        return self._request("GET", path)
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Waits until all that was accepted is durable or has failed."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = _POLL if end is None else max(0.0, min(_POLL, end - time.monotonic()))
+            still = self._request("POST", "/v1/flush", {"timeout_ms": int(left * 1000)})["open"]
+            if still == 0:
+                return
+            if end is not None and time.monotonic() >= end:
+                raise TimeoutError(f"{still} checkpoints are not durable yet")
+
+    def status(self) -> dict[str, Any]:
+        """The runner's status."""
+        return self._request("GET", "/v1/status")
+
+    def interruption(self, timeout: float = 0.0) -> dict[str, Any] | None:
+        """The notice that the machine is about to end, if there is one; waits for it."""
+        wait = int(min(timeout, _POLL) * 1000)
+        found = self._request("GET", f"/v1/interruption?timeout_ms={wait}")["interruption"]
+        return None if found is None else dict(found)
+
+    @contextlib.contextmanager
+    def restored(self, step: int | str | None) -> Any:
+        """A checkpoint from the nearest place that has it, as a file for as long as this is open."""
+        wanted = {} if step is None else {"id" if isinstance(step, str) else "step": step}
+        found = self._request("POST", "/v1/restore", wanted)
+        for problem in found["skipped"]:
+            warnings.warn(f"passed over: {problem}", UserWarning, stacklevel=4)
+        logger.debug("step %d comes from tier %s", found["step"], found["tier"])
+        path = Path(found["path"])
+        try:
+            yield path
+        finally:
+            # The runner removes it some time if this may not.
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def _request(self, method: str, path: str, message: object = None) -> dict[str, Any]:
+        """Asks until there is an answer that is not to wait, or patience ends."""
+        end = time.monotonic() + self._patience
+        pause = _PAUSE
+        body = None if message is None else json.dumps(message, allow_nan=False)
+        while True:
+            try:
+                status, answer = self._once(method, path, body)
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                failure: S4Error = self._unreachable(error)
+            else:
+                if status == 200:
+                    return answer
+                failure = _failure(status, answer)
+                if status not in (507, 503):
+                    raise failure
+            if time.monotonic() + pause > end:
+                raise failure
+            if isinstance(failure.__cause__, PermissionError):
+                raise failure
+            time.sleep(pause)
+            pause = min(pause * 2, _LONGEST_PAUSE)
+
+    def _once(self, method: str, path: str, body: str | None) -> tuple[int, dict[str, Any]]:
+        connection = _UnixConnection(self._socket, timeout=_POLL + 60.0)
+        with contextlib.closing(connection):
+            connection.request(method, path, body, {"content-type": "application/json"})
+            answer = connection.getresponse()
+            found = json.loads(answer.read())
+            if not isinstance(found, dict):
+                raise ValueError("the answer is no object")
+            return answer.status, found
+
+    def _unreachable(self, cause: Exception) -> StorageError:
+        number = getattr(cause, "errno", None) or errno.ECONNREFUSED
+        error = StorageError(number, f"the runner does not answer: {cause}", self._socket)
+        error.__cause__ = cause
+        return error
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str, timeout: float) -> None:
+        super().__init__("runner", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def _failure(status: int, answer: Mapping[str, Any]) -> S4Error:
+    text = f"runner: {answer.get('message', f'status {status}')}"
+    numbers = {403: errno.EACCES, 507: errno.ENOSPC, 503: errno.EAGAIN}
+    if status in numbers:
+        return StorageError(numbers[status], text)
+    if status == 404:
+        return NotFoundError(errno.ENOENT, text)
+    if status == 409:
+        return ConflictError(text)
+    return S4Error(text) if status < 500 else StorageError(errno.EIO, text)
+
+
+def _then(submit: Callable[[], None], handle: RunnerSave) -> Callable[[Future[Any]], None]:
+    def submit_then_tell(written: Future[Any]) -> None:
+        error = written.exception()
+        try:
+            if error is None:
+                submit()
+        except BaseException as refused:
+            error = refused
+            logger.error("step %d was not accepted: %s", handle.step, refused)
+        if error is None:
+            handle._accepted.set_result(None)
+        else:
+            handle._accepted.set_exception(error)
+
+    return submit_then_tell

@@ -1,0 +1,184 @@
+//! How the service is told what to do: a TOML file, whose values flags and environment may replace.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use s4weights::{Preset, StorageOptions, check_storage_options, redact_url};
+use serde::Deserialize;
+
+use crate::entitlement;
+use crate::error::{Error, Result};
+
+/// The largest configuration file, in bytes.
+const MAX_FILE: u64 = 1 << 20;
+
+/// The configuration. Every member has a default but `store`.
+#[derive(Clone, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// Folder or URL of the store that checkpoints become durable in.
+    pub store: String,
+    /// Settings of its object store, such as `region`. They may be secrets: they are never shown.
+    pub storage_options: StorageOptions,
+    /// Where the journal is. It must outlive the machine's restarts.
+    pub state_dir: PathBuf,
+    /// Where checkpoints lie until they are durable, best on a local NVMe drive; none: in `state_dir`.
+    pub staging_dir: Option<PathBuf>,
+    /// The socket that checkpoints are submitted through.
+    pub socket: PathBuf,
+    /// Address of the read-only page: health, metrics and status.
+    pub http: String,
+    /// `fast`, `balanced` or `small`.
+    pub preset: String,
+    /// Threads that encode; none: as many as the machine has cores.
+    pub threads: Option<usize>,
+    /// Bytes of staged and compressed checkpoints that are not durable yet; 0: no limit.
+    pub quota_bytes: u64,
+    /// Bytes of the staging drive that stay free.
+    pub min_free_bytes: u64,
+    /// Durable checkpoints that stay on the local drive, to restore from.
+    pub keep_local: usize,
+    /// Checkpoints that the store keeps, the newest; none: all.
+    pub keep_last: Option<usize>,
+    /// Bytes a second that uploads may use.
+    pub bandwidth: Option<u64>,
+    /// Users that may use the socket, besides root and the one that the service runs as.
+    pub allow_uids: Vec<u32>,
+    /// Groups whose members may, if it is their primary group.
+    pub allow_gids: Vec<u32>,
+    /// Seconds that a shutdown takes at most.
+    pub drain_seconds: u64,
+    /// Whether the instance's metadata is asked for interruptions.
+    pub spot: bool,
+    /// Address of the instance metadata.
+    pub imds: String,
+    /// Do not start without a CUDA device.
+    pub require_gpu: bool,
+    /// A folder whose files are taken.
+    pub watch: Option<Watch>,
+    /// Whether this machine may run the service.
+    pub entitlement: entitlement::Settings,
+}
+
+/// A folder where trainers drop files.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Watch {
+    /// The folder.
+    pub folder: PathBuf,
+    /// Whether a file is removed once it is durable.
+    #[serde(default)]
+    pub remove: bool,
+    /// Seconds for which a file must not have changed.
+    #[serde(default = "settle")]
+    pub settle_seconds: u64,
+    /// The program that turns `.pt` files into `.s4w`: the `s4w` of the Python wheel, which unpickles
+    /// nothing but tensors and plain values. None: such files are refused.
+    #[serde(default)]
+    pub pt_converter: Option<PathBuf>,
+}
+
+fn settle() -> u64 {
+    10
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            store: String::new(),
+            storage_options: StorageOptions::new(),
+            state_dir: "/var/lib/s4weights".into(),
+            staging_dir: None,
+            socket: "/run/s4weights/s4w.sock".into(),
+            http: "127.0.0.1:8080".into(),
+            preset: "balanced".into(),
+            threads: None,
+            quota_bytes: 0,
+            min_free_bytes: 1 << 30,
+            keep_local: 2,
+            keep_last: None,
+            bandwidth: None,
+            allow_uids: vec![],
+            allow_gids: vec![],
+            drain_seconds: 100,
+            spot: false,
+            imds: "http://169.254.169.254".into(),
+            require_gpu: false,
+            watch: None,
+            entitlement: entitlement::Settings::default(),
+        }
+    }
+}
+
+impl Config {
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if it cannot be read, or is none.
+    pub fn read(path: &Path) -> Result<Self> {
+        let bad = |why: String| Error::Config(format!("{}: {why}", path.display()));
+        let len = std::fs::metadata(path).map_err(|e| bad(e.to_string()))?.len();
+        if len > MAX_FILE {
+            return Err(bad(format!("{len} bytes, {MAX_FILE} at most")));
+        }
+        let text = std::fs::read_to_string(path).map_err(|e| bad(e.to_string()))?;
+        // The parser's own message would repeat the line, which may hold a secret.
+        toml::from_str(&text).map_err(|e| {
+            let line = e.span().map_or(0, |span| text[..span.start].lines().count().max(1));
+            bad(format!("line {line}: {}", e.message()))
+        })
+    }
+
+    /// Checks what can be checked without asking anybody.
+    ///
+    /// # Errors
+    /// [`Error::Config`], naming the member.
+    pub fn check(&self) -> Result<()> {
+        let bad = |what: &str| Err(Error::Config(what.to_owned()));
+        if self.store.is_empty() {
+            return bad("`store` is missing: the folder or URL that checkpoints go to");
+        }
+        if self.http.parse::<std::net::SocketAddr>().is_err() {
+            return bad("`http`: an address such as 127.0.0.1:8080 is expected");
+        }
+        if !(1..=3600).contains(&self.drain_seconds) {
+            return bad("`drain_seconds`: 1 to 3600 are allowed");
+        }
+        if self.bandwidth == Some(0) {
+            return bad("`bandwidth` is 0: nothing would ever be durable");
+        }
+        if self.keep_last == Some(0) {
+            return bad("`keep_last` is 0: nothing would be kept");
+        }
+        check_storage_options(&self.storage_options)
+            .map_err(|e| Error::Config(format!("`storage_options`: {e}")))?;
+        self.preset()?;
+        self.entitlement.check()
+    }
+
+    /// The preset.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if there is none of this name.
+    pub fn preset(&self) -> Result<Preset> {
+        self.preset.parse().map_err(|e| Error::Config(format!("`preset`: {e}")))
+    }
+
+    /// How long a shutdown takes at most.
+    #[must_use]
+    pub fn drain(&self) -> Duration {
+        Duration::from_secs(self.drain_seconds)
+    }
+
+    /// Where checkpoints lie until they are durable.
+    #[must_use]
+    pub fn staging(&self) -> PathBuf {
+        self.staging_dir.clone().unwrap_or_else(|| self.state_dir.join("staging"))
+    }
+
+    /// The store's name, to be shown.
+    #[must_use]
+    pub fn store_name(&self) -> String {
+        redact_url(&self.store).into_owned()
+    }
+}

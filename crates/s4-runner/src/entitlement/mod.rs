@@ -1,0 +1,199 @@
+//! Whether this machine may run the service: decided before a GPU is touched and before anything listens.
+//!
+//! Three modes. `off`, for open use, allows everything. `register-usage` calls AWS Marketplace's
+//! RegisterUsage once, and needs a reply that a pinned key signed; AWS describes that call for containers.
+//! `instance-identity` needs the signed identity document of an EC2 instance that was launched from the
+//! product's image. Whatever is not a clear yes is a no. This is a seam for licences, not a boundary: whoever
+//! controls the machine can change the program.
+
+mod ber;
+mod identity;
+mod jwt;
+mod register;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::Deserialize;
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::error::{Error, Result};
+use crate::imds::{Imds, NoAnswer};
+
+/// Tries, all in all.
+const TRIES: u32 = 3;
+/// The pause after the first try.
+const PAUSE: Duration = Duration::from_millis(500);
+
+/// How the service finds out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Mode {
+    /// Everybody may run it.
+    #[default]
+    Off,
+    /// AWS Marketplace's RegisterUsage.
+    RegisterUsage,
+    /// The instance's identity document.
+    InstanceIdentity,
+}
+
+impl std::str::FromStr for Mode {
+    type Err = String;
+
+    fn from_str(text: &str) -> std::result::Result<Self, Self::Err> {
+        match text {
+            "off" => Ok(Self::Off),
+            "register-usage" => Ok(Self::RegisterUsage),
+            "instance-identity" => Ok(Self::InstanceIdentity),
+            _ => Err("`off`, `register-usage` or `instance-identity`".to_owned()),
+        }
+    }
+}
+
+/// The settings.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Settings {
+    /// The mode.
+    pub mode: Mode,
+    /// The product's code.
+    pub product_code: String,
+    /// Which key signs replies: its version.
+    pub public_key_version: u32,
+    /// That key, a PEM file.
+    pub public_key: Option<PathBuf>,
+    /// The algorithm of signatures: RS256, RS384, RS512, PS256, PS384, PS512, ES256 or ES384. AWS names
+    /// none; any other than this one is refused.
+    pub algorithm: String,
+    /// The certificate that identity documents of the region are signed with, a PEM file.
+    pub certificate: Option<PathBuf>,
+    /// The region; none: the instance's.
+    pub region: Option<String>,
+    /// Another address of the metering service.
+    pub endpoint: Option<String>,
+    /// Seconds that one try may take.
+    pub try_seconds: u64,
+    /// Seconds that all may take.
+    pub total_seconds: u64,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            mode: Mode::Off,
+            product_code: String::new(),
+            public_key_version: 1,
+            public_key: None,
+            algorithm: "PS256".into(),
+            certificate: None,
+            region: None,
+            endpoint: None,
+            try_seconds: 5,
+            total_seconds: 60,
+        }
+    }
+}
+
+/// One try's outcome, unless it is a yes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum No {
+    /// For good.
+    Final { code: &'static str, why: String },
+    /// It may be tried again.
+    Again(String),
+}
+
+impl No {
+    fn new(code: &'static str, why: impl Into<String>) -> Self {
+        Self::Final { code, why: why.into() }
+    }
+}
+
+impl From<NoAnswer> for No {
+    fn from(e: NoAnswer) -> Self {
+        match e {
+            NoAnswer::Absent(_) => Self::new("no_identity", e.to_string()),
+            NoAnswer::Refused { status, .. } if status < 500 => {
+                Self::new("no_identity", e.to_string())
+            }
+            _ => Self::Again(e.to_string()),
+        }
+    }
+}
+
+impl Settings {
+    /// Checks that everything which the mode needs is there.
+    ///
+    /// # Errors
+    /// [`Error::Config`].
+    pub fn check(&self) -> Result<()> {
+        let bad = |what: &str| Err(Error::Config(format!("`entitlement`: {what}")));
+        if self.mode == Mode::Off {
+            return Ok(());
+        }
+        let fits = |c: char| c.is_ascii_alphanumeric() || "-/=:_.@".contains(c);
+        let code = &self.product_code;
+        if code.is_empty() || code.len() > 255 || !code.chars().all(fits) {
+            return bad("`product_code` is missing or is none");
+        }
+        if self.try_seconds == 0 || self.total_seconds == 0 {
+            return bad("no time is allowed for a try");
+        }
+        match self.mode {
+            Mode::Off => Ok(()),
+            Mode::RegisterUsage => {
+                if self.public_key_version == 0 {
+                    return bad("`public_key_version` starts with 1");
+                }
+                jwt::Key::read(self).map(drop)
+            }
+            Mode::InstanceIdentity => identity::Certificate::read(self).map(drop),
+        }
+    }
+}
+
+/// Finds out whether the service may run. Returns if so.
+///
+/// # Errors
+/// [`Error::Denied`], for good; [`Error::Unreachable`] if nobody could say, after a few tries within the
+/// time; [`Error::Config`].
+pub async fn decide(settings: &Settings, imds: &Imds) -> Result<()> {
+    match settings.mode {
+        Mode::Off => Ok(()),
+        Mode::RegisterUsage => {
+            let key = jwt::Key::read(settings)?;
+            repeat(settings, async || register::ask(settings, &key, imds).await).await
+        }
+        Mode::InstanceIdentity => {
+            let certificate = identity::Certificate::read(settings)?;
+            repeat(settings, async || identity::ask(settings, &certificate, imds).await).await
+        }
+    }
+}
+
+/// Tries a few times, as long as there is time.
+async fn repeat(
+    settings: &Settings,
+    mut ask: impl AsyncFnMut() -> std::result::Result<(), No>,
+) -> Result<()> {
+    let end = Instant::now() + Duration::from_secs(settings.total_seconds);
+    let one = Duration::from_secs(settings.try_seconds);
+    let mut last = String::new();
+    for number in 0..TRIES {
+        let limit = one.min(end.saturating_duration_since(Instant::now()));
+        match timeout(limit, ask()).await {
+            Ok(Ok(())) => return Ok(()),
+            Ok(Err(No::Final { code, why })) => return Err(Error::Denied { code, why }),
+            Ok(Err(No::Again(why))) => last = why,
+            Err(_) => last = format!("no answer within {limit:?}"),
+        }
+        let pause = PAUSE * 2u32.pow(number);
+        if number + 1 == TRIES || Instant::now() + pause >= end {
+            break;
+        }
+        tracing::warn!(why = last, "the entitlement is asked for again");
+        sleep(pause).await;
+    }
+    Err(Error::Unreachable(last))
+}

@@ -1,0 +1,66 @@
+//! Why the service ends, and with which exit code.
+
+use std::io;
+use std::path::Path;
+
+/// What keeps the service from starting, or ends it.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The configuration makes no sense: change it.
+    #[error("configuration: {0}")]
+    Config(String),
+    /// The entitlement was refused. It is final: asking again would not help.
+    #[error("not entitled ({code}): {why}")]
+    Denied {
+        /// A word for programs, such as `not_entitled` or `bad_signature`.
+        code: &'static str,
+        /// What was found.
+        why: String,
+    },
+    /// Nobody could say whether the service is entitled. It may be tried again later.
+    #[error("entitlement_unreachable: {0}")]
+    Unreachable(String),
+    /// Another process uses the state folder.
+    #[error("{0}: another runner uses it")]
+    Locked(String),
+    /// No CUDA device, although one is required.
+    #[error("a GPU is required: {0}")]
+    NoGpu(String),
+    /// The system refused.
+    #[error("{path}: cannot {action}: {source}")]
+    Io {
+        /// What was tried.
+        action: &'static str,
+        /// File, folder or address.
+        path: String,
+        /// Its reason.
+        source: io::Error,
+    },
+    /// A thread of the service has ended, which none ever does.
+    #[error("{0}")]
+    Internal(String),
+}
+
+/// The outcome of what the service does.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+impl Error {
+    /// The exit code, as `sysexits.h` names them: 78 for the configuration, 77 for a refusal, 75 for what
+    /// may be tried again, 69 for a missing GPU, 71 for the system, 70 for the rest.
+    #[must_use]
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Config(_) => 78,
+            Self::Denied { .. } => 77,
+            Self::Unreachable(_) | Self::Locked(_) => 75,
+            Self::Io { .. } => 71,
+            Self::NoGpu(_) => 69,
+            Self::Internal(_) => 70,
+        }
+    }
+
+    pub(crate) fn io(action: &'static str, path: &Path, source: io::Error) -> Self {
+        Self::Io { action, path: path.display().to_string(), source }
+    }
+}

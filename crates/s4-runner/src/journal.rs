@@ -1,0 +1,223 @@
+//! The journal: one file for each record, replaced whole. What is written is on the drive when a call
+//! returns.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::FlockOperation;
+use uuid::Uuid;
+
+use crate::error::{Error, Result};
+use crate::record::Record;
+
+/// Bytes of a record, at most.
+const MAX_RECORD: u64 = 256 << 10;
+
+/// The folder of the records, which this process alone uses.
+#[derive(Debug)]
+pub(crate) struct Journal {
+    folder: PathBuf,
+    _lock: File,
+}
+
+/// A record that cannot be read; its file was put aside.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Damaged {
+    /// The file's name.
+    pub name: String,
+    /// What is wrong with it.
+    pub why: String,
+}
+
+impl Journal {
+    /// Opens the journal of a state folder, and reads it. Of a record that was being written when the
+    /// process was killed the one before is there.
+    ///
+    /// # Errors
+    /// [`Error::Locked`] if another process uses it; [`Error::Io`].
+    pub(crate) fn open(state_dir: &Path) -> Result<(Self, Vec<Record>, Vec<Damaged>)> {
+        make_folder(state_dir, 0o750)?;
+        let path = state_dir.join("lock");
+        let mut open = OpenOptions::new();
+        let lock = open.create(true).truncate(false).write(true).mode(0o600).open(&path);
+        let lock = lock.map_err(|e| Error::io("open", &path, e))?;
+        rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)
+            .map_err(|_| Error::Locked(state_dir.display().to_string()))?;
+        let journal = Self { folder: state_dir.join("journal"), _lock: lock };
+        make_folder(&journal.folder, 0o700)?;
+        sync_folder(state_dir).map_err(|e| Error::io("sync", state_dir, e))?;
+        let (records, damaged) = journal.read()?;
+        Ok((journal, records, damaged))
+    }
+
+    fn read(&self) -> Result<(Vec<Record>, Vec<Damaged>)> {
+        let (mut records, mut damaged) = (vec![], vec![]);
+        let io = |e| Error::io("read", &self.folder, e);
+        for entry in fs::read_dir(&self.folder).map_err(io)? {
+            let path = entry.map_err(io)?.path();
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            match path.extension().and_then(|e| e.to_str()) {
+                Some("json") => match read_record(&path) {
+                    Ok(record) => records.push(record),
+                    Err(why) => {
+                        let aside = path.with_extension("damaged");
+                        fs::rename(&path, &aside).map_err(|e| Error::io("rename", &path, e))?;
+                        damaged.push(Damaged { name, why });
+                    }
+                },
+                // Never complete: the rename did not happen.
+                Some("tmp") => fs::remove_file(&path).map_err(|e| Error::io("remove", &path, e))?,
+                _ => {}
+            }
+        }
+        records.sort_by_key(|r| r.seq);
+        Ok((records, damaged))
+    }
+
+    /// Writes a record.
+    ///
+    /// # Errors
+    /// The system's. The record is what it was before, or what was to be written.
+    pub(crate) fn put(&self, record: &Record) -> io::Result<()> {
+        let path = self.path(record.id);
+        let temporary = path.with_extension("tmp");
+        let text = serde_json::to_vec(record)?;
+        let mut open = OpenOptions::new();
+        let mut file = open.create(true).truncate(true).write(true).mode(0o600).open(&temporary)?;
+        file.write_all(&text)?;
+        file.sync_all()?;
+        fs::rename(&temporary, &path)?;
+        sync_folder(&self.folder)
+    }
+
+    /// Forgets a record.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(crate) fn remove(&self, id: Uuid) -> io::Result<()> {
+        match fs::remove_file(self.path(id)) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+            _ => Ok(()),
+        }
+    }
+
+    fn path(&self, id: Uuid) -> PathBuf {
+        self.folder.join(format!("{id}.json"))
+    }
+}
+
+fn read_record(path: &Path) -> std::result::Result<Record, String> {
+    let mut text = vec![];
+    let file = File::open(path).map_err(|e| e.to_string())?;
+    file.take(MAX_RECORD + 1).read_to_end(&mut text).map_err(|e| e.to_string())?;
+    if text.len() as u64 > MAX_RECORD {
+        return Err(format!("more than {MAX_RECORD} bytes"));
+    }
+    let record: Record = serde_json::from_slice(&text).map_err(|e| e.to_string())?;
+    let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+    match (record.v, stem == record.id.to_string()) {
+        (1, true) => Ok(record),
+        (1, false) => Err("it is the record of another submission".into()),
+        (v, _) => Err(format!("version {v}, this program knows 1")),
+    }
+}
+
+/// Makes a folder that may be there.
+pub(crate) fn make_folder(path: &Path, mode: u32) -> Result<()> {
+    fs::DirBuilder::new()
+        .recursive(true)
+        .mode(mode)
+        .create(path)
+        .map_err(|e| Error::io("create", path, e))
+}
+
+/// Makes names in a folder outlast a power cut.
+pub(crate) fn sync_folder(path: &Path) -> io::Result<()> {
+    File::open(path)?.sync_all()
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+    use crate::record::State;
+
+    fn record(seq: u64) -> Record {
+        Record {
+            v: 1,
+            id: Uuid::new_v4(),
+            seq,
+            step: seq * 10,
+            state: State::Staged,
+            staged_bytes: 1,
+            raw_bytes: 0,
+            stored_bytes: 0,
+            metrics: [("loss".to_owned(), 0.1 + 0.2)].into(),
+            tags: [("run".to_owned(), "a".to_owned())].into(),
+            uid: 1,
+            submitted_ms: 5,
+            durable_ms: None,
+            origin: None,
+            local: None,
+            local_parent: None,
+            attempts: vec![],
+            remote: None,
+            error: None,
+        }
+    }
+
+    #[test]
+    fn what_was_written_is_read_back_in_order() {
+        let dir = tempfile::tempdir().unwrap();
+        let (journal, found, _) = Journal::open(dir.path()).unwrap();
+        assert!(found.is_empty());
+        let (first, mut second) = (record(1), record(2));
+        journal.put(&second).unwrap();
+        journal.put(&first).unwrap();
+        second.state = State::Durable;
+        journal.put(&second).unwrap();
+        drop(journal);
+        let (journal, found, damaged) = Journal::open(dir.path()).unwrap();
+        assert_eq!((&found, damaged), (&vec![first.clone(), second], vec![]));
+        journal.remove(first.id).unwrap();
+        journal.remove(first.id).unwrap();
+        drop(journal);
+        assert_eq!(Journal::open(dir.path()).unwrap().1.len(), 1);
+    }
+
+    #[test]
+    fn a_second_process_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let _first = Journal::open(dir.path()).unwrap();
+        assert!(matches!(Journal::open(dir.path()), Err(Error::Locked(_))));
+    }
+
+    #[test]
+    fn what_is_no_record_is_put_aside_and_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let (journal, ..) = Journal::open(dir.path()).unwrap();
+        let (whole, other) = (record(1), record(2));
+        journal.put(&whole).unwrap();
+        let text = serde_json::to_string(&other).unwrap();
+        let folder = dir.path().join("journal");
+        for (name, text) in [
+            (Uuid::new_v4().to_string(), text.clone()),
+            (other.id.to_string(), text[..text.len() / 2].to_owned()),
+            (Uuid::new_v4().to_string(), text.replace("\"v\":1", "\"v\":2")),
+            (Uuid::new_v4().to_string(), " ".repeat(MAX_RECORD as usize + 1)),
+        ] {
+            fs::write(folder.join(format!("{name}.json")), text).unwrap();
+        }
+        fs::write(folder.join("half.tmp"), "{").unwrap();
+        drop(journal);
+        let (_, found, damaged) = Journal::open(dir.path()).unwrap();
+        assert_eq!(found, [whole]);
+        assert_eq!(damaged.len(), 4, "{damaged:?}");
+        let kept = fs::read_dir(&folder).unwrap().filter_map(|e| e.ok());
+        let kept: Vec<_> = kept.map(|e| e.file_name().into_string().unwrap()).collect();
+        assert_eq!(kept.iter().filter(|n| n.ends_with(".damaged")).count(), 4, "{kept:?}");
+        assert!(!kept.contains(&"half.tmp".to_owned()));
+    }
+}

@@ -1,0 +1,36 @@
+//! What systemd is told: ready, alive, stopping. Alive is said only while every thread goes on.
+
+use std::time::Duration;
+
+use sd_notify::NotifyState;
+
+use crate::health::Health;
+
+fn tell(states: &[NotifyState<'_>]) {
+    // Without systemd nobody listens.
+    if let Err(e) = sd_notify::notify(states) {
+        tracing::debug!(error = %e, "systemd was not told");
+    }
+}
+
+pub(crate) fn ready() {
+    tell(&[NotifyState::Ready, NotifyState::Status("accepting checkpoints")]);
+}
+
+pub(crate) fn stopping(why: &str) {
+    tell(&[NotifyState::Stopping, NotifyState::Status(why)]);
+}
+
+/// Says that the service is alive, for as long as it is.
+pub(crate) async fn watchdog(health: std::sync::Arc<Health>) {
+    let Some(limit) = sd_notify::watchdog_enabled() else { return };
+    let pause = (limit / 2).max(Duration::from_millis(100));
+    loop {
+        let stalled = health.stalled();
+        match stalled.is_empty() {
+            true => tell(&[NotifyState::Watchdog]),
+            false => tracing::error!(?stalled, "the watchdog is not told that all is well"),
+        }
+        tokio::time::sleep(pause).await;
+    }
+}

@@ -1,0 +1,367 @@
+//! The queue: every record, who waits for what, and what is done next.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::io;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use s4weights::store::CheckpointId;
+use tokio::sync::watch;
+use uuid::Uuid;
+
+use crate::clock::now_ms;
+use crate::journal::Journal;
+use crate::record::{Record, State};
+
+/// The first pause after a failure; it doubles with each further one.
+const FIRST_PAUSE: Duration = Duration::from_millis(500);
+/// The longest pause after a failure.
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// Durable records that are remembered, so that whoever waits for one hears of it.
+const REMEMBERED: usize = 1000;
+
+/// All submissions. Every change is in the journal before anybody hears of it.
+pub(crate) struct Queue {
+    inner: Mutex<Inner>,
+    journal: Journal,
+    work: Condvar,
+    changed: watch::Sender<u64>,
+}
+
+#[derive(Default)]
+struct Inner {
+    records: BTreeMap<u64, Record>,
+    by_id: HashMap<Uuid, u64>,
+    /// When a record that failed is tried again, and how often it failed.
+    pauses: HashMap<u64, (Instant, u32)>,
+    mode: Mode,
+    stopped: bool,
+}
+
+/// What is wanted of the queue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Mode {
+    /// The oldest checkpoint first.
+    #[default]
+    Steady,
+    /// The machine may vanish: the newest checkpoint first.
+    Urgent,
+    /// As `Urgent`, and nothing new is accepted.
+    Draining,
+}
+
+/// What a thread is to do.
+#[derive(Debug)]
+pub(crate) enum Work {
+    /// This record.
+    Record(Box<Record>),
+    /// Nothing now.
+    Idle,
+    /// Nothing any more: the service ends.
+    Stop,
+}
+
+/// What was submitted.
+#[derive(Debug, Clone)]
+pub(crate) struct Submission {
+    /// Its id, of the submitter's choice.
+    pub id: Uuid,
+    /// The training step.
+    pub step: u64,
+    /// Numbers that retention can choose by.
+    pub metrics: BTreeMap<String, f64>,
+    /// Words for people and tools.
+    pub tags: BTreeMap<String, String>,
+    /// Who submits it.
+    pub uid: u32,
+    /// The file that it came from, in watch mode.
+    pub origin: Option<crate::record::Origin>,
+}
+
+impl Queue {
+    /// A queue of what the journal holds.
+    #[must_use]
+    pub(crate) fn new(journal: Journal, records: Vec<Record>) -> Self {
+        let mut inner = Inner::default();
+        for mut record in records {
+            // These are of a process that was killed: the work is begun again.
+            record.state = match record.state {
+                State::Compressed => State::Staged,
+                State::Uploading => State::Verified,
+                state => state,
+            };
+            inner.by_id.insert(record.id, record.seq);
+            inner.records.insert(record.seq, record);
+        }
+        let (changed, _) = watch::channel(0);
+        Self { inner: Mutex::new(inner), journal, work: Condvar::new(), changed }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn tell(&self) {
+        self.work.notify_all();
+        self.changed.send_modify(|n| *n += 1);
+    }
+
+    /// Hears of every change.
+    #[must_use]
+    pub(crate) fn watch(&self) -> watch::Receiver<u64> {
+        self.changed.subscribe()
+    }
+
+    /// A record by its submission.
+    #[must_use]
+    pub(crate) fn get(&self, id: Uuid) -> Option<Record> {
+        let inner = self.lock();
+        inner.by_id.get(&id).and_then(|seq| inner.records.get(seq)).cloned()
+    }
+
+    /// All records, the oldest first.
+    #[must_use]
+    pub(crate) fn list(&self) -> Vec<Record> {
+        self.lock().records.values().cloned().collect()
+    }
+
+    /// What is wanted now.
+    #[must_use]
+    pub(crate) fn mode(&self) -> Mode {
+        self.lock().mode
+    }
+
+    /// Wants something else. What is draining stays so.
+    pub(crate) fn set_mode(&self, mode: Mode) {
+        let mut inner = self.lock();
+        if inner.mode != Mode::Draining {
+            inner.mode = mode;
+            // What failed is tried at once: there may be no later.
+            if mode != Mode::Steady {
+                inner.pauses.clear();
+            }
+        }
+        drop(inner);
+        self.tell();
+    }
+
+    /// Ends the threads.
+    pub(crate) fn stop(&self) {
+        self.lock().stopped = true;
+        self.tell();
+    }
+
+    /// Whether the service ends.
+    #[must_use]
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.lock().stopped
+    }
+
+    /// Accepts a checkpoint whose file is staged. It is in the journal when this returns.
+    ///
+    /// # Errors
+    /// The system's, when the journal cannot be written. Then nothing was accepted.
+    pub(crate) fn accept(&self, submission: Submission, staged_bytes: u64) -> io::Result<Record> {
+        let mut inner = self.lock();
+        let seq = inner.records.last_key_value().map_or(1, |(last, _)| last + 1);
+        let Submission { id, step, metrics, tags, uid, origin } = submission;
+        let record = Record {
+            v: 1,
+            id,
+            seq,
+            step,
+            state: State::Staged,
+            staged_bytes,
+            raw_bytes: 0,
+            stored_bytes: 0,
+            metrics,
+            tags,
+            uid,
+            submitted_ms: now_ms(),
+            durable_ms: None,
+            origin,
+            local: None,
+            local_parent: None,
+            attempts: vec![],
+            remote: None,
+            error: None,
+        };
+        if let Err(e) = self.journal.put(&record) {
+            // It may be there though it could not be synced, and nobody was told that it was accepted.
+            let _ = self.journal.remove(id);
+            return Err(e);
+        }
+        inner.by_id.insert(id, seq);
+        inner.records.insert(seq, record.clone());
+        drop(inner);
+        self.tell();
+        Ok(record)
+    }
+
+    /// Changes a record, first in the journal.
+    ///
+    /// # Errors
+    /// The system's; the record is as it was then. [`io::ErrorKind::NotFound`] if there is none.
+    pub(crate) fn update(&self, id: Uuid, change: impl FnOnce(&mut Record)) -> io::Result<Record> {
+        let mut inner = self.lock();
+        let seq = *inner.by_id.get(&id).ok_or(io::ErrorKind::NotFound)?;
+        let record = inner.records.get_mut(&seq).ok_or(io::ErrorKind::NotFound)?;
+        let mut new = record.clone();
+        change(&mut new);
+        if new != *record {
+            self.journal.put(&new)?;
+            *record = new.clone();
+        }
+        if new.error.is_none() {
+            inner.pauses.remove(&seq);
+        }
+        drop(inner);
+        self.tell();
+        Ok(new)
+    }
+
+    /// Shows how far a record is, in memory alone: it may be repeated after a crash.
+    pub(crate) fn show(&self, id: Uuid, state: State) {
+        let mut inner = self.lock();
+        let seq = inner.by_id.get(&id).copied();
+        let Some(record) = seq.and_then(|seq| inner.records.get_mut(&seq)) else { return };
+        if record.state != state {
+            record.state = state;
+            drop(inner);
+            self.tell();
+        }
+    }
+
+    /// Notes a failure that may go away: the record waits, longer each time.
+    pub(crate) fn pause(&self, id: Uuid, state: State, why: &str) {
+        let mut inner = self.lock();
+        let Some(seq) = inner.by_id.get(&id).copied() else { return };
+        let tries = inner.pauses.get(&seq).map_or(0, |(_, tries)| *tries);
+        let pause = FIRST_PAUSE.saturating_mul(1 << tries.min(16)).min(LONGEST_PAUSE);
+        inner.pauses.insert(seq, (Instant::now() + pause, tries + 1));
+        if let Some(record) = inner.records.get_mut(&seq) {
+            record.state = state;
+            record.error = Some(why.to_owned());
+        }
+        drop(inner);
+        self.tell();
+    }
+
+    /// The next staged checkpoint; waits for one, but not for long.
+    #[must_use]
+    pub(crate) fn next_staged(&self) -> Work {
+        self.next(|inner| {
+            let ready = |r: &&Record| r.state == State::Staged && inner.is_due(r.seq);
+            let mut found = inner.records.values().filter(ready);
+            match inner.mode {
+                Mode::Steady => found.next(),
+                Mode::Urgent | Mode::Draining => found.next_back(),
+            }
+        })
+    }
+
+    /// The next checkpoint to be uploaded; waits for one, but not for long. One that is a delta comes after
+    /// what it needs.
+    #[must_use]
+    pub(crate) fn next_verified(&self) -> Work {
+        self.next(Inner::pick_verified)
+    }
+
+    /// Whether another checkpoint than this one should be uploaded now.
+    #[must_use]
+    pub(crate) fn should_yield(&self, seq: u64) -> bool {
+        let inner = self.lock();
+        inner.mode != Mode::Steady && inner.pick_verified().is_some_and(|next| next.seq != seq)
+    }
+
+    /// Waits for what `pick` finds.
+    fn next(&self, pick: impl Fn(&Inner) -> Option<&Record>) -> Work {
+        let end = Instant::now() + IDLE;
+        let mut inner = self.lock();
+        loop {
+            if inner.stopped {
+                return Work::Stop;
+            }
+            if let Some(record) = pick(&inner) {
+                return Work::Record(Box::new(record.clone()));
+            }
+            let now = Instant::now();
+            if now >= end {
+                return Work::Idle;
+            }
+            let next = inner.pauses.values().map(|(at, _)| *at).filter(|at| *at > now).min();
+            let wait = next.map_or(end, |at| at.min(end)) - now;
+            let woken = self.work.wait_timeout(inner, wait);
+            inner = woken.unwrap_or_else(|e| e.into_inner()).0;
+        }
+    }
+
+    /// Forgets a record that has failed; whether there was one.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(crate) fn forget_failed(&self, id: Uuid) -> io::Result<bool> {
+        let mut inner = self.lock();
+        let seq = inner.by_id.get(&id).copied();
+        let found = seq.filter(|seq| inner.records[seq].state == State::Failed);
+        let Some(seq) = found else { return Ok(false) };
+        self.journal.remove(id)?;
+        inner.records.remove(&seq);
+        inner.by_id.remove(&id);
+        inner.pauses.remove(&seq);
+        drop(inner);
+        self.tell();
+        Ok(true)
+    }
+
+    /// Forgets durable records that nobody needs, but for the newest. `needs` says of which the local
+    /// store still has the checkpoint, or the watched folder the file.
+    pub(crate) fn forget(&self, needs: impl Fn(&Record) -> bool) {
+        let mut inner = self.lock();
+        let finals: Vec<_> = inner.records.values().filter(|r| r.state == State::Durable).collect();
+        let most = finals.len().saturating_sub(REMEMBERED);
+        // The newest keeps the numbers growing.
+        let gone: Vec<_> =
+            finals[..most].iter().filter(|r| !needs(r)).map(|r| (r.seq, r.id)).collect();
+        for (seq, id) in gone {
+            if self.journal.remove(id).is_ok() {
+                inner.records.remove(&seq);
+                inner.by_id.remove(&id);
+                inner.pauses.remove(&seq);
+            }
+        }
+    }
+}
+
+/// How long a thread with nothing to do sleeps.
+const IDLE: Duration = Duration::from_secs(5);
+
+impl Inner {
+    fn is_due(&self, seq: u64) -> bool {
+        self.pauses.get(&seq).is_none_or(|(at, _)| *at <= Instant::now())
+    }
+
+    fn pick_verified(&self) -> Option<&Record> {
+        let waiting = |r: &&Record| matches!(r.state, State::Verified | State::Uploading);
+        let of: HashMap<CheckpointId, &Record> =
+            self.records.values().filter(waiting).filter_map(|r| Some((r.local?, r))).collect();
+        // The first of its chain that is not durable.
+        let lowest = |record: &Record| -> Option<u64> {
+            let (mut lowest, mut seen) = (record, BTreeSet::new());
+            while let Some(next) = lowest.local_parent.filter(|next| seen.insert(*next)) {
+                let Some(record) = of.get(&next) else { break };
+                lowest = record;
+            }
+            Some(lowest.seq)
+        };
+        let mut all: Vec<&Record> = self.records.values().filter(waiting).collect();
+        if self.mode != Mode::Steady {
+            all.reverse();
+        }
+        let found = all.into_iter().filter_map(lowest).find(|seq| self.is_due(*seq));
+        found.and_then(|seq| self.records.get(&seq))
+    }
+}
+
+/// Shared by all parts of the service.
+pub(crate) type SharedQueue = Arc<Queue>;

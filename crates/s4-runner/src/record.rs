@@ -1,0 +1,133 @@
+//! What is known of one checkpoint on its way.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use s4weights::store::CheckpointId;
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+/// How far a checkpoint is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum State {
+    /// It lies on the local drive, synced, and is in the journal: it was accepted.
+    Staged,
+    /// Every value is encoded.
+    Compressed,
+    /// What was encoded was decoded again and compared; it is in the local store.
+    Verified,
+    /// Its objects are on their way to the store.
+    Uploading,
+    /// The store lists it.
+    Durable,
+    /// It is damaged: it will not become durable.
+    Failed,
+}
+
+impl State {
+    /// All, in their order.
+    pub(crate) const ALL: [Self; 6] = [
+        Self::Staged,
+        Self::Compressed,
+        Self::Verified,
+        Self::Uploading,
+        Self::Durable,
+        Self::Failed,
+    ];
+
+    /// Its name in messages and metrics.
+    #[must_use]
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Staged => "staged",
+            Self::Compressed => "compressed",
+            Self::Verified => "verified",
+            Self::Uploading => "uploading",
+            Self::Durable => "durable",
+            Self::Failed => "failed",
+        }
+    }
+
+    /// Whether nothing more will happen.
+    #[must_use]
+    pub(crate) fn is_final(self) -> bool {
+        matches!(self, Self::Durable | Self::Failed)
+    }
+
+    /// Whether one that is in this state has been in `wanted`, or never will be.
+    #[must_use]
+    pub(crate) fn reaches(self, wanted: Self) -> bool {
+        self >= wanted || self.is_final()
+    }
+}
+
+/// The file in the watched folder that a checkpoint came from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Origin {
+    /// The file.
+    pub path: PathBuf,
+    /// Its bytes.
+    pub len: u64,
+    /// When it last changed, in nanoseconds since 1970.
+    pub mtime_ns: i64,
+    /// Its number in the file system.
+    pub inode: u64,
+}
+
+/// One submitted checkpoint, as the journal keeps it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Record {
+    /// Version of the record: 1.
+    pub v: u32,
+    /// The submission.
+    pub id: Uuid,
+    /// Order of acceptance.
+    pub seq: u64,
+    /// The training step.
+    pub step: u64,
+    /// How far it is.
+    pub state: State,
+    /// Bytes of the staged file.
+    pub staged_bytes: u64,
+    /// Bytes of the tensors.
+    pub raw_bytes: u64,
+    /// Bytes as it is stored.
+    pub stored_bytes: u64,
+    /// Numbers that retention can choose by.
+    pub metrics: BTreeMap<String, f64>,
+    /// Words for people and tools.
+    pub tags: BTreeMap<String, String>,
+    /// Who submitted it.
+    pub uid: u32,
+    /// When, in milliseconds since 1970.
+    pub submitted_ms: i64,
+    /// When it became durable.
+    pub durable_ms: Option<i64>,
+    /// The file that it came from, in watch mode.
+    pub origin: Option<Origin>,
+    /// Its checkpoint in the local store.
+    pub local: Option<CheckpointId>,
+    /// What that is a delta of.
+    pub local_parent: Option<CheckpointId>,
+    /// Ids under which it may have been listed by a process that was killed.
+    pub attempts: Vec<CheckpointId>,
+    /// Its checkpoint in the store.
+    pub remote: Option<CheckpointId>,
+    /// What went wrong last.
+    pub error: Option<String>,
+}
+
+impl Record {
+    /// Bytes of the local drive that it needs until it is durable.
+    #[must_use]
+    pub(crate) fn held_bytes(&self) -> u64 {
+        match self.state {
+            State::Staged | State::Compressed => self.staged_bytes,
+            State::Verified | State::Uploading => self.stored_bytes,
+            State::Durable | State::Failed => 0,
+        }
+    }
+}

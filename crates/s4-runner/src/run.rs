@@ -1,0 +1,260 @@
+//! The service from its start to its end.
+
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use s4weights::Interrupt;
+use tokio::net::{TcpListener, UnixListener};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::time::Instant;
+use uuid::Uuid;
+
+use crate::config::Config;
+use crate::entitlement;
+use crate::error::{Error, Result};
+use crate::health::{Health, Thread};
+use crate::imds::Imds;
+use crate::interruption::{notice, watch_spot};
+use crate::journal::Journal;
+use crate::metrics::Metrics;
+use crate::queue::{Mode, Queue};
+use crate::record::State;
+use crate::service::Service;
+use crate::staging::Staging;
+use crate::stores::Stores;
+use crate::watch::{Convert, Watcher};
+use crate::worker::{CrashPoints, Worker};
+use crate::{http, notify, socket};
+
+/// How long threads may take to end once they were told to.
+const END: Duration = Duration::from_secs(5);
+
+/// What the program gives to the service, and tests replace.
+#[derive(Clone)]
+pub struct Hooks {
+    /// Called at each named place.
+    pub reached: CrashPoints,
+    /// Names the CUDA devices, or says why there is none.
+    pub gpu: Arc<dyn Fn() -> std::result::Result<String, String> + Send + Sync>,
+    /// Converts files of the watched folder.
+    pub convert: Convert,
+}
+
+impl Default for Hooks {
+    fn default() -> Self {
+        Self {
+            reached: Arc::new(|_| {}),
+            gpu: Arc::new(devices),
+            convert: Arc::new(|_, _| Err("such files are not converted here".into())),
+        }
+    }
+}
+
+fn devices() -> std::result::Result<String, String> {
+    let cuda = s4weights::cuda::Cuda::discover().map_err(|e| e.to_string())?;
+    let names: Vec<_> = cuda.devices().iter().map(|d| d.name.clone()).collect();
+    if names.is_empty() { Err("no CUDA device".to_owned()) } else { Ok(names.join(", ")) }
+}
+
+/// Runs the service until a signal ends it and what was accepted is durable, or time is over: then the
+/// journal keeps the rest for the next start. In this order: configuration, entitlement, GPU, journal, sockets,
+/// `READY=1`.
+///
+/// # Errors
+/// [`Error`]; nothing listens then.
+pub fn run(config: Config, hooks: Hooks) -> Result<()> {
+    config.check()?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(|e| Error::Internal(format!("no runtime: {e}")))?;
+    let outcome = runtime.block_on(main(config, hooks));
+    // A thread that waits for a drive or a server is not waited for.
+    runtime.shutdown_background();
+    outcome
+}
+
+async fn main(config: Config, hooks: Hooks) -> Result<()> {
+    let no_client = |e: crate::imds::NoAnswer| Error::Internal(e.to_string());
+    let imds = Imds::new(&config.imds).map_err(no_client)?;
+    entitlement::decide(&config.entitlement, &imds).await?;
+    let engine = engine(&config, &hooks)?;
+    let (service, worker) = recover(config, &hooks, engine)?;
+    service.health.set_entitled();
+    let config = &service.config;
+    let unix = socket::bind(&config.socket)?;
+    let tcp = listen(&config.http).await?;
+    tracing::info!(http = config.http, socket = %config.socket.display(), "listening");
+    let threads = start(&service, &worker, &hooks)?;
+    let background = background(&service, imds, unix, tcp);
+    notify::ready();
+    let why = signals(&service).await;
+    notify::stopping(&why);
+    let open = drain(&service).await;
+    worker.interrupt.stop();
+    service.queue.stop();
+    background.into_iter().for_each(|task| task.abort());
+    join(threads).await;
+    // The next start replaces it anyway.
+    let _ = std::fs::remove_file(&service.config.socket);
+    match open {
+        0 => tracing::info!("all that was accepted is durable"),
+        n => {
+            tracing::warn!("{n} checkpoints are not durable yet: the next start goes on with them")
+        }
+    }
+    Ok(())
+}
+
+/// What encodes, and why.
+fn engine(config: &Config, hooks: &Hooks) -> Result<String> {
+    match (hooks.gpu)() {
+        Ok(names) => Ok(format!(
+            "cpu: files are encoded on the processor; trainers encode on {names}, to the same bytes"
+        )),
+        Err(why) if config.require_gpu => Err(Error::NoGpu(why)),
+        Err(why) => Ok(format!("cpu: {why}")),
+    }
+}
+
+/// Reads the journal, and puts right what a process that was killed left.
+fn recover(config: Config, hooks: &Hooks, engine: String) -> Result<(Arc<Service>, Worker)> {
+    let (journal, mut records, damaged) = Journal::open(&config.state_dir)?;
+    for bad in &damaged {
+        tracing::error!(record = bad.name, why = bad.why, "a record of the journal cannot be read");
+    }
+    let staging = Staging::open(&config.staging())?;
+    let find = |id: Uuid| records.iter().find(|r| r.id == id);
+    // A record that cannot be read may be of any of the files: then all of them stay.
+    let is_known = |id| find(id).is_some() || !damaged.is_empty();
+    let is_needed = |id| find(id).is_none_or(|r| r.state <= State::Compressed);
+    staging.recover(is_known, is_needed)?;
+    for record in records.iter_mut().filter(|r| r.state <= State::Compressed) {
+        // It was given back when the journal failed, and the trainer was not told.
+        let is_there = staging.has(record.id) || staging.take(record.id, record.uid).is_ok();
+        if !is_there {
+            let why = "its file is gone from the staging folder: was the drive replaced?";
+            tracing::error!(id = %record.id, step = record.step, why);
+            record.state = State::Failed;
+            record.error = Some(why.to_owned());
+        }
+    }
+    let queue = Arc::new(Queue::new(journal, records));
+    let stores = Arc::new(Stores::new(config.clone(), staging.clone()));
+    let health = Arc::new(Health::default());
+    let metrics = Arc::new(Metrics::default());
+    let worker = Worker {
+        queue: Arc::clone(&queue),
+        staging: staging.clone(),
+        stores: Arc::clone(&stores),
+        health: Arc::clone(&health),
+        metrics: Arc::clone(&metrics),
+        interrupt: Interrupt::default(),
+        reached: Arc::clone(&hooks.reached),
+        threads: config.threads,
+    };
+    let damaged_records = damaged.len();
+    let accepting = Mutex::default();
+    let service = Service {
+        config,
+        queue,
+        staging,
+        stores,
+        health,
+        metrics,
+        engine,
+        damaged_records,
+        accepting,
+        reached: Arc::clone(&hooks.reached),
+    };
+    Ok((Arc::new(service), worker))
+}
+
+async fn listen(address: &str) -> Result<TcpListener> {
+    let at = |source| Error::Io { action: "listen at", path: address.to_owned(), source };
+    TcpListener::bind(address).await.map_err(at)
+}
+
+/// Starts the threads that work.
+fn start(service: &Arc<Service>, worker: &Worker, hooks: &Hooks) -> Result<Vec<JoinHandle<()>>> {
+    let spawn = |name: &str, work: Box<dyn FnOnce() + Send>| {
+        let started = std::thread::Builder::new().name(format!("s4w-{name}")).spawn(work);
+        started.map_err(|e| Error::Internal(format!("no thread: {e}")))
+    };
+    let (compress, upload) = (worker.clone(), worker.clone());
+    worker.health.beat(Thread::Compress);
+    worker.health.beat(Thread::Upload);
+    let mut threads = vec![
+        spawn("compress", Box::new(move || compress.compress_all()))?,
+        spawn("upload", Box::new(move || upload.upload_all()))?,
+    ];
+    if let Some(watch) = &service.config.watch {
+        let convert = Arc::clone(&hooks.convert);
+        let watcher = Watcher::new(watch.clone(), Arc::clone(service), convert);
+        threads.push(spawn("watch", Box::new(move || watcher.run()))?);
+    }
+    Ok(threads)
+}
+
+/// Starts what answers and what listens.
+fn background(
+    service: &Arc<Service>,
+    imds: Imds,
+    unix: UnixListener,
+    tcp: TcpListener,
+) -> Vec<tokio::task::JoinHandle<()>> {
+    let shared = || Arc::clone(service);
+    let mut tasks = vec![
+        tokio::spawn(socket::serve(unix, socket::router(shared()))),
+        tokio::spawn(http::serve(tcp, http::router(shared()))),
+        tokio::spawn(notify::watchdog(Arc::clone(&service.health))),
+    ];
+    if service.config.spot {
+        let (health, queue) = (Arc::clone(&service.health), Arc::clone(&service.queue));
+        tasks.push(tokio::spawn(watch_spot(imds, health, queue)));
+    }
+    tasks
+}
+
+/// Waits for a signal that ends the service; says which one. `USR1`, which batch systems send ahead of the
+/// end, lets the newest checkpoint go first.
+async fn signals(service: &Service) -> String {
+    let kinds = [SignalKind::terminate(), SignalKind::interrupt(), SignalKind::user_defined1()];
+    let [Ok(mut term), Ok(mut int), Ok(mut usr1)] = kinds.map(signal) else {
+        return "signals cannot be waited for".to_owned();
+    };
+    let mut changed = service.queue.watch();
+    loop {
+        tokio::select! {
+            _ = term.recv() => return "SIGTERM".to_owned(),
+            _ = int.recv() => return "SIGINT".to_owned(),
+            _ = usr1.recv() => notice(&service.health, &service.queue, "usr1", "SIGUSR1"),
+            _ = changed.changed() => {
+                if service.queue.mode() == Mode::Draining {
+                    return "drain".to_owned();
+                }
+            }
+        }
+    }
+}
+
+/// Accepts nothing more, and waits until all is durable or time is over. Gives how many are not.
+async fn drain(service: &Service) -> usize {
+    let began = Instant::now();
+    service.queue.set_mode(Mode::Draining);
+    let open = service.flush(service.config.drain()).await;
+    tracing::info!(open, seconds = began.elapsed().as_secs_f64(), "drained");
+    open
+}
+
+/// Waits for the threads, but not for ever.
+async fn join(threads: Vec<JoinHandle<()>>) {
+    let end = Instant::now() + END;
+    while Instant::now() < end && !threads.iter().all(JoinHandle::is_finished) {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    for thread in threads.into_iter().filter(JoinHandle::is_finished) {
+        if thread.join().is_err() {
+            tracing::error!("a thread panicked");
+        }
+    }
+}

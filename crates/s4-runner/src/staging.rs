@@ -1,0 +1,303 @@
+//! The local drive: where trainers write, what was accepted, and how much room there is.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use uuid::Uuid;
+
+use crate::error::{Error, Result};
+use crate::journal::{make_folder, sync_folder};
+
+/// How long files that nobody submitted or fetched stay.
+const FORGOTTEN: Duration = Duration::from_secs(24 * 3600);
+
+/// What opening a link gives where none is followed.
+const LINK: i32 = rustix::io::Errno::LOOP.raw_os_error();
+
+/// The folders below the staging folder.
+#[derive(Debug, Clone)]
+pub(crate) struct Staging {
+    root: PathBuf,
+}
+
+/// Why a file was not taken.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum NotTaken {
+    /// It is not there.
+    #[error("{0} is not in the folder for incoming checkpoints")]
+    Missing(String),
+    /// It is something that must not be taken.
+    #[error("{name}: {why}")]
+    Refused {
+        /// The file's name.
+        name: String,
+        /// What is wrong with it.
+        why: &'static str,
+    },
+    /// The system refused.
+    #[error("{0}")]
+    Io(#[from] io::Error),
+}
+
+impl Staging {
+    /// Makes the folders. Trainers of the group write to `incoming`, and each may remove only what is its
+    /// own; all of the group read `restored`.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub(crate) fn open(root: &Path) -> Result<Self> {
+        make_folder(root, 0o750)?;
+        let staging = Self { root: root.to_path_buf() };
+        for (folder, mode) in
+            [(staging.incoming(), 0o3770), (staging.queue(), 0o700), (staging.restored(), 0o2770)]
+        {
+            make_folder(&folder, mode & 0o777)?;
+            set_mode(&folder, mode).map_err(|e| Error::io("set the mode of", &folder, e))?;
+        }
+        sync_folder(root).map_err(|e| Error::io("sync", root, e))?;
+        Ok(staging)
+    }
+
+    /// Where trainers write.
+    #[must_use]
+    pub(crate) fn incoming(&self) -> PathBuf {
+        self.root.join("incoming")
+    }
+
+    /// What was accepted, and is not compressed yet.
+    fn queue(&self) -> PathBuf {
+        self.root.join("queue")
+    }
+
+    /// What was restored, until it is fetched.
+    #[must_use]
+    pub(crate) fn restored(&self) -> PathBuf {
+        self.root.join("restored")
+    }
+
+    /// The local store.
+    #[must_use]
+    pub(crate) fn local(&self) -> PathBuf {
+        self.root.join("local")
+    }
+
+    /// The staged file of a submission.
+    #[must_use]
+    pub(crate) fn staged(&self, id: Uuid) -> PathBuf {
+        self.queue().join(format!("{id}.s4w"))
+    }
+
+    /// The file that a trainer writes for a submission.
+    #[must_use]
+    pub(crate) fn offered(&self, id: Uuid) -> PathBuf {
+        self.incoming().join(format!("{id}.s4w"))
+    }
+
+    /// What a trainer offers: its size, after checking that it is a file of this user's alone.
+    ///
+    /// # Errors
+    /// [`NotTaken`].
+    pub(crate) fn look(&self, id: Uuid, uid: u32) -> std::result::Result<u64, NotTaken> {
+        Ok(self.open_offered(id, uid)?.metadata()?.len())
+    }
+
+    fn open_offered(&self, id: Uuid, uid: u32) -> std::result::Result<File, NotTaken> {
+        let name = format!("{id}.s4w");
+        let refused = |why| NotTaken::Refused { name: name.clone(), why };
+        // Neither a link is followed nor is a pipe waited for.
+        let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
+        let flags = i32::try_from(flags.bits()).map_err(io::Error::other)?;
+        let file = OpenOptions::new().read(true).custom_flags(flags).open(self.offered(id));
+        let file = file.map_err(|e| match e.kind() {
+            io::ErrorKind::NotFound => NotTaken::Missing(name.clone()),
+            _ if e.raw_os_error() == Some(LINK) => refused("it is a link"),
+            io::ErrorKind::PermissionDenied => {
+                refused("it cannot be read by the service: mode 0640 is needed")
+            }
+            _ => NotTaken::Io(e),
+        })?;
+        let about = file.metadata()?;
+        match about {
+            _ if !about.is_file() => Err(refused("it is no file")),
+            _ if about.nlink() != 1 => Err(refused("it has several names")),
+            _ if about.uid() != uid => Err(refused("it belongs to another user")),
+            _ => Ok(file),
+        }
+    }
+
+    /// Takes a file that a trainer offers: it is on the drive under its new name when this returns.
+    ///
+    /// # Errors
+    /// [`NotTaken`].
+    pub(crate) fn take(&self, id: Uuid, uid: u32) -> std::result::Result<u64, NotTaken> {
+        let file = self.open_offered(id, uid)?;
+        file.sync_all()?;
+        let (from, to) = (self.offered(id), self.staged(id));
+        fs::rename(&from, &to)?;
+        // The name was free to be given to another file until now; nobody else writes to this folder.
+        let (opened, taken) = (file.metadata()?, fs::symlink_metadata(&to)?);
+        if (opened.ino(), opened.dev()) != (taken.ino(), taken.dev()) {
+            fs::rename(&to, &from)?;
+            let why = "it was replaced while it was taken";
+            return Err(NotTaken::Refused { name: format!("{id}.s4w"), why });
+        }
+        sync_folder(&self.queue())?;
+        sync_folder(&self.incoming())?;
+        Ok(opened.len())
+    }
+
+    /// Gives a file back that could not be accepted.
+    pub(crate) fn give_back(&self, id: Uuid) {
+        if let Err(e) = fs::rename(self.staged(id), self.offered(id)) {
+            tracing::warn!(%id, error = %e, "a file that was not accepted stays in the queue");
+        }
+    }
+
+    /// Removes a staged file.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(crate) fn remove(&self, id: Uuid) -> io::Result<()> {
+        match fs::remove_file(self.staged(id)) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether the staged file of a submission is there.
+    #[must_use]
+    pub(crate) fn has(&self, id: Uuid) -> bool {
+        self.staged(id).is_file()
+    }
+
+    /// After a crash: gives back the files that were taken but never accepted, and removes those whose
+    /// record needs them no more.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub(crate) fn recover(
+        &self,
+        is_known: impl Fn(Uuid) -> bool,
+        is_needed: impl Fn(Uuid) -> bool,
+    ) -> Result<()> {
+        let queue = self.queue();
+        let io = |e| Error::io("read", &queue, e);
+        for entry in fs::read_dir(&queue).map_err(io)? {
+            let path = entry.map_err(io)?.path();
+            let id = path.file_stem().and_then(|s| Uuid::parse_str(&s.to_string_lossy()).ok());
+            match id {
+                Some(id) if !is_known(id) => self.give_back(id),
+                Some(id) if !is_needed(id) => {
+                    self.remove(id).map_err(|e| Error::io("remove", &path, e))?;
+                }
+                _ => {}
+            }
+        }
+        sync_folder(&queue).map_err(|e| Error::io("sync", &queue, e))
+    }
+
+    /// Removes what nobody submitted or fetched for a day.
+    pub(crate) fn tidy(&self) {
+        let now = SystemTime::now();
+        let old = |path: &Path| {
+            let changed = fs::symlink_metadata(path).and_then(|m| m.modified());
+            changed.is_ok_and(|t| now.duration_since(t).is_ok_and(|age| age > FORGOTTEN))
+        };
+        for folder in [self.incoming(), self.restored()] {
+            let entries = fs::read_dir(&folder).into_iter().flatten().filter_map(|e| e.ok());
+            for path in entries.map(|e| e.path()).filter(|p| old(p)) {
+                if let Err(e) = fs::remove_file(&path) {
+                    tracing::debug!(path = %path.display(), error = %e, "stays");
+                }
+            }
+        }
+    }
+
+    /// Bytes that are free on the drive.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(crate) fn free(&self) -> io::Result<u64> {
+        let about = rustix::fs::statvfs(&self.root)?;
+        Ok(about.f_bavail.saturating_mul(about.f_frsize))
+    }
+}
+
+/// Sets the mode of a folder, past the umask. A sandbox may forbid setgid bits: then the administrator sets
+/// them, or trainers of other users cannot hand files over.
+fn set_mode(folder: &Path, mode: u32) -> io::Result<()> {
+    if fs::metadata(folder)?.permissions().mode() & 0o7777 == mode {
+        return Ok(());
+    }
+    match fs::set_permissions(folder, fs::Permissions::from_mode(mode)) {
+        Err(e) if e.kind() == io::ErrorKind::PermissionDenied && mode & 0o2000 != 0 => {
+            tracing::warn!(folder = %folder.display(), "has no setgid bit: for trainers of this user alone");
+            fs::set_permissions(folder, fs::Permissions::from_mode(mode & !0o2000))
+        }
+        other => other,
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    fn staging() -> (tempfile::TempDir, Staging, u32) {
+        let dir = tempfile::tempdir().unwrap();
+        let staging = Staging::open(dir.path()).unwrap();
+        (dir, staging, rustix::process::getuid().as_raw())
+    }
+
+    #[test]
+    fn a_file_is_taken_once() {
+        let (_dir, staging, uid) = staging();
+        let id = Uuid::new_v4();
+        fs::write(staging.offered(id), "abc").unwrap();
+        assert_eq!((staging.look(id, uid).unwrap(), staging.take(id, uid).unwrap()), (3, 3));
+        assert!(staging.has(id));
+        assert!(matches!(staging.take(id, uid), Err(NotTaken::Missing(_))));
+    }
+
+    #[test]
+    fn nothing_but_a_file_of_the_submitters_own_is_taken() {
+        let (dir, staging, uid) = staging();
+        let secret = dir.path().join("secret");
+        fs::write(&secret, "secret").unwrap();
+        let why = |id| staging.take(id, uid).unwrap_err().to_string();
+        let [link, hard, folder, pipe, other] = [(); 5].map(|()| Uuid::new_v4());
+        std::os::unix::fs::symlink(&secret, staging.offered(link)).unwrap();
+        fs::hard_link(&secret, staging.offered(hard)).unwrap();
+        fs::create_dir(staging.offered(folder)).unwrap();
+        let made = std::process::Command::new("mkfifo").arg(staging.offered(pipe)).status();
+        assert!(made.unwrap().success());
+        fs::write(staging.offered(other), "abc").unwrap();
+        assert!(why(link).contains("link"), "{}", why(link));
+        assert!(why(hard).contains("several names"), "{}", why(hard));
+        assert!(why(folder).contains("no file"), "{}", why(folder));
+        assert!(why(pipe).contains("no file"), "{}", why(pipe));
+        let refused = staging.take(other, uid + 1).unwrap_err().to_string();
+        assert!(refused.contains("another user"), "{refused}");
+        for id in [link, hard, folder, pipe, other] {
+            assert!(!staging.has(id));
+        }
+        assert_eq!(fs::read_to_string(&secret).unwrap(), "secret");
+    }
+
+    #[test]
+    fn what_a_crash_left_is_given_back_or_removed() {
+        let (_dir, staging, uid) = staging();
+        let [unknown, needed, done] = [(); 3].map(|()| Uuid::new_v4());
+        for id in [unknown, needed, done] {
+            fs::write(staging.offered(id), "abc").unwrap();
+            staging.take(id, uid).unwrap();
+        }
+        staging.recover(|id| id != unknown, |id| id == needed).unwrap();
+        assert!(staging.has(needed) && !staging.has(done) && !staging.has(unknown));
+        // Its trainer submits it again.
+        assert_eq!(staging.take(unknown, uid).unwrap(), 3);
+    }
+}

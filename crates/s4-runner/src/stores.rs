@@ -1,0 +1,149 @@
+//! The two stores: the local one, which is a cache of the newest and holds what is not uploaded yet, and
+//! the one that checkpoints become durable in.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use s4weights::store::{
+    Checkpoint, CheckpointId, CheckpointStore, Retention, Retry, StoreOptions, SweepOptions,
+};
+
+use crate::config::Config;
+use crate::record::{Record, State};
+use crate::staging::Staging;
+
+/// The tag that a submission's checkpoint has in both stores.
+pub(crate) const SUBMISSION: &str = "s4w.submission";
+
+/// How long a request to the store is repeated before the record says what is wrong. It is tried again
+/// after that, for ever.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Opens the stores when they are first needed, and again after a failure.
+pub(crate) struct Stores {
+    config: Config,
+    staging: Staging,
+    local: Mutex<Option<Arc<CheckpointStore>>>,
+    remote: Mutex<Option<Arc<CheckpointStore>>>,
+}
+
+impl Stores {
+    /// Opens nothing yet.
+    #[must_use]
+    pub(crate) fn new(config: Config, staging: Staging) -> Self {
+        Self { config, staging, local: Mutex::default(), remote: Mutex::default() }
+    }
+
+    /// The local store.
+    ///
+    /// # Errors
+    /// Those of opening or creating it.
+    pub(crate) fn local(&self) -> s4weights::Result<Arc<CheckpointStore>> {
+        let path = self.staging.local();
+        open(&self.local, || {
+            let storage = Default::default();
+            CheckpointStore::open_or_create(&path.to_string_lossy(), &storage, self.options(None))
+        })
+    }
+
+    /// The store that checkpoints become durable in.
+    ///
+    /// # Errors
+    /// Those of opening or creating it.
+    pub(crate) fn remote(&self) -> s4weights::Result<Arc<CheckpointStore>> {
+        open(&self.remote, || {
+            let options = self.options(self.config.bandwidth);
+            CheckpointStore::open_or_create(
+                &self.config.store,
+                &self.config.storage_options,
+                options,
+            )
+        })
+    }
+
+    /// Opens the store again when it is next needed: it may have been replaced.
+    pub(crate) fn reopen(&self) {
+        self.remote.lock().unwrap_or_else(|e| e.into_inner()).take();
+    }
+
+    fn options(&self, bandwidth: Option<u64>) -> StoreOptions {
+        let mut options = StoreOptions {
+            preset: self.config.preset().unwrap_or_default(),
+            threads: self.config.threads,
+            // Parents are read from the local drive: it is as good as memory, which the trainer needs.
+            parent_memory: 0,
+            ..StoreOptions::default()
+        };
+        options.requests.retry = Retry::within(PATIENCE);
+        options.requests.bandwidth = bandwidth;
+        options
+    }
+
+    /// Applies the retention to the store.
+    ///
+    /// # Errors
+    /// Those of the store. The next checkpoint tries again.
+    pub(crate) fn retain(&self) -> s4weights::Result<()> {
+        let Some(last) = self.config.keep_last else { return Ok(()) };
+        let policy = Retention { keep_last: Some(last), ..Retention::default() };
+        self.remote()?.apply_retention(&policy).map(drop)
+    }
+
+    /// Deletes what the local store need not keep: all that is durable but the newest, and what these
+    /// are deltas of. `sweep`: also what a process that was killed left there.
+    ///
+    /// # Errors
+    /// Those of the local store.
+    pub(crate) fn tidy_local(&self, records: &[Record], sweep: bool) -> s4weights::Result<()> {
+        let local = self.local()?;
+        let state = local.state()?;
+        let durable = |id: CheckpointId| {
+            let of = records.iter().find(|r| r.local == Some(id));
+            of.is_none_or(|r| r.state == State::Durable)
+        };
+        let listed = state.list();
+        let cut = listed.len().saturating_sub(self.config.keep_local.max(1));
+        let mut gone: Vec<CheckpointId> = vec![];
+        // The newest first: what is needed by one that stays, stays.
+        for id in listed[..cut].iter().rev().map(|c| c.id()).filter(|id| durable(*id)) {
+            let free = state.descendants(&[id]).iter().all(|d| *d == id || gone.contains(d));
+            if free {
+                gone.push(id);
+            }
+        }
+        if gone.is_empty() && !sweep {
+            return Ok(());
+        }
+        if !gone.is_empty() {
+            local.retire(&gone, "durable elsewhere")?;
+        }
+        // Nothing else writes here now; whoever reads finds the checkpoint in the other store.
+        let sweep = SweepOptions { grace: Duration::ZERO, exclusive: true, dry_run: false };
+        local.sweep(&sweep).map(drop)
+    }
+}
+
+fn open(
+    slot: &Mutex<Option<Arc<CheckpointStore>>>,
+    open: impl FnOnce() -> s4weights::Result<CheckpointStore>,
+) -> s4weights::Result<Arc<CheckpointStore>> {
+    let mut slot = slot.lock().unwrap_or_else(|e| e.into_inner());
+    if let Some(store) = &*slot {
+        return Ok(Arc::clone(store));
+    }
+    Ok(Arc::clone(slot.insert(Arc::new(open()?))))
+}
+
+/// The listed checkpoint of a submission.
+///
+/// # Errors
+/// Those of reading the log.
+pub(crate) fn find(
+    store: &CheckpointStore,
+    id: uuid::Uuid,
+) -> s4weights::Result<Option<Checkpoint>> {
+    let id = id.to_string();
+    let state = store.state()?;
+    let found = state.list().into_iter().rev();
+    Ok(found.into_iter().find(|c| c.about.tags.get(SUBMISSION) == Some(&id)).cloned())
+}

@@ -1,0 +1,363 @@
+//! The two threads that move checkpoints on: one compresses and verifies, one uploads.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::Arc;
+use std::time::Instant;
+
+use s4weights::store::{
+    CheckpointId, ImportOptions, ListingFn, ReplicateOptions, StoreError, is_damage,
+};
+use s4weights::{Cause, Error, Interrupt, Progress, ProgressFn, ReadOptions, Reader, Source};
+
+use crate::clock::now_ms;
+use crate::health::{Health, Thread};
+use crate::metrics::Metrics;
+use crate::queue::{SharedQueue, Work};
+use crate::record::{Record, State};
+use crate::staging::Staging;
+use crate::stores::{SUBMISSION, Stores, find};
+
+/// Named places where a test may stop the world.
+pub type CrashPoints = Arc<dyn Fn(&'static str) + Send + Sync>;
+
+/// What the threads share.
+#[derive(Clone)]
+pub(crate) struct Worker {
+    /// The records.
+    pub queue: SharedQueue,
+    /// The local drive.
+    pub staging: Staging,
+    /// The stores.
+    pub stores: Arc<Stores>,
+    /// Signs of life.
+    pub health: Arc<Health>,
+    /// Figures.
+    pub metrics: Arc<Metrics>,
+    /// Ends what waits.
+    pub interrupt: Interrupt,
+    /// Called at each named place.
+    pub reached: CrashPoints,
+    /// Threads that decode.
+    pub threads: Option<usize>,
+}
+
+impl Worker {
+    /// Compresses until the service ends.
+    pub(crate) fn compress_all(&self) {
+        self.interrupt.watch(|| {
+            self.tidy(true);
+            loop {
+                self.health.beat(Thread::Compress);
+                let record = match self.queue.next_staged() {
+                    Work::Record(record) => record,
+                    Work::Idle => continue,
+                    Work::Stop => return,
+                };
+                if let Err(e) = self.compress(&record) {
+                    self.failed(&record, State::Staged, &e);
+                }
+            }
+        });
+    }
+
+    /// Uploads until the service ends.
+    pub(crate) fn upload_all(&self) {
+        self.interrupt.watch(|| {
+            self.look_at_store();
+            loop {
+                self.health.beat(Thread::Upload);
+                let record = match self.queue.next_verified() {
+                    Work::Record(record) => record,
+                    Work::Idle => {
+                        self.look_at_store();
+                        continue;
+                    }
+                    Work::Stop => return,
+                };
+                match self.upload(&record) {
+                    Ok(()) => self.health.store_answered(),
+                    // Another one goes first.
+                    Err(Error::Cancelled) => self.queue.show(record.id, State::Verified),
+                    Err(e) => {
+                        self.health.store_failed(&e.to_string());
+                        self.stores.reopen();
+                        self.failed(&record, State::Verified, &e);
+                    }
+                }
+            }
+        });
+    }
+
+    /// Asks the store for its state, if nothing was heard of it lately.
+    fn look_at_store(&self) {
+        if self.health.store_is_known() {
+            return;
+        }
+        match self.stores.remote().and_then(|store| store.state().map(drop)) {
+            Ok(()) => self.health.store_answered(),
+            Err(Error::Cancelled) => {}
+            Err(e) => {
+                self.metrics.error(kind(&e));
+                self.health.store_failed(&e.to_string());
+                self.stores.reopen();
+            }
+        }
+    }
+
+    /// What becomes of a record after a failure: what is wrong with the staged file is final, everything else
+    /// is tried again.
+    fn failed(&self, record: &Record, before: State, e: &Error) {
+        if matches!(e, Error::Cancelled) {
+            return;
+        }
+        let why = e.to_string();
+        let (id, step) = (record.id, record.step);
+        self.metrics.error(kind(e));
+        if before == State::Staged && self.is_of_staged_file(record, e) {
+            tracing::error!(%id, step, error = why, "this checkpoint cannot be stored");
+            self.metrics.verify_failures.inc();
+            let done = self.queue.update(id, |r| {
+                r.state = State::Failed;
+                r.error = Some(why.clone());
+            });
+            if done.is_ok() {
+                return;
+            }
+        }
+        tracing::warn!(%id, step, error = why, "it will be tried again");
+        self.queue.pause(id, before, &why);
+    }
+
+    /// Whether the staged file itself is at fault: damaged, of another version, or a delta of what is not here.
+    fn is_of_staged_file(&self, record: &Record, e: &Error) -> bool {
+        let staged = self.staging.staged(record.id);
+        match e {
+            Error::Format { target, .. } | Error::Parent { target, .. } => {
+                *target == staged.to_string_lossy()
+            }
+            _ => false,
+        }
+    }
+
+    /// The local file becomes a checkpoint of the local store.
+    fn compress(&self, record: &Record) -> s4weights::Result<()> {
+        let started = Instant::now();
+        let id = record.id;
+        let local = self.stores.local()?;
+        let found = find(&local, id)?;
+        let checkpoint = match found {
+            // The process was killed before it could note that.
+            Some(checkpoint) => checkpoint,
+            None => {
+                let path = self.staging.staged(id);
+                let options = ReadOptions { threads: self.threads, ..ReadOptions::default() };
+                let reader = Reader::open(Source::from(path.as_path()), options)?;
+                let (queue, raw) = (Arc::clone(&self.queue), raw_bytes(&reader));
+                let health = Arc::clone(&self.health);
+                let progress: ProgressFn = Arc::new(move |p: Progress| {
+                    health.beat(Thread::Compress);
+                    if p.done >= raw {
+                        queue.show(id, State::Compressed);
+                    }
+                    true
+                });
+                let mut tags = record.tags.clone();
+                tags.insert(SUBMISSION.into(), id.to_string());
+                let options = ImportOptions {
+                    metrics: record.metrics.clone(),
+                    tags,
+                    progress: Some(progress),
+                    ..ImportOptions::default()
+                };
+                local.import(&reader, record.step, &options)?.checkpoint
+            }
+        };
+        (self.reached)("compressed");
+        let about = &checkpoint.about;
+        self.update(id, |r| {
+            r.state = State::Verified;
+            r.local = Some(checkpoint.id());
+            r.local_parent = about.parent.map(|p| p.id);
+            r.raw_bytes = about.raw_len;
+            r.stored_bytes = about.data_len.saturating_add(about.manifest_len);
+            r.error = None;
+        })?;
+        (self.reached)("verified");
+        self.staging.remove(id).map_err(|e| at(record, "remove its staged file", e))?;
+        self.metrics.compressed(about.raw_len, about.data_len, started.elapsed());
+        self.tidy(false);
+        Ok(())
+    }
+
+    /// Deletes what is durable from the local store, while nothing else writes to it.
+    fn tidy(&self, sweep: bool) {
+        let records = self.queue.list();
+        if let Err(e) = self.stores.tidy_local(&records, sweep) {
+            tracing::warn!(error = %e, "the local store could not be tidied up");
+        }
+        self.staging.tidy();
+        let listed: Vec<CheckpointId> = match self.stores.local().and_then(|l| l.list()) {
+            Ok(list) => list.iter().map(|c| c.id()).collect(),
+            Err(_) => return,
+        };
+        self.queue.forget(|r| {
+            r.local.is_some_and(|id| listed.contains(&id))
+                || r.origin.as_ref().is_some_and(|o| o.path.exists())
+        });
+    }
+
+    /// The checkpoint of the local store becomes one of the store.
+    fn upload(&self, record: &Record) -> s4weights::Result<()> {
+        let started = Instant::now();
+        let id = record.id;
+        self.queue.show(id, State::Uploading);
+        let remote = self.stores.remote()?;
+        // A process that was killed may have listed it.
+        for attempt in &record.attempts {
+            if remote.settle(*attempt)? {
+                return self.durable(record, *attempt, started);
+            }
+        }
+        if !record.attempts.is_empty() {
+            self.update(id, |r| r.attempts.clear())?;
+        }
+        let local = self.stores.local()?;
+        let known = local.state()?;
+        let own = record.local.filter(|own| known.get(*own).is_some());
+        let Some(own) = own else { return self.lost(record) };
+        let listing: ListingFn = {
+            let worker = self.clone();
+            Arc::new(move |attempt| {
+                (worker.reached)("uploaded");
+                worker.update(id, |r| r.attempts.push(attempt))?;
+                (worker.reached)("attempt");
+                Ok(())
+            })
+        };
+        let progress = Some(self.upload_progress(record));
+        let parent = record.local_parent.and_then(|parent| self.copy_of(parent));
+        let copy = match (record.local_parent, parent) {
+            (Some(_), None) => None,
+            (_, parent) => {
+                let (progress, listing) = (progress.clone(), Some(listing.clone()));
+                let options = ReplicateOptions { parent, progress, listing };
+                match remote.replicate(&local, own, &options) {
+                    Err(e) if is_parents(&e) => None,
+                    other => Some(other?.id()),
+                }
+            }
+        };
+        let copy = match copy {
+            Some(copy) => copy,
+            // What it is a delta of is not there any more: it goes as a base.
+            None => {
+                let loaded = local.load_id(own, None)?;
+                let about = &loaded.checkpoint().about;
+                let (metrics, tags) = (about.metrics.clone(), about.tags.clone());
+                let options =
+                    ImportOptions { metrics, tags, base: true, progress, listing: Some(listing) };
+                remote.import(loaded.reader(), record.step, &options)?.checkpoint.id()
+            }
+        };
+        (self.reached)("listed");
+        self.durable(record, copy, started)
+    }
+
+    /// The local drive was replaced, and this was not uploaded yet.
+    fn lost(&self, record: &Record) -> s4weights::Result<()> {
+        let why = "its local copy is gone: was the drive replaced?";
+        tracing::error!(id = %record.id, step = record.step, why);
+        self.metrics.error("lost");
+        let fail = |r: &mut Record| {
+            r.state = State::Failed;
+            r.error = Some(why.to_owned());
+        };
+        self.update(record.id, fail).map(drop)
+    }
+
+    fn upload_progress(&self, record: &Record) -> ProgressFn {
+        let (queue, health, seq) = (Arc::clone(&self.queue), Arc::clone(&self.health), record.seq);
+        Arc::new(move |_| {
+            health.beat(Thread::Upload);
+            !queue.should_yield(seq)
+        })
+    }
+
+    /// The copy in the store of a checkpoint of the local one.
+    fn copy_of(&self, local: CheckpointId) -> Option<CheckpointId> {
+        let records = self.queue.list();
+        records.iter().find(|r| r.local == Some(local)).and_then(|r| r.remote)
+    }
+
+    fn durable(
+        &self,
+        record: &Record,
+        copy: CheckpointId,
+        began: Instant,
+    ) -> s4weights::Result<()> {
+        let now = now_ms();
+        let new = self.update(record.id, |r| {
+            r.state = State::Durable;
+            r.remote = Some(copy);
+            r.durable_ms = Some(now);
+            r.error = None;
+        })?;
+        (self.reached)("durable");
+        self.metrics.durable(&new, began.elapsed());
+        tracing::info!(id = %new.id, step = new.step, checkpoint = %copy, "durable");
+        if let Err(e) = self.stores.retain() {
+            tracing::warn!(error = %e, "retention failed; the next checkpoint tries again");
+        }
+        Ok(())
+    }
+
+    fn update(
+        &self,
+        id: uuid::Uuid,
+        change: impl FnOnce(&mut Record),
+    ) -> s4weights::Result<Record> {
+        let target = format!("submission {id}");
+        let done = self.queue.update(id, change);
+        done.map_err(|source| Error::Io { target, action: "write the journal of", source })
+    }
+}
+
+fn raw_bytes(reader: &Reader) -> u64 {
+    reader.tensors().map(|t| t.bytes).fold(0, u64::saturating_add)
+}
+
+fn at(record: &Record, action: &'static str, source: io::Error) -> Error {
+    Error::Io { target: format!("submission {}", record.id), action, source }
+}
+
+/// Whether an upload failed because of what the checkpoint is a delta of.
+fn is_parents(e: &Error) -> bool {
+    match e {
+        Error::Argument(_) => true,
+        Error::Store { source, .. } => matches!(
+            **source,
+            StoreError::NoCheckpoint { .. } | StoreError::Conflict(_) | StoreError::Missing { .. }
+        ),
+        _ => false,
+    }
+}
+
+/// A word for the kind of a failure: the label of a metric.
+pub(crate) fn kind(e: &Error) -> &'static str {
+    match e {
+        e if is_damage(e) => "damage",
+        e => match e.cause() {
+            Some(Cause::Permission | Cause::NoCredentials) => "permission",
+            Some(Cause::DiskFull) => "full",
+            Some(Cause::NoSuchBucket | Cause::NotFound) => "missing",
+            Some(_) => "network",
+            None => "other",
+        },
+    }
+}
+
+/// Numbers that are not finite cannot be stored.
+pub(crate) fn finite(metrics: &BTreeMap<String, f64>) -> bool {
+    metrics.values().all(|value| value.is_finite())
+}

@@ -1,0 +1,284 @@
+//! The runner in a process of its own: what it accepts becomes durable, once, whatever happens to it.
+
+#![cfg(target_os = "linux")]
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod common;
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use common::{LONG, Setup, values, write_checkpoint};
+use s4weights::{Reader, Source};
+use serde_json::json;
+use uuid::Uuid;
+
+#[test]
+fn child() {
+    common::be_the_child();
+}
+
+#[test]
+fn what_is_accepted_becomes_durable_to_the_bit() {
+    let setup = Setup::new("keep_local = 2\n");
+    let daemon = setup.start();
+    let ids: Vec<Uuid> = (1..=5).map(|step| setup.save(step * 10)).collect();
+    for id in &ids {
+        let done = setup.wait(*id, "durable");
+        assert_eq!(done["state"], "durable", "{done}");
+    }
+    setup.check_store(&[10, 20, 30, 40, 50]);
+    // The same again changes nothing; another step under the same id is refused.
+    assert_eq!(setup.submit(ids[0], 10).json()["state"], "durable");
+    assert_eq!(setup.submit(ids[0], 11).status, 409);
+    assert_eq!(
+        setup.ask("POST", "/v1/flush", Some(&json!({"timeout_ms": 1000}))).unwrap().text,
+        r#"{"open":0}"#
+    );
+    let status = daemon.get("/v1/status").json();
+    assert_eq!(status["last_durable"]["step"], 50);
+    assert_eq!(status["ready"], true, "{status}");
+    assert!(status["ratio"].as_f64().unwrap() > 1.2, "{status}");
+    assert_eq!(status["checkpoints"][0]["kind"], "delta", "{status}");
+    assert_eq!(daemon.get("/readyz").status, 200);
+    daemon.stop();
+    setup.check_store(&[10, 20, 30, 40, 50]);
+    // Of the local copies the newest stay, and what they need.
+    let staging = setup.path("state/staging");
+    assert_eq!(fs::read_dir(staging.join("queue")).unwrap().count(), 0);
+    assert!(fs::read_dir(staging.join("local/ck")).unwrap().count() <= 4);
+}
+
+/// Every place in the life of a checkpoint at which the process may die.
+const PLACES: [&str; 8] =
+    ["taken", "accepted", "compressed", "verified", "uploaded", "attempt", "listed", "durable"];
+
+#[test]
+fn a_death_at_any_point_loses_nothing_and_lists_nothing_twice() {
+    for place in PLACES {
+        let setup = Setup::default();
+        let mut daemon = setup.start_with(&format!("{place}:2"), |_| {});
+        let mut accepted = vec![];
+        for step in 1..=3 {
+            let id = Uuid::new_v4();
+            write_checkpoint(&setup.offered(id), step);
+            // It may die before it answers: then it is asked again.
+            let answer =
+                setup.ask("POST", "/v1/submissions", Some(&json!({"id": id, "step": step})));
+            accepted.push((id, step, answer.is_ok_and(|a| a.status == 200)));
+        }
+        let status = daemon.wait();
+        assert!(!status.success() && status.code().is_none(), "{place}: {status}");
+        drop(daemon);
+        let daemon = setup.start();
+        for (id, step, known) in accepted {
+            if !known {
+                assert_eq!(setup.submit(id, step).status, 200, "{place}");
+            }
+            assert_eq!(setup.wait(id, "durable")["state"], "durable", "{place}");
+        }
+        daemon.stop();
+        setup.check_store(&[1, 2, 3]);
+    }
+}
+
+#[test]
+fn a_store_that_cannot_be_reached_delays_and_loses_nothing() {
+    let setup = Setup::new("drain_seconds = 1\n");
+    // A file where a folder should be.
+    fs::write(setup.store(), "").unwrap();
+    let daemon = setup.start();
+    let id = setup.save(1);
+    assert_eq!(setup.wait(id, "verified")["state"].as_str().map(|s| s == "failed"), Some(false));
+    let end = Instant::now() + LONG;
+    while setup.wait(id, "staged")["error"].is_null() {
+        assert!(Instant::now() < end);
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!(daemon.get("/readyz").status, 503);
+    assert_eq!(daemon.get("/livez").status, 200);
+    let why = daemon.get("/readyz?verbose").text;
+    assert!(why.contains("the store: "), "{why}");
+    let metrics = daemon.get("/metrics").text;
+    assert!(metrics.contains("s4w_runner_store_reachable 0"), "{metrics}");
+    // A shutdown takes no longer than it may, and the next start goes on.
+    let began = Instant::now();
+    daemon.stop();
+    assert!(began.elapsed() < Duration::from_secs(15));
+    let daemon = setup.start();
+    let second = setup.save(2);
+    fs::remove_file(setup.store()).unwrap();
+    for id in [id, second] {
+        assert_eq!(setup.wait(id, "durable")["state"], "durable");
+    }
+    let end = Instant::now() + LONG;
+    while daemon.get("/readyz").status != 200 {
+        assert!(Instant::now() < end);
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    daemon.stop();
+    setup.check_store(&[1, 2]);
+}
+
+#[test]
+fn a_damaged_checkpoint_fails_and_holds_up_no_other() {
+    let setup = Setup::default();
+    let daemon = setup.start();
+    let id = Uuid::new_v4();
+    let path = setup.offered(id);
+    write_checkpoint(&path, 1);
+    let mut bytes = fs::read(&path).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    fs::write(&path, bytes).unwrap();
+    assert_eq!(setup.submit(id, 1).status, 200);
+    // No checkpoint at all.
+    let other = Uuid::new_v4();
+    fs::write(setup.offered(other), "abc").unwrap();
+    assert_eq!(setup.submit(other, 3).status, 200);
+    let good = setup.save(2);
+    assert_eq!(setup.wait(other, "durable")["state"], "failed");
+    let failed = setup.wait(id, "durable");
+    assert_eq!(failed["state"], "failed", "{failed}");
+    assert!(failed["error"].as_str().unwrap().contains(&id.to_string()), "{failed}");
+    assert_eq!(setup.wait(good, "durable")["state"], "durable");
+    assert_eq!(daemon.get("/healthz").status, 503);
+    // Until somebody has seen it.
+    let forget =
+        |id: Uuid| setup.ask("POST", "/v1/forget", Some(&json!({ "id": id }))).unwrap().status;
+    assert_eq!((forget(id), forget(other), forget(id), forget(good)), (200, 200, 404, 404));
+    assert_eq!(daemon.get("/healthz").status, 200);
+    daemon.stop();
+    setup.check_store(&[2]);
+}
+
+#[test]
+fn a_quota_refuses_and_recovers() {
+    let setup = Setup::new("quota_bytes = 100000\n");
+    // What is accepted stays where it is, for now.
+    fs::write(setup.store(), "").unwrap();
+    let daemon = setup.start();
+    let mut kept = vec![];
+    let refused = loop {
+        let id = Uuid::new_v4();
+        let step = kept.len() as u64;
+        write_checkpoint(&setup.offered(id), step);
+        let answer = setup.submit(id, step);
+        match answer.status {
+            200 => kept.push(id),
+            _ => break (id, step, answer),
+        }
+        assert!(kept.len() < 10);
+    };
+    let (id, step, answer) = refused;
+    assert_eq!((answer.status, answer.json()["error"].as_str()), (507, Some("full")));
+    assert!(setup.offered(id).exists(), "what was refused is the trainer's still");
+    fs::remove_file(setup.store()).unwrap();
+    for id in &kept {
+        setup.wait(*id, "durable");
+    }
+    assert_eq!(setup.submit(id, step).status, 200);
+    setup.wait(id, "durable");
+    daemon.stop();
+    setup.check_store(&(0..=step).collect::<Vec<_>>());
+}
+
+#[test]
+fn it_restores_from_the_nearest_tier_that_is_sound() {
+    let setup = Setup::new("keep_local = 1\n");
+    let daemon = setup.start();
+    let restore = |what: serde_json::Value| {
+        let answer = setup.ask("POST", "/v1/restore", Some(&what)).unwrap();
+        (answer.status, answer.json())
+    };
+    assert_eq!(restore(json!({})).0, 404);
+    let ids: Vec<_> = (1..=3).map(|step| setup.save(step)).collect();
+    ids.iter().for_each(|id| drop(setup.wait(*id, "durable")));
+    let check = |done: &(u16, serde_json::Value), step: u64, tier: &str| {
+        assert_eq!(done.0, 200, "{}", done.1);
+        assert_eq!((done.1["step"].as_u64(), done.1["tier"].as_str()), (Some(step), Some(tier)));
+        let path = done.1["path"].as_str().unwrap();
+        let reader = Reader::open(Source::from(path), Default::default()).unwrap();
+        assert_eq!(reader.read("w").unwrap(), values(step));
+        fs::remove_file(path).unwrap();
+    };
+    check(&restore(json!({})), 3, "local");
+    check(&restore(json!({ "id": ids[2] })), 3, "local");
+    // Damaged on the local drive: the store has it.
+    let local = setup.path("state/staging/local/ck");
+    for entry in fs::read_dir(&local).unwrap() {
+        let path = entry.unwrap().path().join("d-0");
+        let bytes: Vec<u8> = fs::read(&path).unwrap().iter().map(|b| !b).collect();
+        fs::write(&path, bytes).unwrap();
+    }
+    let done = restore(json!({}));
+    assert!(done.1["skipped"][0].as_str().unwrap().contains("step 3, local"), "{}", done.1);
+    check(&done, 3, "store");
+    check(&restore(json!({ "step": 1 })), 1, "store");
+    assert_eq!(restore(json!({ "step": 9 })).0, 404);
+    assert_eq!(restore(json!({ "step": 1, "id": ids[0] })).0, 400);
+    daemon.stop();
+}
+
+#[test]
+fn one_runner_at_a_time_has_a_state_folder() {
+    let setup = Setup::default();
+    let _daemon = setup.start();
+    let mut second = setup.spawn("", |_| {});
+    assert_eq!(second.wait().code(), Some(75));
+}
+
+#[test]
+fn what_was_lost_with_the_drive_is_said_to_be() {
+    let setup = Setup::new("drain_seconds = 1\n");
+    fs::write(setup.store(), "").unwrap();
+    let daemon = setup.start();
+    let lost = setup.save(1);
+    setup.wait(lost, "verified");
+    daemon.stop();
+    fs::remove_file(setup.store()).unwrap();
+    fs::remove_dir_all(setup.path("state/staging")).unwrap();
+    let daemon = setup.start();
+    let found = setup.wait(lost, "durable");
+    assert_eq!(found["state"], "failed", "{found}");
+    assert!(found["error"].as_str().unwrap().contains("drive replaced"), "{found}");
+    let next = setup.save(2);
+    assert_eq!(setup.wait(next, "durable")["state"], "durable");
+    assert_eq!(daemon.get("/healthz").status, 503);
+    daemon.stop();
+    setup.check_store(&[2]);
+}
+
+#[test]
+fn files_that_are_dropped_into_a_folder_become_durable() {
+    let drop_folder = tempfile::tempdir().unwrap();
+    let folder = drop_folder.path();
+    let setup = Setup::new(&format!(
+        "[watch]\nfolder = {folder:?}\nremove = true\nsettle_seconds = 0\npt_converter = {:?}\n",
+        folder.join("convert")
+    ));
+    // In place of the wheel's `s4w`, whose own tests convert real files: it is given a `.s4w` file to copy.
+    let script = "#!/bin/sh\n[ \"$1\" = compress ] && cp \"$2\" \"$3\"\n";
+    let program = folder.join("convert");
+    fs::write(&program, script).unwrap();
+    fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let daemon = setup.start();
+    write_checkpoint(&folder.join(".hidden"), 7);
+    fs::rename(folder.join(".hidden"), folder.join("run_step_7.pt")).unwrap();
+    fs::write(folder.join("notes.txt"), "mine").unwrap();
+    fs::write(folder.join("final.pt"), "it has no step").unwrap();
+    fs::write(folder.join("step_8.pt"), "this is no checkpoint").unwrap();
+    std::os::unix::fs::symlink("/etc/passwd", folder.join("step_9.pt")).unwrap();
+    let end = Instant::now() + LONG;
+    while folder.join("run_step_7.pt").exists() {
+        assert!(Instant::now() < end, "it is never taken");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    for name in ["notes.txt", "final.pt", "step_9.pt"] {
+        assert!(fs::symlink_metadata(folder.join(name)).is_ok(), "{name}");
+    }
+    assert_eq!(setup.open_store().list().unwrap()[0].about.tags["source"], "run_step_7.pt");
+    daemon.stop();
+    setup.check_store(&[7]);
+    assert_eq!(fs::read_to_string(folder.join("step_8.pt")).unwrap(), "this is no checkpoint");
+}

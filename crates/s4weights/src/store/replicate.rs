@@ -1,0 +1,144 @@
+//! Replicating: a checkpoint of one store becomes one of another, object by object.
+
+use std::sync::Arc;
+
+use s4_store::{About, Checkpoint, CheckpointId, Conflict, End, Error as StoreError, Reference};
+
+use crate::error::{Error, Result};
+use crate::interrupt;
+use crate::options::{Progress, ProgressFn};
+use crate::report::Report;
+use crate::store::CheckpointStore;
+use crate::store::bridge::Asker;
+use crate::store::import::ListingFn;
+use crate::store::save::Ready;
+
+/// How a checkpoint is replicated.
+#[derive(Clone, Default)]
+pub struct ReplicateOptions {
+    /// Which checkpoint of this store is the copy of the one that it is a delta of.
+    pub parent: Option<CheckpointId>,
+    /// Called with the bytes that were read; can cancel until the copy is listed.
+    pub progress: Option<ProgressFn>,
+    /// Called before the copy is listed.
+    pub listing: Option<ListingFn>,
+}
+
+impl CheckpointStore {
+    /// Copies a checkpoint from another store, with its step, metrics and tags. No value is decoded: each
+    /// object is compared with its hash, and stored as it is. The copy has an id of its own.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if it is a delta, and `parent` does not hold just what it needs;
+    /// [`Error::Checkpoint`] if it is damaged; [`Error::Store`] if either store fails; what `listing` says;
+    /// [`Error::Cancelled`]. Nothing is listed then.
+    pub fn replicate(
+        &self,
+        from: &Self,
+        id: CheckpointId,
+        options: &ReplicateOptions,
+    ) -> Result<Checkpoint> {
+        // As a save: one at a time from one handle.
+        let _history = interrupt::lock(&self.history)?;
+        let state = from.state()?;
+        let missing = || from.error(StoreError::NoCheckpoint { what: id.to_string() });
+        let original = state.get(id).cloned().ok_or_else(missing)?;
+        let parent = self.counterpart(from, &original, options.parent)?;
+        let asker = Asker::new(options.progress.clone());
+        let tell = asker.callback();
+        let total = original.about.data_len;
+        let (store, source, about) =
+            (self.opener.store.clone(), from.opener.store.clone(), original.clone());
+        let copying = async move {
+            let reading = source.read_manifest(&about).await?;
+            let mut attempt = store.begin().await?;
+            if let Some(parent) = parent {
+                attempt.expect_parent(parent);
+            }
+            let mut done = 0;
+            for (n, object) in (0..).zip(&reading.manifest().objects) {
+                let bytes = reading.object(n).await?;
+                attempt.put_hashed(n, &object.kind, bytes, object.blake3).await?;
+                done += object.len;
+                if tell.as_ref().is_some_and(|tell| !tell(Progress { done, total })) {
+                    let _ = attempt.abort().await;
+                    return Err(StoreError::Callback(Box::new(Error::Cancelled)));
+                }
+            }
+            let about = About {
+                step: about.step(),
+                parent,
+                since_base: about.since_base(),
+                replaces: None,
+                raw_len: about.about.raw_len,
+                metrics: about.about.metrics,
+                tags: about.about.tags,
+            };
+            attempt.stage(reading.manifest().blob.clone(), about).await
+        };
+        let staged = self.opener.bridge.wait_asking(&asker, copying)?.map_err(|e| self.error(e))?;
+        if let Some(listing) = &options.listing
+            && let Err(e) = listing(staged.id())
+        {
+            let id = staged.id();
+            drop(staged);
+            self.give_up(id);
+            return Err(e);
+        }
+        let ready = Ready { staged, report: Report::default(), why_base: None, kept: None };
+        Ok(self.publish(ready)?.0.checkpoint)
+    }
+
+    /// What the copy of a delta names as its parent, once it is certain that it holds what the delta needs.
+    fn counterpart(
+        &self,
+        from: &Self,
+        original: &Checkpoint,
+        parent: Option<CheckpointId>,
+    ) -> Result<Option<Reference>> {
+        let delta = from.opener.open(std::slice::from_ref(original), &from.reading());
+        let Some(needed) = delta?.parent_digest() else { return Ok(None) };
+        let step = original.step();
+        let none = || {
+            Error::Argument(format!(
+                "{}: step {step} is a delta, and no copy of what it needs was named",
+                self.name()
+            ))
+        };
+        let id = parent.ok_or_else(none)?;
+        let state = self.state()?;
+        let gone = || self.error(StoreError::NoCheckpoint { what: id.to_string() });
+        let there = state.get(id).cloned().ok_or_else(gone)?;
+        let reader = self.opener.open(std::slice::from_ref(&there), &self.reading())?;
+        match reader.digest() == needed {
+            true => Ok(Some(there.reference())),
+            false => Err(Error::Argument(format!(
+                "{}: checkpoint {id} is not what step {step} is a delta of",
+                self.name()
+            ))),
+        }
+    }
+
+    /// Finds out what became of an attempt whose process ended: whether it was listed (it may be retired by
+    /// now). If it was not, it never will be, whatever of it is still on its way.
+    ///
+    /// # Errors
+    /// [`Error::Store`] if the log cannot be read or written.
+    pub fn settle(&self, id: CheckpointId) -> Result<bool> {
+        loop {
+            let state: Arc<_> = self.state()?;
+            match (state.get(id), state.dead(id).map(|dead| dead.how)) {
+                (Some(_), _) | (_, Some(End::Retired | End::Replaced { .. })) => return Ok(true),
+                (None, Some(End::Aborted)) => return Ok(false),
+                (None, None) => {}
+            }
+            let store = self.opener.store.clone();
+            match self.opener.bridge.wait_to_finish(async move { store.abort(id).await })? {
+                Ok(()) => return Ok(false),
+                // It was listed meanwhile.
+                Err(StoreError::Conflict(Conflict::Spent { .. })) => {}
+                Err(e) => return Err(self.error(e)),
+            }
+        }
+    }
+}

@@ -1,0 +1,365 @@
+"""Properties of the CloudFormation template, each with a change of the template that it must notice."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from template import real
+
+Template = dict[str, Any]
+PROPERTIES: list[tuple[Callable[[Template], None], Callable[[Template], object]]] = []
+
+
+def breaks(
+    mutate: Callable[[Template], object],
+) -> Callable[[Callable[[Template], None]], Callable[[Template], None]]:
+    """Names a change of the template that the property must notice."""
+
+    def add(check: Callable[[Template], None]) -> Callable[[Template], None]:
+        PROPERTIES.append((check, mutate))
+        return check
+
+    return add
+
+
+def props(template: Template, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = template["Resources"][name]["Properties"]
+    return found
+
+
+def of_type(template: Template, kind: str) -> list[dict[str, Any]]:
+    return [r for r in template["Resources"].values() if r["Type"] == kind]
+
+
+def statements(template: Template) -> list[dict[str, Any]]:
+    """What the role may do."""
+    policies = of_type(template, "AWS::IAM::Policy")
+    return [s for p in policies for s in p["Properties"]["PolicyDocument"]["Statement"]]
+
+
+def actions(statement: dict[str, Any]) -> list[str]:
+    found = statement["Action"]
+    return [found] if isinstance(found, str) else found
+
+
+def launch(template: Template) -> dict[str, Any]:
+    return props(template, "LaunchTemplate")["LaunchTemplateData"]
+
+
+def user_data(template: Template) -> list[Any]:
+    return props(template, "Instance")["UserData"]["Fn::Base64"]["Fn::Sub"]
+
+
+@breaks(lambda t: t["Resources"]["Bucket"].pop("DeletionPolicy"))
+@breaks(lambda t: t["Resources"]["Bucket"].update(UpdateReplacePolicy="Delete"))
+@breaks(lambda t: t["Resources"]["BucketPolicy"].pop("DeletionPolicy"))
+def bucket_outlives_the_stack(t: Template) -> None:
+    for name in ("Bucket", "BucketPolicy"):
+        resource = t["Resources"][name]
+        assert resource.get("DeletionPolicy") == resource.get("UpdateReplacePolicy") == "Retain"
+
+
+@breaks(lambda t: props(t, "Bucket")["PublicAccessBlockConfiguration"].pop("BlockPublicPolicy"))
+@breaks(lambda t: props(t, "Bucket")["OwnershipControls"]["Rules"].clear())
+def bucket_is_private(t: Template) -> None:
+    block = props(t, "Bucket")["PublicAccessBlockConfiguration"]
+    names = ("BlockPublicAcls", "BlockPublicPolicy", "IgnorePublicAcls", "RestrictPublicBuckets")
+    assert all(block.get(name) is True for name in names)
+    rules = props(t, "Bucket")["OwnershipControls"]["Rules"]
+    assert rules == [{"ObjectOwnership": "BucketOwnerEnforced"}]
+
+
+@breaks(lambda t: props(t, "Bucket").pop("BucketEncryption"))
+@breaks(
+    lambda t: props(t, "Bucket")["BucketEncryption"]["ServerSideEncryptionConfiguration"][0][
+        "ServerSideEncryptionByDefault"
+    ].update(SSEAlgorithm="none")
+)
+@breaks(lambda t: launch(t)["BlockDeviceMappings"][0]["Ebs"].update(Encrypted=False))
+def everything_at_rest_is_encrypted(t: Template) -> None:
+    (rule,) = props(t, "Bucket")["BucketEncryption"]["ServerSideEncryptionConfiguration"]
+    algorithm = rule["ServerSideEncryptionByDefault"]["SSEAlgorithm"]
+    assert algorithm == {"Fn::If": ["HasKey", "aws:kms", "AES256"]}
+    assert all(d["Ebs"]["Encrypted"] is True for d in launch(t)["BlockDeviceMappings"])
+
+
+@breaks(lambda t: props(t, "Bucket").pop("VersioningConfiguration"))
+def bucket_keeps_versions(t: Template) -> None:
+    assert props(t, "Bucket")["VersioningConfiguration"] == {"Status": "Enabled"}
+
+
+@breaks(lambda t: props(t, "Bucket")["LifecycleConfiguration"]["Rules"].pop(0))
+@breaks(
+    lambda t: props(t, "Bucket")["LifecycleConfiguration"]["Rules"][1].update(ExpirationInDays=90)
+)
+def lifecycle_ends_uploads_and_never_a_current_object(t: Template) -> None:
+    rules = props(t, "Bucket")["LifecycleConfiguration"]["Rules"]
+    assert any("AbortIncompleteMultipartUpload" in rule for rule in rules)
+    forbidden = {"ExpirationInDays", "ExpirationDate", "Transition", "Transitions"}
+    assert not any(forbidden & rule.keys() for rule in rules)
+
+
+@breaks(lambda t: props(t, "BucketPolicy")["PolicyDocument"]["Statement"].pop(0))
+@breaks(lambda t: props(t, "BucketPolicy")["PolicyDocument"]["Statement"][0].update(Effect="Allow"))
+@breaks(lambda t: props(t, "BucketPolicy")["PolicyDocument"]["Statement"][1]["Condition"].clear())
+def bucket_refuses_plain_connections(t: Template) -> None:
+    found = props(t, "BucketPolicy")["PolicyDocument"]["Statement"]
+    assert all(s["Effect"] == "Deny" and s["Action"] == "s3:*" for s in found)
+    conditions = [s["Condition"] for s in found]
+    assert {"Bool": {"aws:SecureTransport": "false"}} in conditions
+    assert {"NumericLessThan": {"s3:TlsVersion": "1.2"}} in conditions
+
+
+@breaks(lambda t: statements(t)[1].update(Action=["s3:*"]))
+@breaks(lambda t: statements(t)[1].update(Resource="*"))
+@breaks(lambda t: statements(t)[0]["Action"].append("s3:DeleteBucket"))
+@breaks(lambda t: props(t, "Role")["ManagedPolicyArns"].append("arn:aws:iam::aws:policy/Admin"))
+@breaks(lambda t: props(t, "Role").update(Policies=[{"PolicyName": "x"}]))
+def role_may_do_just_what_the_runner_needs(t: Template) -> None:
+    allowed = {
+        "s3:ListBucket",
+        "s3:ListBucketMultipartUploads",
+        "s3:GetBucketLocation",
+        "s3:GetObject",
+        "s3:PutObject",
+        "s3:DeleteObject",
+        "s3:AbortMultipartUpload",
+        "s3:ListMultipartUploadParts",
+        "kms:GenerateDataKey",
+        "kms:Decrypt",
+    }
+    for statement in statements(t):
+        assert set(actions(statement)) <= allowed, actions(statement)
+        assert "*" not in (statement["Resource"], statement["Action"])
+    managed = props(t, "Role")["ManagedPolicyArns"]
+    assert len(managed) == 1 and "AmazonSSMManagedInstanceCore" in str(managed[0])
+    assert "Policies" not in props(t, "Role")
+
+
+@breaks(lambda t: statements(t)[1]["Resource"]["Fn::Sub"].__setitem__(0, "arn:aws:s3:::*/*"))
+def objects_are_those_of_the_prefix(t: Template) -> None:
+    for statement in statements(t):
+        if "s3:PutObject" in actions(statement):
+            assert statement["Resource"]["Fn::Sub"][0].endswith(":s3:::${Name}/${Prefix}/*")
+
+
+@breaks(lambda t: props(t, "SecurityGroup")["SecurityGroupIngress"][0].update(CidrIp="0.0.0.0/0"))
+@breaks(lambda t: props(t, "SecurityGroup")["SecurityGroupIngress"][0].update(FromPort=22))
+@breaks(
+    lambda t: props(t, "SecurityGroup")["SecurityGroupIngress"].append(
+        {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "CidrIp": "10.0.0.0/8"}
+    )
+)
+@breaks(lambda t: t["Resources"].update(More={"Type": "AWS::EC2::SecurityGroupIngress"}))
+def only_the_page_is_reachable_and_only_from_the_given_network(t: Template) -> None:
+    (group,) = of_type(t, "AWS::EC2::SecurityGroup")
+    (rule,) = group["Properties"]["SecurityGroupIngress"]
+    assert (rule["IpProtocol"], rule["FromPort"], rule["ToPort"]) == ("tcp", 8080, 8080)
+    assert rule["CidrIp"] == {"Ref": "HealthCidr"}
+    assert not of_type(t, "AWS::EC2::SecurityGroupIngress")
+
+
+@breaks(lambda t: props(t, "SecurityGroup")["SecurityGroupEgress"][0].update(IpProtocol="-1"))
+def only_https_goes_out(t: Template) -> None:
+    (rule,) = props(t, "SecurityGroup")["SecurityGroupEgress"]
+    assert (rule["IpProtocol"], rule["FromPort"], rule["ToPort"]) == ("tcp", 443, 443)
+
+
+@breaks(lambda t: t["Parameters"]["HealthCidr"].update(AllowedPattern=".*"))
+@breaks(lambda t: t["Parameters"]["HealthCidr"].update(Default="10.0.0.0/8"))
+def the_world_is_no_network(t: Template) -> None:
+    parameter = t["Parameters"]["HealthCidr"]
+    pattern = re.compile(parameter["AllowedPattern"])
+    assert "Default" not in parameter
+    for good in ("10.0.0.0/8", "10.1.2.0/24", "192.168.1.7/32"):
+        assert pattern.match(good) and ipaddress.ip_network(good, strict=False)
+    for bad in ("0.0.0.0/0", "10.0.0.0/7", "0.0.0.0/8", "10.0.0.0", "10.0.0.0/33", "::/0", ""):
+        assert not pattern.match(bad), bad
+
+
+@breaks(lambda t: launch(t)["MetadataOptions"].update(HttpTokens="optional"))
+@breaks(lambda t: launch(t)["MetadataOptions"].update(HttpPutResponseHopLimit=2))
+@breaks(lambda t: props(t, "Instance").pop("LaunchTemplate"))
+def metadata_needs_a_token(t: Template) -> None:
+    options = launch(t)["MetadataOptions"]
+    assert (options["HttpTokens"], options["HttpPutResponseHopLimit"]) == ("required", 1)
+    assert props(t, "Instance")["LaunchTemplate"]["LaunchTemplateId"] == {"Ref": "LaunchTemplate"}
+
+
+@breaks(lambda t: props(t, "Instance").update(KeyName="mine"))
+@breaks(lambda t: launch(t).update(KeyName="mine"))
+@breaks(lambda t: t["Outputs"].pop("SsmSessionCommand"))
+def shells_come_through_ssm(t: Template) -> None:
+    assert "KeyName" not in props(t, "Instance") and "KeyName" not in launch(t)
+    assert "ssm start-session" in t["Outputs"]["SsmSessionCommand"]["Value"]["Fn::Sub"]
+
+
+@breaks(lambda t: t["Resources"]["Instance"].pop("CreationPolicy"))
+@breaks(lambda t: t["Resources"]["Instance"]["CreationPolicy"]["ResourceSignal"].update(Count=0))
+def the_stack_waits_for_the_runner(t: Template) -> None:
+    signal = t["Resources"]["Instance"]["CreationPolicy"]["ResourceSignal"]
+    assert signal == {"Count": 1, "Timeout": "PT20M"}
+
+
+@breaks(lambda t: t["Parameters"]["ImageId"].update(Default="/x"))
+@breaks(lambda t: t["Parameters"]["ImageId"].update(Type="String"))
+@breaks(lambda t: props(t, "Instance").update(ImageId="ami-1234"))
+def the_image_is_a_parameter_without_a_default(t: Template) -> None:
+    parameter = t["Parameters"]["ImageId"]
+    assert parameter["Type"] == "AWS::SSM::Parameter::Value<AWS::EC2::Image::Id>"
+    assert "Default" not in parameter
+    assert props(t, "Instance")["ImageId"] == {"Ref": "ImageId"}
+
+
+@breaks(lambda t: t["Parameters"]["InstanceType"]["AllowedValues"].append("p5.48xlarge"))
+@breaks(lambda t: t["Parameters"]["InstanceType"]["AllowedValues"].remove("g6e.12xlarge"))
+def instances_are_g6_and_g6e(t: Template) -> None:
+    sizes = ("", "2", "4", "8", "12", "16", "24", "48")
+    wanted = {f"{family}.{size}xlarge" for family in ("g6", "g6e") for size in sizes}
+    assert set(t["Parameters"]["InstanceType"]["AllowedValues"]) == wanted
+
+
+@breaks(lambda t: t["Resources"].pop("S3Endpoint"))
+@breaks(lambda t: props(t, "S3Endpoint").update(VpcEndpointType="Interface"))
+def s3_is_reached_through_a_gateway(t: Template) -> None:
+    (endpoint,) = of_type(t, "AWS::EC2::VPCEndpoint")
+    assert endpoint["Properties"]["VpcEndpointType"] == "Gateway"
+    assert endpoint["Condition"] == "HasRouteTables"
+
+
+@breaks(lambda t: t["Outputs"].pop("StoreUrl"))
+def outputs_say_where_things_are(t: Template) -> None:
+    wanted = {"HealthUrl", "StatusUrl", "MetricsUrl", "StoreUrl", "InstanceId", "SsmSessionCommand"}
+    assert t["Outputs"].keys() >= wanted
+
+
+@breaks(lambda t: user_data(t)[1].pop("Entitlement"))
+@breaks(lambda t: user_data(t)[1]["Entitlement"]["Fn::If"].__setitem__(0, "HasKey"))
+def a_product_is_asked_for_only_if_one_is_given(t: Template) -> None:
+    condition, text, nothing = user_data(t)[1]["Entitlement"]["Fn::If"]
+    assert (condition, nothing) == ("HasProduct", "")
+    assert 'mode = "instance-identity"' in text["Fn::Sub"]
+
+
+CASES = [pytest.param(c, m, id=f"{c.__name__}-{n}") for n, (c, m) in enumerate(PROPERTIES)]
+
+
+@pytest.mark.parametrize("check", {c: None for c, _ in PROPERTIES}, ids=lambda c: c.__name__)
+def test_the_template_has(check: Callable[[Template], None]) -> None:
+    check(real())
+
+
+@pytest.mark.parametrize(("check", "mutate"), CASES)
+def test_a_changed_template_has_not(
+    check: Callable[[Template], None], mutate: Callable[[Template], object]
+) -> None:
+    changed = deepcopy(real())
+    mutate(changed)
+    assert changed != real(), "the change changes nothing"
+    with pytest.raises((AssertionError, KeyError, ValueError)):
+        check(changed)
+
+
+VALUES = {
+    "AWS::StackName": "stack",
+    "AWS::Region": "eu-west-1",
+    "Name": "bucket",
+    "Prefix": "checkpoints",
+    "KeepLast": "5",
+    "KmsKeyArn": "arn:aws:kms:eu-west-1:123456789012:key/abc",
+    "ProductCode": "prod-abc123",
+}
+
+
+def resolved(part: Any, conditions: set[str]) -> str:
+    """A text of the template with the values of its parameters."""
+    if isinstance(part, str):
+        return part
+    if "Fn::If" in part:
+        condition, then, other = part["Fn::If"]
+        return resolved(then if condition in conditions else other, conditions)
+    if "Ref" in part:
+        return VALUES[
+            {"Bucket": "Name", "ExistingBucketName": "Name"}.get(part["Ref"], part["Ref"])
+        ]
+    text = part["Fn::Sub"]
+    own: dict[str, Any] = {}
+    if isinstance(text, list):
+        text, own = text
+    own = {name: resolved(value, conditions) for name, value in own.items()}
+    return re.sub(r"\$\{([A-Za-z:]+)\}", lambda m: {**VALUES, **own}[m[1]], text)
+
+
+def run_user_data(tmp_path: Path, conditions: set[str], ready: bool, starts: bool) -> Any:
+    """Runs the script with stand-ins for the programs of the machine."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "etc").mkdir()
+    log = tmp_path / "log"
+    stubs = {
+        "systemctl": f"echo systemctl $* >> {log}; exit {0 if starts else 1}",
+        "curl": f"exit {0 if ready else 22}",
+        "cfn-signal": f"echo signal $* >> {log}",
+        "chgrp": "exit 0",
+        "sleep": "exit 0",
+    }
+    for name, body in stubs.items():
+        path = tmp_path / "bin" / name
+        path.write_text(f"#!/bin/bash\n{body}\n")
+        path.chmod(0o755)
+    script = resolved(
+        real()["Resources"]["Instance"]["Properties"]["UserData"]["Fn::Base64"], conditions
+    )
+    script = script.replace("/etc/s4weights", str(tmp_path / "etc"))
+    script = script.replace("/opt/aws/bin/cfn-signal", str(tmp_path / "bin" / "cfn-signal"))
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    done = subprocess.run(["bash", "-c", script], env={"PATH": path}, check=False)
+    return done.returncode, log.read_text().splitlines(), tmp_path / "etc" / "runner.toml"
+
+
+@pytest.mark.parametrize(
+    ("ready", "starts", "code"), [(True, True, 0), (False, True, 1), (True, False, 1)]
+)
+def test_the_first_boot_tells_cloudformation_the_truth(
+    tmp_path: Path, ready: bool, starts: bool, code: int
+) -> None:
+    done, log, _ = run_user_data(tmp_path, {"NewBucket"}, ready, starts)
+    signals = [line for line in log if line.startswith("signal")]
+    assert signals == [f"signal -e {code} --stack stack --resource Instance --region eu-west-1"]
+    assert done == code
+    assert log[0] == "systemctl enable --now s4w-runner.service"
+
+
+@pytest.mark.parametrize("conditions", [{"NewBucket", "KeepsAll"}, {"HasKey", "HasProduct"}])
+def test_the_first_boot_writes_a_configuration(tmp_path: Path, conditions: set[str]) -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
+    _, _, path = run_user_data(tmp_path, conditions, True, True)
+    config = tomllib.loads(path.read_text())
+    assert config["store"] == "s3://bucket/checkpoints"
+    assert config["require_gpu"] is config["spot"] is True
+    assert config["storage_options"]["region"] == "eu-west-1"
+    assert path.stat().st_mode & 0o777 == 0o640
+    if "HasKey" in conditions:
+        assert config["storage_options"]["SSEKMSKeyId"] == VALUES["KmsKeyArn"]
+        assert config["entitlement"]["product_code"] == "prod-abc123"
+        assert config["keep_last"] == 5
+    else:
+        assert "entitlement" not in config and "keep_last" not in config
+
+
+def test_all_references_lead_somewhere() -> None:
+    t = real()
+    known = t["Parameters"].keys() | t["Resources"].keys()
+    text = json.dumps(t)
+    for name in re.findall(r'"Ref": "([^"]+)"', text):
+        assert name in known or name.startswith("AWS::"), name
+    for name in re.findall(r'"Fn::If": \["([^"]+)"', text):
+        assert name in t["Conditions"], name
