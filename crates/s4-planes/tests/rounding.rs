@@ -59,7 +59,7 @@ fn fp16_is_the_nearest_of_every_size() {
         let positive = out.clone();
         Kernels::new(simd).to_fp16(&negative, &mut out);
         let signed = |(h, p): (&[u8; 2], &[u8; 2])| h[0] == p[0] && h[1] == p[1] | 0x80;
-        assert!(out.as_chunks().0.iter().zip(positive.as_chunks().0).all(signed));
+        assert!(out.as_chunks::<2>().0.iter().zip(positive.as_chunks::<2>().0).all(signed));
     }
 }
 
