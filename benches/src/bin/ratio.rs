@@ -1,9 +1,10 @@
 //! Ratios of checkpoints by preset, and the speed of each beside that of `fast`.
 //!
-//! `ratio --data DIR [--threads N] [--markdown]` looks for `NAME_sK.safetensors`, and stores step 0 by itself, as the state of
+//! `ratio --data DIR [--threads N] [--markdown] [--tensors]` looks for `NAME_sK.safetensors`, and stores step 0 by itself, as the state of
 //! a run in mixed precision with the same values (fp32 only), and each other step as a delta of step 0. Roles are told from
 //! names. Speeds are of values, in memory, with N threads (1 unless told): the medians of calls that alternate between
-//! the presets. Every file is read back and compared.
+//! the presets. Every file is read back and compared. `--tensors` tells instead what each tensor and plane takes, in bits a value,
+//! with preset `balanced`.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -21,17 +22,21 @@ const CALLS: usize = 7;
 const PRESETS: [Preset; 3] = [Preset::Fast, Preset::Balanced, Preset::Small];
 
 fn main() -> Outcome<()> {
-    let (mut data, mut threads, mut markdown) = (None, 1, false);
+    let (mut data, mut threads, mut markdown, mut tensors) = (None, 1, false, false);
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
             "--data" => data = arguments.next().map(PathBuf::from),
             "--threads" => threads = arguments.next().unwrap_or_default().parse()?,
             "--markdown" => markdown = true,
+            "--tensors" => tensors = true,
             _ => return Err("usage: ratio --data DIR [--threads N] [--markdown]".into()),
         }
     }
     let data = data.ok_or("usage: ratio --data DIR [--threads N] [--markdown]")?;
+    if tensors {
+        return cases(&data)?.iter().try_for_each(|case| of_tensors(case, threads));
+    }
     let bar = |cells: &[String]| match markdown {
         true => println!("| {} |", cells.join(" | ")),
         false => println!("{}", cells.join("  ")),
@@ -86,36 +91,64 @@ fn cases(dir: &Path) -> Outcome<Vec<Case>> {
     Ok(out)
 }
 
+/// Prints the bits that each value takes, tensor by tensor and plane by plane.
+fn of_tensors(case: &Case, threads: usize) -> Outcome<()> {
+    let (_, reader, ..) = stored(case, Preset::Balanced, threads)?;
+    println!("{}", case.name);
+    for t in reader.inspect(true)?.tensors {
+        let values = t.bytes as f64 / t.dtype.value_width() as f64;
+        let Some(stored) = t.stored else { continue };
+        let planes = t
+            .planes
+            .iter()
+            .map(|p| format!("{} {} {:.3}", p.plane, p.codecs.join("+"), p.bits_per_value));
+        let planes: Vec<_> = planes.collect();
+        let bits = 8.0 * stored as f64 / values;
+        println!("  {:40} {bits:7.3}  {:28} {}", t.name, t.plan, planes.join(", "));
+    }
+    Ok(())
+}
+
 struct Row {
     ratio: f64,
     wrote: f64,
     read: f64,
 }
 
-fn measure(case: &Case, threads: usize) -> Outcome<Vec<Row>> {
+/// Stores a case by a preset, and opens it. Gives the options, too, and what was written.
+fn stored(
+    case: &Case,
+    preset: Preset,
+    threads: usize,
+) -> Outcome<(WriteOptions, Reader, s4weights::Report)> {
     let read = ReadOptions { threads: Some(threads), ..ReadOptions::default() };
+    let mut options = WriteOptions { preset, threads: Some(threads), ..WriteOptions::default() };
+    let mut parent = None;
+    if let Some(state) = &case.parent {
+        let (file, written) = write(state, options.clone())?;
+        // The parent's values are still in memory, as they are when a training loop saves again.
+        let mut memory = MemoryParent::new(Arc::new(written.snapshot), 0);
+        for t in state.sources() {
+            if let Values::Host(data) = t.values {
+                memory.hold(t.name, Bytes::copy_from_slice(data))?;
+            }
+        }
+        options.parent = Some(Arc::new(memory));
+        parent = Some(Arc::new(Reader::open(Source::Bytes(file), read.clone())?));
+    }
+    let (file, written) = write(&case.state, options.clone())?;
+    let reader = Reader::open(Source::Bytes(file), read)?;
+    if let Some(parent) = parent.filter(|_| reader.parent_digest().is_some()) {
+        reader.set_parent(parent)?;
+    }
+    Ok((options, reader, written.report))
+}
+
+fn measure(case: &Case, threads: usize) -> Outcome<Vec<Row>> {
     let mut runs = vec![];
     for preset in PRESETS {
-        let mut options = WriteOptions { preset, threads: Some(threads), ..WriteOptions::default() };
-        let mut parent = None;
-        if let Some(state) = &case.parent {
-            let (file, written) = write(state, options.clone())?;
-            // The parent's values are still in memory, as they are when a training loop saves again.
-            let mut memory = MemoryParent::new(Arc::new(written.snapshot), 0);
-            for t in state.sources() {
-                if let Values::Host(data) = t.values {
-                    memory.hold(t.name, Bytes::copy_from_slice(data))?;
-                }
-            }
-            options.parent = Some(Arc::new(memory));
-            parent = Some(Arc::new(Reader::open(Source::Bytes(file), read.clone())?));
-        }
-        let (file, written) = write(&case.state, options.clone())?;
-        let reader = Reader::open(Source::Bytes(file), read.clone())?;
-        if let Some(parent) = parent.filter(|_| reader.parent_digest().is_some()) {
-            reader.set_parent(parent)?;
-        }
-        runs.push((options, reader, written.report, vec![], vec![]));
+        let (options, reader, report) = stored(case, preset, threads)?;
+        runs.push((options, reader, report, vec![], vec![]));
     }
     for _ in 0..CALLS {
         for (options, reader, _, wrote, took) in &mut runs {

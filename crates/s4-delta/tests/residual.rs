@@ -16,7 +16,11 @@ fn every_pair_of_patterns_round_trips() {
                         let mut buf = src.clone();
                         residual.diff(kernels, kind.width, &parent, &mut buf).unwrap();
                         if residual != Residual::Magnitude {
-                            assert_eq!(buf.iter().all(|b| *b == 0), src == parent, "{name} {other}");
+                            assert_eq!(
+                                buf.iter().all(|b| *b == 0),
+                                src == parent,
+                                "{name} {other}"
+                            );
                         }
                         residual.apply(kernels, kind.width, &parent, &mut buf).unwrap();
                         assert_eq!(buf, src, "{residual:?} {simd}: {name} from {other}");

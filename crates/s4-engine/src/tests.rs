@@ -2,7 +2,7 @@
 
 use s4_format::layout::Planes;
 use s4_format::side::{Side, SideKind};
-use s4_format::{ChunkRecord, DType, Digest, LayoutId, Plan, ResidualId, StreamEntry};
+use s4_format::{ChunkRecord, ContextsId, DType, Digest, LayoutId, Plan, ResidualId, StreamEntry};
 use s4_planes::patterns::{self, Kind};
 use s4_planes::{Simd, Width};
 
@@ -183,6 +183,7 @@ fn delta_plan(residual: ResidualId, layout: LayoutId, width: usize) -> TensorPla
 
 #[test]
 fn differences_of_every_kind_and_layout_come_back_from_the_same_chunk_of_the_parent() {
+    let mut contexts_seen = 0;
     for (dtype, kind) in kinds() {
         let (n, width) = (70_003, dtype.value_width());
         let all: Vec<_> = patterns::all(kind, n).collect();
@@ -195,7 +196,14 @@ fn differences_of_every_kind_and_layout_come_back_from_the_same_chunk_of_the_par
             let layout = layouts[i % layouts.len()];
             let token = layout == LayoutId::TOKEN;
             let residual = if token || i % 2 == 1 { ResidualId::SUB } else { ResidualId::XOR };
-            let plan = delta_plan(residual, layout, width);
+            let mut plan = delta_plan(residual, layout, width);
+            let in_fields = matches!(layout, LayoutId::FIELDS | LayoutId::FIELDS_SIGN);
+            if residual == ResidualId::SUB && in_fields {
+                plan.plan.contexts = ContextsId::EXPONENT;
+                let contexts = s4_predict::exponent::side_data(dtype, parent);
+                plan.side.push(SideKind::CONTEXTS, contexts).unwrap();
+                contexts_seen += 1;
+            }
             plan.plan.require_open().unwrap();
             let view = TensorView { dtype, shape: &[n as u64], data };
             let size = width << 16;
@@ -266,6 +274,7 @@ fn differences_of_every_kind_and_layout_come_back_from_the_same_chunk_of_the_par
             }
         }
     }
+    assert!(contexts_seen > 4, "{contexts_seen}");
 }
 
 #[test]

@@ -115,12 +115,7 @@ fn operations() -> Vec<Operation<'static>> {
         ),
         in_place!("sub_ordered", &INTEGERS, Kernels::sub_ordered, Kernels::add_ordered),
         in_place!("sub_values", &INTEGERS, Kernels::sub_values, Kernels::add_values),
-        in_place!(
-            "sub_magnitudes",
-            &INTEGERS,
-            Kernels::sub_magnitudes,
-            Kernels::add_magnitudes
-        ),
+        in_place!("sub_magnitudes", &INTEGERS, Kernels::sub_magnitudes, Kernels::add_magnitudes),
     ]
 }
 

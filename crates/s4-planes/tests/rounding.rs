@@ -26,7 +26,13 @@ fn nearest(x: u32) -> u16 {
     match distance(low).cmp(&distance(above)) {
         std::cmp::Ordering::Less => low,
         std::cmp::Ordering::Greater => above,
-        std::cmp::Ordering::Equal => if low % 2 == 0 { low } else { above },
+        std::cmp::Ordering::Equal => {
+            if low % 2 == 0 {
+                low
+            } else {
+                above
+            }
+        }
     }
 }
 
@@ -53,7 +59,7 @@ fn fp16_is_the_nearest_of_every_size() {
         let positive = out.clone();
         Kernels::new(simd).to_fp16(&negative, &mut out);
         let signed = |(h, p): (&[u8; 2], &[u8; 2])| h[0] == p[0] && h[1] == p[1] | 0x80;
-        assert!(out.as_chunks().0.iter().zip(positive.as_chunks().0).all(signed));
+        assert!(out.as_chunks::<2>().0.iter().zip(positive.as_chunks::<2>().0).all(signed));
     }
 }
 

@@ -2,10 +2,10 @@
 
 use s4_codec_cpu::rans::{Counts, Precision, write_tables};
 use s4_codec_cpu::{Codec, Context, Encoded, Rans, Simd, Symbols, Workspace};
-use s4_format::side::Side;
-use s4_format::{DType, LayoutId, Result};
+use s4_format::side::{Side, SideKind};
+use s4_format::{DType, Error, LayoutId, Result};
 use s4_planes::Kernels;
-use s4_predict::{ContextModel, Known, NoContexts, Tensor};
+use s4_predict::{ContextModel, Exponents, Known, NoContexts, Tensor};
 
 const TABLES: usize = 3;
 
@@ -106,5 +106,80 @@ fn a_model_chooses_among_tables_in_the_stream_and_shared_ones() {
         let [one, own, shared] = sizes[..] else { panic!("{sizes:?}") };
         assert!(own * 10 < one * 9, "contexts save a tenth at least: {sizes:?}");
         assert!(shared < own, "shared tables are not stored again: {sizes:?}");
+    }
+}
+
+/// What the specification says of the contexts of a plane's symbols.
+fn specified(
+    top: u64,
+    shift: u32,
+    width: usize,
+    input: &[u8],
+    exponents: Option<&[u8]>,
+) -> Vec<u8> {
+    let each = input.chunks(width).enumerate().map(|(i, value)| {
+        let p = value.iter().rev().fold(0u64, |all, b| all << 8 | u64::from(*b));
+        let class = (top.saturating_sub((p >> (8 * width - 9)) & 255) >> shift).min(7) as u8;
+        match exponents.map(|e| e[i]) {
+            None | Some(0) => class,
+            Some(1) => 8,
+            Some(_) => 9,
+        }
+    });
+    each.collect()
+}
+
+#[test]
+fn exponents_tell_contexts_as_specified() {
+    let n = 3000;
+    for (dtype, width) in [(DType::BFloat16, 2), (DType::Float32, 4), (DType::Float64, 8)] {
+        let input = noise(n * width, 7, 255);
+        let planes = [noise(n, 8, 4), noise(n, 9, 200), noise(n, 10, 200)];
+        for (layout, first) in [(LayoutId::FIELDS, 0), (LayoutId::FIELDS_SIGN, 1)] {
+            for (top, shift) in [(0u8, 0u8), (127, 0), (255, 3), (130, 7)] {
+                let mut side = Side::default();
+                side.push(SideKind::CONTEXTS, vec![top, shift, 0, 0, 0, 0, 0, 0]).expect("side");
+                let tensor = Tensor { dtype, shape: &[n as u64], side: &side };
+                for simd in Simd::available() {
+                    let kernels = Kernels::new(simd);
+                    for plane in 0..3 {
+                        let known: Vec<&[u8]> = planes[..plane].iter().map(Vec::as_slice).collect();
+                        let inputs = [&input[..]];
+                        let known = Known {
+                            kernels,
+                            tensor,
+                            first: 0,
+                            layout,
+                            planes: &known,
+                            inputs: &inputs,
+                        };
+                        let tables = [8, 10].into_iter().nth(plane.wrapping_sub(first));
+                        assert_eq!(Exponents.tables(layout, plane), tables.unwrap_or(1));
+                        if tables.is_none() {
+                            continue;
+                        }
+                        let mut out = vec![0x5a; n];
+                        Exponents.contexts(&known, &mut out).expect("contexts");
+                        let next = (plane > first).then_some(&planes[first][..]);
+                        let (top, shift) = (u64::from(top), u32::from(shift));
+                        assert_eq!(out, specified(top, shift, width, &input, next));
+                        assert!(Exponents.contexts(&known, &mut out[1..]).is_err());
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn hostile_side_data_of_contexts_is_refused() {
+    for bad in [&[][..], &[1], &[1, 8, 0, 0, 0, 0, 0, 0], &[1, 0, 0, 0, 0, 0, 0, 1], &[0; 9]] {
+        let mut side = Side::default();
+        side.push(SideKind::CONTEXTS, bad.to_vec()).expect("side");
+        let tensor = Tensor { dtype: DType::BFloat16, shape: &[4], side: &side };
+        let (kernels, layout) = (Kernels::default(), LayoutId::FIELDS);
+        let known = Known { kernels, tensor, first: 0, layout, planes: &[], inputs: &[&[0; 8]] };
+        let error = Exponents.contexts(&known, &mut [0; 4]).unwrap_err();
+        assert!(matches!(error, Error::Corrupt { .. }), "{error}");
     }
 }

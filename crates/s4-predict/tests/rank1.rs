@@ -118,7 +118,9 @@ fn rows_of_zeros_stay_zeros_and_do_not_spoil_the_others() {
         check(Width::B4, &fit(Width::B4, rows, cols, &some), &some, 100),
     );
     let top = |r: &[u8]| r.as_chunks::<4>().0.iter().map(|u| u64::from(u[3])).sum::<u64>();
-    for (i, (all, some)) in all.chunks(4 * cols as usize).zip(some.chunks(4 * cols as usize)).enumerate() {
+    for (i, (all, some)) in
+        all.chunks(4 * cols as usize).zip(some.chunks(4 * cols as usize)).enumerate()
+    {
         match i % 3 {
             0 => assert!(some.iter().all(|b| *b == 0), "row {i}"),
             _ => assert!(top(some) <= top(all) + 2, "row {i}"),

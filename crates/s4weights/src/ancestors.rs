@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use s4_format::{DType, Digest};
 use s4_format::index::TensorKind;
+use s4_format::{DType, Digest};
 
 use crate::error::{At, Error, ParentProblem, Result};
 use crate::fetch::Want;

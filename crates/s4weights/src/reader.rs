@@ -8,8 +8,8 @@ use s4_engine::{CpuEngine, TensorSpec};
 use s4_format::file::{self, FOOTER_LEN, Footer, HEADER_LEN};
 use s4_format::index::{self, Tensor, TensorKind, chunk_count};
 use s4_format::manifest::{self, Manifest, Section};
-use s4_format::side::Side;
 use s4_format::plan::check_dependencies;
+use s4_format::side::Side;
 use s4_format::{ChunkRecord, DType, Digest};
 
 use crate::error::{At, Error, Result};

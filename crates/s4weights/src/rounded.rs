@@ -29,9 +29,9 @@ pub(crate) fn wider_copies(
     let find = |t: &TensorValues<'_>| {
         let own = t.role.map(|r| r.row.parameter);
         let alike = |(i, other): (usize, &TensorValues<'_>)| {
-            let master = other.role.is_some_and(|r| {
-                r.row.kind == RoleKind::Master && Some(r.row.parameter) == own
-            });
+            let master = other
+                .role
+                .is_some_and(|r| r.row.kind == RoleKind::Master && Some(r.row.parameter) == own);
             (wide(other) && other.shape == t.shape).then_some((!master, i))
         };
         let mut found: Vec<_> = tensors.iter().enumerate().filter_map(alike).collect();

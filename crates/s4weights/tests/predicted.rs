@@ -4,14 +4,16 @@
 
 mod common;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use common::{Memory, Owned};
 use proptest::prelude::*;
+use s4weights::format::manifest::RoleKind::{ExpAvg, ExpAvgSq, Master, Weight};
 use s4weights::format::manifest::{Role, RoleKind, Roles};
 use s4weights::{
-    Contents, DType, Preset, ReadOptions, Reader, Simd, Slice, Source, Target, WriteOptions, Writer,
-    adversarial,
+    Contents, DType, Preset, ReadOptions, Reader, Simd, Slice, Source, Target, WriteOptions,
+    Writer, adversarial,
 };
 
 /// About a normal distribution, by number.
@@ -64,11 +66,10 @@ fn state(step: u64) -> Vec<Owned> {
 
 fn roles(kinds: &[(u32, RoleKind)]) -> Roles {
     let row = |&(tensor, kind)| Role { tensor, parameter: 0, kind, group: 0 };
-    Roles { tensors: kinds.iter().map(row).collect(), groups: vec![[].into()] }
+    Roles { tensors: kinds.iter().map(row).collect(), groups: vec![BTreeMap::new()] }
 }
 
 fn all_roles() -> Roles {
-    use RoleKind::{ExpAvg, ExpAvgSq, Master, Weight};
     roles(&[(0, Weight), (1, Master), (2, ExpAvg), (3, ExpAvgSq)])
 }
 
@@ -151,7 +152,6 @@ fn values_that_are_no_copies_and_wrong_roles_cost_size_alone() {
     }
     let file = save(&tensors, all_roles(), preset(Preset::Balanced));
     check(&open(file), &tensors);
-    use RoleKind::{ExpAvg, ExpAvgSq, Master, Weight};
     for wrong in [
         roles(&[(0, Master), (1, Weight), (2, ExpAvgSq), (3, ExpAvg)]),
         roles(&[(0, ExpAvgSq), (1, ExpAvgSq), (2, Master), (3, Master)]),
@@ -191,14 +191,16 @@ fn weights_a_step_later_are_differences_in_the_order_of_values_with_contexts() {
 
 #[test]
 fn matrices_of_adversarial_values_round_trip_with_every_preset_and_role() {
-    use RoleKind::{ExpAvg, ExpAvgSq, Weight};
     for dtype in [DType::Float32, DType::BFloat16, DType::Float16, DType::Float64] {
         let n = 150 * 100;
         let all: Vec<_> = adversarial(dtype, n).collect();
-        let tensors: Vec<_> =
-            all.iter().map(|(name, data)| Owned::new(*name, dtype, &[150, 100], data.clone())).collect();
+        let tensors: Vec<_> = all
+            .iter()
+            .map(|(name, data)| Owned::new(*name, dtype, &[150, 100], data.clone()))
+            .collect();
         let kinds = [Weight, ExpAvg, ExpAvgSq];
-        let list: Vec<_> = (0u32..).zip(&tensors).map(|(i, _)| (i, kinds[i as usize % 3])).collect();
+        let list: Vec<_> =
+            (0u32..).zip(&tensors).map(|(i, _)| (i, kinds[i as usize % 3])).collect();
         let file = save(&tensors, roles(&list), preset(Preset::Balanced));
         let base = Arc::new(open(file));
         check(&base, &tensors);
@@ -207,10 +209,8 @@ fn matrices_of_adversarial_values_round_trip_with_every_preset_and_role() {
         let data: Vec<_> = tensors.iter().map(|t| t.data.clone()).collect();
         let shifted = data.iter().skip(1).chain(&data[..1]);
         others.iter_mut().zip(shifted).for_each(|(t, data)| t.data.clone_from(data));
-        let options = WriteOptions {
-            parent: Some(Arc::clone(&base) as _),
-            ..preset(Preset::Balanced)
-        };
+        let options =
+            WriteOptions { parent: Some(Arc::clone(&base) as _), ..preset(Preset::Balanced) };
         let reader = open(save(&others, roles(&list), options));
         if reader.parent_digest().is_some() {
             reader.set_parent(base).unwrap();

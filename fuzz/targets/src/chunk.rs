@@ -129,7 +129,8 @@ fn engine(simd: Simd) -> &'static CpuEngine {
 /// A plan that the manifest's parser takes.
 fn plan(input: &mut Input<'_>) -> Option<Plan> {
     let predictor = input.pick(&[PredictorId::NONE, PredictorId::PARENT, PredictorId::RANK1]);
-    let residual = input.pick(&[ResidualId::ID, ResidualId::XOR, ResidualId::SUB, ResidualId::MAGNITUDE]);
+    let residual =
+        input.pick(&[ResidualId::ID, ResidualId::XOR, ResidualId::SUB, ResidualId::MAGNITUDE]);
     let layout = LayoutId(input.u8() % 6);
     let mut plan = match predictor {
         PredictorId::PARENT => Plan::delta(layout, Digest([0; 32]), 0),

@@ -121,7 +121,8 @@ fn parts(out: &mut Vec<Seed>) {
     index(3, 0, &bytes);
     index(4, 0, &s4_format::file::header());
     let sides = [&2u32.to_le_bytes()[..], &3u32.to_le_bytes()].concat();
-    let offsets = [&sides[..], &[7, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0], &[1; 10]].concat();
+    let offsets =
+        [&sides[..], &[7, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0], &[1; 10]].concat();
     index(5, 1, &offsets);
     index(6, 0, Digest::of(b"x").to_string().as_bytes());
     index(6, 0, b"torch.bfloat16");

@@ -139,7 +139,9 @@ impl CudaEngine {
         bytes: &[u8],
     ) -> Option<Grid> {
         let (alone, probes) = split(t, parent.is_some(), bytes);
-        self.host.cpu.wants_offsets(&about(preset, t), if parent.is_some() { probes } else { alone })
+        self.host
+            .cpu
+            .wants_offsets(&about(preset, t), if parent.is_some() { probes } else { alone })
     }
 
     /// The plan of a tensor whose sample, and whose parent's, were fetched.

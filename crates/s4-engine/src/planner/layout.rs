@@ -31,10 +31,14 @@ const RANS_WORK: u64 = 8;
 /// What is coded, and how.
 #[derive(Clone, Copy)]
 pub(super) enum Of<'a> {
-    /// Values, or what is left of them after a prediction from the tensor itself.
+    /// Values.
     Values,
+    /// What is left of values after a prediction from the tensor itself.
+    Residuals,
     /// Differences from a parent's values, which may be anything where the sample saw none.
     Differences,
+    /// Such differences in the order of values: their top bit hardly ever is set.
+    Ordered,
     /// The same, with contexts: of a tensor whose side data this is, from the parent's values.
     InContext { tensor: Tensor<'a>, parent: &'a [u8], values: u64 },
 }
@@ -68,18 +72,21 @@ impl CpuEngine {
         let tried = if sample.is_empty() { &[] } else { layouts(dtype) };
         let mut best: Option<Candidate> = None;
         for &layout in tried {
-            if matches!(of, Of::InContext { .. }) && !is_in_fields(layout) {
+            let fields_only = matches!(of, Of::InContext { .. } | Of::Residuals);
+            if fields_only && !is_in_fields(layout) {
                 continue;
             }
             let mut c = self.candidate(layout, dtype.value_width(), sample, of, scratch)?;
             if best.as_ref().is_none_or(|b| c.cost < b.cost - b.cost / LAYOUT_GAIN) {
                 // Where all but the exponents are noise, sign and all, no other layout is smaller.
                 let noise = c.planes.iter().skip(1).all(|p| p.noise);
-                if !matches!(of, Of::Values) {
+                if !matches!(of, Of::Values | Of::Residuals) {
                     c.planes.iter_mut().for_each(expect_changes);
                 }
                 best = Some(c);
-                if layout == LayoutId::FIELDS && noise {
+                // (But a sign that never changes may look like noise among the low bits.)
+                if layout == LayoutId::FIELDS && noise && matches!(of, Of::Values | Of::Differences)
+                {
                     break;
                 }
             }
@@ -104,7 +111,7 @@ impl CpuEngine {
         let plane = |i| scratch.plane(layout, sizes.sizes(), i);
         // Several planes of differences are coded, some of them in few bits, of which the coarse
         // frequencies of pairs waste a larger part: what counts is the part of all bits.
-        let delta = !matches!(of, Of::Values);
+        let delta = !matches!(of, Of::Values | Of::Residuals);
         let least = |i| entropy(&Counts::of_all(plane(i))).min(8 * plane(i).len() as u64);
         let all = if delta { (0..planes).map(least).sum() } else { 0 };
         for i in 0..planes {
@@ -120,7 +127,8 @@ impl CpuEngine {
                 }
                 _ => choose(plane, dense, may_lose),
             };
-            let work = if precision(planned.coding).is_some() { values as u64 / RANS_WORK } else { 0 };
+            let work =
+                if precision(planned.coding).is_some() { values as u64 / RANS_WORK } else { 0 };
             c.planes.push(planned);
             c.cost += cost + work;
             // A plane that repeats a short unit is stored as that, whatever is planned.
@@ -243,7 +251,9 @@ fn choose_in_context(
     let cost = each.sum();
     match is_worth(cost, raw) {
         true => (PlannedPlane { coding: PlaneCoding::RANS8, counts, noise: false }, cost),
-        false => (PlannedPlane { coding: noise, counts, noise: raw == 8 * plane.len() as u64 }, raw),
+        false => {
+            (PlannedPlane { coding: noise, counts, noise: raw == 8 * plane.len() as u64 }, raw)
+        }
     }
 }
 

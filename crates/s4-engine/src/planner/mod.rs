@@ -16,10 +16,10 @@ mod layout;
 mod sample;
 
 use layout::{Candidate, Of, precision};
-pub use sample::parent_probes;
-pub(crate) use sample::sampled_runs;
 pub(crate) use sample::Sample;
 use sample::gather;
+pub use sample::parent_probes;
+pub(crate) use sample::sampled_runs;
 
 /// What one more plan costs in the manifest, in bits: a delta has to save more.
 const PLAN_BITS: u64 = 8 * 160;
@@ -51,8 +51,12 @@ pub(crate) struct Allowed {
 /// The one place that says which preset uses which predictor.
 pub(crate) fn allowed(preset: Preset) -> Allowed {
     match preset {
-        Preset::Fast | Preset::Nvcomp => Allowed { rank1: false, sub: false, contexts: false, cast: false },
-        Preset::Balanced | Preset::Small => Allowed { rank1: true, sub: true, contexts: true, cast: true },
+        Preset::Fast | Preset::Nvcomp => {
+            Allowed { rank1: false, sub: false, contexts: false, cast: false }
+        }
+        Preset::Balanced | Preset::Small => {
+            Allowed { rank1: true, sub: true, contexts: true, cast: true }
+        }
     }
 }
 
@@ -146,7 +150,8 @@ impl CpuEngine {
         let About { preset, dtype, shape, role, .. } = *about;
         let floats = dtype.form() == Form::Float && dtype.size() == dtype.value_width();
         let weight = matches!(role, Some(RoleKind::Weight | RoleKind::Master));
-        if !allowed(preset).rank1 || !floats || weight || !sample::is_uneven(sample, about.width()) {
+        if !allowed(preset).rank1 || !floats || weight || !sample::is_uneven(sample, about.width())
+        {
             return None;
         }
         Grid::of(shape)
@@ -184,9 +189,10 @@ impl CpuEngine {
         };
         let mut residuals = sample.values.clone();
         self.subtract_offsets(about, sample, offsets, &mut residuals)?;
-        let mut best = self.best(about.dtype, &residuals, Of::Values, scratch)?;
+        let mut best = self.best(about.dtype, &residuals, Of::Residuals, scratch)?;
         // What the offsets take, as a part of what the sample does.
-        let stored = 8 * offsets.len() as u64 * sample.values.len() as u64 / about.bytes.max(1) as u64;
+        let stored =
+            8 * offsets.len() as u64 * sample.values.len() as u64 / about.bytes.max(1) as u64;
         if let Some(best) = best.as_mut() {
             best.bits += stored;
         }
@@ -269,7 +275,7 @@ impl CpuEngine {
             return Ok(cheapest);
         }
         self.kernels.sub_values(width_of(about.width())?, &mut ordered, parent);
-        let sub = self.best(dtype, &ordered, Of::Differences, scratch)?;
+        let sub = self.best(dtype, &ordered, Of::Ordered, scratch)?;
         cheapest.replace_by(sub, ResidualId::SUB, vec![], SUB_GAIN);
         if allowed.contexts && dtype.form() == Form::Float && about.width() > 1 {
             let contexts = exponent::side_data(dtype, parent);

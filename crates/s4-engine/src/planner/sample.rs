@@ -52,7 +52,11 @@ pub(crate) fn sampled_runs(values: u64) -> impl Iterator<Item = Range<u64>> {
 }
 
 /// The values of some runs, which lie within the tensor, one run after the other.
-pub(super) fn gather(data: &[u8], width: usize, runs: impl IntoIterator<Item = Range<u64>>) -> Vec<u8> {
+pub(super) fn gather(
+    data: &[u8],
+    width: usize,
+    runs: impl IntoIterator<Item = Range<u64>>,
+) -> Vec<u8> {
     let mut out = vec![];
     for run in runs {
         out.extend_from_slice(&data[run.start as usize * width..run.end as usize * width]);

@@ -181,7 +181,8 @@ impl<'a> Offsets<'a> {
             let offsets = &self.col_offsets[2 * col..];
             let n = (offsets.len() / 2).min(out.len() / bytes);
             let (part, rest) = out.split_at_mut(n * bytes);
-            let row_offset = i16::from_le_bytes([self.row_offsets[2 * row], self.row_offsets[2 * row + 1]]);
+            let row_offset =
+                i16::from_le_bytes([self.row_offsets[2 * row], self.row_offsets[2 * row + 1]]);
             if row_offset == ZEROS {
                 part.fill(0);
             } else {

@@ -102,9 +102,8 @@ impl Encoder {
         if *at < MOST_BLOCK {
             return Err(Error::limit("rans: no room for words"));
         }
-        let numbers: [u16; BLOCK] = std::array::from_fn(|i| {
-            u16::from(contexts[i]) << 8 | u16::from(block[i])
-        });
+        let numbers: [u16; BLOCK] =
+            std::array::from_fn(|i| u16::from(contexts[i]) << 8 | u16::from(block[i]));
         let missing = |i: usize| self.missing[usize::from(numbers[i]) % ALL];
         let any = (0..BLOCK).fold(0, |any, i| any | missing(i));
         if any != 0 {
