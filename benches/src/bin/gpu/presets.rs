@@ -66,7 +66,7 @@ impl Parents<'_> {
     /// A run of values, whose rows are repeated.
     fn run(&self, tensor: usize, run: Range<u64>) -> impl Iterator<Item = u8> {
         let (data, width) = (&self.matrices[tensor].data, self.dtype.size() as u64);
-        (run.start * width..run.end * width).map(|i| data[i as usize % data.len()])
+        (run.start * width..run.end * width).map(move |i| data[i as usize % data.len()])
     }
 }
 
