@@ -419,7 +419,8 @@ mod tests {
                 kept.push(symbol as u8, 1 + (state >> 40) % (1 << (1 + round % 20)));
             }
             let counts = kept.counts[..len].to_vec();
-            for total in [256, 255, 4096] {
+            // Each symbol that is kept has a slot.
+            for total in [256, 255, 4096].into_iter().filter(|total| *total as usize >= len) {
                 let mut kept = Kept { len, counts: kept.counts, ..Kept::default() };
                 let freqs: Vec<u16> = share(&mut kept, total).iter().map(|e| e.freq).collect();
                 assert_eq!(freqs, share_slowly(&counts, total), "{len} of {total}");
