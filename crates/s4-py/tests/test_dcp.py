@@ -139,13 +139,13 @@ def test_ranks_store_one_checkpoint_and_others_load_it(tmp_path: Path) -> None:
     entries = store.list()
     assert [entry.step for entry in entries] == [10, 20]
     assert entries[0].metrics == {"loss": 0.1} and entries[0].tags == {"by": "test"}
-    assert store.verify().clean
+    assert store.verify()["clean"]
     loaded = store.load_checkpoint(20)
     assert same(loaded["model.plain"], values(24, 77, 91))
     assert same(loaded["model.rows@0,0"], values(20, 50, 300)[:25])
-    store.retire(10)
+    store.delete(10)
     store.gc(grace=0.0, exclusive=True)
-    assert store.verify().clean and [entry.step for entry in store.list()] == [20]
+    assert store.verify()["clean"] and [entry.step for entry in store.list()] == [20]
     run_ranks(2, _load_steps, url, [20])
 
 
@@ -266,11 +266,11 @@ def test_a_failure_of_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
     run_ranks(2, _fail, url)
     store = s4weights.CheckpointStore(url)
     assert [entry.step for entry in store.list()] == [1, 3]
-    assert store.verify().clean
-    # What is left of it is swept.
-    report = store.gc(grace=0.0, exclusive=True)
-    assert report.deleted_bytes > 0
-    assert [entry.step for entry in store.list()] == [1, 3] and store.verify().clean
+    assert store.verify()["clean"]
+    # What is left of it is given up, and deleted by the next sweep.
+    assert len(store.gc(grace=0.0, exclusive=True)["given_up"]) == 1
+    assert store.gc(grace=0.0, exclusive=True)["deleted_bytes"] > 0
+    assert [entry.step for entry in store.list()] == [1, 3] and store.verify()["clean"]
 
 
 class Dying(StorageWriter):
@@ -302,7 +302,7 @@ def test_a_killed_rank_leaves_nothing_visible(tmp_path: Path) -> None:
     assert [entry.step for entry in s4weights.CheckpointStore(url).list()] == [1]
     run_ranks(2, _save_steps, url, [3])
     run_ranks(2, _load_steps, url, [1, 3])
-    assert s4weights.CheckpointStore(url).verify().clean
+    assert s4weights.CheckpointStore(url).verify()["clean"]
 
 
 def _save_async(rank: int, url: str, kind: str) -> None:

@@ -1,0 +1,203 @@
+"""Distributed checkpoints: `s4weights.dcp` beside PyTorch's own storage, in one run.
+
+    torchrun --nproc-per-node 2 benches/distributed.py --gb 3 --folder /dev/shm/dcp
+
+Trains an FSDP2 model of fp32 weights with AdamW for some steps, so that the state has the structure of a real
+one, then saves and loads it. Each row is the slowest rank's best of three, after one that does not count. GPUs
+if there are any (NCCL), else processors (gloo).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import s4weights
+from s4weights.dcp import LoadPlanner, StorageReader, StorageWriter
+
+ROUNDS = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gb", type=float, default=3.0, help="state of all ranks, in GB")
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/s4weights-dcp"))
+    parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
+    args = parser.parse_args()
+    gpu = torch.cuda.is_available()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    if rank == 0:
+        shutil.rmtree(args.folder, ignore_errors=True)
+        args.folder.mkdir(parents=True)
+    dist.barrier()
+    bench = Bench(args.folder, device, train(args.gb, device, world))
+    bench.run()
+    if rank == 0:
+        bench.print()
+        if args.out is not None:
+            args.out.write_text(json.dumps(bench.rows, indent=1))
+        shutil.rmtree(args.folder, ignore_errors=True)
+    dist.destroy_process_group()
+
+
+def train(gb: float, device: torch.device, world: int) -> tuple[torch.nn.Module, Any]:
+    """A model whose weights and moments have so many bytes, after some steps of training."""
+    width = 2048
+    layers = max(1, round(gb * 1e9 / (12 * width * width)))
+    torch.manual_seed(1)
+    with device:
+        blocks = [torch.nn.Linear(width, width, bias=False) for _ in range(layers)]
+    model = torch.nn.Sequential(*blocks)
+    mesh = init_device_mesh(device.type, (world,))
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for _ in range(4):
+        one_step(model, optimizer)
+    return model, optimizer
+
+
+def one_step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """One step of training, on random input."""
+    first = next(model.parameters())
+    x = torch.randn(16, first.shape[1], device=first.device)
+    for layer in model:
+        x = x + torch.tanh(layer(x))
+    x.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Bench:
+    """Rows of one run."""
+
+    def __init__(self, folder: Path, device: torch.device, trained: tuple[Any, Any]) -> None:
+        self.folder, self.device, self.trained = folder, device, trained
+        model, optimizer = get_state_dict(*trained)
+        self.state = {"model": model, "optim": optimizer}
+        self.rows: list[dict[str, Any]] = []
+        self.step = 0
+
+    def run(self) -> None:
+        stock = self.folder / "stock"
+        self.row("dcp.save, stock", lambda: dcp.save(self.state, checkpoint_id=stock), stock)
+        self.row("dcp.load, stock", lambda: dcp.load(self.state, checkpoint_id=stock))
+        for preset in ("fast", "balanced"):
+            self.preset(preset, self.folder / preset)
+        self.background("dcp.async_save, stock stager", lambda: {"checkpoint_id": self.fresh()})
+        self.background(
+            "dcp.async_save, s4weights balanced",
+            lambda: {"storage_writer": self.writer(self.folder / "async", True)},
+        )
+
+    def preset(self, preset: str, store: Path) -> None:
+        name = f"s4weights {preset}"
+        self.row(f"dcp.save, {name}, base", lambda: self.save(store, True), store)
+        self.row(f"dcp.load, {name}", lambda: self.load(store))
+        # Each is one step of training after the one before.
+        train = lambda: one_step(*self.trained)  # noqa: E731
+        self.row(f"dcp.save, {name}, delta", lambda: self.save(store, False), store, train)
+        self.row(f"dcp.load, {name}, delta", lambda: self.load(store))
+
+    def load(self, store: Path) -> None:
+        dcp.load(self.state, storage_reader=StorageReader(store), planner=LoadPlanner())
+
+    def fresh(self) -> Path:
+        self.step += 1
+        return self.folder / f"stock-{self.step}"
+
+    def writer(self, store: Path, base: bool) -> StorageWriter:
+        self.step += 1
+        preset = store.name if store.name in ("fast", "balanced") else "balanced"
+        return StorageWriter(store, step=self.step, base=base, preset=preset)
+
+    def save(self, store: Path, base: bool) -> None:
+        dcp.save(self.state, storage_writer=self.writer(store, base))
+
+    def row(
+        self,
+        name: str,
+        call: Callable[[], object],
+        where: Path | None = None,
+        before: Callable[[], object] = lambda: None,
+    ) -> None:
+        times = []
+        for _ in range(ROUNDS + 1):
+            before()
+            times.append(self.timed(call))
+        self.note(name, min(times[1:]), None, where)
+
+    def background(self, name: str, arguments: Callable[[], dict[str, Any]]) -> None:
+        blocked, whole = [], []
+        for _ in range(ROUNDS + 1):
+            given = arguments()
+            futures: list[Any] = []
+            started = time.perf_counter()
+            blocked.append(
+                self.timed(
+                    lambda given=given, futures=futures: futures.append(
+                        dcp.async_save(
+                            self.state,
+                            async_checkpointer_type=AsyncCheckpointerType.THREAD,
+                            **given,
+                        )
+                    )
+                )
+            )
+            futures[0].result()
+            dist.barrier()
+            whole.append(time.perf_counter() - started)
+        self.note(name, min(whole[1:]), min(blocked[1:]), None)
+
+    def timed(self, call: Callable[[], object]) -> float:
+        """Seconds of the slowest rank."""
+        self.settle()
+        started = time.perf_counter()
+        call()
+        self.settle()
+        seconds = torch.tensor(time.perf_counter() - started)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return float(seconds)
+
+    def settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+
+    def note(self, name: str, whole: float, blocked: float | None, where: Path | None) -> None:
+        if dist.get_rank():
+            return
+        stored = None
+        if where is not None and where.name in ("fast", "balanced"):
+            stored = s4weights.CheckpointStore(where).list()[-1].bytes
+        elif where is not None:
+            stored = sum(f.stat().st_size for f in where.rglob("*") if f.is_file())
+        self.rows.append({"row": name, "whole_s": whole, "blocked_s": blocked, "bytes": stored})
+        self.print(self.rows[-1:])
+
+    def print(self, rows: list[dict[str, Any]] | None = None) -> None:
+        for row in self.rows if rows is None else rows:
+            blocked = "" if row["blocked_s"] is None else f"{row['blocked_s']:9.3f}"
+            stored = "" if row["bytes"] is None else f"{row['bytes'] / 1e9:8.3f} GB"
+            print(f"{row['row']:40} {row['whole_s']:9.3f} s {blocked:9} {stored}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
