@@ -127,6 +127,7 @@ impl Writer {
         let Run { tensors, parents, .. } = run;
         let chunks = tensors.iter().map(chunks_of).sum::<u64>();
         let chunks = usize::try_from(chunks).unwrap_or(usize::MAX);
+        let values = tensors.iter().map(|t| t.values.bytes()).sum::<u64>();
         let threads = self.encoding_threads(on_device);
         let pool = match on_device || self.waits() {
             true => pool(if on_device { threads } else { threads.min(chunks) })?,
