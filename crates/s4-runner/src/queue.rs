@@ -367,7 +367,6 @@ impl Inner {
 pub(crate) type SharedQueue = Arc<Queue>;
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
 

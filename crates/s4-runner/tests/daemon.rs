@@ -1,7 +1,6 @@
 //! The runner in a process of its own: what it accepts becomes durable, once, whatever happens to it.
 
 #![cfg(target_os = "linux")]
-#![expect(clippy::unwrap_used, reason = "tests")]
 
 mod common;
 
