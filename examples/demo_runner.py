@@ -40,8 +40,8 @@ class Runner:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        log = (self.folder / "log").open("ab")
-        self.process = subprocess.Popen(self.command, stderr=log)
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(self.command, stderr=log)
 
     def kill(self, when: str) -> None:
         assert self.process is not None

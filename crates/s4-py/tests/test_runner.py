@@ -62,7 +62,8 @@ class Runner:
         command = [PROGRAM, "serve", "--config", str(self.folder / "runner.toml")]
         command += ["--store", self.store, "--state-dir", str(self.folder / "state")]
         command += ["--socket", str(self.folder / "s4w.sock"), "--http", f"127.0.0.1:{port}"]
-        self.process = subprocess.Popen(command, stderr=(self.folder / "log").open("ab"))
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(command, stderr=log)
 
     def kill(self) -> None:
         assert self.process is not None
@@ -84,6 +85,7 @@ def runner(tmp_path: Path) -> Iterator[Runner]:
 
 
 @needs_program
+@pytest.mark.filterwarnings("error")
 def test_a_save_is_the_runners_once_it_is_staged(runner: Runner) -> None:
     runner.start()
     with CheckpointStore(runner.store, runner=runner.address, threads=1) as store:
@@ -98,7 +100,7 @@ def test_a_save_is_the_runners_once_it_is_staged(runner: Runner) -> None:
         assert store.runner.interruption() is None
         assert same(store.load_checkpoint(), state(4))
         assert same(store.load_checkpoint(2), state(2))
-        part = store.load_checkpoint(3, keys="model.b")
+        part = store.load_checkpoint(3, keys=["model.b"])
         assert torch.equal(part["model"]["b"], state(3)["model"]["b"]) and "w" not in part["model"]
         assert [entry.step for entry in store.list()] == [1, 2, 3, 4]
         with pytest.raises(s4weights.NotFoundError):

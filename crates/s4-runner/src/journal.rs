@@ -139,7 +139,6 @@ pub(crate) fn sync_folder(path: &Path) -> io::Result<()> {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
     use crate::record::State;

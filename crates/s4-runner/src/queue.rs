@@ -365,3 +365,121 @@ impl Inner {
 
 /// Shared by all parts of the service.
 pub(crate) type SharedQueue = Arc<Queue>;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Case {
+        queue: Queue,
+        ids: Vec<Uuid>,
+        dir: tempfile::TempDir,
+    }
+
+    fn checkpoint(n: u8) -> CheckpointId {
+        format!("00000000-0000-7000-8000-0000000000{n:02}").parse().unwrap()
+    }
+
+    /// Verified checkpoints, each with what it is a delta of.
+    fn verified(parents: &[Option<usize>]) -> Case {
+        let dir = tempfile::tempdir().unwrap();
+        let (journal, records, _) = Journal::open(dir.path()).unwrap();
+        let queue = Queue::new(journal, records);
+        let accept = |(n, parent): (usize, &Option<usize>)| {
+            let id = Uuid::new_v4();
+            let (metrics, tags) = Default::default();
+            let submission = Submission { id, step: n as u64, metrics, tags, uid: 1, origin: None };
+            queue.accept(submission, 1).unwrap();
+            let done = queue.update(id, |r| {
+                r.state = State::Verified;
+                r.local = Some(checkpoint(n as u8));
+                r.local_parent = parent.map(|p| checkpoint(p as u8));
+            });
+            done.unwrap();
+            id
+        };
+        let ids = parents.iter().enumerate().map(accept).collect();
+        Case { queue, ids, dir }
+    }
+
+    impl Case {
+        fn next(&self) -> u64 {
+            match self.queue.next_verified() {
+                Work::Record(record) => record.step,
+                other => panic!("{other:?}"),
+            }
+        }
+
+        fn durable(&self, n: usize) {
+            self.queue.update(self.ids[n], |r| r.state = State::Durable).unwrap();
+        }
+    }
+
+    #[test]
+    fn in_a_hurry_the_newest_goes_first_after_what_it_needs() {
+        let case = verified(&[None, Some(0), Some(1), Some(0)]);
+        assert_eq!(case.next(), 0);
+        case.queue.set_mode(Mode::Urgent);
+        assert_eq!(case.next(), 0, "3 is a delta of it");
+        case.durable(0);
+        assert_eq!(case.next(), 3);
+        assert!(case.queue.should_yield(2) && !case.queue.should_yield(4), "of seq 4 is step 3");
+        case.durable(3);
+        assert_eq!(case.next(), 1, "2 is a delta of it");
+        case.durable(1);
+        assert_eq!(case.next(), 2);
+    }
+
+    #[test]
+    fn one_that_fails_waits_with_those_that_need_it_and_holds_up_no_other() {
+        let case = verified(&[None, Some(0), None]);
+        case.queue.pause(case.ids[0], State::Verified, "no network");
+        assert_eq!(case.next(), 2);
+        assert_eq!(case.queue.get(case.ids[0]).unwrap().error.as_deref(), Some("no network"));
+        // There may be no later.
+        case.queue.set_mode(Mode::Draining);
+        case.durable(2);
+        assert_eq!(case.next(), 0);
+        // What drains does not stop to.
+        case.queue.set_mode(Mode::Steady);
+        assert_eq!(case.queue.mode(), Mode::Draining);
+    }
+
+    #[test]
+    fn what_a_killed_process_was_at_is_begun_again() {
+        let case = verified(&[None, None]);
+        case.queue.update(case.ids[0], |r| r.state = State::Uploading).unwrap();
+        case.queue.update(case.ids[1], |r| r.state = State::Compressed).unwrap();
+        let Case { queue, dir, .. } = case;
+        drop(queue);
+        let (journal, records, _) = Journal::open(dir.path()).unwrap();
+        let states: Vec<State> =
+            Queue::new(journal, records).list().iter().map(|r| r.state).collect();
+        assert_eq!(states, [State::Verified, State::Staged]);
+    }
+
+    #[test]
+    fn what_the_journal_does_not_take_is_not_accepted() {
+        let case = verified(&[None]);
+        let folder = case.dir.path().join("journal");
+        std::fs::remove_dir_all(&folder).unwrap();
+        let id = Uuid::new_v4();
+        let (metrics, tags) = Default::default();
+        let submission = Submission { id, step: 9, metrics, tags, uid: 1, origin: None };
+        assert!(case.queue.accept(submission, 1).is_err());
+        assert!(case.queue.get(id).is_none());
+        assert!(case.queue.update(case.ids[0], |r| r.state = State::Durable).is_err());
+        assert_eq!(case.queue.get(case.ids[0]).unwrap().state, State::Verified);
+        assert_eq!(case.queue.list().len(), 1);
+    }
+
+    #[test]
+    fn only_failed_records_are_forgotten_by_name() {
+        let case = verified(&[None, None]);
+        case.queue.update(case.ids[1], |r| r.state = State::Failed).unwrap();
+        assert!(!case.queue.forget_failed(case.ids[0]).unwrap());
+        assert!(case.queue.forget_failed(case.ids[1]).unwrap());
+        assert!(!case.queue.forget_failed(case.ids[1]).unwrap());
+        assert_eq!(case.queue.list().len(), 1);
+    }
+}

@@ -115,8 +115,14 @@ impl Service {
 
     fn places(&self, record: &Record) -> Vec<Place> {
         let staged = self.staging.has(record.id).then_some(Place::Staged(record.id));
-        let local = record.local.map(Place::Local);
+        let local = record.local.filter(|id| self.is_local(*id)).map(Place::Local);
         staged.into_iter().chain(local).chain(record.remote.map(Place::Store)).collect()
+    }
+
+    /// Whether the local store has a checkpoint still: it keeps the newest alone.
+    fn is_local(&self, id: CheckpointId) -> bool {
+        let state = self.stores.local().and_then(|store| store.state());
+        state.is_ok_and(|state| state.get(id).is_some())
     }
 
     fn copy_out(&self, place: &Place) -> s4weights::Result<PathBuf> {

@@ -242,7 +242,6 @@ fn set_mode(folder: &Path, mode: u32) -> io::Result<()> {
 }
 
 #[cfg(test)]
-#[expect(clippy::unwrap_used, reason = "tests")]
 mod tests {
     use super::*;
 

@@ -1,7 +1,6 @@
 //! The runner in a process of its own: what it accepts becomes durable, once, whatever happens to it.
 
 #![cfg(target_os = "linux")]
-#![expect(clippy::unwrap_used, reason = "tests")]
 
 mod common;
 
@@ -9,6 +8,7 @@ use std::fs;
 use std::time::{Duration, Instant};
 
 use common::{LONG, Setup, values, write_checkpoint};
+use s4weights::store::CheckpointStore;
 use s4weights::{Reader, Source};
 use serde_json::json;
 use uuid::Uuid;
@@ -192,8 +192,12 @@ fn it_restores_from_the_nearest_tier_that_is_sound() {
         (answer.status, answer.json())
     };
     assert_eq!(restore(json!({})).0, 404);
-    let ids: Vec<_> = (1..=3).map(|step| setup.save(step)).collect();
-    ids.iter().for_each(|id| drop(setup.wait(*id, "durable")));
+    let durable = |step| {
+        let id = setup.save(step);
+        setup.wait(id, "durable");
+        id
+    };
+    let ids: Vec<_> = (1..=6).map(durable).collect();
     let check = |done: &(u16, serde_json::Value), step: u64, tier: &str| {
         assert_eq!(done.0, 200, "{}", done.1);
         assert_eq!((done.1["step"].as_u64(), done.1["tier"].as_str()), (Some(step), Some(tier)));
@@ -202,8 +206,20 @@ fn it_restores_from_the_nearest_tier_that_is_sound() {
         assert_eq!(reader.read("w").unwrap(), values(step));
         fs::remove_file(path).unwrap();
     };
-    check(&restore(json!({})), 3, "local");
-    check(&restore(json!({ "id": ids[2] })), 3, "local");
+    check(&restore(json!({})), 6, "local");
+    check(&restore(json!({ "id": ids[5] })), 6, "local");
+    // What the local drive keeps no more is not looked for there.
+    let path = setup.path("state/staging/local");
+    let local = CheckpointStore::open_read_only(
+        &path.to_string_lossy(),
+        &Default::default(),
+        Default::default(),
+    );
+    let kept: Vec<u64> = local.unwrap().list().unwrap().iter().map(|c| c.step()).collect();
+    let gone = (1..=6).find(|step| !kept.contains(step)).unwrap();
+    let done = restore(json!({ "step": gone }));
+    assert_eq!(done.1["skipped"], json!([]));
+    check(&done, gone, "store");
     // Damaged on the local drive: the store has it.
     let local = setup.path("state/staging/local/ck");
     for entry in fs::read_dir(&local).unwrap() {
@@ -212,9 +228,8 @@ fn it_restores_from_the_nearest_tier_that_is_sound() {
         fs::write(&path, bytes).unwrap();
     }
     let done = restore(json!({}));
-    assert!(done.1["skipped"][0].as_str().unwrap().contains("step 3, local"), "{}", done.1);
-    check(&done, 3, "store");
-    check(&restore(json!({ "step": 1 })), 1, "store");
+    assert!(done.1["skipped"][0].as_str().unwrap().contains("step 6, local"), "{}", done.1);
+    check(&done, 6, "store");
     assert_eq!(restore(json!({ "step": 9 })).0, 404);
     assert_eq!(restore(json!({ "step": 1, "id": ids[0] })).0, 400);
     daemon.stop();

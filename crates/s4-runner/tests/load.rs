@@ -2,7 +2,6 @@
 //! many trainers, and how many kills.
 
 #![cfg(target_os = "linux")]
-#![expect(clippy::unwrap_used, reason = "tests")]
 
 mod common;
 

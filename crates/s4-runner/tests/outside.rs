@@ -254,7 +254,9 @@ fn no_secret_is_shown() {
     let setup = Setup::new(&more);
     let log = setup.path("log");
     let file = std::fs::File::create(&log).unwrap();
-    let daemon = setup.start_with("", |command| drop(command.stderr(file)));
+    let daemon = setup.start_with("", |command| {
+        command.stderr(file);
+    });
     let id = setup.save(1);
     let end = std::time::Instant::now() + LONG;
     while setup.wait(id, "staged")["error"].is_null() {

@@ -1,7 +1,6 @@
 //! The status page in a real browser, where there is one (`chromium`).
 
 #![cfg(target_os = "linux")]
-#![expect(clippy::unwrap_used, reason = "tests")]
 
 mod common;
 

@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 #![allow(dead_code, clippy::allow_attributes, reason = "each test file uses a part of it")]
 
-pub mod server;
+pub(crate) mod server;
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -27,10 +27,10 @@ const CRASH: &str = "S4W_TEST_CRASH";
 const TOUCHED: &str = "S4W_TEST_TOUCHED";
 
 /// Longer than anything takes that goes well.
-pub const LONG: Duration = Duration::from_secs(60);
+pub(crate) const LONG: Duration = Duration::from_secs(60);
 
 /// What the test `child` of each file calls: it is the runner if this process was started for that.
-pub fn be_the_child() {
+pub(crate) fn be_the_child() {
     let Some(path) = std::env::var_os(CONFIG) else { return };
     let crash = std::env::var(CRASH).unwrap_or_default();
     let (place, number) = crash.split_once(':').unwrap_or(("", "0"));
@@ -63,10 +63,10 @@ pub fn be_the_child() {
 }
 
 /// Folders of a runner, and how it is configured.
-pub struct Setup {
-    pub dir: tempfile::TempDir,
-    pub http: String,
-    pub more: String,
+pub(crate) struct Setup {
+    pub(crate) dir: tempfile::TempDir,
+    pub(crate) http: String,
+    pub(crate) more: String,
 }
 
 impl Default for Setup {
@@ -77,20 +77,20 @@ impl Default for Setup {
 
 impl Setup {
     /// `more`: lines of the configuration.
-    pub fn new(more: &str) -> Self {
+    pub(crate) fn new(more: &str) -> Self {
         let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         Self { dir: tempfile::tempdir().unwrap(), http: free.to_string(), more: more.to_owned() }
     }
 
-    pub fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
-    pub fn store(&self) -> PathBuf {
+    pub(crate) fn store(&self) -> PathBuf {
         self.path("store")
     }
 
-    pub fn open_store(&self) -> CheckpointStore {
+    pub(crate) fn open_store(&self) -> CheckpointStore {
         let path = self.store();
         CheckpointStore::open(&path.to_string_lossy(), &Default::default(), Default::default())
             .unwrap()
@@ -118,12 +118,12 @@ impl Setup {
     }
 
     /// Starts a runner, and waits until it listens.
-    pub fn start(&self) -> Daemon<'_> {
+    pub(crate) fn start(&self) -> Daemon<'_> {
         self.start_with("", |_| {})
     }
 
     /// As `start`; it dies at a place, when it comes there for the nth time: `verified:2`.
-    pub fn start_with(&self, crash: &str, change: impl FnOnce(&mut Command)) -> Daemon<'_> {
+    pub(crate) fn start_with(&self, crash: &str, change: impl FnOnce(&mut Command)) -> Daemon<'_> {
         let mut daemon = self.spawn(crash, change);
         let end = Instant::now() + LONG;
         while daemon.try_get("/livez").is_none() {
@@ -139,19 +139,24 @@ impl Setup {
     }
 
     /// Starts a runner, and waits for nothing.
-    pub fn spawn(&self, crash: &str, change: impl FnOnce(&mut Command)) -> Daemon<'_> {
+    pub(crate) fn spawn(&self, crash: &str, change: impl FnOnce(&mut Command)) -> Daemon<'_> {
         let mut command = self.command(crash);
         change(&mut command);
         Daemon { setup: self, child: command.spawn().unwrap() }
     }
 
     /// Where a trainer writes.
-    pub fn offered(&self, id: Uuid) -> PathBuf {
+    pub(crate) fn offered(&self, id: Uuid) -> PathBuf {
         self.path("state/staging/incoming").join(format!("{id}.s4w"))
     }
 
     /// Sends a request to the socket.
-    pub fn ask(&self, method: &str, path: &str, body: Option<&Value>) -> std::io::Result<Answer> {
+    pub(crate) fn ask(
+        &self,
+        method: &str,
+        path: &str,
+        body: Option<&Value>,
+    ) -> std::io::Result<Answer> {
         let mut stream = UnixStream::connect(self.path("s4w.sock"))?;
         stream.set_read_timeout(Some(LONG))?;
         let body = body.map(Value::to_string).unwrap_or_default();
@@ -159,12 +164,12 @@ impl Setup {
     }
 
     /// Submits a file that was written, until that is acknowledged.
-    pub fn submit(&self, id: Uuid, step: u64) -> Answer {
+    pub(crate) fn submit(&self, id: Uuid, step: u64) -> Answer {
         self.ask("POST", "/v1/submissions", Some(&json!({ "id": id, "step": step }))).unwrap()
     }
 
     /// Writes a checkpoint and submits it.
-    pub fn save(&self, step: u64) -> Uuid {
+    pub(crate) fn save(&self, step: u64) -> Uuid {
         let id = Uuid::new_v4();
         write_checkpoint(&self.offered(id), step);
         let answer = self.submit(id, step);
@@ -173,7 +178,7 @@ impl Setup {
     }
 
     /// Waits until a submission has reached a state.
-    pub fn wait(&self, id: Uuid, state: &str) -> Value {
+    pub(crate) fn wait(&self, id: Uuid, state: &str) -> Value {
         let path = format!("/v1/submissions/{id}?state={state}&timeout_ms=60000");
         let answer = self.ask("GET", &path, None).unwrap();
         assert_eq!(answer.status, 200, "{}", answer.text);
@@ -181,7 +186,7 @@ impl Setup {
     }
 
     /// Checks that the store has each step exactly once, with its values.
-    pub fn check_store(&self, steps: &[u64]) {
+    pub(crate) fn check_store(&self, steps: &[u64]) {
         let store = self.open_store();
         let mut listed: Vec<u64> = store.list().unwrap().iter().map(|c| c.step()).collect();
         listed.sort_unstable();
@@ -196,29 +201,29 @@ impl Setup {
 }
 
 /// A runner that runs.
-pub struct Daemon<'a> {
+pub(crate) struct Daemon<'a> {
     setup: &'a Setup,
-    pub child: Child,
+    pub(crate) child: Child,
 }
 
 impl Daemon<'_> {
-    pub fn try_get(&self, path: &str) -> Option<Answer> {
+    pub(crate) fn try_get(&self, path: &str) -> Option<Answer> {
         let mut stream = TcpStream::connect(&self.setup.http).ok()?;
         stream.set_read_timeout(Some(LONG)).unwrap();
         send(&mut stream, "GET", path, b"").ok()
     }
 
-    pub fn get(&self, path: &str) -> Answer {
+    pub(crate) fn get(&self, path: &str) -> Answer {
         self.try_get(path).unwrap()
     }
 
-    pub fn signal(&self, name: &str) {
+    pub(crate) fn signal(&self, name: &str) {
         let pid = self.child.id().to_string();
         assert!(Command::new("kill").args(["-s", name, &pid]).status().unwrap().success());
     }
 
     /// Waits for its end, whoever caused it.
-    pub fn wait(&mut self) -> ExitStatus {
+    pub(crate) fn wait(&mut self) -> ExitStatus {
         let end = Instant::now() + LONG;
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {
@@ -230,7 +235,7 @@ impl Daemon<'_> {
     }
 
     /// Ends it as systemd does.
-    pub fn stop(mut self) {
+    pub(crate) fn stop(mut self) {
         self.signal("TERM");
         let status = self.wait();
         assert!(status.success(), "{status}");
@@ -244,19 +249,19 @@ impl Drop for Daemon<'_> {
     }
 }
 
-pub struct Answer {
-    pub status: u16,
-    pub head: String,
-    pub text: String,
+pub(crate) struct Answer {
+    pub(crate) status: u16,
+    pub(crate) head: String,
+    pub(crate) text: String,
 }
 
 impl Answer {
-    pub fn json(&self) -> Value {
+    pub(crate) fn json(&self) -> Value {
         serde_json::from_str(&self.text).unwrap()
     }
 }
 
-pub fn send(
+pub(crate) fn send(
     stream: &mut (impl Read + Write),
     method: &str,
     path: &str,
@@ -283,7 +288,7 @@ pub fn send(
 }
 
 /// The values of a step: much alike from one step to the next.
-pub fn values(step: u64) -> Vec<u8> {
+pub(crate) fn values(step: u64) -> Vec<u8> {
     let value = |i: u64| {
         let x = i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
         let low = (i.wrapping_add(step).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 61) as u32;
@@ -292,7 +297,7 @@ pub fn values(step: u64) -> Vec<u8> {
     (0..20_000).flat_map(|i| value(i).to_le_bytes()).collect()
 }
 
-pub fn write_checkpoint(path: &Path, step: u64) {
+pub(crate) fn write_checkpoint(path: &Path, step: u64) {
     let values = values(step);
     let options = WriteOptions { threads: Some(1), ..WriteOptions::default() };
     let mut writer = Writer::create(Target::from(path), options).unwrap();

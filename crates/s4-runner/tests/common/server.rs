@@ -7,35 +7,35 @@ use std::time::Duration;
 
 /// What was asked.
 #[derive(Debug, Clone)]
-pub struct Request {
-    pub method: String,
-    pub path: String,
-    pub head: String,
-    pub body: String,
+pub(crate) struct Request {
+    pub(crate) method: String,
+    pub(crate) path: String,
+    pub(crate) head: String,
+    pub(crate) body: String,
 }
 
 /// What is answered, after a pause.
 #[derive(Debug, Clone)]
-pub struct Reply {
-    pub status: u16,
-    pub body: Vec<u8>,
-    pub pause: Duration,
+pub(crate) struct Reply {
+    pub(crate) status: u16,
+    pub(crate) body: Vec<u8>,
+    pub(crate) pause: Duration,
 }
 
 impl Reply {
-    pub fn new(status: u16, body: impl Into<Vec<u8>>) -> Self {
+    pub(crate) fn new(status: u16, body: impl Into<Vec<u8>>) -> Self {
         Self { status, body: body.into(), pause: Duration::ZERO }
     }
 }
 
-pub struct Server {
-    pub url: String,
-    pub seen: Arc<Mutex<Vec<Request>>>,
+pub(crate) struct Server {
+    pub(crate) url: String,
+    pub(crate) seen: Arc<Mutex<Vec<Request>>>,
 }
 
 impl Server {
     /// Its thread ends with the process.
-    pub fn start(answer: impl Fn(&Request) -> Reply + Send + Sync + 'static) -> Self {
+    pub(crate) fn start(answer: impl Fn(&Request) -> Reply + Send + Sync + 'static) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
         let seen = Arc::new(Mutex::new(vec![]));
@@ -52,7 +52,7 @@ impl Server {
         Self { url, seen }
     }
 
-    pub fn asked(&self, path: &str) -> usize {
+    pub(crate) fn asked(&self, path: &str) -> usize {
         self.seen.lock().unwrap().iter().filter(|r| r.path == path).count()
     }
 }
