@@ -22,7 +22,7 @@ use s4_planes::patterns::{self, Kind};
 use s4weights::store::{CheckpointStore, SaveOptions, Saved, StoreOptions};
 use s4weights::{
     DType, DataObject, Error, MemoryParent, ObjectOptions, ObjectSink, ObjectSource, Parent,
-    ReadOptions, Reader, Result, Source, StagedFn, TensorSource, Values, WriteOptions, Writer,
+    Preset, ReadOptions, Reader, Result, Source, StagedFn, TensorSource, Values, WriteOptions, Writer,
     Written,
 };
 
@@ -83,7 +83,10 @@ fn later(before: &[Tensor], step: u64) -> Vec<Tensor> {
         for (i, value) in t.data.chunks_exact_mut(width).enumerate() {
             let noise = (i as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15 + step) >> 40;
             match t.name.as_str() {
-                "v" | "noise" => value.iter_mut().for_each(|b| *b ^= (noise >> 3) as u8),
+                "v" | "noise" => {
+                    let others = noise.wrapping_mul(0xd134_2543_de82_ef95).to_be_bytes();
+                    value.iter_mut().zip(others).for_each(|(b, other)| *b ^= other);
+                }
                 "ids" | "q" => value[0] ^= u8::from(noise.is_multiple_of(40)),
                 _ => value[0] ^= (noise % 4) as u8,
             }
@@ -112,8 +115,8 @@ fn write_device(gpu: &Gpu, path: &Path, tensors: &[Tensor], options: WriteOption
     writer.finish(Default::default()).map(drop)
 }
 
-fn against(parent: Arc<dyn Parent>) -> WriteOptions {
-    WriteOptions { parent: Some(parent), ..WriteOptions::default() }
+fn against(parent: Arc<dyn Parent>, preset: Preset) -> WriteOptions {
+    WriteOptions { parent: Some(parent), preset, ..WriteOptions::default() }
 }
 
 /// Files of training steps, each but the first as the difference from the one before.
@@ -125,7 +128,7 @@ struct Files {
 }
 
 impl Files {
-    fn new(slow: bool, steps: usize) -> Self {
+    fn new(slow: bool, steps: usize, preset: Preset) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let (steps_wanted, steps) = (steps, vec![first(slow)]);
         let mut files = Self { steps, paths: vec![], readers: vec![], dir };
@@ -135,8 +138,8 @@ impl Files {
             }
             let path = files.dir.path().join(format!("{step}.s4w"));
             let options = match files.readers.last() {
-                Some(parent) => against(parent.clone()),
-                None => WriteOptions::default(),
+                Some(parent) => against(parent.clone(), preset),
+                None => WriteOptions { preset, ..WriteOptions::default() },
             };
             write_host(&path, &files.steps[step], options);
             files.readers.push(Arc::new(files.open(&path, step)));
@@ -203,16 +206,25 @@ fn parents(files: &Files) -> Vec<(&'static str, Arc<dyn Parent>)> {
 #[test]
 fn a_file_of_differences_on_the_device_is_that_of_the_host() {
     let Some(gpu) = gpu() else { return };
-    for steps in [2, 4] {
-        let files = Files::new(gpu.is_slow(), steps);
+    for (steps, preset) in [(2, Preset::Fast), (2, Preset::Balanced), (4, Preset::Balanced)] {
+        let files = Files::new(gpu.is_slow(), steps, preset);
         let expected = std::fs::read(&files.paths[steps - 1]).unwrap();
         let plans = &files.readers[steps - 1].inspect(false).unwrap().tensors;
-        let deltas = plans.iter().filter(|t| t.plan.starts_with("parent")).count();
-        assert!((4..plans.len() - 2).contains(&deltas), "{deltas} of {}", plans.len());
+        let deltas = |residual: &str| {
+            let start = format!("parent {residual}");
+            plans.iter().filter(|t| t.plan.starts_with(&start)).count()
+        };
+        // Differences of each kind that the preset has, and others beside them.
+        let (xor, sub) = (deltas("xor"), deltas("sub"));
+        match preset {
+            Preset::Fast => assert!((4..plans.len() - 2).contains(&xor) && sub == 0, "{plans:?}"),
+            _ => assert!((4..plans.len() - 2).contains(&xor) && sub > 0, "{plans:?}"),
+        }
         let path = files.dir.path().join("device.s4w");
         for (what, parent) in parents(&files) {
-            write_device(&gpu, &path, &files.steps[steps - 1], against(parent)).unwrap();
-            assert!(std::fs::read(&path).unwrap() == expected, "{what}, {steps} steps");
+            let options = against(parent, preset);
+            write_device(&gpu, &path, &files.steps[steps - 1], options).unwrap();
+            assert!(std::fs::read(&path).unwrap() == expected, "{what}, {steps} steps, {preset:?}");
         }
     }
     let chunks = gpu.engine.chunks();
@@ -239,8 +251,8 @@ fn objects_near_and_far_are_parents_too() {
         let parent: Arc<dyn Parent> = Arc::new(reader.unwrap());
         assert_eq!(parent.is_remote(), far);
         assert_eq!(parent.frames_of(0).is_some(), !far);
-        write_host(&host, &after, against(parent.clone()));
-        write_device(&gpu, &device, &after, against(parent)).unwrap();
+        write_host(&host, &after, against(parent.clone(), Preset::default()));
+        write_device(&gpu, &device, &after, against(parent, Preset::default())).unwrap();
         assert!(std::fs::read(&host).unwrap() == std::fs::read(&device).unwrap(), "far: {far}");
     }
 }
@@ -248,7 +260,7 @@ fn objects_near_and_far_are_parents_too() {
 #[test]
 fn chains_are_read_into_device_memory() {
     let Some(gpu) = gpu() else { return };
-    let files = Files::new(gpu.is_slow(), 4);
+    let files = Files::new(gpu.is_slow(), 4, Preset::default());
     let before = gpu.engine.chunks().host;
     for (step, tensors) in files.steps.iter().enumerate() {
         let to: Vec<_> = tensors.iter().map(|t| gpu.upload(&vec![0xee; t.data.len()])).collect();
@@ -270,7 +282,7 @@ fn chains_are_read_into_device_memory() {
 #[test]
 fn damage_below_a_difference_is_an_error_on_the_device_too() {
     let Some(gpu) = gpu() else { return };
-    let files = Files::new(true, 3);
+    let files = Files::new(true, 3, Preset::default());
     let mut bytes = std::fs::read(&files.paths[0]).unwrap();
     // In the first chunk of the first tensor.
     bytes[400] ^= 1;
@@ -298,7 +310,7 @@ fn damage_below_a_difference_is_an_error_on_the_device_too() {
         assert!(gpu.download(to) == t.data, "{}", t.name);
     }
     let path = files.dir.path().join("device.s4w");
-    let refused = write_device(&gpu, &path, tensors, against(middle));
+    let refused = write_device(&gpu, &path, tensors, against(middle, Preset::default()));
     assert!(matches!(&refused, Err(Error::Format { .. })), "{refused:?}");
     assert!(!path.exists());
 }

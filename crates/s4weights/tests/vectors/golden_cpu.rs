@@ -74,26 +74,29 @@ fn contents(step: u64) -> Contents {
     }
 }
 
+/// Rows of the matrices of [`state`].
+const ROWS: usize = 64;
+
 /// The state of a run in mixed precision at step 0 or 1, and its roles: one matrix, of an embedding a first moment, and a
 /// matrix of a model that is in bf16 alone.
 fn state(step: u64) -> (Vec<Owned>, Roles) {
     let fp32 = format!("gpt98m_fp32_s{step}");
-    let (rows, cols) = (64, 192);
-    let of = |name: &str, tensor: &str| {
+    let cols = 192;
+    let of = |name: &str, tensor: &str, rows: usize| {
         // The first columns of rows of 768.
         let all = slice(&fp32, tensor, 4 * 768 * rows);
         let data = all.chunks(4 * 768).flat_map(|row| &row[..4 * cols]).copied().collect();
         Owned::new(name, DType::Float32, &[rows as u64, cols as u64], data)
     };
-    let master = of("optimizer.master", "model.h.5.proj.weight");
+    let master = of("optimizer.master", "model.h.5.proj.weight", ROWS);
     let round = |x: &[u8; 4]| {
         let x = u32::from_le_bytes(*x);
         (((x + 0x7fff + (x >> 16 & 1)) >> 16) as u16).to_le_bytes()
     };
     let copy = master.data.as_chunks().0.iter().flat_map(round).collect();
-    let model = Owned::new("model.proj", DType::BFloat16, &[rows as u64, cols as u64], copy);
-    let second = of("optimizer.exp_avg_sq", "optimizer.exp_avg_sq.h.5.proj.weight");
-    let first = of("optimizer.exp_avg", "optimizer.exp_avg.wte.weight");
+    let model = Owned::new("model.proj", DType::BFloat16, &[ROWS as u64, cols as u64], copy);
+    let second = of("optimizer.exp_avg_sq", "optimizer.exp_avg_sq.h.5.proj.weight", ROWS);
+    let first = of("optimizer.exp_avg", "optimizer.exp_avg.wte.weight", ROWS + 16);
     let bf16 = format!("gpt34m_bf16_s{step}");
     let fc = slice(&bf16, "model.h.4.fc.weight", 2 * 48 * 512);
     let alone = Owned::new("model.fc", DType::BFloat16, &[48, 512], fc);
@@ -168,7 +171,7 @@ fn the_golden_chain_is_what_is_written() {
 fn the_golden_predictions_are_what_is_written() {
     let dir = tempfile::tempdir().unwrap();
     let folder = kept().unwrap_or_else(|| dir.path().to_owned()).join("golden/predicted");
-    write_chain(&folder, Preset::Balanced, |step| {
+    write_chain(&folder, Preset::Small, |step| {
         let (tensors, roles) = state(step);
         (tensors, Some(roles), Contents::default())
     });
@@ -183,7 +186,7 @@ fn the_golden_predictions_are_what_is_written() {
     // Every prediction that there is.
     let base = plans("base.s4w", None);
     assert_eq!(base[0], "cast xor fields");
-    assert!(base[2..4].iter().all(|p| p.starts_with("rank1 magnitude")), "{base:?}");
+    assert!(base[2].starts_with("rank1 magnitude"), "{base:?}");
     let delta = plans("delta.s4w", Some("base.s4w"));
     assert_eq!(delta[0], "cast xor fields");
     assert!(delta[1].starts_with("parent sub"), "{delta:?}");
