@@ -22,8 +22,8 @@ use s4_planes::patterns::{self, Kind};
 use s4weights::store::{CheckpointStore, SaveOptions, Saved, StoreOptions};
 use s4weights::{
     DType, DataObject, Error, MemoryParent, ObjectOptions, ObjectSink, ObjectSource, Parent,
-    Preset, ReadOptions, Reader, Result, Source, StagedFn, TensorSource, Values, WriteOptions, Writer,
-    Written,
+    Preset, ReadOptions, Reader, Result, Source, StagedFn, TensorSource, Values, WriteOptions,
+    Writer, Written,
 };
 
 #[test]
