@@ -171,7 +171,6 @@ impl Default for ContextsId {
 
 impl ContextsId {
     /// Whether there is one table for all symbols.
-    #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde asks so")]
     pub fn is_none(&self) -> bool {
         *self == Self::NONE
     }

@@ -1,7 +1,5 @@
 //! fp32, rounded to fp16 and bf16, against the nearest values found by search.
 
-#![expect(clippy::unwrap_used, reason = "tests")]
-
 use s4_planes::{Kernels, Simd};
 
 /// The value of fp16 bits that are no infinity and no NaN, with 24 bits below the point's place: exact.
@@ -66,7 +64,7 @@ fn fp16_is_the_nearest_of_every_size() {
 #[test]
 fn examples_of_the_specification() {
     let page = include_str!("../../../docs/predictors/cast.md");
-    let hex = |cell: &str| u32::from_str_radix(&cell.trim().trim_matches('`')[..], 16).ok();
+    let hex = |cell: &str| u32::from_str_radix(cell.trim().trim_matches('`'), 16).ok();
     let mut seen = 0;
     for line in page.lines().filter(|line| line.starts_with("| `")) {
         let cells: Vec<_> = line.split('|').collect();

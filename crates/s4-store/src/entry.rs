@@ -40,6 +40,7 @@ pub struct Entry {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 #[non_exhaustive]
+#[expect(clippy::large_enum_variant, reason = "nearly every entry is of the largest one")]
 pub enum Op {
     /// Lists a checkpoint.
     Publish(Publish),

@@ -50,7 +50,7 @@ fn weight(step: u64) -> impl Fn(u64) -> f32 {
 }
 
 fn second(i: u64) -> f32 {
-    let (row, col) = (bell(i / COLS ^ 0xabc_0000), bell(i % COLS ^ 0xdef_0000));
+    let (row, col) = (bell((i / COLS) ^ 0xabc_0000), bell((i % COLS) ^ 0xdef_0000));
     (3.0 * row + 2.0 * col + bell(i ^ 0x7777_0000)).exp() * 1e-9
 }
 
@@ -226,14 +226,14 @@ proptest! {
         noise in 0..3u8,
     ) {
         let kind = |k: u8| [
-            RoleKind::Weight, RoleKind::Master, RoleKind::ExpAvg, RoleKind::ExpAvgSq,
+            Weight, Master, ExpAvg, ExpAvgSq,
         ][usize::from(k)];
         let mut tensors = vec![];
         for (i, (rows, cols)) in shapes.iter().enumerate() {
             let of = |j: u64| match noise {
                 0 => second(j + i as u64),
                 1 => weight(0)(j),
-                _ => if j % 3 == 0 { 0.0 } else { second(j) },
+                _ => if j.is_multiple_of(3) { 0.0 } else { second(j) },
             };
             let dtype = if narrow[i] { DType::BFloat16 } else { DType::Float32 };
             let values = (0..rows * cols).map(of);

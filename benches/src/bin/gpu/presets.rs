@@ -174,6 +174,7 @@ fn row(
             // SAFETY: the buffers are used by this stream alone.
             None => to
                 .iter()
+                // SAFETY: the memory is this buffer's own, and so large.
                 .try_for_each(|to| unsafe { lab.stream.fill(to.address(), 0xee, to.bytes()) })?,
         }
         lab.stream.synchronize()?;

@@ -51,6 +51,7 @@ async fn start_for(writers: Writers) -> Start {
 }
 
 /// What an operation did, as far as its caller knows.
+#[expect(clippy::large_enum_variant, reason = "there are few")]
 enum Known {
     /// It was acknowledged: this checkpoint must be listed, if there is one.
     Done(Option<Checkpoint>),
