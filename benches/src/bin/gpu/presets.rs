@@ -171,10 +171,9 @@ fn row(
     for _ in 0..=ROUNDS {
         match parents {
             Some(parents) => copy(lab, parents.matrices, to)?,
-            // SAFETY: the buffers are used by this stream alone.
             None => to
                 .iter()
-                // SAFETY: the memory is this buffer's own, and so large.
+                // SAFETY: the buffers are used by this stream alone.
                 .try_for_each(|to| unsafe { lab.stream.fill(to.address(), 0xee, to.bytes()) })?,
         }
         lab.stream.synchronize()?;
