@@ -2,7 +2,6 @@
 
 use s4_engine::{
     Input, InputSize, Inputs, TensorError, TensorPlan, TensorValues, Values, chunk_log2, copy_once,
-    plans_casts,
 };
 use s4_format::index::chunk_count;
 use s4_format::manifest::RoleKind;
@@ -17,13 +16,10 @@ const MAY_DIFFER: usize = 4;
 
 /// For each tensor the one of which it is a rounded copy, as its number in the list, if a look at a few values finds one:
 /// among those with its shape, the weights that the optimizer keeps for it first.
-pub(crate) fn wider_copies(
-    preset: s4_engine::Preset,
-    tensors: &[TensorValues<'_>],
-) -> Vec<Option<usize>> {
+pub(crate) fn wider_copies(tensors: &[TensorValues<'_>]) -> Vec<Option<usize>> {
     let wide = |t: &TensorValues<'_>| t.dtype == DType::Float32;
     let narrow = |t: &TensorValues<'_>| matches!(t.dtype, DType::BFloat16 | DType::Float16);
-    if !plans_casts(preset) || !tensors.iter().any(wide) {
+    if !tensors.iter().any(wide) {
         return vec![None; tensors.len()];
     }
     let find = |t: &TensorValues<'_>| {

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 
-use s4_engine::{TensorValues, Values};
+use s4_engine::{Preset, TensorValues, Values};
 use s4_format::DType;
 
 use crate::error::{Error, Result};
@@ -143,7 +143,10 @@ impl Writer {
             let role = roles.as_ref().and_then(|r| r.of(*number));
             all.push(TensorValues { dtype, shape, values, role });
         }
-        let wider = wider_copies(self.options.preset, &all);
+        let wider = match self.options.rounded_copies && self.options.preset != Preset::Fast {
+            true => wider_copies(&all),
+            false => vec![None; all.len()],
+        };
         let (copies, others): (Vec<_>, Vec<_>) =
             (0..large.len()).partition(|i| wider[*i].is_some() && self.may_have_input());
         let mut run = Run::default();

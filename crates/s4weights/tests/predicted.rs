@@ -97,15 +97,16 @@ fn check(reader: &Reader, tensors: &[Owned]) {
     reader.verify().unwrap();
 }
 
+/// Options with all that a preset does, and rounded copies.
 fn preset(preset: Preset) -> WriteOptions {
-    WriteOptions { preset, ..WriteOptions::default() }
+    WriteOptions { preset, rounded_copies: preset != Preset::Fast, ..WriteOptions::default() }
 }
 
 #[test]
 fn a_state_in_mixed_precision_is_stored_as_its_optimizer_and_little_more() {
     let tensors = state(0);
     let fast = save(&tensors, all_roles(), preset(Preset::Fast));
-    let small = save(&tensors, all_roles(), preset(Preset::Small));
+    let small = save(&tensors, all_roles(), preset(Preset::Balanced));
     let reader = open(small.clone());
     let plans = plans(&reader);
     assert_eq!(plans[0], "cast xor fields");
@@ -115,13 +116,16 @@ fn a_state_in_mixed_precision_is_stored_as_its_optimizer_and_little_more() {
     assert!(small.len() * 100 < fast.len() * 88, "{} of {}", small.len(), fast.len());
     check(&reader, &tensors);
     // Copies that no role tells are found by their shape, and no others.
-    let untold = save(&tensors, Roles::default(), preset(Preset::Small));
+    let untold = save(&tensors, Roles::default(), preset(Preset::Balanced));
     assert!(untold.len() < small.len() + 4096, "{} of {}", untold.len(), small.len());
     // The same bytes for any threads and instructions.
     for threads in [1, 2, 5] {
         for simd in Simd::available() {
-            let options =
-                WriteOptions { threads: Some(threads), simd: Some(simd), ..preset(Preset::Small) };
+            let options = WriteOptions {
+                threads: Some(threads),
+                simd: Some(simd),
+                ..preset(Preset::Balanced)
+            };
             assert!(save(&tensors, all_roles(), options) == small, "{threads} {simd}");
         }
     }
@@ -130,7 +134,7 @@ fn a_state_in_mixed_precision_is_stored_as_its_optimizer_and_little_more() {
 #[test]
 fn a_part_of_a_rounded_copy_is_read_without_the_rest() {
     let tensors = state(0);
-    let reader = open(save(&tensors, all_roles(), preset(Preset::Small)));
+    let reader = open(save(&tensors, all_roles(), preset(Preset::Balanced)));
     for rows in [0..1, 261..264, 300..301, 699..700, 0..700] {
         let part = reader.read_slice("model.w", &Slice(vec![rows.clone(), 0..COLS])).unwrap();
         let bytes = |row: u64| (2 * row * COLS) as usize;
@@ -147,14 +151,14 @@ fn values_that_are_no_copies_and_wrong_roles_cost_size_alone() {
             x[0] ^= 5;
         }
     }
-    let file = save(&tensors, all_roles(), preset(Preset::Small));
+    let file = save(&tensors, all_roles(), preset(Preset::Balanced));
     check(&open(file), &tensors);
     for wrong in [
         roles(&[(0, Master), (1, Weight), (2, ExpAvgSq), (3, ExpAvg)]),
         roles(&[(0, ExpAvgSq), (1, ExpAvgSq), (2, Master), (3, Master)]),
         roles(&[(0, Weight), (2, Master), (77, Master), (3, Weight)]),
     ] {
-        let file = save(&state(0), wrong, preset(Preset::Small));
+        let file = save(&state(0), wrong, preset(Preset::Balanced));
         check(&open(file), &state(0));
     }
 }
@@ -163,10 +167,8 @@ fn values_that_are_no_copies_and_wrong_roles_cost_size_alone() {
 fn weights_a_step_later_are_differences_in_the_order_of_values_with_contexts() {
     let (before, after) = (state(0), state(3));
     let base = Arc::new(open(save(&before, all_roles(), preset(Preset::Balanced))));
-    let against = |preset| WriteOptions {
-        parent: Some(Arc::clone(&base) as _),
-        ..WriteOptions { preset, ..WriteOptions::default() }
-    };
+    let against =
+        |preset| WriteOptions { parent: Some(Arc::clone(&base) as _), ..self::preset(preset) };
     let fast = save(&after, all_roles(), against(Preset::Fast));
     let balanced = save(&after, all_roles(), against(Preset::Balanced));
     let reader = open(balanced.clone());

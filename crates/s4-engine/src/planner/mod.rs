@@ -44,25 +44,14 @@ pub(crate) struct Allowed {
     pub(crate) sub: bool,
     /// Such differences with the parent's exponents as contexts.
     pub(crate) contexts: bool,
-    /// Rounded copies of other tensors.
-    pub(crate) cast: bool,
 }
 
 /// The one place that says which preset uses which predictor.
 pub(crate) fn allowed(preset: Preset) -> Allowed {
     match preset {
-        Preset::Fast | Preset::Nvcomp => {
-            Allowed { rank1: false, sub: false, contexts: false, cast: false }
-        }
-        // What `balanced` writes is the same on every engine, and devices make no rounded copies yet.
-        Preset::Balanced => Allowed { rank1: true, sub: true, contexts: true, cast: false },
-        Preset::Small => Allowed { rank1: true, sub: true, contexts: true, cast: true },
+        Preset::Fast | Preset::Nvcomp => Allowed { rank1: false, sub: false, contexts: false },
+        Preset::Balanced | Preset::Small => Allowed { rank1: true, sub: true, contexts: true },
     }
-}
-
-/// Whether a preset plans rounded copies of other tensors of the host; a writer finds them.
-pub fn plans_casts(preset: Preset) -> bool {
-    allowed(preset).cast
 }
 
 /// The tensor of a parent checkpoint that a tensor may be stored as its difference from.

@@ -8,7 +8,7 @@
 //! magnitude[r][c] = base + ((row[r] + col[c]) << shift)      (n bits: all of the value's but the sign)
 //! ```
 //!
-//! Offsets have 16 bits: finer ones would cost more than they save. [`fit`] makes them from the values of a
+//! Offsets have 16 bits: finer ones would cost more than they save. [`fit()`] makes them from the values of a
 //! [`Grid`], a small part of a large tensor.
 //!
 //! # Side data
