@@ -20,6 +20,7 @@
 //! are made as AdamW would make them ([`adam`]).
 
 pub mod adam;
+pub mod memory;
 pub mod s3;
 pub mod states;
 

@@ -4,12 +4,12 @@
 //! K, and stores each step K by itself and as its difference from step 0. `--threads N`: with so many
 //! threads (1 unless told). Fails if a tensor, or a whole checkpoint, is larger as a difference.
 
-use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::Bytes;
+use s4_benches::memory::Memory;
 use s4_benches::states::{Outcome, State};
 use s4weights::{
     Contents, MemoryParent, Preset, ReadOptions, Reader, Source, Target, Values, WriteOptions,
@@ -123,26 +123,12 @@ fn fastest(mut call: impl FnMut() -> Outcome<()>) -> Outcome<f64> {
     Ok(best)
 }
 
-/// A stream into memory.
-#[derive(Clone, Default)]
-struct Memory(Arc<Mutex<Vec<u8>>>);
-
-impl Write for Memory {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap_or_else(|e| e.into_inner()).extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
 /// Writes a state; gives the file.
 fn write(state: &State, options: WriteOptions) -> Outcome<(Bytes, Written)> {
     let memory = Memory::default();
     let mut writer = Writer::create(Target::Stream(Box::new(memory.clone())), options)?;
     writer.write(&state.sources())?;
     let written = writer.complete(Contents::default())?;
-    let bytes = std::mem::take(&mut *memory.0.lock().unwrap_or_else(|e| e.into_inner()));
+    let bytes = memory.take();
     Ok((bytes.into(), written))
 }

@@ -6,12 +6,12 @@
 //! the presets. Every file is read back and compared. `--tensors` tells instead what each tensor and plane takes, in bits a value,
 //! with preset `balanced`.
 
-use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::Bytes;
+use s4_benches::memory::Memory;
 use s4_benches::states::{Outcome, State};
 use s4weights::{
     Contents, MemoryParent, Preset, ReadOptions, Reader, Source, Target, Values, WriteOptions,
@@ -180,20 +180,6 @@ fn seconds(call: impl FnOnce() -> Outcome<()>) -> Outcome<f64> {
     Ok(started.elapsed().as_secs_f64())
 }
 
-/// A stream into memory.
-#[derive(Clone, Default)]
-struct Memory(Arc<Mutex<Vec<u8>>>);
-
-impl Write for Memory {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap_or_else(|e| e.into_inner()).extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
 /// Writes a state with its roles; gives the file.
 fn write(state: &State, options: WriteOptions) -> Outcome<(Bytes, Written)> {
     let memory = Memory::default();
@@ -201,6 +187,6 @@ fn write(state: &State, options: WriteOptions) -> Outcome<(Bytes, Written)> {
     writer.declare(state.roles())?;
     writer.write(&state.sources())?;
     let written = writer.complete(Contents::default())?;
-    let bytes = std::mem::take(&mut *memory.0.lock().unwrap_or_else(|e| e.into_inner()));
+    let bytes = memory.take();
     Ok((bytes.into(), written))
 }
