@@ -128,23 +128,31 @@ impl Venv {
         self.folder.join(if cfg!(windows) { "Scripts" } else { "bin" }).join(name)
     }
 
-    /// Builds the wheel and installs it here.
+    /// Builds the wheel that users get, and installs it here.
     ///
     /// # Errors
     /// If the build or the installation fails.
     pub(crate) fn install_wheel(&self) -> Result<()> {
+        self.install_wheel_of("release")
+    }
+
+    /// Builds the wheel as the tests of the Rust side are built, with assertions and checks for overflow,
+    /// in a fraction of the time; and installs it here.
+    ///
+    /// # Errors
+    /// If the build or the installation fails.
+    pub(crate) fn install_checked_wheel(&self) -> Result<()> {
+        self.install_wheel_of("dev")
+    }
+
+    fn install_wheel_of(&self, profile: &str) -> Result<()> {
         let wheels = self.folder.join("wheels");
         if wheels.exists() {
             fs::remove_dir_all(&wheels).map_err(|e| Error::at(&wheels, &e))?;
         }
         let mut build = proc::command(&self.root, self.program("maturin"));
-        build.args([
-            "build",
-            "--release",
-            "--locked",
-            "--manifest-path",
-            "crates/s4-py/Cargo.toml",
-        ]);
+        build.args(["build", "--locked", "--profile", profile]);
+        build.args(["--manifest-path", "crates/s4-py/Cargo.toml"]);
         build.arg("--interpreter").arg(self.python()).arg("--out").arg(&wheels);
         // The wheel is stripped: what is not written need not be.
         build.env("CARGO_PROFILE_RELEASE_DEBUG", "0");

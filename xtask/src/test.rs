@@ -94,7 +94,7 @@ fn rust(root: &Path, servers: &Servers) -> Result<String> {
 
 fn python(root: &Path, servers: &Servers) -> Result<String> {
     let venv = Venv::main(root)?;
-    venv.install_wheel()?;
+    venv.install_checked_wheel()?;
     let mut tests = proc::command(root, venv.python());
     tests.envs(servers.environment()).env("S4W_PROGRAM", program(root)?);
     tests.args(["-m", "pytest", "-q", "-p", "no:cacheprovider", "crates/s4-py/tests"]);

@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,14 @@ def _rank(rank: int, world: int, port: int, work: Callable[..., None], args: Any
         work(rank, *args)
     finally:
         dist.destroy_process_group()
+    for child in mp.active_children():
+        child.terminate()
+        child.join()
+    # gloo's threads may still drop the tensors of the last collective. One that does so while the
+    # interpreter ends aborts the process (pytorch#190489): it is not taken down.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def values(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
