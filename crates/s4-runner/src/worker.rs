@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use s4weights::store::{
-    CheckpointId, ImportOptions, ListingFn, ReplicateOptions, StoreError, is_damage,
+    CheckpointId, CheckpointStore, ImportOptions, ListingFn, ReplicateOptions, StoreError,
+    is_damage,
 };
 use s4weights::{Cause, Error, Interrupt, Progress, ProgressFn, ReadOptions, Reader, Source};
 
@@ -167,6 +168,7 @@ impl Worker {
                 let options = ImportOptions {
                     metrics: record.metrics.clone(),
                     tags,
+                    before: self.oldest_after(record, &local, |r| r.local)?,
                     progress: Some(progress),
                     ..ImportOptions::default()
                 };
@@ -236,12 +238,13 @@ impl Worker {
             })
         };
         let progress = Some(self.upload_progress(record));
+        let before = self.oldest_after(record, &remote, |r| r.remote)?;
         let parent = record.local_parent.and_then(|parent| self.copy_of(parent));
         let copy = match (record.local_parent, parent) {
             (Some(_), None) => None,
             (_, parent) => {
                 let (progress, listing) = (progress.clone(), Some(listing.clone()));
-                let options = ReplicateOptions { parent, progress, listing };
+                let options = ReplicateOptions { parent, before, progress, listing };
                 match remote.replicate(&local, own, &options) {
                     Err(e) if is_parents(&e) => None,
                     other => Some(other?.id()),
@@ -255,8 +258,9 @@ impl Worker {
                 let loaded = local.load_id(own, None)?;
                 let about = &loaded.checkpoint().about;
                 let (metrics, tags) = (about.metrics.clone(), about.tags.clone());
+                let listing = Some(listing);
                 let options =
-                    ImportOptions { metrics, tags, base: true, progress, listing: Some(listing) };
+                    ImportOptions { metrics, tags, base: true, before, progress, listing };
                 remote.import(loaded.reader(), record.step, &options)?.checkpoint.id()
             }
         };
@@ -282,6 +286,26 @@ impl Worker {
             health.beat(Thread::Upload);
             !queue.should_yield(seq)
         })
+    }
+
+    /// Of the checkpoints that were submitted later and a store lists already, the oldest: the newest went
+    /// first, or this one had to be tried again. A trainer that resumes wants the one that it submitted last.
+    fn oldest_after(
+        &self,
+        record: &Record,
+        store: &CheckpointStore,
+        listed: impl Fn(&Record) -> Option<CheckpointId>,
+    ) -> s4weights::Result<Option<CheckpointId>> {
+        let records = self.queue.list();
+        let later: Vec<_> =
+            records.iter().filter(|r| r.seq > record.seq).filter_map(listed).collect();
+        if later.is_empty() {
+            return Ok(None);
+        }
+        let state = store.state()?;
+        let oldest =
+            later.iter().filter_map(|id| state.get(*id)).min_by_key(|c| (c.order, c.entry));
+        Ok(oldest.map(|c| c.id()))
     }
 
     /// The copy in the store of a checkpoint of the local one.

@@ -313,4 +313,8 @@ fn usr1_lets_the_newest_go_first() {
     assert!(times[2] <= times[1] && times[0] <= times[2], "{times:?}");
     daemon.stop();
     setup.check_store(&[1, 2, 3]);
+    // Whoever resumes gets the newest one, though it went first.
+    let listed: Vec<u64> = setup.open_store().list().unwrap().iter().map(|c| c.step()).collect();
+    assert_eq!(listed, [1, 2, 3]);
+    assert_eq!(setup.open_store().latest().unwrap().unwrap().step(), 3);
 }

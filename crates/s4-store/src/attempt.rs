@@ -37,6 +37,9 @@ pub struct About {
     pub since_base: u32,
     /// The checkpoint whose content this full one also holds, and which it replaces.
     pub replaces: Option<Reference>,
+    /// Its position in time ([`Checkpoint::order`]), if it is older than others that are listed already:
+    /// which one is the newest, and what retention keeps, goes by it. None: it is the newest.
+    pub order: Option<u64>,
     /// Bytes of the tensors before compression.
     pub raw_len: u64,
     /// Numbers that retention can choose by.
@@ -258,6 +261,7 @@ impl Attempt {
             parent: about.parent,
             since_base: about.since_base,
             replaces: about.replaces,
+            order: about.order,
             manifest_blake3: hash(bytes.clone()).await,
             manifest_len: bytes.len() as u64,
             objects: u32::try_from(manifest.objects.len()).unwrap_or(u32::MAX),

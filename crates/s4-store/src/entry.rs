@@ -12,7 +12,7 @@ use crate::layout::Parts;
 use crate::seal;
 
 /// The newest version of log entries that this library reads.
-const NEWEST: u32 = 3;
+const NEWEST: u32 = 4;
 
 /// The most bytes of one log entry.
 pub(crate) const MAX_ENTRY: u64 = 64 << 10;
@@ -21,8 +21,9 @@ pub(crate) const MAX_ENTRY: u64 = 64 << 10;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Entry {
-    /// Version of the entry's form: 2 for [`Op::Unretire`], which readers of version 1 must not pass
-    /// over, 3 for checkpoints that several ranks stored, and 1 for all others.
+    /// Version of the entry's form: 4 for checkpoints with an `order` of their own, else 3 for those that
+    /// several ranks stored, else 2 for [`Op::Unretire`], which readers of version 1 must not pass over, and
+    /// 1 for all others.
     pub v: u32,
     /// Its number; the first one is 1.
     pub n: u64,
@@ -102,6 +103,9 @@ pub struct Publish {
     /// The checkpoint whose content this full one also holds, and which it replaces.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replaces: Option<Reference>,
+    /// Its position in time, if that is before the entry's own number.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub order: Option<u64>,
     /// BLAKE3 of the object `manifest`.
     pub manifest_blake3: Digest,
     /// Bytes of the object `manifest`.
@@ -142,6 +146,11 @@ impl Publish {
         self.parts.problem().or_else(|| (!sum).then(differ))
     }
 
+    /// Its position in time, where entry `n` lists it.
+    pub(crate) fn position(&self, n: u64) -> u64 {
+        self.order.map_or(n, |order| order.min(n))
+    }
+
     /// The numbers in the keys of its data objects.
     pub(crate) fn numbers(&self) -> impl Iterator<Item = u32> {
         self.parts.numbers(self.objects)
@@ -155,10 +164,10 @@ fn is_zero(n: &u32) -> bool {
 impl Op {
     /// The version of an entry with this operation.
     pub(crate) fn version(&self) -> u32 {
-        match self {
-            Self::Publish(about) if !about.parts.is_empty() => 3,
-            Self::Unretire { about, .. } if !about.parts.is_empty() => 3,
-            Self::Unretire { .. } => 2,
+        match (self.about(), self) {
+            (Some(about), _) if about.order.is_some() => 4,
+            (Some(about), _) if !about.parts.is_empty() => 3,
+            (_, Self::Unretire { .. }) => 2,
             _ => 1,
         }
     }
@@ -241,6 +250,7 @@ mod tests {
             parent: None,
             since_base: 0,
             replaces: None,
+            order: None,
             manifest_blake3: Digest::of(b"m"),
             manifest_len: 1,
             objects: 1,
@@ -282,7 +292,7 @@ mod tests {
 
     #[test]
     fn a_newer_version_is_refused_by_name_whatever_it_holds() {
-        for body in [r#"{"v":4,"op":{"dance":{}}}"#, r#"{"v":0}"#, "{}", "[1]"] {
+        for body in [r#"{"v":5,"op":{"dance":{}}}"#, r#"{"v":0}"#, "{}", "[1]"] {
             let e = Entry::parse("k", 1, &sealed(body)).unwrap_err();
             assert!(matches!(e, Error::Unsupported { .. }), "{e}");
         }

@@ -54,6 +54,7 @@ impl Store {
             parent: None,
             since_base: 0,
             replaces: Some(old.reference()),
+            order: None,
             raw_len: old.about.raw_len,
             metrics: old.about.metrics.clone(),
             tags: old.about.tags.clone(),

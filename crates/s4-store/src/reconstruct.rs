@@ -76,6 +76,7 @@ pub(crate) fn adopt(
                     parent: None,
                     since_base: 0,
                     replaces: None,
+                    order: None,
                     ..about.clone()
                 };
                 ops.insert(*free, Op::Publish(stand_in));
@@ -95,7 +96,7 @@ fn listing(state: &State, checkpoint: &Checkpoint) -> Op {
     let replaced = about
         .replaces
         .is_some_and(|old| state.dead(old.id).is_some_and(|dead| dead.entry == checkpoint.entry));
-    if checkpoint.order == checkpoint.entry || replaced {
+    if checkpoint.order == about.position(checkpoint.entry) || replaced {
         return Op::Publish(about);
     }
     let (order, published_ms) = (checkpoint.order, checkpoint.at_ms);
@@ -110,6 +111,7 @@ fn stand_in(newest: &Checkpoint, id: CheckpointId, had: Digest, old: Option<Refe
         parent: None,
         since_base: 0,
         replaces: old,
+        order: None,
         ..newest.about.clone()
     })
 }

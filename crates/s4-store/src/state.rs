@@ -23,7 +23,8 @@ pub struct Checkpoint {
     pub about: Publish,
     /// The log entry that published it.
     pub entry: u64,
-    /// Its position in time: the entry that published it, or that published what it replaces.
+    /// Its position in time: the entry that published it, or an earlier one where that says so; that of
+    /// what it replaces.
     pub order: u64,
     /// The listed checkpoint that it is a delta of. Another one than `about.parent` where that was
     /// replaced by a full checkpoint with the same content.
@@ -447,7 +448,7 @@ impl State {
         Checkpoint {
             about: about.clone(),
             entry: entry.n,
-            order: entry.n,
+            order: about.position(entry.n),
             base: parent.map(Checkpoint::id),
             pinned: false,
             at_ms: entry.at_ms,

@@ -15,6 +15,7 @@ fn publish(step: u64, parent: Option<Reference>) -> Publish {
         parent,
         since_base: parent.map_or(0, |_| step as u32),
         replaces: None,
+        order: None,
         manifest_blake3: Digest::of(id.to_string().as_bytes()),
         manifest_len: 10,
         objects: 1,
@@ -307,6 +308,39 @@ fn a_stored_state_is_what_it_was_or_is_refused() {
     assert!(refused(&bent, &dead).contains("chain"));
     bent[0].base = Some(id());
     assert!(refused(&bent, &dead).contains("chain"));
+}
+
+#[test]
+fn an_older_checkpoint_may_be_listed_after_newer_ones() {
+    let mut state = State::default();
+    let first = publish(1, None);
+    let newest = publish(4, None);
+    for p in [&first, &newest] {
+        assert_eq!(apply(&mut state, Op::Publish(p.clone())), None);
+    }
+    // Right before entry 2, one after the other.
+    let late = [2, 3].map(|step| Publish { order: Some(1), ..publish(step, None) });
+    for p in &late {
+        let op = Op::Publish(p.clone());
+        assert_eq!(op.version(), 4);
+        assert_eq!(apply(&mut state, op), None);
+    }
+    let steps = |state: &State| state.list().iter().map(|c| c.step()).collect::<Vec<_>>();
+    assert_eq!(steps(&state), [1, 2, 3, 4]);
+    assert_eq!(state.latest().unwrap().id(), newest.id);
+    // None is newer than its entry, whatever it says.
+    let boast = Publish { order: Some(u64::MAX), ..publish(5, None) };
+    assert_eq!(apply(&mut state, Op::Publish(boast.clone())), None);
+    assert_eq!(state.get(boast.id).unwrap().order, 5);
+    // A place of its own is kept by what is retired and listed again, and taken over by what replaces it.
+    assert_eq!(apply(&mut state, retire(&[late[0].id])), None);
+    let back = Op::Unretire { about: Box::new(late[0].clone()), order: 1, published_ms: 0 };
+    assert_eq!(back.version(), 4);
+    assert_eq!(apply(&mut state, back), None);
+    assert_eq!(state.get(late[0].id).unwrap().order, 1);
+    let full = Publish { replaces: Some(reference(&late[1])), ..publish(3, None) };
+    assert_eq!(apply(&mut state, Op::Publish(full.clone())), None);
+    assert_eq!((state.get(full.id).unwrap().order, state.latest().unwrap().step()), (1, 5));
 }
 
 #[test]

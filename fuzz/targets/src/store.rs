@@ -189,8 +189,9 @@ impl Log {
     fn push(&mut self, op: Value) {
         let prev = Digest::of(self.entries.last().map_or(&[][..], |b| b));
         let n = self.entries.len() + 1;
+        let v = if op["publish"]["order"].is_null() { 1 } else { 4 };
         let entry = json!({
-            "v": 1, "n": n, "prev": prev.to_string(), "write_id": id((n % 256) as u8), "at_ms": n,
+            "v": v, "n": n, "prev": prev.to_string(), "write_id": id((n % 256) as u8), "at_ms": n,
             "op": op,
         });
         self.entries.push(seal(entry.to_string().as_bytes()));
@@ -226,6 +227,9 @@ impl Log {
                 }
                 if kind & 0x80 != 0 {
                     publish["step"] = input.u32().into();
+                }
+                if kind & 0xc0 == 0xc0 {
+                    publish["order"] = (input.u8() % 16).into();
                 }
                 json!({"publish": publish})
             }

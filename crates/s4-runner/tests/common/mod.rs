@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 #![allow(dead_code, clippy::allow_attributes, reason = "each test file uses a part of it")]
 
+pub(crate) mod line;
 pub(crate) mod server;
 
 use std::io::{Read, Write};

@@ -34,6 +34,9 @@ pub struct ImportOptions {
     pub tags: BTreeMap<String, String>,
     /// Write a base, whatever the policy says.
     pub base: bool,
+    /// A checkpoint that is newer than this one, though it was listed first. One that is not listed (any
+    /// more) does not count.
+    pub before: Option<CheckpointId>,
     /// Called with the progress; can cancel the import until it is listed.
     pub progress: Option<ProgressFn>,
     /// Called before the checkpoint is listed.
@@ -122,6 +125,7 @@ impl CheckpointStore {
             parent: before.map(|b| b.reference),
             since_base: before.map_or(0, |b| b.number),
             replaces: None,
+            order: self.position_before(options.before)?,
             raw_len: written.report.bytes_in,
             metrics: options.metrics.clone(),
             tags: options.tags.clone(),
@@ -138,6 +142,12 @@ impl CheckpointStore {
         }
         let why_base = why_base.or_else(|| before.is_none().then_some(WhyBase::NothingGained));
         Ok(Ready { staged, report: written.report, why_base, kept: None })
+    }
+
+    /// The position in time of what comes right before a checkpoint that is listed.
+    pub(crate) fn position_before(&self, newer: Option<CheckpointId>) -> Result<Option<u64>> {
+        let Some(newer) = newer else { return Ok(None) };
+        Ok(self.state()?.get(newer).map(|newer| newer.order.saturating_sub(1)))
     }
 
     /// Begins an attempt: its id, where its objects go, and what stores them.

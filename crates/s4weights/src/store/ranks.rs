@@ -214,6 +214,7 @@ impl CheckpointStore {
             parent: of.parent.filter(|_| delta),
             since_base: if delta { of.number } else { 0 },
             replaces: None,
+            order: None,
             raw_len: report.bytes_in,
             metrics: options.metrics.clone(),
             tags: options.tags.clone(),

@@ -18,6 +18,10 @@ use crate::store::save::Ready;
 pub struct ReplicateOptions {
     /// Which checkpoint of this store is the copy of the one that it is a delta of.
     pub parent: Option<CheckpointId>,
+    /// As [`ImportOptions::before`].
+    ///
+    /// [`ImportOptions::before`]: crate::store::ImportOptions::before
+    pub before: Option<CheckpointId>,
     /// Called with the bytes that were read; can cancel until the copy is listed.
     pub progress: Option<ProgressFn>,
     /// Called before the copy is listed.
@@ -44,6 +48,7 @@ impl CheckpointStore {
         let missing = || from.error(StoreError::NoCheckpoint { what: id.to_string() });
         let original = state.get(id).cloned().ok_or_else(missing)?;
         let parent = self.counterpart(from, &original, options.parent)?;
+        let order = self.position_before(options.before)?;
         let asker = Asker::new(options.progress.clone());
         let tell = asker.callback();
         let total = original.about.data_len;
@@ -70,6 +75,7 @@ impl CheckpointStore {
                 parent,
                 since_base: about.since_base(),
                 replaces: None,
+                order,
                 raw_len: about.about.raw_len,
                 metrics: about.about.metrics,
                 tags: about.about.tags,

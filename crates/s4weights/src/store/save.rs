@@ -270,6 +270,7 @@ impl CheckpointStore {
             parent: parent.map(|(reference, _)| reference),
             since_base: number,
             replaces: None,
+            order: None,
             raw_len: report.bytes_in,
             metrics: options.metrics.clone(),
             tags: options.tags.clone(),
