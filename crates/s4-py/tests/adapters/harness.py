@@ -1,0 +1,58 @@
+"""What the tests of adapters share: processes that are killed, and the code of the guide pages."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+GUIDES = HERE.parents[3] / "docs/adapters"
+
+#: Seconds for the processes of one framework.
+PATIENCE = 300
+
+#: Imports once what takes seconds to import, then lives through one call after the other in a
+#: process of its own.
+_VICTIMS = """
+import importlib, json, os, sys
+sys.path[:0] = json.loads(sys.argv[1])
+module = importlib.import_module(sys.argv[2])
+for name, *arguments in json.loads(sys.argv[3]):
+    child = os.fork()
+    if child == 0:
+        try:
+            getattr(module, name)(*arguments)
+        finally:
+            os._exit(1)
+    ended = os.waitpid(child, 0)[1]
+    if not (os.WIFSIGNALED(ended) and os.WTERMSIG(ended) == 9):
+        sys.exit(f"{name} {arguments}: ended with {ended}, not by SIGKILL")
+"""
+
+
+def die() -> None:
+    """Ends this process as a power cut would: no handler, no `finally`, no exit."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_victims(module: str, *calls: tuple[Any, ...]) -> None:
+    """Runs ``(function, *arguments)`` of a test module, each in a process that must be killed."""
+    paths = [str(HERE), str(HERE.parent)]
+    command = [sys.executable, "-c", _VICTIMS, json.dumps(paths), module, json.dumps(calls)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def run_guide(page: str, names: dict[str, Any]) -> dict[str, Any]:
+    """Runs the Python code of a guide page, as one program that is given these names."""
+    text = (GUIDES / page).read_text(encoding="utf-8")
+    code = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert code, f"{page} has no code"
+    exec(compile("\n".join(code), page, "exec"), names)
+    return names
