@@ -14,7 +14,7 @@ from typing import Any
 HERE = Path(__file__).parent
 GUIDES = HERE.parents[3] / "docs/adapters"
 
-#: Seconds for the processes of one framework.
+#: Seconds for the processes of all frameworks.
 PATIENCE = 300
 
 #: Imports once what takes seconds to import, then lives through one call after the other in a
@@ -22,18 +22,20 @@ PATIENCE = 300
 _VICTIMS = """
 import importlib, json, os, sys
 sys.path[:0] = json.loads(sys.argv[1])
-module = importlib.import_module(sys.argv[2])
+calls = json.loads(sys.argv[2])
 import torch._dynamo  # Two seconds, at the first optimizer.
-for name, *arguments in json.loads(sys.argv[3]):
+modules = {call[0]: importlib.import_module(call[0]) for call in calls}
+for module, name, *arguments in calls:
     child = os.fork()
     if child == 0:
         try:
-            getattr(module, name)(*arguments)
+            getattr(modules[module], name)(*arguments)
         finally:
+            sys.stderr.flush()
             os._exit(1)
     ended = os.waitpid(child, 0)[1]
     if not (os.WIFSIGNALED(ended) and os.WTERMSIG(ended) == 9):
-        sys.exit(f"{name} {arguments}: ended with {ended}, not by SIGKILL")
+        sys.exit(f"{module}.{name} {arguments}: ended with {ended}, not by SIGKILL")
 """
 
 
@@ -42,10 +44,10 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run_victims(module: str, *calls: tuple[Any, ...]) -> None:
-    """Runs ``(function, *arguments)`` of a test module, each in a process that must be killed."""
+def run_victims(*calls: tuple[str, ...]) -> None:
+    """Runs ``(module, function, *arguments)``, each in a process that must be killed."""
     paths = [str(HERE), str(HERE.parent)]
-    command = [sys.executable, "-c", _VICTIMS, json.dumps(paths), module, json.dumps(calls)]
+    command = [sys.executable, "-c", _VICTIMS, json.dumps(paths), json.dumps(calls)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
 

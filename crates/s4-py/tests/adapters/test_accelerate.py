@@ -10,7 +10,7 @@ import torch
 
 import s4weights
 from compare import assert_identical
-from harness import die, run_guide, run_victims
+from harness import die, run_guide
 
 pytest.importorskip("accelerate", reason="needs accelerate")
 
@@ -85,11 +85,8 @@ def victim(folder: str, how: str) -> None:
     train(Path(folder), how, die_at=6)
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("killed")
-    run_victims("test_accelerate", *(("victim", str(folder / how), how) for how in HOW))
-    return folder
+#: Runs that are killed, for the fixture `killed`.
+VICTIMS = [(victim, how) for how in HOW]
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +101,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_killed_run_resumes_to_the_same_bits(
     how: str, killed: Path, uninterrupted: dict[str, Any]
 ) -> None:
-    folder = killed / how
+    folder = killed / "test_accelerate" / how
     store = s4weights.CheckpointStore(folder / "store")
     if how == "hooks":
         assert (folder / "plain/step").read_text() == "3"

@@ -11,7 +11,7 @@ import torch
 
 import s4weights
 from compare import assert_identical
-from harness import die, run_guide, run_victims
+from harness import die, run_guide
 
 pytest.importorskip("transformers", reason="needs transformers")
 pytest.importorskip("accelerate", reason="needs accelerate")
@@ -100,11 +100,8 @@ def victim(folder: str, how: str) -> None:
     fit(Path(folder), None, DieAfterSaving(), callback(how, Path(folder)))
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("killed")
-    run_victims("test_transformers", *(("victim", str(folder / how), how) for how in HOW))
-    return folder
+#: Runs that are killed, for the fixture `killed`.
+VICTIMS = [(victim, how) for how in HOW]
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +113,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_killed_run_resumes_to_the_same_bits(
     how: str, killed: Path, uninterrupted: dict[str, Any]
 ) -> None:
-    folder = killed / how
+    folder = killed / "test_transformers" / how
     store = s4weights.CheckpointStore(folder / "store")
     # The save of step 6 may have been on its way.
     assert store.latest() == 6 or (how == "background" and store.latest() == 4)
