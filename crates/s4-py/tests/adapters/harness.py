@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,44 @@ def run_victims(*calls: tuple[str, ...]) -> None:
     command = [sys.executable, "-c", _VICTIMS, json.dumps(paths), json.dumps(calls)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+_RANK = """
+import importlib, json, sys
+sys.path[:0] = json.loads(sys.argv[1])
+getattr(importlib.import_module(sys.argv[2]), sys.argv[3])(*sys.argv[4:])
+"""
+
+
+def run_ranks(world: int, module: str, function: str, *arguments: str) -> list[int]:
+    """Runs a function of a test module in so many processes that find each other by the variables
+    of ``torchrun``. Returns how they ended.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    paths = json.dumps([str(HERE), str(HERE.parent)])
+    command = [sys.executable, "-c", _RANK, paths, module, function, *arguments]
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        # What is compiled at run time needs programs that were installed beside Python.
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = []
+    for rank in range(world):
+        its = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(subprocess.Popen(command, env=its))
+    try:
+        return [process.wait(PATIENCE) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
 
 
 def run_guide(page: str, names: dict[str, Any]) -> dict[str, Any]:
