@@ -53,3 +53,8 @@ def step_in(path: str | os.PathLike[str]) -> int:
     if found is None:
         raise ValueError(f"{os.fspath(path)!r}: a name that ends with the training step expected")
     return int(found.group(1))
+
+
+def absolute(url: str) -> str:
+    """A path that means the same in every folder; URLs as they are."""
+    return url if "://" in url else os.path.abspath(url)

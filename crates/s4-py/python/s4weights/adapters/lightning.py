@@ -31,7 +31,7 @@ from .._pending import Pending
 from .._save import save
 from .._sources import is_url
 from .._store import CheckpointStore
-from ._common import Store, as_store, require, step_in
+from ._common import Store, absolute, as_store, require, step_in
 
 require("lightning", "2.4", "lightning", "pytorch-lightning")
 
@@ -201,7 +201,7 @@ class StoreCheckpointIO(_CheckpointIO):
         return path
 
     def _mark(self, entry: CheckpointEntry, path: str) -> None:
-        mark = _Mark(_absolute(self.store.url), entry.id)
+        mark = _Mark(absolute(self.store.url), entry.id)
         fs, name = fsspec.core.url_to_fs(path)
         fs.makedirs(os.path.dirname(name), exist_ok=True)
         text = json.dumps({"s4weights": mark._asdict()}).encode()
@@ -215,7 +215,7 @@ class StoreCheckpointIO(_CheckpointIO):
     def _marked(self, path: str) -> str | None:
         """The checkpoint of this store that a path stands for."""
         mark = None if os.path.islink(path) else _mark_at(path)
-        return mark.id if mark is not None and mark.store == _absolute(self.store.url) else None
+        return mark.id if mark is not None and mark.store == absolute(self.store.url) else None
 
     def _remove(self, path: str) -> None:
         id = self._marked(path)
@@ -320,14 +320,10 @@ def _load(
             return load(name, map_location, weights_only=weights_only)
         with fs.open(name, "rb") as file:
             return load(file, map_location, weights_only=weights_only)
-    if store is None or _absolute(store.url) != mark.store:
+    if store is None or absolute(store.url) != mark.store:
         store = CheckpointStore(mark.store, read_only=True)
     return store.load_checkpoint(mark.id, map_location, weights_only=weights_only)
 
 
 def _is_local(fs: Any) -> bool:
     return isinstance(fs, fsspec.implementations.local.LocalFileSystem)
-
-
-def _absolute(url: str) -> str:
-    return url if "://" in url else os.path.abspath(url)
