@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+#: Where test modules are.
+PATHS = [str(HERE), str(HERE / "on_request"), str(HERE.parent)]
 GUIDES = HERE.parents[3] / "docs/adapters"
 
 #: Seconds for the processes of all frameworks.
@@ -47,8 +49,7 @@ def die() -> None:
 
 def run_victims(*calls: tuple[str, ...]) -> None:
     """Runs ``(module, function, *arguments)``, each in a process that must be killed."""
-    paths = [str(HERE), str(HERE.parent)]
-    command = [sys.executable, "-c", _VICTIMS, json.dumps(paths), json.dumps(calls)]
+    command = [sys.executable, "-c", _VICTIMS, json.dumps(PATHS), json.dumps(calls)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -67,8 +68,7 @@ def run_ranks(world: int, module: str, function: str, *arguments: str) -> list[i
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    paths = json.dumps([str(HERE), str(HERE.parent)])
-    command = [sys.executable, "-c", _RANK, paths, module, function, *arguments]
+    command = [sys.executable, "-c", _RANK, json.dumps(PATHS), module, function, *arguments]
     environment = {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",

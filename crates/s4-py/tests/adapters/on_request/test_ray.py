@@ -14,7 +14,7 @@ import torch
 
 import s4weights
 from compare import assert_identical
-from harness import GUIDES, run_guide, run_ranks
+from harness import PATHS, run_guide, run_ranks
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray[train]")
 
@@ -85,14 +85,11 @@ def train(folder: str, kill: str) -> None:
     import ray.train
     from ray.train.torch import TorchTrainer
 
-    paths = os.pathsep.join(
-        p for p in (os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__)))
-    )
     ray.init(
         num_cpus=1,
         include_dashboard=False,
         log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": paths}},
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(PATHS)}},
     )
     try:
         result = TorchTrainer(
@@ -108,10 +105,7 @@ def train(folder: str, kill: str) -> None:
         ).fit()
         assert result.metrics == {"done": STEPS}
         os.chdir(folder)
-        names = {"checkpoint": result.checkpoint}
-        text = (GUIDES / "ray.md").read_text(encoding="utf-8")
-        assert "StoreUpload" in text
-        run_guide("ray.md", {**names, "train": lambda *_: None})
+        run_guide("ray.md", {"checkpoint": result.checkpoint})
     finally:
         ray.shutdown()
 
