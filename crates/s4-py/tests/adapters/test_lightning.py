@@ -21,7 +21,6 @@ pytest.importorskip("lightning", reason="needs lightning")
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from s4weights.adapters import lightning as adapter
 from s4weights.adapters.lightning import FileCheckpointIO, StoreCheckpointIO, load_from_checkpoint
 
 pytestmark = [
@@ -227,14 +226,3 @@ def test_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = run_guide("lightning.md", {"Trainer": make, "Model": Model, "model": Model()})
     assert_identical(names["again"].state_dict(), names["model"].state_dict())
     assert names["store"].latest() == 6 and names["trainer"].global_step == 6
-
-
-def test_an_old_or_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    from s4weights.adapters._common import require
-
-    require("lightning", "2.4", "lightning", "pytorch-lightning")
-    with pytest.raises(ImportError, match=r"nothing 1 or later: pip install 's4weights\[lightning"):
-        require("lightning", "1", "nothing")
-    with pytest.raises(ImportError, match=r"999 or later \(.*2\.[\d.]+ is installed\)"):
-        require("lightning", "999", "lightning")
-    assert adapter.__doc__
