@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 from .._store import CheckpointStore
@@ -41,6 +42,24 @@ def as_store(store: Store, options: dict[str, Any]) -> CheckpointStore:
             raise TypeError(f"{', '.join(options)}: options of a store that is there already")
         return store
     return CheckpointStore(store, **options)
+
+
+def first_decides(
+    work: Callable[[], Any], is_first: bool, broadcast: Callable[[list[Any]], object]
+) -> Any:
+    """What the first process makes of it, in all of them; and what it raises. ``broadcast`` fills
+    the others' lists with the first one's.
+    """
+    told: list[Any] = [None, None]
+    if is_first:
+        try:
+            told[0] = work()
+        except Exception as error:
+            told[1] = error
+    broadcast(told)
+    if told[1] is not None:
+        raise told[1]
+    return told[0]
 
 
 def step_in(path: str | os.PathLike[str]) -> int:

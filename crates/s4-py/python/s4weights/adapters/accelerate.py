@@ -20,7 +20,7 @@ from typing import Any
 from .._load import load
 from .._pending import Pending
 from .._save import save
-from ._common import Store, as_store, require
+from ._common import Store, as_store, first_decides, require
 from ._folder import restore_folder, save_folder
 
 require("accelerate", "1.1", "accelerate")
@@ -165,14 +165,4 @@ def _model_file(folder: str | os.PathLike[str], number: int) -> str:
 
 
 def _agree(accelerator: Any, work: Callable[[], Any]) -> Any:
-    """What the first process makes of it, in all of them; and what it raises."""
-    told: list[Any] = [None, None]
-    if accelerator.is_main_process:
-        try:
-            told[0] = work()
-        except Exception as error:
-            told[1] = error
-    broadcast_object_list(told)
-    if told[1] is not None:
-        raise told[1]
-    return told[0]
+    return first_decides(work, accelerator.is_main_process, broadcast_object_list)

@@ -16,7 +16,7 @@ import shutil
 from typing import Any
 
 from .._pending import Pending
-from ._common import Store, as_store, require
+from ._common import Store, as_store, first_decides, require
 from ._folder import restore_folder, save_folder
 
 require("transformers", "4.46", "transformers")
@@ -115,22 +115,18 @@ def restore(
     if not many and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise RuntimeError("restore: make the TrainingArguments first, they connect the processes")
     kept = as_store(store, options)
-    step = kept.latest() if step is None else step
-    if step is None:
-        return None
-    folder = _folder_of(output_dir, step)
-    failed = None
-    if not many or dist.get_rank() == 0:
-        try:
-            restore_folder(kept, folder, step)
-        except Exception as error:
-            failed = error
-    if many:
-        told = [failed]
-        dist.broadcast_object_list(told)
-        failed = told[0]
-    if failed is not None:
-        raise failed
+
+    def write() -> str | None:
+        found = kept.latest() if step is None else step
+        if found is None:
+            return None
+        folder = _folder_of(output_dir, found)
+        restore_folder(kept, folder, found)
+        return folder
+
+    is_first = not many or dist.get_rank() == 0
+    broadcast = dist.broadcast_object_list if many else lambda told: None
+    folder: str | None = first_decides(write, is_first, broadcast)
     return folder
 
 

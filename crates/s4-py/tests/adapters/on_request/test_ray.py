@@ -113,13 +113,16 @@ def train(folder: str, kill: str) -> None:
 def test_a_killed_worker_resumes_to_the_same_bits(tmp_path: Path) -> None:
     killed = tmp_path
     assert run_ranks(1, "test_ray", "train", str(killed), "kill") == [0]
-    assert (killed / "killed").exists() and (killed / "from").read_text() == "3"
+    assert (killed / "killed").exists()
+    # Ray may not have heard of the third report when the worker was killed.
+    first = int((killed / "from").read_text())
+    assert first in (2, 3)
     run = Run()
     while run.done < STEPS:
         run.step()
     store = s4weights.CheckpointStore(killed / "store/rank-0")
     entries = store.list()
-    assert [entry.step for entry in entries] == [1, 2, 3, 4, 5]
+    assert [entry.step for entry in entries] == [*range(1, 3 + STEPS - first + 1)]
     assert "delta" in {entry.kind for entry in entries}
     assert_identical(store.load_checkpoint()["state.pt"]["torch"], run.state())
     marks = sorted((killed / "ray/run").glob("*/s4weights-rank-0.json"))
