@@ -18,7 +18,7 @@ pub(crate) struct Args {
     /// Install and start no servers: the tests that need one are left out
     #[arg(long)]
     no_servers: bool,
-    /// Only the adapters of frameworks that take long to install, which it installs (4 GB)
+    /// Only the adapters of frameworks that take long to install, which it installs (1.4 GB)
     #[arg(long, conflicts_with = "side")]
     adapters: bool,
 }

@@ -126,6 +126,7 @@ def test_a_killed_worker_resumes_to_the_same_bits(tmp_path: Path) -> None:
     assert "delta" in {entry.kind for entry in entries}
     assert_identical(store.load_checkpoint()["state.pt"]["torch"], run.state())
     marks = sorted((killed / "ray/run").glob("*/s4weights-rank-0.json"))
-    assert len(marks) == 2  # What Ray keeps is small, and names what the store has.
+    # What Ray keeps is small, and names what the store has. One that it did not hear of stays.
+    assert len(marks) == 2 + (3 - first)
     ids = {json.loads(path.read_text())["s4weights"]["id"] for path in marks}
-    assert ids == {entry.id for entry in entries[-2:]}
+    assert {entry.id for entry in entries[-2:]} <= ids <= {entry.id for entry in entries}
