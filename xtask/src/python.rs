@@ -1,6 +1,6 @@
 //! The project's Python environments: `.venv` for the tests and the demo, `.venv-peers` for the
 //! peers that the benchmark measures, `.venv-servers` for servers that the store is tested against, `.venv-deploy` and
-//! `.venv-checkov` for what checks the files in `deploy`.
+//! `.venv-checkov` for what checks the files in `deploy`, `.venv-adapters` for the frameworks of adapters.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -14,6 +14,9 @@ const CANDIDATES: [&str; 7] =
 
 /// Succeeds on an interpreter that this project supports.
 const PROBE: &str = "import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))";
+
+/// Frameworks that take long to install, for the tests of their adapters.
+const ADAPTERS: &str = "xtask/requirements-adapters.txt";
 
 /// A virtual environment inside the project.
 pub(crate) struct Venv {
@@ -70,12 +73,39 @@ impl Venv {
     /// # Errors
     /// If the environment itself cannot be made.
     pub(crate) fn peers(root: &Path, main: &Self) -> Result<(Self, Vec<String>)> {
-        let venv = Self::at(root, ".venv-peers")?;
-        let link = venv.site_packages()?.join("main-environment.pth");
-        let text = format!("{}\n", main.site_packages()?.display());
-        fs::write(&link, text).map_err(|e| Error::at(&link, &e))?;
+        let venv = Self::over(root, ".venv-peers", main)?;
         let missing = venv.install_peers("")?;
         Ok((venv, missing))
+    }
+
+    /// The environment of the tests of adapters for frameworks that take long to install, on top of
+    /// what `main` holds.
+    ///
+    /// Returns the environment and the frameworks that could not be installed here.
+    ///
+    /// # Errors
+    /// If the environment itself cannot be made.
+    pub(crate) fn adapters(root: &Path, main: &Self) -> Result<(Self, Vec<String>)> {
+        let venv = Self::over(root, ".venv-adapters", main)?;
+        let wanted = read(&root.join(ADAPTERS))?;
+        let stamp = venv.folder.join("installed-requirements.txt");
+        if fs::read_to_string(&stamp).is_ok_and(|installed| installed == wanted) {
+            return Ok((venv, vec![]));
+        }
+        let missing = venv.install_each(ADAPTERS, "")?;
+        if missing.is_empty() {
+            fs::write(&stamp, wanted).map_err(|e| Error::at(&stamp, &e))?;
+        }
+        Ok((venv, missing))
+    }
+
+    /// An environment that sees what another one holds.
+    fn over(root: &Path, name: &str, below: &Self) -> Result<Self> {
+        let venv = Self::at(root, name)?;
+        let link = venv.site_packages()?.join("main-environment.pth");
+        let text = format!("{}\n", below.site_packages()?.display());
+        fs::write(&link, text).map_err(|e| Error::at(&link, &e))?;
+        Ok(venv)
     }
 
     /// An environment at `folder`, which lies anywhere, with just these packages.
@@ -100,9 +130,15 @@ impl Venv {
     /// # Errors
     /// If the list of peers cannot be read.
     pub(crate) fn install_peers(&self, prefix: &str) -> Result<Vec<String>> {
-        let list = read(&self.root.join("xtask/requirements-peers.txt"))?;
+        self.install_each("xtask/requirements-peers.txt", prefix)
+    }
+
+    /// Installs the lines of a file that start with `prefix`, one by one. A line may have options.
+    fn install_each(&self, file: &str, prefix: &str) -> Result<Vec<String>> {
+        let list = read(&self.root.join(file))?;
         let named = list.lines().filter(|l| !l.starts_with('#') && l.starts_with(prefix));
-        Ok(named.filter(|peer| self.pip(&[peer]).is_err()).map(str::to_owned).collect())
+        let install = |line: &&str| self.pip(&line.split_whitespace().collect::<Vec<_>>());
+        Ok(named.filter(|line| install(line).is_err()).map(str::to_owned).collect())
     }
 
     /// The environment's folder.
@@ -188,6 +224,8 @@ impl Venv {
         pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]);
         // Nothing is left outside the project's own folders.
         pip.arg("--no-cache-dir").args(args);
+        // DeepSpeed is not to compile for hours.
+        pip.env("DS_BUILD_OPS", "0");
         proc::run(&mut pip)
     }
 

@@ -18,7 +18,13 @@ pub(crate) struct Args {
     /// Install and start no servers: the tests that need one are left out
     #[arg(long)]
     no_servers: bool,
+    /// Only the adapters of frameworks that take long to install, which it installs (1.4 GB)
+    #[arg(long, conflicts_with = "side")]
+    adapters: bool,
 }
+
+/// The tests of these adapters.
+const ADAPTERS: &str = "crates/s4-py/tests/adapters/on_request";
 
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Side {
@@ -31,6 +37,9 @@ enum Side {
 /// # Errors
 /// If a build or a test fails.
 pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
+    if args.adapters {
+        return adapters(root);
+    }
     let (rust_side, python_side) = (args.side != Some(Side::Python), args.side != Some(Side::Rust));
     let mut said = Vec::new();
     if args.side.is_none() {
@@ -97,14 +106,32 @@ fn python(root: &Path, servers: &Servers) -> Result<String> {
     venv.install_checked_wheel()?;
     let mut tests = proc::command(root, venv.python());
     tests.envs(servers.environment()).env("S4W_PROGRAM", program(root)?);
-    tests.args(["-m", "pytest", "-q", "-p", "no:cacheprovider", "crates/s4-py/tests"]);
+    Ok(format!("Python: {}", pytest(&mut tests, "crates/s4-py/tests")?))
+}
+
+/// The adapters of frameworks that the other tests do not install.
+fn adapters(root: &Path) -> Result<String> {
+    let main = Venv::main(root)?;
+    main.install_wheel()?;
+    let (venv, missing) = Venv::adapters(root, &main)?;
+    let mut tests = proc::command(root, venv.python());
+    let passed = pytest(&mut tests, ADAPTERS)?;
+    if missing.is_empty() {
+        return Ok(format!("adapters: {passed}"));
+    }
+    Ok(format!("adapters: {passed}; could not be installed here: {}", missing.join(", ")))
+}
+
+/// Runs the Python tests below a folder, and gives the line that says how many passed.
+fn pytest(tests: &mut Command, folder: &str) -> Result<String> {
+    tests.args(["-m", "pytest", "-q", "-p", "no:cacheprovider", folder]);
     let mut last = String::new();
-    proc::run_seeing(&mut tests, |line| {
+    proc::run_seeing(tests, |line| {
         if !line.trim().is_empty() {
             last = line.trim().trim_matches('=').trim().to_owned();
         }
     })?;
-    Ok(format!("Python: {last}"))
+    Ok(last)
 }
 
 /// The native program, with `serve`, as the tests of the Rust side build it.

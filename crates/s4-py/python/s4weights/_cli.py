@@ -62,7 +62,7 @@ def _restore(arguments: Sequence[str]) -> int:
         step = None if which == "latest" else int(which) if which.isdecimal() else which
         with CheckpointStore(url, storage_options=storage) as store:
             # The id of a checkpoint stands for a step.
-            state = store.load_checkpoint(step, map_location="cpu")  # type: ignore[arg-type]
+            state = store.load_checkpoint(step, map_location="cpu")
         return _write(state, target)
 
     return _convert([], words, restore, most=3)

@@ -471,7 +471,7 @@ class CheckpointStore(Catalog):
 
     def load_checkpoint(
         self,
-        step: int | None = None,
+        step: int | str | None = None,
         map_location: Any = None,
         keys: Iterable[str] | None = None,
         *,

@@ -1,0 +1,33 @@
+"""Arrays of NumPy, those of `ml_dtypes` included, as tensors that files and stores keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes  # noqa: F401  For the names of its dtypes.
+import numpy as np
+import torch
+
+
+def to_torch(values: np.ndarray[Any, Any]) -> torch.Tensor:
+    """A copy of an array; of its bytes, in one more dimension, if PyTorch has no such dtype."""
+    values = np.array(values, order="C")
+    if values.dtype.name == "bfloat16":
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    try:
+        return torch.from_numpy(values)
+    except TypeError:
+        raw = torch.frombuffer(bytearray(values.tobytes() or b"\0"), dtype=torch.uint8)
+        return raw[: values.nbytes].clone().reshape(*values.shape, values.itemsize)
+
+
+def to_numpy(tensor: torch.Tensor, dtype: str) -> np.ndarray[Any, Any]:
+    """The array of this dtype that `to_torch` made a tensor of."""
+    wanted = np.dtype(dtype)
+    shape = tensor.shape
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.int16)
+    elif tensor.dtype == torch.uint8 and wanted != np.uint8:
+        shape = shape[:-1]
+    values: np.ndarray[Any, Any] = tensor.contiguous().numpy().reshape(-1).view(wanted)
+    return values.reshape(tuple(shape))

@@ -1,0 +1,146 @@
+"""Keras: weights and optimizer of a model in a `CheckpointStore`, with any of its backends.
+
+::
+
+    from s4weights.adapters.keras import StoreCallback, restore
+
+    first = restore("runs/a", model)
+    model.fit(x, y, epochs=90, initial_epoch=first, callbacks=[StoreCallback("runs/a")])
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .._errors import MismatchError
+from .._pending import Pending
+from ._common import Store, as_store, require
+
+require("keras", "3.0", "keras")
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+
+from ._arrays import to_numpy, to_torch  # noqa: E402
+
+__all__ = ["StoreCallback", "get_state", "restore", "set_state"]
+
+
+class StoreCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Saves a model and its optimizer after each epoch, as the step that is the number of epochs.
+
+    Args:
+        store: a `CheckpointStore`, or its folder or URL.
+        every: epochs from one checkpoint to the next.
+        blocking: ``False`` saves in the background; errors come with the next save or at the end.
+        options: of `CheckpointStore`, if ``store`` is none.
+    """
+
+    def __init__(
+        self, store: Store, *, every: int = 1, blocking: bool = True, **options: Any
+    ) -> None:
+        super().__init__()
+        self.store = as_store(store, options)
+        self.every, self.blocking = every, blocking
+        self._pending: Pending[Any] | None = None
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Called by Keras."""
+        if (epoch + 1) % self.every:
+            return
+        metrics = {name: float(value) for name, value in (logs or {}).items()}
+        metrics = {name: value for name, value in metrics.items() if np.isfinite(value)}
+        state = get_state(self.model)
+        if self.blocking:
+            self.store.save_checkpoint(state, epoch + 1, metrics)
+        else:
+            # The arrays were copied already.
+            self._pending = self.store.save_checkpoint(
+                state, epoch + 1, metrics, blocking=False, stage="lazy"
+            )
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Called by Keras: waits for the save in the background."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+
+
+def restore(store: Store, model: Any, step: int | None = None, **options: Any) -> int:
+    """Loads a checkpoint of `StoreCallback` into a model that is compiled and built.
+
+    Args:
+        store: as in `StoreCallback`.
+        model: a Keras model.
+        step: the number of epochs; ``None``: the newest.
+        options: as in `StoreCallback`.
+
+    Returns:
+        The number of epochs, for ``initial_epoch=``; 0 if no step is given and the store has no
+        checkpoint yet.
+
+    Raises:
+        NotFoundError: there is no such checkpoint.
+        MismatchError: it is of another model or optimizer.
+    """
+    kept = as_store(store, options)
+    step = kept.latest() if step is None else step
+    if step is None:
+        return 0
+    set_state(model, kept.load_checkpoint(step, "cpu"))
+    return step
+
+
+def get_state(model: Any) -> dict[str, Any]:
+    """Copies of all variables of a model, its layers' random seeds included, and of its optimizer's:
+    a dict that `s4weights.save` and stores take.
+    """
+    return {
+        part: [
+            {"name": v.path, "dtype": keras.backend.standardize_dtype(v.dtype), "value": _value(v)}
+            for v in variables
+        ]
+        for part, variables in _variables(model).items()
+    }
+
+
+def set_state(model: Any, state: dict[str, Any]) -> None:
+    """Assigns the values of `get_state` to the variables of a model, one after the other: Keras
+    gives the layers of two models different names.
+
+    Raises:
+        MismatchError: the model has other variables.
+    """
+    for part, variables in _variables(model).items():
+        kept = state.get(part, [])
+        has = [(entry["dtype"], tuple(_array(entry).shape)) for entry in kept]
+        wants = [(keras.backend.standardize_dtype(v.dtype), tuple(v.shape)) for v in variables]
+        if has != wants:
+            differ = next(
+                (i for i, (a, b) in enumerate(zip(has, wants, strict=False)) if a != b), None
+            )
+            what = f"{len(has)} variables for {len(wants)}"
+            if differ is not None:
+                what = f"{variables[differ].path}: saved {has[differ]}, wanted {wants[differ]}"
+            raise MismatchError(f"{part}: {what}")
+        for entry, variable in zip(kept, variables, strict=True):
+            variable.assign(_array(entry))
+
+
+def _variables(model: Any) -> dict[str, list[Any]]:
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    metrics = {id(v) for metric in getattr(model, "metrics", []) for v in metric.variables}
+    found = {"model": [v for v in model.variables if id(v) not in metrics]}
+    if optimizer is not None:
+        found["optimizer"] = [*optimizer.variables]
+    return found
+
+
+def _value(variable: Any) -> Any:
+    return to_torch(np.asarray(keras.ops.convert_to_numpy(variable)))
+
+
+def _array(entry: dict[str, Any]) -> np.ndarray[Any, Any]:
+    return to_numpy(entry["value"], entry["dtype"])

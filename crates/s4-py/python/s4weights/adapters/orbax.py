@@ -1,0 +1,152 @@
+"""Orbax: items of a ``CheckpointManager`` as ``.s4w`` files, for JAX.
+
+::
+
+    from s4weights.adapters.orbax import S4Restore, S4Save
+
+    manager.save(step, args=S4Save(state))
+    state = manager.restore(step, args=S4Restore(state))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from .._errors import MismatchError, UnsupportedFormatError
+from .._load import load
+from .._save import save
+from ._common import require
+
+require("orbax", "0.11", "orbax-checkpoint")
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import orbax.checkpoint as ocp  # noqa: E402
+
+from ._arrays import to_numpy, to_torch  # noqa: E402
+
+__all__ = ["S4Handler", "S4Restore", "S4Save"]
+
+_FILE = "tree.s4w"
+
+
+class S4Handler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
+    """Keeps a PyTree in one ``.s4w`` file. Steps, retention, commits and saves in the background
+    are Orbax's. It works where one process can reach all arrays, whatever they are sharded over.
+
+    Args:
+        options: of `s4weights.save`, such as ``preset``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+
+    async def async_save(self, directory: Any, args: S4Save) -> Sequence[Any]:
+        """Called by Orbax: copies the tree to the host, and writes it in the background."""
+        packed = _pack(args.item)
+        done = ocp.future.CommitFutureAwaitingContractedSignals(
+            self._write(packed, directory), name="s4weights_save"
+        )
+        return [done]
+
+    async def _write(self, packed: dict[str, Any], directory: Any) -> None:
+        save(packed, str(directory / _FILE), **self._options)
+
+    def save(self, directory: Any, args: S4Save) -> None:
+        """Called by Orbax: writes a tree."""
+        save(_pack(args.item), str(directory / _FILE), **self._options)
+
+    def restore(self, directory: Any, args: S4Restore | None = None) -> Any:
+        """Called by Orbax: reads a tree.
+
+        Raises:
+            MismatchError: it is not of the structure, shapes and dtypes that are wanted.
+        """
+        packed = load(str(directory / _FILE), "cpu")
+        return _unpack(packed, None if args is None else args.item, str(directory))
+
+
+@ocp.args.register_with_handler(S4Handler, for_save=True)
+@dataclasses.dataclass
+class S4Save(ocp.args.CheckpointArgs):  # type: ignore[misc]
+    """What to save.
+
+    Attributes:
+        item: a PyTree of JAX and NumPy arrays, random keys, numbers, strings and ``None``.
+    """
+
+    item: Any
+
+
+@ocp.args.register_with_handler(S4Handler, for_restore=True)
+@dataclasses.dataclass
+class S4Restore(ocp.args.CheckpointArgs):  # type: ignore[misc]
+    """What to restore.
+
+    Attributes:
+        item: a PyTree of that structure. Its arrays, or their ``jax.ShapeDtypeStruct``, say where
+            to put each. ``None``: a dict from each leaf's path (``"['params']['w']"``) to its value,
+            arrays on the default device.
+    """
+
+    item: Any = None
+
+
+def _pack(tree: Any) -> dict[str, Any]:
+    """Leaves by their paths, as plain values and tensors of the host."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path): _pack_leaf(leaf, path) for path, leaf in leaves}
+
+
+def _pack_leaf(leaf: Any, path: Any) -> dict[str, Any]:
+    if isinstance(leaf, jax.Array):
+        if not leaf.is_fully_addressable:
+            where = jax.tree_util.keystr(path)
+            what = "is on devices of other processes: gather it, or use Orbax's own handler"
+            raise UnsupportedFormatError(f"{where} {what}")
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            kind = str(jax.random.key_impl(leaf))
+            return {"key": to_torch(np.asarray(jax.random.key_data(leaf))), "impl": kind}
+        return {"jax": to_torch(np.asarray(leaf)), "dtype": leaf.dtype.name}
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        kind = "numpy" if isinstance(leaf, np.ndarray) else "scalar"
+        return {kind: to_torch(np.asarray(leaf)), "dtype": leaf.dtype.name}
+    if leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes)):
+        return {"plain": leaf}
+    where = jax.tree_util.keystr(path)
+    raise UnsupportedFormatError(
+        f"{where}: {type(leaf).__name__}: an array or a plain value expected"
+    )
+
+
+def _unpack(packed: dict[str, Any], item: Any, where: str) -> Any:
+    if item is None:
+        return {path: _unpack_leaf(kept, None, path, where) for path, kept in packed.items()}
+    leaves, structure = jax.tree_util.tree_flatten_with_path(item)
+    wanted = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+    if wanted.keys() != packed.keys():
+        missing, more = [*(wanted.keys() - packed.keys())], [*(packed.keys() - wanted.keys())]
+        raise MismatchError(f"{where}: not saved: {missing}; saved, not wanted: {more}")
+    found = [_unpack_leaf(packed[path], leaf, path, where) for path, leaf in wanted.items()]
+    return jax.tree_util.tree_unflatten(structure, found)
+
+
+def _unpack_leaf(kept: dict[str, Any], like: Any, path: str, where: str) -> Any:
+    if "plain" in kept:
+        return kept["plain"]
+    if "key" in kept:
+        return jax.random.wrap_key_data(
+            jnp.asarray(to_numpy(kept["key"], "uint32")), impl=kept["impl"]
+        )
+    kind = next(name for name in ("jax", "numpy", "scalar") if name in kept)
+    values = to_numpy(kept[kind], kept["dtype"])
+    if like is not None and hasattr(like, "shape"):
+        has, wants = (values.shape, values.dtype), (tuple(like.shape), jnp.dtype(like.dtype))
+        if has != wants:
+            raise MismatchError(f"{where}: {path}: saved {has}, wanted {wants}")
+    if kind == "jax":
+        return jax.device_put(values, getattr(like, "sharding", None))
+    return values if kind == "numpy" else values[()]

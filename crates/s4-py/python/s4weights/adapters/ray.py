@@ -1,0 +1,114 @@
+"""Ray Train: an upload function that puts the checkpoints that workers report into stores.
+
+::
+
+    from s4weights.adapters.ray import StoreUpload, restored
+
+    upload = StoreUpload("s3://bucket/run")
+    ray.train.report(metrics, checkpoint=checkpoint, checkpoint_upload_fn=upload)
+
+    with restored(ray.train.get_checkpoint()) as folder: ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .._errors import NotFoundError
+from .._store import CheckpointStore
+from ._common import Store, absolute, as_store, require
+from ._folder import restore_folder, save_folder
+
+require("ray", "2.50", "ray")
+
+import ray.train  # noqa: E402
+
+__all__ = ["StoreUpload", "restored"]
+
+
+class StoreUpload:
+    """The ``checkpoint_upload_fn`` of ``ray.train.report``: saves each reported folder to a store,
+    most of it as deltas, and has Ray keep a small folder that names it.
+
+    Each worker that reports checkpoints has a store of its own, ``rank-0`` and so on, below the URL.
+
+    Args:
+        store: the folder or URL below which the stores are, or a `CheckpointStore` there.
+        options: of `CheckpointStore`, if ``store`` is none.
+    """
+
+    def __init__(self, store: Store, **options: Any) -> None:
+        given = as_store(store, options)
+        self._arguments = {
+            **given._arguments,
+            "url": absolute(given.url),  # Workers are in folders of their own.
+            "retention": given.retention,
+        }
+        self._stores: dict[int, CheckpointStore] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_stores": {}}
+
+    def __call__(self, checkpoint: Any, checkpoint_dir_name: str) -> Any:
+        """Called by Ray, in each worker."""
+        context = ray.train.get_context()
+        rank = context.get_world_rank()
+        store = self._stores.get(rank)
+        if store is None:
+            store = self._stores[rank] = _store_of(self._arguments, rank)
+        with checkpoint.as_directory() as folder:
+            entry = save_folder(
+                store, folder, 1 + (store.latest() or 0), tags={"name": checkpoint_dir_name}
+            )
+        place = context.get_storage()
+        path = f"{place.experiment_fs_path}/{checkpoint_dir_name}"
+        place.storage_filesystem.create_dir(path, recursive=True)
+        mark = {"store": store.url, "id": entry.id, "step": entry.step}
+        with place.storage_filesystem.open_output_stream(f"{path}/{_name(rank)}") as file:
+            file.write(json.dumps({"s4weights": mark}).encode())
+        return ray.train.Checkpoint(path, filesystem=place.storage_filesystem)
+
+
+@contextlib.contextmanager
+def restored(checkpoint: Any, rank: int | None = None, **options: Any) -> Iterator[Path]:
+    """The folder that a worker reported, as a temporary one, from the checkpoint that Ray kept.
+
+    Args:
+        checkpoint: from ``ray.train.get_checkpoint()``, or a result's.
+        rank: of the worker that reported it; ``None``: this worker's, or the first one's if it
+            reported nothing.
+        options: of `CheckpointStore`, to open the store.
+
+    Raises:
+        NotFoundError: Ray's checkpoint names none of a store, or the store does not have it.
+    """
+    with checkpoint.as_directory() as kept, tempfile.TemporaryDirectory() as temporary:
+        wanted = [rank] if rank is not None else [_this_rank(), 0]
+        marks = [path for r in wanted if (path := Path(kept, _name(r))).exists()]
+        if not marks:
+            raise NotFoundError(2, "Ray's checkpoint names none of a store", str(checkpoint.path))
+        mark = json.loads(marks[0].read_text(encoding="utf-8"))["s4weights"]
+        folder = Path(temporary, "checkpoint")
+        with CheckpointStore(mark["store"], read_only=True, **options) as store:
+            restore_folder(store, folder, mark["id"])
+        yield folder
+
+
+def _store_of(arguments: dict[str, Any], rank: int) -> CheckpointStore:
+    return CheckpointStore(**{**arguments, "url": f"{arguments['url'].rstrip('/')}/rank-{rank}"})
+
+
+def _this_rank() -> int:
+    try:
+        return int(ray.train.get_context().get_world_rank())
+    except RuntimeError:
+        return 0  # Outside of a worker.
+
+
+def _name(rank: int) -> str:
+    return f"s4weights-rank-{rank}.json"

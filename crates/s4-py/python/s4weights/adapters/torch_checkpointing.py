@@ -1,0 +1,183 @@
+"""torch_checkpointing: a storage that writes its `torch.save` files as ``.s4w``.
+
+::
+
+    from s4weights.adapters.torch_checkpointing import S4StorageConfig
+
+    manager = CheckpointManager.Config(..., storage_config=S4StorageConfig()).build()
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .. import _core
+from .._load import load
+from .._save import save
+from ._common import require
+
+require("torch_checkpointing", "0.1.1", "torch_checkpointing")
+
+import torch  # noqa: E402
+from torch_checkpointing.storage.base_storage import (  # noqa: E402
+    ReadArgs,
+    Storage,
+    StorageConfig,
+)
+from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig  # noqa: E402
+
+__all__ = ["S4Storage", "S4StorageConfig"]
+
+#: Files that are kept as torch_checkpointing wants them, while it reads them.
+_KEPT = 2
+
+
+def _local() -> StorageConfig:
+    # With direct I/O it cannot write to ext4.
+    return LocalFileSystemStorageConfig(use_direct_io=False)
+
+
+@dataclass
+class S4StorageConfig(StorageConfig):  # type: ignore[misc]
+    """Makes an `S4Storage`; it can be pickled.
+
+    Attributes:
+        inner: where files go.
+        preset: as in `s4weights.save`.
+        threads: likewise.
+        weights_only: refuse files that hold more than tensors and plain values. torch_checkpointing
+            itself would run their code.
+    """
+
+    inner: StorageConfig = field(default_factory=_local)
+    preset: str = "balanced"
+    threads: int | None = None
+    weights_only: bool = True
+
+    def create_storage(self) -> S4Storage:
+        """Called by torch_checkpointing, in each process."""
+        return S4Storage(self)
+
+
+class S4Storage(Storage):  # type: ignore[misc]
+    """Another storage, in which files that `torch.save` would write are ``.s4w`` files. Those of
+    other formats are left alone, and so are files that are there already.
+    """
+
+    def __init__(self, config: S4StorageConfig) -> None:
+        self._config = config
+        self._inner = config.inner.create_storage()
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+
+    def get_write_stream(self, path: Path, data: object) -> io.IOBase:
+        """Writes an object; what is written to the stream, its `torch.save` form, goes nowhere."""
+        how = {"preset": self._config.preset, "threads": self._config.threads}
+        return _Sink(self._inner.stream_write(path), data, how)
+
+    def stream_read(self, path: Path, read_args: ReadArgs | None = None) -> io.RawIOBase:
+        """A file as torch_checkpointing wants it."""
+        found = self._as_torch(path)
+        if found is None:
+            stream: io.RawIOBase = self._inner.stream_read(path, read_args)
+            return stream
+        return io.BytesIO(found)  # type: ignore[return-value]
+
+    def getsize(self, path: Path) -> int:
+        """The size of a file as torch_checkpointing reads it."""
+        found = self._as_torch(path)
+        return self._inner.getsize(path) if found is None else len(found)
+
+    def _as_torch(self, path: Path) -> bytes | None:
+        """The bytes of `torch.save` for a ``.s4w`` file; ``None`` for others."""
+        key = (str(path), self._inner.getsize(path))
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        with self._inner.stream_read(path, ReadArgs(pre_read_full_file=False)) as stream:
+            head = stream.read(16)
+        if not _core.is_s4w(head):
+            return None
+        with self._inner.stream_read(path, ReadArgs(pre_read_full_file=True)) as stream:
+            loaded = load(stream, weights_only=self._config.weights_only)
+        out = io.BytesIO()
+        torch.save(loaded, out)
+        with self._lock:
+            self._kept[key] = found = out.getvalue()
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return found
+
+    def stream_write(self, path: Path) -> io.IOBase:
+        """A stream that writes bytes as they are."""
+        stream: io.IOBase = self._inner.stream_write(path)
+        return stream
+
+    def write(self, path: Path, data: Any) -> None:
+        """Writes bytes as they are."""
+        self._inner.write(path, data)
+
+    def delete(self, path: Path) -> None:
+        """Deletes a file."""
+        self._inner.delete(path)
+
+    def mkdir(self, path: Path, recursive: bool = True) -> None:
+        """Makes a folder."""
+        self._inner.mkdir(path, recursive)
+
+    def rmdir(self, path: Path) -> None:
+        """Deletes a folder."""
+        self._inner.rmdir(path)
+
+    def rename(
+        self,
+        src_path: Path,
+        dst_path: Path,
+        is_directory: bool = False,
+        background_cleanup: bool = False,
+    ) -> None:
+        """Renames, as the inner storage does: this commits a checkpoint."""
+        self._inner.rename(src_path, dst_path, is_directory, background_cleanup)
+
+    def ls(self, path: Path) -> list[str]:
+        """The names in a folder."""
+        return [*self._inner.ls(path)]
+
+    def exists(self, path: Path) -> bool:
+        """Whether there is such a file or folder."""
+        return bool(self._inner.exists(path))
+
+    def isdir(self, path: Path) -> bool:
+        """Whether there is such a folder."""
+        return bool(self._inner.isdir(path))
+
+    def remap_path(self, path: Path) -> str:
+        """The inner storage's name for a path."""
+        return str(self._inner.remap_path(path))
+
+
+class _Sink(io.IOBase):
+    """Writes the object when it is entered, and swallows what `torch.save` makes of it."""
+
+    def __init__(self, target: Any, data: object, how: dict[str, Any]) -> None:
+        self._target, self._data, self._how = target, data, how
+
+    def __enter__(self) -> _Sink:
+        with self._target as target:
+            save(self._data, target, **self._how)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return memoryview(data).nbytes

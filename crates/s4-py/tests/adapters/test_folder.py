@@ -1,0 +1,94 @@
+"""Folders that are kept as checkpoints of a store."""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import s4weights
+from compare import assert_identical
+from s4weights.adapters._common import step_in
+from s4weights.adapters._folder import restore_folder, save_folder
+
+
+class Unknown:
+    pass
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def test_files_of_every_kind_come_back(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    (folder / "deep/er").mkdir(parents=True)
+    tied = torch.randn(300, 5)
+    torch.save({"a": tied, "b": tied, "c": collections.OrderedDict(x=(1, 2.5))}, folder / "s.pt")
+    torch.save({"x": Unknown()}, folder / "unknown.pt")
+    torch.save([torch.ones(3)], folder / "old.pt", _use_new_zipfile_serialization=False)
+    save_file({"w": tied, "n": torch.zeros(0, 3)}, folder / "deep/m.safetensors", {"format": "pt"})
+    s4weights.save({"t": tied}, folder / "ours.s4w")
+    (folder / "deep/er/broken.safetensors").write_bytes(b"not one")
+    (folder / "empty").touch()
+    (folder / "text.json").write_text("{}")
+    before = contents(folder)
+    store = s4weights.CheckpointStore(tmp_path / "store")
+    save_folder(store, folder, 1)
+    assert {*store.load_checkpoint()["ours.s4w"]} == {"s4w"}
+    pending = save_folder(store, folder, 2, blocking=False, metrics={"loss": 0.5})
+    for path in (folder / "s.pt", folder / "deep/m.safetensors"):
+        path.write_bytes(b"changed at once")
+    assert pending.wait().metrics == {"loss": 0.5}
+    for step in (1, 2):
+        # In place of what is there.
+        restore_folder(store, tmp_path / "b", step)
+        after = contents(tmp_path / "b")
+        assert before.keys() == after.keys()
+        assert all(before[name] == after[name] for name in before if name != "s.pt")
+        loaded = torch.load(tmp_path / "b/s.pt")
+        assert_identical(loaded, {"a": tied, "b": tied, "c": loaded["c"]})
+        assert loaded["a"].data_ptr() == loaded["b"].data_ptr()
+        assert loaded["c"] == collections.OrderedDict(x=(1, 2.5))
+        assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "", "a\\b", "C:/x", "."])
+def test_names_that_lead_elsewhere(name: str, tmp_path: Path) -> None:
+    store = s4weights.CheckpointStore(tmp_path / "store")
+    state: dict[str, Any] = {"s4weights.folder": 1, name: {"bytes": torch.ones(3).byte()}}
+    store.save_checkpoint(state, 1)
+    (tmp_path / "kept").mkdir()
+    with pytest.raises(
+        s4weights.CorruptDataError, match=r"step newest: .* is not a name of a file"
+    ):
+        restore_folder(store, tmp_path / "kept")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "store"]
+
+
+def test_what_is_no_folder(tmp_path: Path) -> None:
+    store = s4weights.CheckpointStore(tmp_path / "store")
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(FileNotFoundError, match="no files to save"):
+        save_folder(store, tmp_path / "nothing", 1)
+    states: list[Any] = [
+        {"w": torch.ones(1)},
+        {"s4weights.folder": 2},
+        {"s4weights.folder": 1, "x": 5},
+    ]
+    for step, state in enumerate(states):
+        store.save_checkpoint(state, step)
+        with pytest.raises(s4weights.S4Error, match=f"step {step}"):
+            restore_folder(store, tmp_path / "b", step)
+
+
+def test_steps_in_names() -> None:
+    names = {"checkpoint-500": 500, "a/epoch=1-step=20.ckpt": 20, "run7/step_3/": 3, "v2-12b": 12}
+    assert {name: step_in(name) for name in names} == names
+    with pytest.raises(ValueError, match="last"):
+        step_in("5/last.ckpt")

@@ -1,0 +1,173 @@
+"""The Trainer of transformers: saved, killed, resumed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import s4weights
+from compare import assert_identical
+from harness import die, run_guide
+
+pytest.importorskip("transformers", reason="needs transformers")
+pytest.importorskip("accelerate", reason="needs accelerate")
+
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from s4weights.adapters.transformers import StoreCallback, restore
+
+STEPS = 10
+HOW = ["blocking", "background", "no-folders"]
+
+
+class Model(torch.nn.Module):
+    """An embedding tied to the output, and dropout: the state of random numbers matters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(40, 48)
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(48, 128),
+            torch.nn.GELU(),
+            torch.nn.Dropout(0.2),
+            torch.nn.Linear(128, 48),
+        )
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.layers(self.embed(x)) @ self.embed.weight.T
+        return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        made = torch.randint(0, 40, (13,), generator=torch.Generator().manual_seed(number))
+        return {"x": made[:-1], "labels": made[1:]}
+
+
+class DieAfterSaving(TrainerCallback):
+    """Dies when step 8 lies in its folder, and before the store has it."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if state.global_step == 8:
+            die()
+
+
+def trainer_of(folder: Path, *callbacks: TrainerCallback) -> Trainer:
+    args = TrainingArguments(
+        str(folder / "out"),
+        max_steps=STEPS,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        save_steps=2,
+        save_total_limit=2,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        seed=3,
+    )
+    torch.manual_seed(0)
+    return Trainer(Model(), args, train_dataset=Data(), callbacks=[*callbacks])
+
+
+def callback(how: str, folder: Path) -> StoreCallback:
+    return StoreCallback(
+        folder / "store", blocking=how != "background", keep_folders=how != "no-folders"
+    )
+
+
+def fit(folder: Path, resume: str | None, *callbacks: TrainerCallback) -> dict[str, Any]:
+    trainer = trainer_of(folder, *callbacks)
+    trainer.train(resume_from_checkpoint=resume)
+    return {
+        "model": trainer.model.state_dict(),
+        "optimizer": trainer.optimizer.state_dict(),
+        "scheduler": trainer.lr_scheduler.state_dict(),
+        "losses": [entry.get("loss") for entry in trainer.state.log_history if "loss" in entry],
+        "random": torch.get_rng_state(),
+    }
+
+
+def victim(folder: str, how: str) -> None:
+    fit(Path(folder), None, DieAfterSaving(), callback(how, Path(folder)))
+
+
+#: Runs that are killed, for the fixture `killed`.
+VICTIMS = [(victim, how) for how in HOW]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return fit(tmp_path_factory.mktemp("uninterrupted"), None)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_killed_run_resumes_to_the_same_bits(
+    how: str, killed: Path, uninterrupted: dict[str, Any]
+) -> None:
+    folder = killed / "test_transformers" / how
+    store = s4weights.CheckpointStore(folder / "store")
+    # The save of step 6 may have been on its way.
+    assert store.latest() == 6 or (how == "background" and store.latest() == 4)
+    folders = sorted(path.name for path in (folder / "out").iterdir())
+    assert "checkpoint-8" in folders and ("checkpoint-6" in folders) == (how != "no-folders")
+    shutil.rmtree(folder / "out")  # As on another machine.
+    resume = restore(store, folder / "out")
+    assert resume == str(folder / f"out/checkpoint-{store.latest()}")
+    assert_identical(fit(folder, resume, callback(how, folder)), uninterrupted)
+    assert store.latest() == STEPS
+    assert (folder / "out/checkpoint-10").exists() == (how != "no-folders")
+
+
+def test_what_the_store_has_is_what_the_folder_had(tmp_path: Path) -> None:
+    fit(tmp_path, None, callback("blocking", tmp_path))
+    store = s4weights.CheckpointStore(tmp_path / "store")
+    entries = store.list()
+    assert [entry.step for entry in entries] == [2, 4, 6, 8, 10]
+    assert {entry.kind for entry in entries} == {"base", "delta"}
+    assert "loss" in entries[-1].metrics and "step" not in entries[-1].metrics
+    folder = Path(restore(store, tmp_path / "again") or "")
+    before = tmp_path / "out/checkpoint-10"
+    names = sorted(path.name for path in before.iterdir())
+    assert names == sorted(path.name for path in folder.iterdir())
+    assert {"model.safetensors", "optimizer.pt", "rng_state.pth", "training_args.bin"} <= set(names)
+    for name in names:
+        if name in ("optimizer.pt", "scheduler.pt"):
+            loaded = [torch.load(path / name, weights_only=True) for path in (before, folder)]
+            assert_identical(*loaded)
+        else:
+            assert (before / name).read_bytes() == (folder / name).read_bytes(), name
+    kept = s4weights.load_checkpoint(store.url)
+    assert {*kept["optimizer.pt"]} == {"torch"} and {*kept["rng_state.pth"]} == {"bytes"}
+    assert restore(tmp_path / "nothing", tmp_path / "again") is None
+    with pytest.raises(s4weights.NotFoundError):
+        restore(store, tmp_path / "again", 7)
+
+
+def test_a_best_model_needs_its_folder(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, callback("no-folders", tmp_path))
+    trainer.args.load_best_model_at_end = True
+    with pytest.raises(ValueError, match="keep_folders=True"):
+        trainer.train()
+
+
+def test_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def make(args: Any, **others: Any) -> Trainer:
+        trainer = trainer_of(tmp_path, *others["callbacks"])
+        trainer.args.output_dir = args.output_dir
+        return trainer
+
+    args = TrainingArguments("out", report_to=[], use_cpu=True)
+    run_guide("transformers.md", {"Trainer": make, "args": args, "model": None, "data": None})
+    assert (tmp_path / "out/checkpoint-4/model.safetensors").exists()
+    assert s4weights.CheckpointStore("runs/a").latest() == STEPS
