@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import signal
 import socket
 import sys
@@ -332,6 +333,40 @@ def test_saves_in_the_background(tmp_path: Path, kind: str) -> None:
     run_ranks(2, _save_async, str(tmp_path / "run"), kind)
 
 
+def _alone(rank: int, url: str) -> None:
+    def state(step: int) -> dict[str, Any]:
+        weights = values(rank, 5000)
+        weights[step] += 1
+        return {"w": weights, "mine": rank, "step": step}
+
+    for step in (1, 2, 3):
+        if step < 3 or rank == 0:  # The last save reaches one rank alone.
+            writer = StorageWriter(url, step=step)
+            alone = {"storage_writer": writer, "no_dist": step == 3, "use_collectives": False}
+            dcp.save(state(step), **alone)
+            assert writer.entry is not None
+    dist.barrier()
+    for step in (None, 1, 2):
+        loaded = {"w": torch.zeros(5000), "mine": -1, "step": -1}
+        dcp.load(loaded, storage_reader=StorageReader(url, step=step), planner=LoadPlanner())
+        assert (loaded["mine"], loaded["step"]) == (rank, step or 2)
+        assert same(loaded["w"], state(step or 2)["w"])
+    with pytest.raises(CheckpointException, match="saved on their own"):
+        dcp.load(loaded, storage_reader=StorageReader(url, step=3), planner=LoadPlanner())
+
+
+def test_ranks_save_without_collectives(tmp_path: Path) -> None:
+    run_ranks(2, _alone, str(tmp_path / "run"))
+    entries = s4weights.CheckpointStore(tmp_path / "run").list()
+    tags = sorted((e.step, e.tags["dcp.rank"], e.tags["dcp.ranks"]) for e in entries)
+    wanted = [(1, "0", "2"), (1, "1", "2"), (2, "0", "2"), (2, "1", "2"), (3, "0", "2")]
+    assert tags == wanted
+    assert [e.kind for e in entries if e.step == 2] == ["delta", "delta"]
+    state = {"w": torch.zeros(5000)}
+    with pytest.raises(CheckpointException, match="1 ranks saved on their own"):
+        dcp.load(state, storage_reader=StorageReader(tmp_path / "run"), no_dist=True)
+
+
 def test_ids_name_a_store_and_a_step(tmp_path: Path) -> None:
     state = {"w": values(1, 5000), "n": 3}
     for name, step in [("step-1000", 1000), ("2000", 2000), ("epoch=2-step=3000", 3000)]:
@@ -363,6 +398,36 @@ def _error(work: Callable[[], object]) -> Any:
 
         return error, traceback.extract_tb(error.__traceback__)
     raise AssertionError("no error")
+
+
+def test_a_folder_that_was_deleted_is_begun_anew(tmp_path: Path) -> None:
+    url = tmp_path / "run"
+    for seed in (1, 2):
+        for step in (1, 2):
+            writer = StorageWriter(url, step=step)
+            dcp.save({"w": values(seed + step, 5000)}, storage_writer=writer, no_dist=True)
+        loaded = {"w": torch.zeros(5000)}
+        dcp.load(loaded, storage_reader=StorageReader(url), no_dist=True)
+        assert same(loaded["w"], values(seed + 2, 5000))
+        assert [e.step for e in s4weights.CheckpointStore(url).list()] == [1, 2]
+        shutil.rmtree(url)
+
+
+def test_a_writer_made_anew_keeps_what_was_stored(tmp_path: Path) -> None:
+    weights = {"w": values(1, 5000)}
+    dcp.save(weights, storage_writer=StorageWriter(tmp_path, step=1), no_dist=True)
+    store = s4weights.CheckpointStore(tmp_path)
+    data = tmp_path / "ck" / store.list()[0].id / "d-0"
+    stored = data.read_bytes()
+    data.write_bytes(bytes(len(stored)))
+    weights["w"][7] += 1
+    writer = pickle.loads(pickle.dumps(StorageWriter(tmp_path, step=2)))
+    dcp.save(weights, storage_writer=writer, no_dist=True)
+    assert writer.entry.kind == "delta", "the parent was not read back"
+    data.write_bytes(stored)
+    loaded = {"w": torch.zeros(5000)}
+    dcp.load(loaded, storage_reader=StorageReader(tmp_path), no_dist=True)
+    assert same(loaded["w"], weights["w"])
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:

@@ -343,6 +343,14 @@ class HostBuffer:
         self._threads = threads
         self._buffer: torch.Tensor | None = None
 
+    def views(self, storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:
+        """Copies storages: the bytes of each copy."""
+        places = self.copy(storages)
+        buffer = self._buffer
+        assert buffer is not None
+        start = buffer.data_ptr()
+        return [buffer[at - start : at - start + size] for at, size in places]
+
     def copy(self, storages: Sequence[torch.UntypedStorage]) -> list[tuple[int, int]]:
         """Copies storages: address and bytes of each copy."""
         import torch

@@ -13,26 +13,28 @@ stored as deltas::
 What comes of it is a checkpoint like any other: retention, `verify` and the command line work on it,
 and any number of ranks, with another sharding, can load it. Only the chunks that a rank needs are
 decoded. Metadata is JSON; values that are not tensors are what DCP's planner makes of them, a pickle:
-`LoadPlanner` loads these without running code.
+`LoadPlanner` loads these without running code, and `SavePlanner` makes JSON of most.
+
+`save`, `async_save` and `load` are DCP's functions with all of this in place.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
 import os
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
-    ReadItem,
     SavePlan,
     WriteItem,
     WriteItemType,
@@ -42,21 +44,34 @@ from torch.futures import Future
 
 from . import _core
 from ._dcp_metadata import from_json, to_json
-from ._device import HOST, Compute, Places
+from ._dcp_place import Place, is_id
+from ._dcp_planners import LoadPlanner, SavePlanner
+from ._dcp_read import StoredTensors
+from ._dcp_stager import Stager, device_copies
+from ._device import HOST, Places
 from ._entries import CheckpointEntry
-from ._errors import CorruptDataError, NotFoundError, UnsafeLoadError, UnsupportedFormatError
-from ._progress import Progress
-from ._sources import is_url
-from ._storages import dtype_name, read_batch
+from ._errors import NotFoundError, UnsupportedFormatError
+from ._progress import Progress, ProgressArgument
+from ._report import Recorder
+from ._storages import dtype_name
 from ._store import CheckpointStore
 
-__all__ = ["LoadPlanner", "StorageReader", "StorageWriter"]
+__all__ = [
+    "LoadPlanner",
+    "SavePlanner",
+    "Stager",
+    "StorageReader",
+    "StorageWriter",
+    "async_save",
+    "load",
+    "save",
+]
 
 #: The blob that holds DCP's metadata.
 _BLOB = "dcp"
 
-#: A checkpoint's step: the digits that its id ends with, as in ``step-1000``.
-_STEP = re.compile(r"(?:.*\D)?(\d+)$", re.ASCII | re.DOTALL)
+#: Tags of checkpoints that ranks saved each on its own: whose, and how many there were.
+_RANK, _RANKS = "dcp.rank", "dcp.ranks"
 
 #: The groups of tensors that the store keeps in separate objects.
 _WEIGHTS, _OPTIMIZER = 0, 1
@@ -76,52 +91,6 @@ class _Stored(NamedTuple):
     part: bytes | None
 
 
-class _Place:
-    """A store and a step, from arguments and from DCP's ``checkpoint_id``."""
-
-    def __init__(
-        self,
-        store: CheckpointStore | str | os.PathLike[str] | None,
-        step: int | None,
-        options: Mapping[str, Any],
-    ) -> None:
-        if isinstance(store, CheckpointStore):
-            if options:
-                raise TypeError(f"{', '.join(options)}: options of a store that is there already")
-            self._store: CheckpointStore | None = store
-        else:
-            self._store = None if store is None else CheckpointStore(store, **options)
-        self._given = store is not None
-        self._options = dict(options)
-        self.step = step
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
-        """Takes the place that a call of DCP names: a step, in a store that was given; or else the
-        path or URL of a store, and below it a name that ends with the step.
-        """
-        if checkpoint_id is None:
-            return
-        url = os.fspath(checkpoint_id)
-        above, _, name = url.rstrip("/").rpartition("/")
-        match = _STEP.match(name)
-        if match is None:
-            raise ValueError(f"checkpoint_id={url!r}: a name that ends with the step expected")
-        self.step = int(match.group(1))
-        if not self._given:
-            above = above or ("/" if url.startswith("/") else ".")
-            if self._store is None or self._store.url != above:
-                self._store = CheckpointStore(above, **self._options)
-
-    @property
-    def store(self) -> CheckpointStore:
-        if self._store is None:
-            raise ValueError("no store: give one, or a checkpoint_id such as 'runs/a/step-1000'")
-        return self._store
-
-    def __str__(self) -> str:
-        return f"{self.store.url}: step {'newest' if self.step is None else self.step}"
-
-
 class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
     """Writes distributed checkpoints into a `CheckpointStore`.
 
@@ -136,6 +105,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
             so for ``tags`` and ``base``.
         tags: as there.
         base: write no delta.
+        progress: as in `save`, of what rank 0 stores, on rank 0 alone.
         options: arguments of `CheckpointStore`, if ``store`` is none.
 
     Raises (all of them on every rank, inside of DCP's `CheckpointException`):
@@ -152,14 +122,18 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         metrics: Mapping[str, float] | None = None,
         tags: Mapping[str, str] | None = None,
         base: bool = False,
+        progress: ProgressArgument = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        self._place = _Place(store, step, options)
+        self._place = Place(store, step, options)
+        self._progress = progress
         self._metrics = {str(name): float(value) for name, value in (metrics or {}).items()}
         self._tags = {str(name): str(value) for name, value in (tags or {}).items()}
         self._base = base
         self._part_of: str | None = None
+        #: Without collectives: tags that say whose checkpoint it is.
+        self._alone: dict[str, str] = {}
         #: What the store lists, on the coordinating rank, after a save.
         self.entry: CheckpointEntry | None = None
 
@@ -174,17 +148,15 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return _is_id(checkpoint_id)
+        return is_id(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._alone = {}
         if not kwargs.get("use_collectives", True):
-            raise UnsupportedFormatError(
-                "use_collectives=False: all ranks store one checkpoint, so one of them has to hear "
-                "from the others"
-            )
+            self._alone = {_RANK: str(kwargs.get("rank", 0)), _RANKS: str(_world())}
         if self._place.step is None:
             raise ValueError(f"{self._place.store.url}: no step was given to save as")
 
@@ -203,7 +175,9 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         share: _Share = plan.storage_data
         store = self._place.store
+        recorder = Recorder("save", store.url, self._place.step, share.rank)
         held: list[torch.Tensor] = []
+        held_names: list[str] = []
         names: dict[tuple[Any, ...], str] = {}
         stored: list[tuple[WriteItem, str, int]] = []
         for item in plan.items:
@@ -214,10 +188,12 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
             if name is None:
                 name = names[key] = _name(item)
                 held.append(tensor)
+                held_names.append(name)
             stored.append((item, name, tensor.nbytes))
         part = None
         if stored:
-            part = _save(store, share, list(dict.fromkeys(names.values())), held)
+            progress = self._progress if share.rank == 0 else None
+            part = _save(store, share, held_names, held, recorder, progress)
         results = []
         for item, name, nbytes in stored:
             # The first item brings the part along.
@@ -250,7 +226,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
             blobs={_BLOB: text},
             metadata={},
             metrics=self._metrics,
-            tags=self._tags,
+            tags={**self._tags, **self._alone},
         )
         metadata.storage_data = names
         metadata.storage_meta = self.storage_meta()
@@ -265,6 +241,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         store: as in `StorageWriter`.
         step: the training step; ``None``: the newest checkpoint. A ``checkpoint_id`` that ends with
             digits takes its place. The ``id`` of an entry names one among several of a step.
+        progress: as in `StorageWriter`.
         options: as in `StorageWriter`.
 
     Raises (inside of DCP's `CheckpointException`):
@@ -277,12 +254,15 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         store: CheckpointStore | str | os.PathLike[str] | None = None,
         *,
         step: int | None = None,
+        progress: ProgressArgument = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        self._place = _Place(store, step, options)
+        self._place = Place(store, step, options)
+        self._progress = progress
         self._reader: _core.Reader | None = None
         self._metadata: Metadata | None = None
+        self._step: int | None = None
         self._names: dict[MetadataIndex, str] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -299,16 +279,12 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return _is_id(checkpoint_id)
+        return is_id(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        # DCP asks again with a rank when the first call failed. One rank that is answered then would
-        # go on alone, and all others would wait for it.
-        if kwargs.get("rank") is not None:
-            raise NotFoundError(f"{self._place}: ranks have no metadata of their own")
         if self._metadata is None:
             store = self._place.store
-            entry = store._find(self._place.step)
+            entry = self._entry(kwargs.get("rank"))
             reader = store._open("open").open(entry.id)
             where = f"{store.url}: step {entry.step}"
             try:
@@ -317,8 +293,31 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
                 what = f"{where} was not saved by torch.distributed.checkpoint: use load_checkpoint"
                 raise NotFoundError(what) from None
             self._metadata, self._names = from_json(text, where)
+            self._step = entry.step
             self._reader = reader
         return self._metadata
+
+    def _entry(self, rank: int | None) -> CheckpointEntry:
+        """The checkpoint of all ranks; or that of one, which saved without collectives.
+
+        DCP asks again with a rank when the first call failed. If one rank were answered then with the
+        checkpoint of all, it would go on alone, and all others would wait for it.
+        """
+        store, step = self._place.store, self._place.step
+        if rank is None:
+            entry = store._find(step)
+            if _RANK in entry.tags:
+                raise NotFoundError(f"{self._place}: each rank has a checkpoint of its own")
+            return entry
+        found = [e for e in store.list() if _RANK in e.tags and step in (None, e.step, e.id)]
+        for entry in reversed(found):
+            ranks = {e.tags[_RANK] for e in found if e.step == entry.step}
+            whole = {str(n) for n in range(_world())} <= ranks
+            if whole and (entry.tags[_RANK], entry.tags.get(_RANKS)) == (str(rank), str(_world())):
+                return entry
+        raise NotFoundError(
+            f"{self._place}: no checkpoint that {_world()} ranks saved on their own"
+        )
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -335,124 +334,112 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         self.read_metadata()
         assert self._reader is not None
         compute = self._place.store._compute()
-        stored = _StoredTensors(self._reader, self._names, compute, str(self._place))
-        for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO(stored.bytes_of(item)))
-            else:
-                stored.fill(item, planner)
-        stored.finish(planner)
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        recorder = Recorder("load", self._place.store.url, self._step, rank)
+        stored = StoredTensors(self._reader, self._names, compute, str(self._place))
+        recorder.look(self._reader)
+        with recorder.watch(), recorder.stage("read"):
+            for item in plan.items:
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, io.BytesIO(stored.bytes_of(item)))
+                else:
+                    stored.fill(item, planner)
+            stored.finish(planner, self._progress if rank == 0 else None)
+            recorder.raw_bytes = stored.read_bytes
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
 
-class _StoredTensors:
-    """Reads pieces of what is stored: whole tensors together, at the end, on all threads."""
+def save(
+    state_dict: dict[str, Any],
+    store: CheckpointStore | str | os.PathLike[str],
+    step: int,
+    *,
+    planner: dcp.SavePlanner | None = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    **options: Any,
+) -> CheckpointEntry | None:
+    """`dcp.save` into a store, without a pickle where JSON will do.
 
-    def __init__(
-        self,
-        reader: _core.Reader,
-        names: Mapping[MetadataIndex, str],
-        compute: Compute,
-        where: str,
-    ) -> None:
-        self._reader, self._names, self._compute, self._where = reader, names, compute, where
-        self._places = Places()
-        self._tensors = {t[0]: (number, t[1], t[2]) for number, t in enumerate(reader.tensors())}
-        self._whole: list[tuple[ReadItem, torch.Tensor, int, torch.Tensor]] = []
+    Args:
+        state_dict: as there, and so for ``process_group`` and ``no_dist``.
+        store: as in `StorageWriter`, and so for ``step`` and ``options``.
+        planner: ``None``: a `SavePlanner`.
 
-    def _find(self, index: MetadataIndex) -> tuple[int, str, tuple[int, ...]]:
-        name = self._names.get(index)
-        found = None if name is None else self._tensors.get(name)
-        if found is None:
-            raise CorruptDataError(f"{self._where}: {index} is not stored")
-        return found
-
-    def bytes_of(self, item: ReadItem) -> bytes:
-        number, _, shape = self._find(item.storage_index)
-        values = bytearray(shape[0])
-        if values:
-            memory = torch.frombuffer(values, dtype=torch.uint8)
-            self._reader.read_into([(number, memory.data_ptr(), len(values))], None)
-        return bytes(values)
-
-    def fill(self, item: ReadItem, planner: dcp.LoadPlanner) -> None:
-        number, kind, shape = self._find(item.storage_index)
-        target = planner.resolve_tensor(item).detach()
-        dtype = getattr(torch, kind)
-        lengths = tuple(item.lengths)
-        if tuple(target.shape) != lengths:
-            what = f"{item.storage_index}: {lengths} values for {tuple(target.shape)}"
-            raise ValueError(f"{self._where}: {what}")
-        plain = target.is_contiguous() and not target.is_conj() and not target.is_neg()
-        straight = plain and target.dtype == dtype
-        if lengths == tuple(shape):
-            # Into memory of the host, or of a device that decodes.
-            values = target if straight and self._can_fill(target) else None
-            values = torch.empty(lengths, dtype=dtype) if values is None else values
-            self._whole.append((item, target, number, values))
-            return
-        straight = straight and target.device.type == "cpu"
-        values = target if straight else torch.empty(lengths, dtype=dtype)
-        if values.numel():
-            starts = tuple(item.storage_offsets)
-            part = [(a, a + n) for a, n in zip(starts, lengths, strict=True)]
-            memory = (values.data_ptr(), values.nbytes)
-            self._reader.read_view(number, (0, values.itemsize, tuple(shape)), part, memory)
-        _commit(planner, item, target, values)
-
-    def _can_fill(self, target: torch.Tensor) -> bool:
-        if target.device.type == "cuda":
-            return self._compute.engine({target.device.index}) is not None
-        return bool(target.device.type == "cpu")
-
-    def finish(self, planner: dcp.LoadPlanner) -> None:
-        """Reads what is wanted whole."""
-        wanted = [
-            (number, values.data_ptr(), values.nbytes, self._places.of(values.untyped_storage()))
-            for _, _, number, values in self._whole
-            if values.numel()
-        ]
-        read_batch(self._reader, self._compute, wanted, Progress(None, 0, "load"))
-        for item, target, _, values in self._whole:
-            _commit(planner, item, target, values)
-        self._whole.clear()
-
-
-def _commit(
-    planner: dcp.LoadPlanner, item: ReadItem, target: torch.Tensor, values: torch.Tensor
-) -> None:
-    if values is not target:
-        target.copy_(values)
-    planner.commit_tensor(item, target)
-
-
-class LoadPlanner(dcp.DefaultLoadPlanner):  # type: ignore[misc]
-    """DCP's default planner, which runs no code of a checkpoint: values that are not tensors are
-    loaded as by ``torch.load(weights_only=True)``.
+    Returns:
+        What the store lists, on the coordinating rank; ``None`` on the others.
     """
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        fqn = read_item.dest_index.fqn
-        try:
-            loaded = torch.load(value, weights_only=True)
-        except Exception as error:
-            what = f"Weights only load failed: {fqn!r}: {error}"
-            raise UnsafeLoadError(what) from None
-        plain = io.BytesIO()
-        torch.save(loaded, plain)
-        plain.seek(0)
-        # What it loads there is what was just made here.
-        super().load_bytes(read_item, plain)
+    writer = StorageWriter(store, step=step, **options)
+    dcp.save(
+        state_dict,
+        storage_writer=writer,
+        planner=planner or SavePlanner(),
+        process_group=process_group,
+        no_dist=no_dist,
+    )
+    return writer.entry
 
 
-def _is_id(checkpoint_id: str | os.PathLike[str]) -> bool:
-    try:
-        text = os.fspath(checkpoint_id)
-    except TypeError:
-        return False
-    return _STEP.match(text.rstrip("/")) is not None and ("://" not in text or is_url(text))
+def async_save(
+    state_dict: dict[str, Any],
+    store: CheckpointStore | str | os.PathLike[str],
+    step: int,
+    *,
+    stager: Stager,
+    planner: dcp.SavePlanner | None = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    **options: Any,
+) -> Any:
+    """`dcp.async_save` into a store, on a thread, with a stager that is used for all saves.
+
+    Args:
+        state_dict: as in `save`, and so for the rest.
+        stager: which copies.
+
+    Returns:
+        DCP's future.
+    """
+    return dcp.async_save(
+        state_dict,
+        storage_writer=StorageWriter(store, step=step, **options),
+        planner=planner or SavePlanner(),
+        process_group=process_group,
+        async_stager=stager,
+        no_dist=no_dist,
+    )
+
+
+def load(
+    state_dict: dict[str, Any],
+    store: CheckpointStore | str | os.PathLike[str],
+    step: int | None = None,
+    *,
+    planner: dcp.LoadPlanner | None = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    **options: Any,
+) -> None:
+    """`dcp.load` from a store, in place, with a planner that runs no code of the checkpoint.
+
+    Args:
+        state_dict: as there, and so for ``process_group`` and ``no_dist``.
+        store: as in `StorageReader`, and so for ``step`` and ``options``.
+        planner: ``None``: a `LoadPlanner`.
+    """
+    dcp.load(
+        state_dict,
+        storage_reader=StorageReader(store, step=step, **options),
+        planner=planner or LoadPlanner(),
+        process_group=process_group,
+        no_dist=no_dist,
+    )
+
+
+def _world() -> int:
+    return int(dist.get_world_size()) if dist.is_available() and dist.is_initialized() else 1
 
 
 def _nbytes(item: WriteItem) -> int:
@@ -478,6 +465,8 @@ def _values(item: WriteItem, planner: dcp.SavePlanner) -> torch.Tensor:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     tensor: torch.Tensor = data.detach()
+    for copies in device_copies([tensor]):
+        copies.wait()
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise UnsupportedFormatError(f"{item.index.fqn!r}: a tensor with strides expected")
     if dtype_name(tensor.dtype) == "bytes":
@@ -486,13 +475,20 @@ def _values(item: WriteItem, planner: dcp.SavePlanner) -> torch.Tensor:
 
 
 def _save(
-    store: CheckpointStore, share: _Share, names: list[str], tensors: list[torch.Tensor]
+    store: CheckpointStore,
+    share: _Share,
+    names: list[str],
+    tensors: list[torch.Tensor],
+    recorder: Recorder,
+    progress: ProgressArgument,
 ) -> bytes:
     """Stores a rank's tensors; gives what the coordinator needs."""
     compute = store._compute()
     devices = {t.device.index for t in tensors if t.device.type == "cuda" and t.numel()}
     engine = compute.engine(devices) if devices else None
     places = Places()
+    recorder.raw_bytes = sum(tensor.nbytes for tensor in tensors)
+    tracker = Progress(progress, recorder.raw_bytes, "save")
     held, sources = [], []
     for name, tensor in zip(names, tensors, strict=True):
         where = HOST
@@ -505,14 +501,25 @@ def _save(
         shape = tuple(tensor.shape)
         sources.append((name, dtype_name(tensor.dtype), shape, address, tensor.nbytes, where))
     groups = [_OPTIMIZER if name.startswith("optim") else _WEIGHTS for name in names]
+    copies = device_copies(held)
+
+    def free() -> None:
+        for each in copies:
+            each.free()
+
     native = store._open("open_or_create")
-    part, _, _ = _core.save_part(
-        native,
-        share.part_of,
-        share.rank,
-        sources,
-        groups=bytes(groups),
-        callback=None,
-        engine=engine,
-    )
+    with contextlib.closing(tracker), recorder.watch(), recorder.stage("encode"):
+        part, _, recorder.stored_bytes = _core.save_part(
+            native,
+            share.part_of,
+            share.rank,
+            sources,
+            groups=bytes(groups),
+            callback=tracker.native(),
+            engine=engine,
+            staged=free if copies and engine is not None else None,
+            host_changes=False,
+            staging_memory=None,
+        )
+        tracker.finish()
     return part
