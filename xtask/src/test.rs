@@ -106,6 +106,7 @@ fn python(root: &Path, servers: &Servers) -> Result<String> {
     venv.install_checked_wheel()?;
     let mut tests = proc::command(root, venv.python());
     tests.envs(servers.environment()).env("S4W_PROGRAM", program(root)?);
+    tests.args(["-m", "pytest", "--ignore", ADAPTERS]);
     Ok(format!("Python: {}", pytest(&mut tests, "crates/s4-py/tests")?))
 }
 
@@ -115,16 +116,16 @@ fn adapters(root: &Path) -> Result<String> {
     main.install_wheel()?;
     let (venv, missing) = Venv::adapters(root, &main)?;
     let mut tests = proc::command(root, venv.python());
-    let passed = pytest(&mut tests, ADAPTERS)?;
+    let passed = pytest(tests.args(["-m", "pytest"]), ADAPTERS)?;
     if missing.is_empty() {
         return Ok(format!("adapters: {passed}"));
     }
     Ok(format!("adapters: {passed}; could not be installed here: {}", missing.join(", ")))
 }
 
-/// Runs the Python tests below a folder, and gives the line that says how many passed.
+/// Runs the tests below a folder by a command of pytest, and gives the line that says how many passed.
 fn pytest(tests: &mut Command, folder: &str) -> Result<String> {
-    tests.args(["-m", "pytest", "-q", "-p", "no:cacheprovider", folder]);
+    tests.args(["-q", "-p", "no:cacheprovider", folder]);
     let mut last = String::new();
     proc::run_seeing(tests, |line| {
         if !line.trim().is_empty() {

@@ -20,7 +20,7 @@ EPOCHS = 5
 
 
 def model_of() -> Any:
-    """With dropout, whose seeds are variables, and mixed precision."""
+    """With dropout, whose seeds are variables, and a normalization, which has statistics."""
     import keras
 
     keras.utils.set_random_seed(3)
