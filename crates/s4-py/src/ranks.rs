@@ -10,7 +10,7 @@ use pyo3::types::PyBytes;
 use s4weights::store::{PartOf, RankPart, SaveOptions};
 
 use crate::device::{CudaEngine, PlacedTensor, placed};
-use crate::store::{Store, contents, saved_json};
+use crate::store::{Store, contents, saved_json, teller};
 use crate::watch::progress;
 use crate::writer::{in_groups, to_value_error};
 
@@ -22,9 +22,12 @@ pub(crate) fn begin_parts(py: Python<'_>, store: &Store, raw: u64, base: bool) -
     serde_json::to_string(&of).map_err(to_value_error)
 }
 
-/// Stores a rank's tensors. Returns the part, for the coordinator, and its bytes before and after.
+/// Stores a rank's tensors; `staged`, `host_changes` and `staging_memory` as for `Store.save`. Returns the part,
+/// for the coordinator, and its bytes before and after.
 #[pyfunction]
-#[pyo3(signature = (store, part_of, rank, tensors, *, groups, callback, engine))]
+#[pyo3(signature = (
+    store, part_of, rank, tensors, *, groups, callback, engine, staged, host_changes, staging_memory
+))]
 #[expect(clippy::too_many_arguments, reason = "keywords")]
 pub(crate) fn save_part<'py>(
     py: Python<'py>,
@@ -35,12 +38,22 @@ pub(crate) fn save_part<'py>(
     groups: Vec<u8>,
     callback: Option<Py<PyAny>>,
     engine: Option<Py<CudaEngine>>,
+    staged: Option<Py<PyAny>>,
+    host_changes: bool,
+    staging_memory: Option<usize>,
 ) -> PyResult<(Bound<'py, PyBytes>, u64, u64)> {
     let of: PartOf = serde_json::from_str(part_of).map_err(to_value_error)?;
     let sources = in_groups(tensors.iter().map(placed), &groups)?;
     let (bytes, report) = store.watcher.run(py, callback, || {
         let engine = engine.map(|e| Arc::clone(&e.get().0));
-        let options = SaveOptions { progress: Some(progress()), engine, ..SaveOptions::default() };
+        let options = SaveOptions {
+            progress: Some(progress()),
+            engine,
+            staged: staged.map(teller),
+            host_changes,
+            staging_memory,
+            ..SaveOptions::default()
+        };
         let part = store.inner.save_part(&of, rank, &sources, &options)?;
         Ok((part.to_bytes(&of)?, part.report))
     })?;

@@ -76,6 +76,33 @@ impl Reader {
         Ok(Self { inner: Arc::new(inner), watcher })
     }
 
+    /// Opens a checkpoint of a store that is in memory: its index and its objects.
+    #[staticmethod]
+    fn in_memory(
+        py: Python<'_>,
+        index: PyBackedBytes,
+        objects: Vec<PyBackedBytes>,
+        threads: Option<usize>,
+    ) -> PyResult<Self> {
+        let watcher = Watcher::of(None);
+        let objects = objects.into_iter().map(Bytes::from_owner).collect();
+        let options = ReadOptions { threads, progress: Some(progress()), ..Default::default() };
+        let open = || s4weights::Reader::open_in_memory(Bytes::from_owner(index), objects, options);
+        let inner = watcher.run(py, None, open)?;
+        Ok(Self { inner: Arc::new(inner), watcher })
+    }
+
+    /// Gives the checkpoint what it is a delta of.
+    fn set_parent(&self, py: Python<'_>, parent: PyRef<'_, Self>) -> PyResult<()> {
+        self.inner.set_parent(Arc::clone(&parent.inner)).map_err(|e| to_python(py, e))
+    }
+
+    /// The identity of the checkpoint, and of the one that it is a delta of, in hexadecimal.
+    fn digests(&self) -> (String, Option<String>) {
+        let parent = self.inner.parent_digest().map(|d| d.to_string());
+        (self.inner.digest().to_string(), parent)
+    }
+
     fn tensors<'py>(&self, py: Python<'py>) -> PyResult<Vec<TensorInfo<'_, 'py>>> {
         let tensors = self.inner.tensors();
         tensors.map(|t| Ok((t.name, t.dtype.name(), PyTuple::new(py, t.shape)?, t.bytes))).collect()
@@ -151,6 +178,32 @@ impl Reader {
         let requests = device::requests(&requests)?;
         let engine = engine.get();
         self.watcher.run(py, progress, || self.inner.read_into_device(&engine.0, &requests))
+    }
+
+    /// As `read_into`, of memory that holds the values of what the checkpoint is a delta of.
+    fn apply_into(
+        &self,
+        py: Python<'_>,
+        requests: Vec<Request>,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<()> {
+        // SAFETY: The caller, the package's own Python part, passes the addresses and sizes of
+        // storages that it keeps alive during the call; its user was told that they change.
+        let mut buffers = unsafe { buffers(&requests)? };
+        self.watcher.run(py, progress, move || self.inner.apply_into(&mut buffers))
+    }
+
+    /// As `apply_into`, of memory of CUDA devices. Returns the places of the requests that are to be read.
+    fn apply_into_device(
+        &self,
+        py: Python<'_>,
+        engine: Py<CudaEngine>,
+        requests: Vec<DeviceRequest>,
+        progress: Option<Py<PyAny>>,
+    ) -> PyResult<Vec<usize>> {
+        let requests = device::requests(&requests)?;
+        let engine = engine.get();
+        self.watcher.run(py, progress, || self.inner.apply_into_device(&engine.0, &requests))
     }
 
     /// What the file says of itself, as JSON.

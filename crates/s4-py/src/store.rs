@@ -7,6 +7,7 @@ use std::time::Duration;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::PyBytes;
 use s4weights::format::manifest::Roles;
 use s4weights::store::{
     CheckOptions, Checkpoint, CheckpointId, CheckpointStore, Retention, Retry, SaveOptions, Saved,
@@ -112,14 +113,7 @@ impl Store {
     ) -> PyResult<String> {
         let sources = in_groups(tensors.iter().map(placed), &groups)?;
         let (roles, contents) = (parse_roles(roles)?, contents(tree, blobs, metadata)?);
-        let staged = staged.map(|tell| -> StagedFn {
-            // Without an interpreter, which is shutting down then, nobody waits.
-            Arc::new(move || {
-                Python::try_attach(|py| {
-                    tell.call0(py).map_or_else(|e| e.write_unraisable(py, None), drop);
-                });
-            })
-        });
+        let staged = staged.map(teller);
         let saved = self.watcher.run(py, callback, || {
             let options = SaveOptions {
                 roles,
@@ -155,6 +149,25 @@ impl Store {
         let id = parse_id(id)?;
         let loaded = self.watcher.run(py, None, || self.inner.load_id(id, Some(progress())))?;
         Ok(Reader::of(loaded.reader().clone(), self.watcher))
+    }
+
+    /// Opens a checkpoint without what it is a delta of.
+    fn open_alone(&self, py: Python<'_>, id: &str) -> PyResult<Reader> {
+        let id = parse_id(id)?;
+        let reader = self.watcher.run(py, None, || self.inner.load_alone(id, Some(progress())))?;
+        Ok(Reader::of(reader, self.watcher))
+    }
+
+    /// The bytes of a checkpoint's index and of its objects.
+    fn stored_bytes<'py>(
+        &self,
+        py: Python<'py>,
+        id: &str,
+    ) -> PyResult<(Bound<'py, PyBytes>, Vec<Bound<'py, PyBytes>>)> {
+        let id = parse_id(id)?;
+        let stored = self.watcher.run(py, None, || self.inner.stored_bytes(id))?;
+        let objects = stored.objects.iter().map(|o| PyBytes::new(py, o)).collect();
+        Ok((PyBytes::new(py, &stored.index), objects))
     }
 
     fn pin(&self, py: Python<'_>, id: &str, pinned: bool) -> PyResult<()> {
@@ -268,12 +281,23 @@ impl Store {
     }
 }
 
+/// Tells Python that values are not needed any more.
+pub(crate) fn teller(tell: Py<PyAny>) -> StagedFn {
+    // Without an interpreter, which is shutting down then, nobody waits.
+    Arc::new(move || {
+        Python::try_attach(|py| {
+            tell.call0(py).map_or_else(|e| e.write_unraisable(py, None), drop);
+        });
+    })
+}
+
 /// What a save did, as JSON.
 pub(crate) fn saved_json(saved: &Saved) -> String {
     let retired: Vec<_> = saved.retired.iter().map(ToString::to_string).collect();
     let all = json!({
         "checkpoint": entry(&saved.checkpoint),
         "report": saved.report,
+        "stages": saved.stages,
         "why_base": saved.why_base.as_ref().map(ToString::to_string),
         "retired": retired,
     });

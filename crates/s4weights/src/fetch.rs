@@ -48,7 +48,7 @@ struct Piece<'a> {
 }
 
 /// A chunk to be decoded.
-struct Job<'a> {
+pub(crate) struct Job<'a> {
     tensor: usize,
     chunk: u64,
     record: ChunkRecord,
@@ -56,7 +56,9 @@ struct Job<'a> {
     bytes: usize,
     pieces: Vec<Piece<'a>>,
     /// Whether it is a difference from the parent's values.
-    delta: bool,
+    pub(crate) delta: bool,
+    /// Whether the parent's values are where the chunk goes already.
+    pub(crate) in_place: bool,
     /// The parent's values of a chunk that does not go somewhere as a whole; those of one that does
     /// are put where it goes.
     parent: Vec<u8>,
@@ -67,7 +69,7 @@ struct Job<'a> {
 
 impl Job<'_> {
     /// Whether the chunk goes to one place as a whole.
-    fn is_whole(&self) -> bool {
+    pub(crate) fn is_whole(&self) -> bool {
         matches!(self.pieces.as_slice(), [piece] if piece.to.len() == self.bytes)
     }
 }
@@ -149,7 +151,7 @@ impl Reader {
     }
 
     /// Cuts wants at the borders of chunks.
-    fn jobs<'a>(
+    pub(crate) fn jobs<'a>(
         &self,
         wants: Vec<Want<'a>>,
         blocks: &HashMap<usize, Arc<LoadedBlock>>,
@@ -174,13 +176,18 @@ impl Reader {
         let delta = plan.parent().is_some() && !record.plain;
         let beside = plan.own_input().is_some() && !record.plain;
         let (pieces, parent, input, bytes) = (vec![], vec![], vec![], bytes as usize);
-        Job { tensor: host, chunk, record, bytes, pieces, delta, parent, beside, input }
+        let in_place = false;
+        Job { tensor: host, chunk, record, bytes, pieces, delta, in_place, parent, beside, input }
     }
 
     /// Groups chunks that lie close together: each group is read by one request. Differences are
     /// small: a group of them is bounded by the values too that its parent must give. Where requests
     /// are cheap these are few, so that they are in a core's cache still when the difference comes.
-    fn request_spans<'a>(&self, jobs: Vec<Job<'a>>, threads: usize) -> Vec<Span<Job<'a>>> {
+    pub(crate) fn request_spans<'a>(
+        &self,
+        jobs: Vec<Job<'a>>,
+        threads: usize,
+    ) -> Vec<Span<Job<'a>>> {
         let request = self.request_size();
         let (request, most) = if request > io::LOCAL_REQUEST {
             (request as u64, 4 * request as u64)
@@ -211,7 +218,7 @@ impl Reader {
         )
     }
 
-    fn run(
+    pub(crate) fn run(
         &self,
         spans: Vec<Span<Job<'_>>>,
         blocks: &HashMap<usize, Arc<LoadedBlock>>,
@@ -288,7 +295,7 @@ impl Reader {
     ) -> Result<()> {
         let mut from = None;
         let mut wants = vec![];
-        for job in span.iter_mut().filter(|j| j.delta) {
+        for job in span.iter_mut().filter(|j| j.delta && !j.in_place) {
             let Some((parent, tensor)) = self.input(job.tensor)? else { continue };
             let spec = self.spec(job.tensor, &blocks[&job.tensor]);
             let first = (job.chunk * spec.dtype.value_width() as u64) << spec.chunk_log2;

@@ -38,6 +38,7 @@
 mod adopt;
 mod adversarial;
 mod ancestors;
+mod apply;
 mod behind;
 mod buffers;
 pub mod copy;

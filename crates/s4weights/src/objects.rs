@@ -1,13 +1,16 @@
 //! Checkpoints in several objects: where the objects go to and come from.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use bytes::Bytes;
 use s4_format::Digest;
 use s4_store::MAX_OBJECT;
 
-use crate::error::{Error, Result};
-use crate::io::REMOTE_REQUEST;
+use crate::error::{At, Error, Result};
+use crate::io::{LOCAL_REQUEST, REMOTE_REQUEST, Source};
+use crate::options::ReadOptions;
+use crate::reader::Reader;
 
 /// Takes the data objects of a checkpoint, whole, one after the other. Their names and storage are up to
 /// the implementor; a reader asks for an object by its number.
@@ -79,6 +82,51 @@ pub(crate) fn fill_by_range(
         buf.copy_from_slice(&bytes);
     }
     Ok(enough)
+}
+
+/// Objects in memory, by number.
+pub(crate) struct MemoryObjects(pub(crate) BTreeMap<u32, Bytes>);
+
+impl ObjectSource for MemoryObjects {
+    fn get_range(&self, number: u32, range: Range<u64>) -> Result<Bytes> {
+        let outside = || Error::Argument(format!("bytes {range:?} of object {number} in memory"));
+        self.in_memory(number, range.clone()).ok_or_else(outside)
+    }
+
+    fn in_memory(&self, number: u32, range: Range<u64>) -> Option<Bytes> {
+        let object = self.0.get(&number)?;
+        let place = |at: u64| usize::try_from(at).ok().filter(|&at| at <= object.len());
+        let (start, end) = (place(range.start)?, place(range.end)?);
+        (start <= end).then(|| object.slice(start..end))
+    }
+
+    fn request_size(&self) -> usize {
+        LOCAL_REQUEST
+    }
+}
+
+impl Reader {
+    /// As [`Reader::open_objects`], of a checkpoint that is in memory: its index, and its objects in the order
+    /// of their numbers, each of which is compared with its hash.
+    ///
+    /// # Errors
+    /// As [`Reader::open`]; `Format` if there are other objects than the index names.
+    pub fn open_in_memory(index: Bytes, objects: Vec<Bytes>, options: ReadOptions) -> Result<Self> {
+        let held = Box::new(MemoryObjects((0..).zip(objects.iter().cloned()).collect()));
+        let reader = Self::open_objects(Source::Bytes(index), held, options)?;
+        let named: Vec<_> = reader.manifest.objects.iter().filter(|o| o.name.is_some()).collect();
+        let damaged =
+            |what: String| Err(s4_format::Error::corrupt(what).in_part("object")).at(&reader.name);
+        if named.len() != objects.len() {
+            return damaged(format!("{} objects, the index names {}", objects.len(), named.len()));
+        }
+        for (n, (object, info)) in objects.iter().zip(named).enumerate() {
+            if object.len() as u64 != info.bytes || Digest::of(object) != info.blake3 {
+                return damaged(format!("object {n} is not what the index names"));
+            }
+        }
+        Ok(reader)
+    }
 }
 
 /// How a checkpoint is cut into objects.

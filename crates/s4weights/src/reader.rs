@@ -281,7 +281,7 @@ impl Reader {
     }
 
     /// A tensor by its number.
-    fn tensor(&self, number: usize) -> Result<&Tensor> {
+    pub(crate) fn tensor(&self, number: usize) -> Result<&Tensor> {
         let tensor = self.tensors[..self.named].get(number);
         tensor.ok_or_else(|| Error::Argument(format!("{}: no tensor {number}", self.name)))
     }
@@ -292,20 +292,7 @@ impl Reader {
     /// As [`Reader::read`]; `Argument` if a buffer does not have its tensor's size. The buffers'
     /// content is unspecified then.
     pub fn read_into(&self, requests: &mut [(usize, &mut [u8])]) -> Result<()> {
-        let mut wants = Vec::with_capacity(requests.len());
-        for (number, to) in requests {
-            let tensor = self.tensor(*number)?;
-            if tensor.bytes().at(&self.name)? != to.len() as u64 {
-                return Err(Error::Argument(format!(
-                    "buffer of {} bytes for tensor `{}` of {} {:?}",
-                    to.len(),
-                    tensor.name,
-                    tensor.dtype,
-                    tensor.shape
-                )));
-            }
-            wants.push(Want { tensor: *number, first: 0, to });
-        }
+        let wants = self.wants(requests)?;
         self.fetch_checked(wants, &mut |wants| self.fetch(wants))
     }
 

@@ -556,3 +556,54 @@ fn ranges_that_are_not_there_are_refused() {
     // Who may change them has them copied.
     assert!(memory.in_memory(number, 299_000, 1000).unwrap().is_none());
 }
+
+#[test]
+fn deltas_are_applied_where_their_parents_values_are() {
+    let mut steps = vec![mixed()];
+    for i in 1..5 {
+        let mut now = steps[i - 1].clone();
+        step(&mut now, i as u64);
+        steps.push(now);
+    }
+    let mut parent: Option<Arc<Reader>> = None;
+    let mut held = steps[0].clone();
+    for (i, tensors) in steps.iter().enumerate() {
+        let options = parent.as_ref().map_or_else(WriteOptions::default, against);
+        let (file, _) = write(tensors, options).unwrap();
+        for threads in [Some(1), None] {
+            // No ancestor can be opened.
+            let options = ReadOptions { threads, ..ReadOptions::default() };
+            let reader = Reader::open(Source::Bytes(file.clone().into()), options).unwrap();
+            let mut values = held.clone();
+            let mut requests: Vec<_> = (values.iter_mut())
+                .map(|t| (reader.find(&t.name).unwrap(), t.data.as_mut_slice()))
+                .collect();
+            reader.apply_into(&mut requests).unwrap();
+            for (t, now) in tensors.iter().zip(&values) {
+                assert!(t.data == now.data, "{} of step {i}", t.name);
+            }
+            if i > 0 {
+                // Applied once more, to what is not the parent's values.
+                let mut requests: Vec<_> = (values.iter_mut())
+                    .map(|t| (reader.find(&t.name).unwrap(), t.data.as_mut_slice()))
+                    .collect();
+                let e = reader.apply_into(&mut requests).unwrap_err();
+                assert!(matches!(&e, Error::Format { .. }), "{e}");
+            }
+            let mut whole = vec![0; tensors[0].data.len()];
+            let number = reader.find(&tensors[0].name).unwrap();
+            let mut other = whole.clone();
+            let mut twice = [(number, whole.as_mut_slice()), (number, other.as_mut_slice())];
+            assert!(matches!(reader.apply_into(&mut twice), Err(Error::Argument(_))));
+        }
+        held.clone_from(tensors);
+        parent = Some(Arc::new(match parent {
+            None => alone(&file),
+            Some(above) => {
+                let reader = alone(&file);
+                reader.set_parent(above).unwrap();
+                reader
+            }
+        }));
+    }
+}

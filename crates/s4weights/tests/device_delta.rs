@@ -416,3 +416,32 @@ fn tensors_may_change_once_they_are_staged() {
         tensors = later(&tensors, step + 1);
     }
 }
+
+#[test]
+fn deltas_are_applied_in_device_memory() {
+    let Some(gpu) = gpu() else { return };
+    let files = Files::new(gpu.is_slow(), 4, Preset::default());
+    let to: Vec<_> = files.steps[0].iter().map(|t| gpu.upload(&t.data)).collect();
+    let requests: Vec<_> = to.iter().map(memory).enumerate().collect();
+    for (step, tensors) in files.steps.iter().enumerate().skip(1) {
+        // No ancestor can be opened.
+        let alone = Reader::open(files.paths[step].as_path().into(), ReadOptions::default());
+        let left = alone.unwrap().apply_into_device(&gpu.engine, &requests).unwrap();
+        let names: Vec<_> = left.iter().map(|&i| tensors[i].name.as_str()).collect();
+        // Zstandard is for the host.
+        assert!(names.iter().all(|name| *name == "ids"), "{names:?}");
+        let rest: Vec<_> = left.into_iter().map(|i| requests[i]).collect();
+        let whole = files.open(&files.paths[step], step);
+        whole.read_into_device(&gpu.engine, &rest).unwrap();
+        for (t, to) in tensors.iter().zip(&to) {
+            assert!(gpu.download(to) == t.data, "{} of step {step}", t.name);
+        }
+    }
+    let reader = files.open(&files.paths[3], 3);
+    // To what is not the parent's values, and twice at once.
+    let refused = reader.apply_into_device(&gpu.engine, &requests);
+    assert!(matches!(refused, Err(Error::Format { .. })), "{refused:?}");
+    let twice = [requests[0], (0, memory(&gpu.upload(&files.steps[2][0].data)))];
+    let refused = reader.apply_into_device(&gpu.engine, &twice);
+    assert!(matches!(refused, Err(Error::Argument(_))), "{refused:?}");
+}

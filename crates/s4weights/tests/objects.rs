@@ -267,3 +267,31 @@ fn what_a_sink_refuses_and_what_does_not_fit_is_an_error() {
     let index = nothing.index.unwrap();
     assert_eq!(open(&Objects::new(), &index).unwrap().tensors().len(), 0);
 }
+
+#[test]
+fn a_checkpoint_in_memory_is_compared_with_its_hashes() {
+    let (tensors, objects) = (state(), Objects::new());
+    let index = write(&objects, &tensors, WriteOptions::default()).unwrap().index.unwrap();
+    let count = open(&objects, &index).unwrap().manifest().objects.len() as u32;
+    let stored: Vec<Bytes> = (0..count).map(|n| objects.get(n).into()).collect();
+    let open = |objects| Reader::open_in_memory(index.clone(), objects, ReadOptions::default());
+    let reader = open(stored.clone()).unwrap();
+    for t in &tensors {
+        assert!(reader.read(&t.name).unwrap() == t.data, "{}", t.name);
+    }
+    let refused = |change: &dyn Fn(&mut Vec<Bytes>)| {
+        let mut bad = stored.clone();
+        change(&mut bad);
+        let e = open(bad).err().unwrap();
+        assert!(matches!(e, Error::Format { .. }), "{e}");
+    };
+    refused(&|list| drop(list.pop()));
+    refused(&|list| list.push(Bytes::new()));
+    refused(&|list| list.swap(0, 1));
+    refused(&|list| list[2] = list[2].slice(1..));
+    refused(&|list| {
+        let mut bytes = list[1].to_vec();
+        bytes[7] ^= 1;
+        list[1] = bytes.into();
+    });
+}

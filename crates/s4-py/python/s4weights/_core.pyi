@@ -126,9 +126,7 @@ class TensorCodec:
     """Compresses and decompresses tensors in memory: the codec without a file around it."""
 
     def __new__(cls, preset: str, threads: int | None, simd: str | None) -> TensorCodec: ...
-    def compress(
-        self, address: int, nbytes: int, dtype: str, shape: tuple[int, ...]
-    ) -> Compressed:
+    def compress(self, address: int, nbytes: int, dtype: str, shape: tuple[int, ...]) -> Compressed:
         """Compresses a tensor, whose memory is read during the call."""
 
     def decompress(self, tensor: Compressed, address: int, nbytes: int) -> None:
@@ -187,6 +185,12 @@ class Store:
     def open(self, id: str) -> Reader:
         """Opens a checkpoint."""
 
+    def open_alone(self, id: str) -> Reader:
+        """Opens a checkpoint without what it is a delta of."""
+
+    def stored_bytes(self, id: str) -> tuple[bytes, list[bytes]]:
+        """The index of a checkpoint, and its objects, each compared with its hash."""
+
     def pin(self, id: str, pinned: bool) -> None:
         """Protects a checkpoint, or ends that."""
 
@@ -229,8 +233,13 @@ def save_part(
     groups: bytes,
     callback: Progress | None,
     engine: CudaEngine | None,
+    staged: Callable[[], object] | None,
+    host_changes: bool,
+    staging_memory: int | None,
 ) -> tuple[bytes, int, int]:
-    """Stores a rank's tensors: the part, for the coordinator, and its bytes before and after."""
+    """Stores a rank's tensors: the part, for the coordinator, and its bytes before and after. The last
+    three are as for `Store.save`.
+    """
 
 def publish_parts(
     store: Store,
@@ -308,6 +317,16 @@ class Reader:
     ) -> Reader:
         """``start`` and ``end``: where in the bytes the file lies."""
 
+    @staticmethod
+    def in_memory(index: bytes, objects: Sequence[bytes], threads: int | None) -> Reader:
+        """Opens a checkpoint of a store: what `Store.stored_bytes` gave."""
+
+    def set_parent(self, parent: Reader) -> None:
+        """Gives it what it is a delta of. Raises `CorruptDataError` if that is another checkpoint."""
+
+    def digests(self) -> tuple[str, str | None]:
+        """The hash that names the checkpoint, and that of the one that it is a delta of."""
+
     def tensors(self) -> list[TensorInfo]:
         """The tensors, in the order in which they were written."""
 
@@ -350,6 +369,21 @@ class Reader:
         progress: Progress | None,
     ) -> None:
         """As `read_into`, into device memory. All of it is there when this returns."""
+
+    def apply_into(
+        self, requests: Sequence[tuple[int, int, int]], progress: Progress | None
+    ) -> None:
+        """As `read_into`, of memory that holds the values of what the checkpoint is a delta of."""
+
+    def apply_into_device(
+        self,
+        engine: CudaEngine,
+        requests: Sequence[PlacedRequest],
+        progress: Progress | None,
+    ) -> list[int]:
+        """As `apply_into`, of device memory. Gives the places of the requests that are to be read, what
+        they hold being unspecified.
+        """
 
     def inspect(self) -> str:
         """What the file says of itself, as JSON."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _NAMED = 8
 
 
-class _Pair(NamedTuple):
+class Pair(NamedTuple):
     """A tensor to be filled, what the file says of it, and the number of its storage there."""
 
     path: str
@@ -73,14 +73,30 @@ def load_into(
     compute = Compute(device, gpu_scratch)
     require_little_endian()
     source = require_s4w(open_source(f, storage_options, threads))
-    saved, numbers = _saved(source, weights_only, compute)
-    pairs = _pair(dict(walk_tensors(state_dict, as_state=True)), saved, numbers, strict)
+    pairs = match(state_dict, source, compute, strict=strict, weights_only=weights_only)
     tracker = Progress(progress, sum(pair.target.nbytes for pair in pairs), "load")
     try:
         _fill(source, compute, pairs, tracker)
         tracker.finish()
     finally:
         tracker.close()
+
+
+def match(
+    state_dict: Any,
+    source: _core.Reader,
+    compute: Compute,
+    *,
+    strict: bool = True,
+    weights_only: bool | None = True,
+) -> list[Pair]:
+    """The tensors of a file that go into tensors.
+
+    Raises:
+        MismatchError: names, dtypes or shapes differ, or a tensor is of a kind that cannot be filled.
+    """
+    saved, numbers = _saved(source, weights_only, compute)
+    return _pair(dict(walk_tensors(state_dict, as_state=True)), saved, numbers, strict)
 
 
 def _in_order(state_dict: Any, f: Any) -> tuple[Any, FileLike]:
@@ -114,7 +130,7 @@ def _pair(
     saved: dict[str, torch.Tensor],
     numbers: dict[int, int],
     strict: bool,
-) -> list[_Pair]:
+) -> list[Pair]:
     problems = []
     if strict:
         problems += [f"`{path}` is not in the file" for path in targets.keys() - saved.keys()]
@@ -126,7 +142,7 @@ def _pair(
         if differs:
             problems.append(f"`{path}` {differs}")
         else:
-            pairs.append(_Pair(path, target, there, numbers[there.untyped_storage()._cdata]))
+            pairs.append(Pair(path, target, there, numbers[there.untyped_storage()._cdata]))
     if not problems:
         problems = _shared(pairs)
     if problems:
@@ -140,8 +156,7 @@ def _difference(target: torch.Tensor, saved: torch.Tensor) -> str | None:
     """Why a tensor cannot take what was saved."""
     if target.dtype != saved.dtype or target.shape != saved.shape:
         return (
-            f"is {target.dtype} {list(target.shape)}, in the file "
-            f"{saved.dtype} {list(saved.shape)}"
+            f"is {target.dtype} {list(target.shape)}, in the file {saved.dtype} {list(saved.shape)}"
         )
     for tensor, where in ((target, ""), (saved, " in the file")):
         kind = _unusual(tensor)
@@ -164,7 +179,7 @@ def _unusual(tensor: torch.Tensor) -> str | None:
     return None if type(tensor) in plain else f"a {type(tensor).__name__}"
 
 
-def _shared(pairs: list[_Pair]) -> list[str]:
+def _shared(pairs: list[Pair]) -> list[str]:
     """Tensors that lie in the same memory, but are different ones in the file."""
     spans = []
     for pair in pairs:
@@ -180,21 +195,21 @@ def _shared(pairs: list[_Pair]) -> list[str]:
     return problems
 
 
-def _same_values(a: _Pair, b: _Pair) -> bool:
+def _same_values(a: Pair, b: Pair) -> bool:
     return a.number == b.number and (a.saved.storage_offset(), a.saved.stride()) == (
         b.saved.storage_offset(),
         b.saved.stride(),
     )
 
 
-def _fill(reader: _core.Reader, compute: Compute, pairs: list[_Pair], progress: Progress) -> None:
+def _fill(reader: _core.Reader, compute: Compute, pairs: list[Pair], progress: Progress) -> None:
     import torch
 
     direct: dict[int, torch.Tensor] = {}
     requests: list[_core.PlacedRequest] = []
-    later: list[_Pair] = []
+    later: list[Pair] = []
     for pair in pairs:
-        where = _direct(pair, compute)
+        where = direct_place(pair, compute)
         if where is None or pair.number in direct:
             later.append(pair)
         elif pair.target.nbytes:
@@ -209,7 +224,7 @@ def _fill(reader: _core.Reader, compute: Compute, pairs: list[_Pair], progress: 
             _copy(reader, pair, direct.get(pair.number), progress)
 
 
-def _direct(pair: _Pair, compute: Compute) -> tuple[int, int] | None:
+def direct_place(pair: Pair, compute: Compute) -> tuple[int, int] | None:
     """Where the tensor's memory is, if the stored bytes can be read into it as they are."""
     target, saved = pair.target, pair.saved
     whole = covering_shape(saved) is not None and target.is_contiguous()
@@ -222,18 +237,12 @@ def _direct(pair: _Pair, compute: Compute) -> tuple[int, int] | None:
     return place(target.untyped_storage())
 
 
-def _copy(
-    reader: _core.Reader, pair: _Pair, other: torch.Tensor | None, progress: Progress
-) -> None:
+def _copy(reader: _core.Reader, pair: Pair, other: torch.Tensor | None, progress: Progress) -> None:
     """Fills a tensor from one that has the same storage in the file, or by way of the host."""
     import torch
 
     target, saved = pair.target, pair.saved
-    if (
-        other is not None
-        and other.dtype == target.dtype
-        and covering_shape(saved) is not None
-    ):
+    if other is not None and other.dtype == target.dtype and covering_shape(saved) is not None:
         if other.data_ptr() != target.data_ptr() or other.device != target.device:
             target.copy_(other.reshape(target.shape))
         return

@@ -227,7 +227,7 @@ class RunnerClient:
             pause = min(pause * 2, _LONGEST_PAUSE)
 
     def _once(self, method: str, path: str, body: str | None) -> tuple[int, dict[str, Any]]:
-        connection = _UnixConnection(self._socket, timeout=_POLL + 60.0)
+        connection = UnixConnection(self._socket, timeout=_POLL + 60.0)
         with contextlib.closing(connection):
             connection.request(method, path, body, {"content-type": "application/json"})
             answer = connection.getresponse()
@@ -243,7 +243,9 @@ class RunnerClient:
         return error
 
 
-class _UnixConnection(http.client.HTTPConnection):
+class UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
     def __init__(self, path: str, timeout: float) -> None:
         super().__init__("runner", timeout=timeout)
         self._path = path

@@ -10,8 +10,6 @@ from ._device import HOST, Places
 from ._errors import LimitError, S4Error
 
 if TYPE_CHECKING:
-    import torch
-
     from ._pending import HostBuffer
     from ._storages import Entry
 
@@ -125,11 +123,11 @@ def stage_values(
         S4Error: ``stage="device"``, and devices are not used by `_core` here.
     """
     places = Places()
-    wheres = [_where(entry.storage, engine, places) for entry in entries]
+    wheres = where_encoded(entries, engine, places)
     on_devices = {where[0] for where in wheres if where != HOST}
     copies = None
     if stage in ("auto", "device"):
-        copies = _copy_on_devices(entries, wheres, engine, stage, budget)
+        copies = copy_on_devices(entries, wheres, engine, stage, budget)
         stage = "host" if copies is None and (on_devices or stage == "auto") else "device"
     values = StagedValues(stage)
     values._copies, values._ordinals = copies, on_devices
@@ -152,14 +150,18 @@ def stage_values(
     return values
 
 
-def _where(
-    storage: torch.UntypedStorage, engine: _core.CudaEngine | None, places: Places
-) -> _core.Where:
-    """Where a storage is, if it is to be encoded there."""
-    return places.of(storage) if engine is not None and storage.nbytes() else HOST
+def where_encoded(
+    entries: Sequence[Entry], engine: _core.CudaEngine | None, places: Places | None = None
+) -> list[_core.Where]:
+    """Where storages are, if they are to be encoded there."""
+    places = places or Places()
+    return [
+        places.of(entry.storage) if engine is not None and entry.storage.nbytes() else HOST
+        for entry in entries
+    ]
 
 
-def _copy_on_devices(
+def copy_on_devices(
     entries: Sequence[Entry],
     wheres: Sequence[_core.Where],
     engine: _core.CudaEngine | None,
@@ -192,9 +194,7 @@ def _copy_on_devices(
         return None
 
 
-def _leave(
-    engine: _core.CudaEngine, ordinals: Iterable[int], budget: Budget
-) -> dict[int, int]:
+def _leave(engine: _core.CudaEngine, ordinals: Iterable[int], budget: Budget) -> dict[int, int]:
     """Bytes of each device's memory that copies leave free.
 
     The copies take no memory of PyTorch's own: what it holds and does not use at the moment is what

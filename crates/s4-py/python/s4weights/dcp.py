@@ -42,6 +42,7 @@ from torch.futures import Future
 
 from . import _core
 from ._dcp_metadata import from_json, to_json
+from ._dcp_stager import Stager, device_copies
 from ._device import HOST, Compute, Places
 from ._entries import CheckpointEntry
 from ._errors import CorruptDataError, NotFoundError, UnsafeLoadError, UnsupportedFormatError
@@ -50,7 +51,7 @@ from ._sources import is_url
 from ._storages import dtype_name, read_batch
 from ._store import CheckpointStore
 
-__all__ = ["LoadPlanner", "StorageReader", "StorageWriter"]
+__all__ = ["LoadPlanner", "Stager", "StorageReader", "StorageWriter"]
 
 #: The blob that holds DCP's metadata.
 _BLOB = "dcp"
@@ -478,6 +479,8 @@ def _values(item: WriteItem, planner: dcp.SavePlanner) -> torch.Tensor:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     tensor: torch.Tensor = data.detach()
+    for copies in device_copies([tensor]):
+        copies.wait()
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise UnsupportedFormatError(f"{item.index.fqn!r}: a tensor with strides expected")
     if dtype_name(tensor.dtype) == "bytes":
@@ -505,6 +508,12 @@ def _save(
         shape = tuple(tensor.shape)
         sources.append((name, dtype_name(tensor.dtype), shape, address, tensor.nbytes, where))
     groups = [_OPTIMIZER if name.startswith("optim") else _WEIGHTS for name in names]
+    copies = device_copies(held)
+
+    def free() -> None:
+        for each in copies:
+            each.free()
+
     native = store._open("open_or_create")
     part, _, _ = _core.save_part(
         native,
@@ -514,5 +523,8 @@ def _save(
         groups=bytes(groups),
         callback=None,
         engine=engine,
+        staged=free if copies and engine is not None else None,
+        host_changes=False,
+        staging_memory=None,
     )
     return part

@@ -73,6 +73,29 @@ impl<'a> Chain<'a> {
         Ok(chain)
     }
 
+    /// What memory that holds the parent's values lacks: the checkpoint's own chunks. Requests for
+    /// differences that the device does not decode are left to the host.
+    pub(super) fn top(
+        reader: &'a Reader,
+        requests: &[(usize, DeviceMemory)],
+        trusted: bool,
+    ) -> Self {
+        let mut chain = Self::default();
+        let open = trusted || reader.manifest.closed_codecs.is_empty();
+        let mut wanted = vec![];
+        for (request, &(number, to)) in requests.iter().enumerate() {
+            let host = reader.host(number);
+            let plan = &reader.manifest.plans[usize::from(reader.tensors[host].plan)];
+            let own = plan.inputs.is_empty() || (plan.is_delta() && host == number);
+            match own && open {
+                true => wanted.push(Wanted { tensor: number, request, to, chunks: None }),
+                false => chain.here.push(request),
+            }
+        }
+        chain.steps.push(Step { reader, wanted });
+        chain
+    }
+
     fn add(&mut self, request: usize, to: DeviceMemory, levels: &[Level<'a>]) {
         let mut chunks: Vec<u64> = (0..levels[0].block.records.len() as u64).collect();
         for (depth, level) in levels.iter().enumerate() {

@@ -41,11 +41,42 @@ impl Reader {
         engine: &CudaEngine,
         requests: &[(usize, DeviceMemory)],
     ) -> Result<()> {
+        let hosts = self.device_hosts(requests)?;
+        self.prepare(&hosts)?;
+        let trusted = self.trusted_by(engine);
+        let chain = Chain::of(self, requests, trusted.is_some())?;
+        self.decode_on(engine, requests, chain, trusted.as_ref(), |here, decoder, meter| {
+            here.into_iter().try_for_each(|i| self.copy(requests[i], decoder, meter))
+        })
+    }
+
+    /// As [`Reader::apply_into`], of device memory. Returns the requests, by place, that the device does not
+    /// decode: their content is unspecified, they are to be read ([`Reader::read_into_device`]).
+    ///
+    /// # Errors
+    /// As [`Reader::read_into_device`]; `Argument` if a tensor is asked for twice.
+    pub fn apply_into_device(
+        &self,
+        engine: &CudaEngine,
+        requests: &[(usize, DeviceMemory)],
+    ) -> Result<Vec<usize>> {
+        self.device_hosts(requests)?;
+        self.each_once(requests.iter().map(|r| r.0))?;
+        let trusted = self.trusted_by(engine);
+        let chain = Chain::top(self, requests, trusted.is_some());
+        let mut left = vec![];
+        self.decode_on(engine, requests, chain, trusted.as_ref(), |here, _, _| {
+            left = here;
+            Ok(())
+        })?;
+        Ok(left)
+    }
+
+    /// The tensors whose chunks hold what is wanted, whose sizes are those of the memory.
+    fn device_hosts(&self, requests: &[(usize, DeviceMemory)]) -> Result<Vec<usize>> {
         let mut hosts = vec![];
         for (number, to) in requests {
-            let tensor = self.tensors[..self.named()].get(*number);
-            let tensor = tensor
-                .ok_or_else(|| Error::Argument(format!("{}: no tensor {number}", self.name)))?;
+            let tensor = self.tensor(*number)?;
             if tensor.bytes().at(&self.name)? != to.bytes() {
                 return Err(Error::Argument(format!(
                     "{} bytes of device memory for tensor `{}` of {} {:?}",
@@ -59,14 +90,23 @@ impl Reader {
         }
         hosts.sort_unstable();
         hosts.dedup();
-        self.prepare(&hosts)?;
-        let trusted = self.trusted_by(engine);
-        let Chain { steps, mut here } = Chain::of(self, requests, trusted.is_some())?;
+        Ok(hosts)
+    }
+
+    /// Decodes chunks on the devices; `rest` is given the requests, by place, that they do not decode.
+    fn decode_on(
+        &self,
+        engine: &CudaEngine,
+        requests: &[(usize, DeviceMemory)],
+        chain: Chain<'_>,
+        trusted: Option<&Trusted>,
+        rest: impl FnOnce(Vec<usize>, &mut Decoder<'_, '_>, &mut Meter) -> Result<(), Failure>,
+    ) -> Result<()> {
+        let Chain { steps, mut here } = chain;
         let calls = self.calls(steps)?;
-        let total = requests.iter().map(|r| r.1.bytes()).sum();
-        let mut meter = Meter { callback: self.options.progress.clone(), done: 0, total };
+        let mut meter = self.meter(requests.iter().map(|r| r.1.bytes()).sum());
         let memory: Vec<_> = requests.iter().map(|r| r.1).collect();
-        let done = engine.decode::<Failure>(&memory, trusted.as_ref(), |decoder| {
+        let done = engine.decode::<Failure>(&memory, trusted, |decoder| {
             // What others are differences from comes first.
             for call in calls.iter().rev() {
                 call.push(call.spans(decoder.room())?, decoder, &mut meter)?;
@@ -79,7 +119,7 @@ impl Reader {
             }
             here.sort_unstable();
             here.dedup();
-            here.into_iter().try_for_each(|i| self.copy(requests[i], decoder, &mut meter))
+            rest(here, decoder, &mut meter)
         });
         done.map_err(|e| {
             e.named(&self.name, |t| {

@@ -1,15 +1,17 @@
 //! A cache of the objects that a save uploads. The next save reads its parent from it: no copy of the
 //! values is needed, and nothing is encoded twice.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use bytes::Bytes;
+use s4_format::Digest;
+use s4_store::{CheckpointId, ObjectInfo};
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::io::{LOCAL_REQUEST, Source};
-use crate::objects::{DataObject, ObjectSink, ObjectSource};
+use crate::objects::{DataObject, MemoryObjects, ObjectSink, ObjectSource};
 use crate::options::ReadOptions;
 use crate::reader::Reader;
 use crate::store::bridge::ChannelSink;
@@ -69,7 +71,7 @@ impl ObjectCache {
         options: ReadOptions,
     ) -> Result<Option<Arc<Reader>>> {
         let Some(objects) = lock(cache).objects.take() else { return Ok(None) };
-        let objects = Box::new(Objects(objects));
+        let objects = Box::new(MemoryObjects(objects));
         let reader = Reader::open_objects(Source::Bytes(index), objects, options)?;
         match (reader.parent_digest(), parent) {
             (None, _) => {}
@@ -80,27 +82,75 @@ impl ObjectCache {
     }
 }
 
-fn lock(cache: &Mutex<ObjectCache>) -> MutexGuard<'_, ObjectCache> {
+fn lock<T>(cache: &Mutex<T>) -> MutexGuard<'_, T> {
     cache.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// Objects in memory.
-struct Objects(BTreeMap<u32, Bytes>);
+/// Objects that this process stored of checkpoints of several processes, by their hash: the number of one in
+/// the checkpoint is not known until all parts are put together.
+#[derive(Default)]
+pub(crate) struct KeptObjects(Mutex<Vec<(CheckpointId, HashMap<Digest, Bytes>)>>);
 
-impl ObjectSource for Objects {
+impl KeptObjects {
+    /// Keeps what was stored as a part of a checkpoint, and of the others only what belongs to `chain`.
+    pub(crate) fn keep(
+        &self,
+        id: CheckpointId,
+        chain: &[CheckpointId],
+        stored: &Mutex<ObjectCache>,
+        infos: &[ObjectInfo],
+    ) {
+        let objects = lock(stored).objects.take().unwrap_or_default();
+        let by_hash = objects.into_iter().filter_map(|(number, bytes)| {
+            Some((infos.get(usize::try_from(number).ok()?)?.blake3, bytes))
+        });
+        let mut kept = lock(&self.0);
+        kept.retain(|(of, _)| chain.contains(of));
+        kept.push((id, by_hash.collect()));
+    }
+
+    /// The objects of a checkpoint that are kept, by number.
+    pub(crate) fn of(&self, id: CheckpointId, infos: &[ObjectInfo]) -> BTreeMap<u32, Bytes> {
+        let kept = lock(&self.0);
+        let Some((_, objects)) = kept.iter().find(|(of, _)| *of == id) else {
+            return BTreeMap::new();
+        };
+        let known = |(n, info): (u32, &ObjectInfo)| Some((n, objects.get(&info.blake3)?.clone()));
+        (0..).zip(infos).filter_map(known).collect()
+    }
+}
+
+/// The objects of a checkpoint, some of which are in memory.
+pub(crate) struct PartlyKept<S> {
+    pub(crate) kept: MemoryObjects,
+    pub(crate) rest: S,
+}
+
+impl<S: ObjectSource> ObjectSource for PartlyKept<S> {
     fn get_range(&self, number: u32, range: Range<u64>) -> Result<Bytes> {
-        let outside = || Error::Argument(format!("bytes {range:?} of object {number} in memory"));
-        self.in_memory(number, range.clone()).ok_or_else(outside)
+        match self.kept.in_memory(number, range.clone()) {
+            Some(bytes) => Ok(bytes),
+            None => self.rest.get_range(number, range),
+        }
+    }
+
+    fn fill(&self, number: u32, offset: u64, buf: &mut [u8]) -> Result<bool> {
+        let end = offset.saturating_add(buf.len() as u64);
+        match self.kept.in_memory(number, offset..end) {
+            Some(bytes) => {
+                buf.copy_from_slice(&bytes);
+                Ok(true)
+            }
+            None => self.rest.fill(number, offset, buf),
+        }
     }
 
     fn in_memory(&self, number: u32, range: Range<u64>) -> Option<Bytes> {
-        let object = self.0.get(&number)?;
-        let place = |at: u64| usize::try_from(at).ok().filter(|&at| at <= object.len());
-        let (start, end) = (place(range.start)?, place(range.end)?);
-        (start <= end).then(|| object.slice(start..end))
+        self.kept.in_memory(number, range)
     }
 
     fn request_size(&self) -> usize {
+        // What a rank needs again is what it stored.
         LOCAL_REQUEST
     }
 }

@@ -18,7 +18,7 @@ use crate::reader::{Reader, TensorInfo};
 use crate::store::CheckpointStore;
 use crate::store::bridge::{Asker, ChannelSink, upload};
 use crate::store::parents::ParentCheckpoint;
-use crate::store::save::{Ready, Saved, WhyBase, chain, end_of, is_parents};
+use crate::store::save::{Ready, Saved, StageSeconds, WhyBase, chain, end_of, is_parents};
 use crate::writer::Writer;
 
 /// Called with the id under which a checkpoint is about to be listed, once all of it is stored and was
@@ -137,7 +137,8 @@ impl CheckpointStore {
             return Err(e);
         }
         let why_base = why_base.or_else(|| before.is_none().then_some(WhyBase::NothingGained));
-        Ok(Ready { staged, report: written.report, why_base, kept: None })
+        let (report, stages) = (written.report, StageSeconds::default());
+        Ok(Ready { staged, report, stages, why_base, kept: None })
     }
 
     /// Begins an attempt: its id, where its objects go, and what stores them.

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use bytes::Bytes;
 use s4_store::{Checkpoint, CheckpointId, Error as StoreError, State};
 
 use crate::error::{Error, ParentProblem, Result};
@@ -15,6 +16,15 @@ use crate::store::save::chain;
 pub struct Loaded {
     checkpoint: Checkpoint,
     reader: Arc<Reader>,
+}
+
+/// A checkpoint as bytes, for somewhere else: [`Reader::open_in_memory`] reads it.
+#[derive(Debug, Clone)]
+pub struct StoredBytes {
+    /// Its index.
+    pub index: Bytes,
+    /// Its objects, in the order of their numbers.
+    pub objects: Vec<Bytes>,
 }
 
 /// A checkpoint that could not be used, and why.
@@ -101,6 +111,47 @@ impl CheckpointStore {
         }
         let state = self.state()?;
         self.load_from(&state, id, progress)
+    }
+
+    /// Opens a checkpoint and nothing that it is a delta of: what is stored by itself can be read, and the
+    /// rest be applied ([`Reader::apply_into`]).
+    ///
+    /// # Errors
+    /// As [`CheckpointStore::load`].
+    pub fn load_alone(
+        &self,
+        id: CheckpointId,
+        progress: Option<ProgressFn>,
+    ) -> Result<Arc<Reader>> {
+        let options = ReadOptions { progress, ..self.reading() };
+        self.opener.open(&[self.listed(id)?], &options)
+    }
+
+    /// The bytes of a checkpoint as they are stored, each object compared with its hash.
+    ///
+    /// # Errors
+    /// As [`CheckpointStore::load`].
+    pub fn stored_bytes(&self, id: CheckpointId) -> Result<StoredBytes> {
+        let (store, checkpoint) = (self.opener.store.clone(), self.listed(id)?);
+        self.opener.bridge.ask(async move {
+            let reading = store.read_manifest(&checkpoint).await?;
+            let mut objects = vec![];
+            for n in 0..reading.object_count() {
+                objects.push(reading.object(n).await?);
+            }
+            Ok(StoredBytes { index: reading.manifest().blob.clone(), objects })
+        })
+    }
+
+    /// A listed checkpoint.
+    fn listed(&self, id: CheckpointId) -> Result<Checkpoint> {
+        let store = self.opener.store.clone();
+        let known = self.opener.bridge.wait(async move { store.known().await })?;
+        if let Some(found) = known.get(id) {
+            return Ok(found.clone());
+        }
+        let missing = || self.error(StoreError::NoCheckpoint { what: id.to_string() });
+        self.state()?.get(id).cloned().ok_or_else(missing)
     }
 
     /// Opens a checkpoint of a state.

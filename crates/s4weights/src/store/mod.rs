@@ -50,11 +50,11 @@ pub use s4_store::{
 };
 
 pub use import::{ImportOptions, ListingFn};
-pub use load::{Loaded, Skipped, is_damage};
+pub use load::{Loaded, Skipped, StoredBytes, is_damage};
 pub use manage::CheckOptions;
 pub use ranks::{PartOf, RankPart};
 pub use replicate::ReplicateOptions;
-pub use save::{SaveOptions, Saved, WhyBase};
+pub use save::{SaveOptions, Saved, StageSeconds, WhyBase};
 
 use s4_engine::Preset;
 use s4_format::limits::MAX_CHAIN;
@@ -307,7 +307,7 @@ impl CheckpointStore {
         let bridge = Bridge::new(place.name())?;
         let store = bridge.ask(open(place.clone(), options.requests.clone()))?;
         let local = place.as_folder().is_some();
-        let opener = Opener { bridge, store, local };
+        let opener = Opener { bridge, store, local, kept: Arc::default() };
         let buffers = LargeBuffers::new(options.buffers());
         let (history, opened) = (Mutex::default(), Mutex::default());
         let process = std::process::id();

@@ -6,9 +6,11 @@ use s4_store::{Checkpoint, CheckpointId, Reading, Store};
 
 use crate::error::{Error, Result};
 use crate::io::Source;
+use crate::objects::{MemoryObjects, ObjectSource};
 use crate::options::ReadOptions;
 use crate::reader::Reader;
 use crate::store::bridge::Bridge;
+use crate::store::cache::{KeptObjects, PartlyKept};
 use crate::store::objects::{HashedObjects, StoredObjects};
 
 /// What opening needs, and keeps alive: cheap to clone.
@@ -17,6 +19,8 @@ pub(crate) struct Opener {
     pub(crate) bridge: Bridge,
     pub(crate) store: Store,
     pub(crate) local: bool,
+    /// What this process stored as a part of checkpoints.
+    pub(crate) kept: Arc<KeptObjects>,
 }
 
 impl Opener {
@@ -77,7 +81,12 @@ impl Opener {
     ) -> Result<Reader> {
         let index = || Source::Bytes(reading.manifest().blob.clone());
         let bridge = || self.bridge.clone();
-        let objects = Box::new(StoredObjects::new(bridge(), reading.clone(), self.local));
+        let stored = StoredObjects::new(bridge(), reading.clone(), self.local);
+        let kept = MemoryObjects(self.kept.of(id, &reading.manifest().objects));
+        let objects: Box<dyn ObjectSource> = match kept.0.is_empty() {
+            true => Box::new(stored),
+            false => Box::new(PartlyKept { kept, rest: stored }),
+        };
         let mut reader = Reader::open_objects(index(), objects, options.clone())?;
         if !reader.manifest().closed_codecs.is_empty() {
             // The log names the manifest by its hash, and that names every object by its own: as long as

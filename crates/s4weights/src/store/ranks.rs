@@ -6,6 +6,8 @@
 //! what each of them returned, makes one index of all indexes, and lists the checkpoint by one entry of the
 //! log ([`CheckpointStore::publish_parts`]). What comes of it is a checkpoint like any other.
 
+use std::time::Instant;
+
 use bytes::Bytes;
 use s4_store::{About, Checkpoint, CheckpointId, Error as StoreError, ObjectInfo, Reference};
 use serde::{Deserialize, Serialize};
@@ -15,7 +17,7 @@ use crate::interrupt;
 use crate::objects::{DataObject, ObjectOptions, ObjectSink};
 use crate::report::Report;
 use crate::store::bridge::Asker;
-use crate::store::save::{SaveRequest, Uploading, WhyBase, chain};
+use crate::store::save::{SaveRequest, StageSeconds, Uploading, WhyBase, chain};
 use crate::store::{CheckpointStore, ParentValues, SaveOptions, Saved};
 use crate::write::TensorSource;
 use crate::writer::{Writer, Written};
@@ -116,7 +118,10 @@ impl CheckpointStore {
 
     /// Stores what rank `rank` has of a checkpoint. Of `options`, what the tensors are and how they are staged
     /// counts; what the checkpoint is besides is up to the coordinator. Every rank may call this, also one
-    /// that has no tensors; each rank once.
+    /// that has no tensors; each rank once. Objects are kept in memory, within a share of
+    /// [`StoreOptions::parent_memory`], for later deltas of them.
+    ///
+    /// [`StoreOptions::parent_memory`]: crate::store::StoreOptions::parent_memory
     ///
     /// # Errors
     /// As [`CheckpointStore::save`], and [`Error::Store`] or [`Error::Checkpoint`] if the parent cannot be
@@ -128,10 +133,13 @@ impl CheckpointStore {
         tensors: &[TensorSource<'_>],
         options: &SaveOptions,
     ) -> Result<RankPart> {
-        let parent = match of.parent {
-            None => None,
-            Some(parent) => {
-                let chain = chain(&*self.state()?, parent.id).map_err(|e| self.error(e))?;
+        let chain = match of.parent {
+            None => vec![],
+            Some(parent) => chain(&*self.state()?, parent.id).map_err(|e| self.error(e))?,
+        };
+        let parent = match chain.is_empty() {
+            true => None,
+            false => {
                 let reader = self.opener.open(&chain, &self.reading())?;
                 Some(ParentValues::Frames(reader).parent())
             }
@@ -139,8 +147,9 @@ impl CheckpointStore {
         let (store, id) = (self.opener.store.clone(), of.id);
         let attempt = self.opener.bridge.ask(async move { store.join(id, rank).await })?;
         let request = SaveRequest::new(0, tensors, options);
-        let Uploading { written, uploading, .. } =
-            self.encode_into(attempt, &request, parent, 0)?;
+        let room = self.room_for_stored(true, of.number);
+        let Uploading { written, uploading, stored } =
+            self.encode_into(attempt, &request, parent, room)?;
         let finishing = async move {
             let (attempt, done) = uploading.await.map_err(|e| StoreError::Callback(Box::new(e)))?;
             done?;
@@ -150,7 +159,11 @@ impl CheckpointStore {
         self.buffers.rest();
         let Written { report, index, .. } = written;
         let index = index.unwrap_or_default();
-        Ok(RankPart { objects: objects?.map_err(|e| self.error(e))?, index, report })
+        let objects = objects?.map_err(|e| self.error(e))?;
+        // A delta of this checkpoint is then made without reading it back.
+        let needed: Vec<_> = chain.iter().map(Checkpoint::id).collect();
+        self.opener.kept.keep(id, &needed, &stored, &objects);
+        Ok(RankPart { objects, index, report })
     }
 
     /// Lists a checkpoint whose parts are stored: what each rank returned, in the order of ranks; `None`: a
@@ -225,10 +238,13 @@ impl CheckpointStore {
             attempt.stage(index.unwrap_or_default(), about).await
         };
         let staged = bridge.wait_asking(&asker, staging)?.map_err(|e| self.error(e))?;
+        let started = Instant::now();
         let checkpoint = self.list_staged(staged)?;
+        let publish = started.elapsed().as_secs_f64();
+        let stages = StageSeconds { publish, ..StageSeconds::default() };
         let begun = of.why_base.clone().map(WhyBase::Begun);
         let why_base = begun.or((!delta).then_some(WhyBase::NothingGained));
-        Ok(Saved { checkpoint, report, why_base, retired: vec![] })
+        Ok(Saved { checkpoint, report, stages, why_base, retired: vec![] })
     }
 }
 

@@ -11,7 +11,7 @@ use crate::report::Report;
 use crate::store::CheckpointStore;
 use crate::store::bridge::Asker;
 use crate::store::import::ListingFn;
-use crate::store::save::Ready;
+use crate::store::save::{Ready, StageSeconds};
 
 /// How a checkpoint is replicated.
 #[derive(Clone, Default)]
@@ -85,7 +85,8 @@ impl CheckpointStore {
             self.give_up(id);
             return Err(e);
         }
-        let ready = Ready { staged, report: Report::default(), why_base: None, kept: None };
+        let (report, stages) = (Report::default(), StageSeconds::default());
+        let ready = Ready { staged, report, stages, why_base: None, kept: None };
         Ok(self.publish(ready)?.0.checkpoint)
     }
 

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use s4_delta::policy::Reason;
 use s4_format::limits::{MAX_CHAIN, MAX_OBJECTS};
@@ -11,6 +12,7 @@ use s4_store::{
     About, Attempt, Checkpoint, CheckpointId, Conflict, Error as StoreError, Resolution, Staged,
     State, Store,
 };
+use serde::Serialize;
 use tokio::sync::mpsc::channel;
 use tokio::task::JoinHandle;
 
@@ -84,10 +86,23 @@ pub struct Saved {
     pub checkpoint: Checkpoint,
     /// Counts and sizes. `bytes_out` leaves out the store's own table of objects.
     pub report: Report,
+    /// What took how long.
+    pub stages: StageSeconds,
     /// Why it is a base; `None` if it is a delta.
     pub why_base: Option<WhyBase>,
     /// What the store's retention took off the list.
     pub retired: Vec<CheckpointId>,
+}
+
+/// Seconds of the stages of a save, one after the other.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
+pub struct StageSeconds {
+    /// Until all values are encoded. Uploads run meanwhile.
+    pub encode: f64,
+    /// From then on until all objects and the index are stored.
+    pub upload: f64,
+    /// Until the log lists the checkpoint.
+    pub publish: f64,
 }
 
 /// Why a checkpoint is a base.
@@ -122,6 +137,7 @@ impl std::fmt::Display for WhyBase {
 pub(crate) struct Ready {
     pub(crate) staged: Staged,
     pub(crate) report: Report,
+    pub(crate) stages: StageSeconds,
     pub(crate) why_base: Option<WhyBase>,
     /// The values, for later saves.
     pub(crate) kept: Option<ParentValues>,
@@ -259,8 +275,10 @@ impl CheckpointStore {
         let number = parent.map_or(0, |(_, number)| number);
         let room = self.room_for_stored(!options.keeps_values(), number);
         let values = before.map(|b| b.values.parent());
+        let started = Instant::now();
         let Uploading { written, uploading, stored } =
             self.encode_into(attempt, request, values, room)?;
+        let encode = started.elapsed().as_secs_f64();
         let Written { report, snapshot, index } = written;
         let delta = snapshot.depth() > 1;
         let parent = parent.filter(|_| delta);
@@ -310,7 +328,9 @@ impl CheckpointStore {
         let why_base = why_base.or_else(|| (!delta).then_some(WhyBase::NothingGained));
         let stored = ObjectCache::open(&stored, index, reader, self.reading())?;
         let kept = kept.or_else(|| stored.filter(|_| again).map(ParentValues::Frames));
-        Ok(Ready { staged, report, why_base, kept })
+        let upload = started.elapsed().as_secs_f64() - encode;
+        let stages = StageSeconds { encode, upload, publish: 0.0 };
+        Ok(Ready { staged, report, stages, why_base, kept })
     }
 
     /// Encodes tensors and hands their objects to an attempt, which goes on uploading. `room`: bytes of
@@ -404,9 +424,11 @@ impl CheckpointStore {
 
     /// Lists the checkpoint.
     pub(crate) fn publish(&self, ready: Ready) -> Result<(Saved, Option<ParentValues>)> {
-        let Ready { staged, report, why_base, kept } = ready;
+        let Ready { staged, report, mut stages, why_base, kept } = ready;
+        let started = Instant::now();
         let checkpoint = self.list_staged(staged)?;
-        Ok((Saved { checkpoint, report, why_base, retired: vec![] }, kept))
+        stages.publish = started.elapsed().as_secs_f64();
+        Ok((Saved { checkpoint, report, stages, why_base, retired: vec![] }, kept))
     }
 
     /// Lists what is staged. When the call is stopped meanwhile, it is listed whole or not at all.

@@ -3,7 +3,7 @@
 use bytes::Bytes;
 use s4weights::format::manifest::{Role, RoleKind, Roles};
 use s4weights::store::{
-    CheckOptions, CheckpointStore, PartOf, Place, RankPart, SaveOptions, Saved, WhyBase,
+    CheckOptions, CheckpointStore, PartOf, Place, RankPart, SaveOptions, Saved, StoreOptions, WhyBase,
 };
 use s4weights::{Contents, DType, Error, TensorSource};
 
@@ -169,4 +169,55 @@ fn parts_that_do_not_fit_are_refused_and_leave_nothing() {
         }
     }
     assert!(looked_at > 20, "{looked_at}");
+}
+
+#[test]
+fn a_rank_does_not_read_back_what_it_stored() {
+    let dir = tempfile::tempdir().unwrap();
+    let url = dir.path().to_str().unwrap();
+    let open = |parent_memory| {
+        let options = StoreOptions { parent_memory, ..options() };
+        CheckpointStore::open_or_create(url, &Default::default(), options).unwrap()
+    };
+    let save_with = |store: &CheckpointStore, step: u64| {
+        let of = store.begin_parts(160_000, false).unwrap();
+        let part = |rank| {
+            store.save_part(&of, rank, &sources(&tensors(rank, step)), &SaveOptions::default())
+        };
+        let parts = [part(0), part(1)].into_iter().map(|p| p.map(Some)).collect::<Result<_, _>>()?;
+        store.publish_parts(&of, step, parts, &SaveOptions::default())
+    };
+    let (keeps, reads) = (open(1 << 30), open(0));
+    save_with(&keeps, 1).unwrap();
+    let data = |id: String| {
+        let folder = dir.path().join("ck").join(id);
+        let files = std::fs::read_dir(folder).unwrap().map(|f| f.unwrap().path());
+        files.filter(|f| !f.to_string_lossy().contains("manifest")).collect::<Vec<_>>()
+    };
+    let first = keeps.at_step(1).unwrap();
+    let hidden: Vec<_> = data(first.id().to_string());
+    assert_eq!(hidden.len(), 2, "{hidden:?}");
+    let aside = |from: &str, to: &str| {
+        for file in &hidden {
+            let name = |suffix: &str| format!("{}{suffix}", file.display());
+            std::fs::rename(name(from), name(to)).unwrap();
+        }
+    };
+    aside("", ".aside");
+    assert!(save_with(&reads, 2).is_err());
+    let saved = save_with(&keeps, 2).unwrap();
+    assert_eq!(saved.why_base, None);
+    // A delta of a delta needs both.
+    let saved = save_with(&keeps, 3).unwrap();
+    assert_eq!(saved.why_base, None);
+    aside(".aside", "");
+    let store = open(0);
+    for step in 1..4 {
+        for rank in 0..2 {
+            for (name, _, _, values) in tensors(rank, step) {
+                let reader = store.load(Some(step)).unwrap();
+                assert!(reader.reader().read(&name).unwrap() == values, "{name} of {step}");
+            }
+        }
+    }
 }

@@ -1,0 +1,246 @@
+"""A stager for `torch.distributed.checkpoint.async_save`, on the staging of saves in the background."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.staging import AsyncStager
+
+from . import _core
+from ._device import HOST, Compute
+from ._pending import HostBuffer
+from ._staging import Budget, copy_on_devices, where_encoded
+from ._storages import Entry, is_strided
+
+#: Buffers that are kept for the next call.
+_SPARE = 2
+
+#: Copies on devices, by the address of each: whoever reads them waits for them, and frees them.
+_device_copies: weakref.WeakValueDictionary[int, _DeviceBytes] = weakref.WeakValueDictionary()
+
+
+class _DeviceBytes:
+    """Memory of a device with a copy in it, as PyTorch takes it over."""
+
+    def __init__(self, copies: _core.DeviceCopies, address: int, nbytes: int) -> None:
+        self.copies = copies
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+class _StagedState(dict[str, Any]):
+    """What `Stager.stage` gives: DCP holds it for as long as the save runs."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Stager(AsyncStager):  # type: ignore[misc]
+    """Keeps a state as it is at the call while `dcp.async_save` goes on::
+
+        stager = s4weights.dcp.Stager()
+        future = dcp.async_save(state, storage_writer=writer, async_stager=stager)
+
+    Tensors on CUDA devices are copied there, if there is room (docs/staging.md), and freed as soon as
+    `StorageWriter` has encoded them; else, as those in host memory, to memory of the host that is
+    kept for the next save: page-locked, if it is for values of devices. Values that are not tensors
+    are copied as by `copy.deepcopy`. The call returns when copies in host memory are made, and those
+    on devices are queued on the current streams. Use one stager for all saves of a process.
+
+    With copies on devices the writer must be a `StorageWriter`.
+
+    Args:
+        shared_memory: for saves by a process (``AsyncCheckpointerType.PROCESS``): everything goes to
+            host memory that the process can see.
+        threads: that copy host memory; ``None``: one for each core.
+        device: ``"cpu"``: no copies on devices.
+        gpu_scratch: as in `save`.
+        device_reserve: as in `CheckpointStore`.
+    """
+
+    # All is copied, or queued, when `stage` returns.
+    _synchronize_after_execute = False
+
+    def __init__(
+        self,
+        *,
+        shared_memory: bool = False,
+        threads: int | None = None,
+        device: str = "auto",
+        gpu_scratch: int | None = None,
+        device_reserve: int | None = None,
+    ) -> None:
+        self._shared, self._threads = shared_memory, threads
+        self._compute: Callable[[], Compute] = lambda: Compute(device, gpu_scratch)
+        self._budget = Budget(None, device_reserve, self._compute().scratch).check()
+        self._lock = threading.Lock()
+        self._spare: list[HostBuffer] = []
+        self._closed = False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A copy of a state.
+
+        Raises:
+            LimitError, RuntimeError, MemoryError: there is no memory for it. Nothing was started.
+            S4Error: the stager is closed.
+        """
+        if self._closed:
+            raise ValueError("the stager is closed")
+        found = _Storages()
+        found.collect(state_dict)
+        buffer = self._take()
+        try:
+            with torch.no_grad():
+                copies = self._copy(found.entries(), buffer)
+                staged = _StagedState(_Copier(copies).copy(state_dict))
+        except BaseException:
+            # A copy may go on still, on a GPU: then nobody gets this memory again.
+            buffer.free()
+            raise
+        weakref.finalize(staged, self._give_back, buffer).atexit = False
+        return staged
+
+    def close(self) -> None:
+        """Gives the memory back that no save uses; the rest goes with the saves."""
+        with self._lock:
+            self._closed = True
+            spare, self._spare = self._spare, []
+        for buffer in spare:
+            buffer.free()
+
+    def synchronize_staging(self) -> None:
+        """All is done when `stage` returns."""
+
+    def _take(self) -> HostBuffer:
+        with self._lock:
+            if self._spare:
+                return self._spare.pop()
+        return HostBuffer(self._threads, shared=self._shared)
+
+    def _give_back(self, buffer: HostBuffer) -> None:
+        with self._lock:
+            if not self._closed and len(self._spare) < _SPARE:
+                self._spare.append(buffer)
+
+    def _copy(self, entries: list[Entry], buffer: HostBuffer) -> dict[int, torch.Tensor]:
+        """Copies storages; for each, by its identity, the bytes of the copy."""
+        copies: dict[int, torch.Tensor] = {}
+        if not self._shared:
+            copies = self._copy_on_devices(entries)
+        rest = [entry.storage for entry in entries if entry.storage._cdata not in copies]
+        for storage, values in zip(rest, buffer.views(rest), strict=True):
+            copies[storage._cdata] = values
+        return copies
+
+    def _copy_on_devices(self, entries: list[Entry]) -> dict[int, torch.Tensor]:
+        ordinals = {e.storage.device.index for e in entries if e.storage.device.type == "cuda"}
+        engine = self._compute().engine(ordinals) if ordinals else None
+        wheres = where_encoded(entries, engine)
+        on_devices = copy_on_devices(entries, wheres, engine, "auto", self._budget)
+        if on_devices is None:
+            return {}
+        there = [entry for entry, where in zip(entries, wheres, strict=True) if where != HOST]
+        copies = {}
+        for entry, (address, where) in zip(there, on_devices.places(), strict=True):
+            held = _DeviceBytes(on_devices, address, entry.storage.nbytes())
+            _device_copies[address] = held
+            copies[entry.storage._cdata] = torch.as_tensor(held, device=f"cuda:{where[0]}")
+        return copies
+
+
+def device_copies(tensors: Iterable[torch.Tensor]) -> list[_core.DeviceCopies]:
+    """The copies on devices that tensors are of. Before they are read, they are to be waited for."""
+    found: dict[int, _core.DeviceCopies] = {}
+    for tensor in tensors:
+        if tensor.device.type == "cuda" and tensor.numel():
+            held = _device_copies.get(tensor.untyped_storage().data_ptr())
+            if held is not None:
+                found[id(held.copies)] = held.copies
+    return [*found.values()]
+
+
+def _inner(tensor: torch.Tensor) -> tuple[list[str], Any] | None:
+    """The names of the tensors that a tensor is a wrapper of, such as a DTensor."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not hasattr(
+        tensor, "__tensor_flatten__"
+    ):
+        return None
+    names, context = tensor.__tensor_flatten__()
+    return names, context
+
+
+class _Storages:
+    """The storages of a state's tensors."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, torch.UntypedStorage] = {}
+
+    def collect(self, obj: Any) -> None:
+        if isinstance(obj, torch.Tensor):
+            inner = _inner(obj)
+            if inner is not None:
+                for name in inner[0]:
+                    self.collect(getattr(obj, name))
+            elif is_strided(obj) and obj.device.type in ("cpu", "cuda"):
+                storage = obj.untyped_storage()
+                self._found[storage._cdata] = storage
+        elif isinstance(obj, dict):
+            for value in obj.values():
+                self.collect(value)
+        elif isinstance(obj, (list, tuple)):
+            for value in obj:
+                self.collect(value)
+
+    def entries(self) -> list[Entry]:
+        return [
+            Entry(s, str(n), "uint8", (s.nbytes(),)) for n, s in enumerate(self._found.values())
+        ]
+
+
+class _Copier:
+    """Makes a state anew with the copies of its storages, by their identity."""
+
+    def __init__(self, copies: dict[int, torch.Tensor]) -> None:
+        self._copies = copies
+        self._memo: dict[int, Any] = {}
+
+    def copy(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            return self._tensor(obj)
+        if type(obj) in (dict, OrderedDict):
+            return type(obj)((key, self.copy(value)) for key, value in obj.items())
+        if isinstance(obj, dict):
+            return {key: self.copy(value) for key, value in obj.items()}
+        if type(obj) in (list, tuple):
+            return type(obj)(self.copy(value) for value in obj)
+        return copy.deepcopy(obj, self._memo)
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        inner = _inner(tensor)
+        if inner is not None:
+            names, context = inner
+            parts = {name: self._tensor(getattr(tensor, name)) for name in names}
+            made = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
+            return made
+        values = None
+        if is_strided(tensor):
+            values = self._copies.get(tensor.untyped_storage()._cdata)
+        if values is None:
+            return copy.deepcopy(tensor.detach(), self._memo)
+        made = torch.empty(0, dtype=tensor.dtype, device=values.device).set_(
+            values.untyped_storage(),
+            values.storage_offset() // tensor.itemsize + tensor.storage_offset(),
+            tensor.size(),
+            tensor.stride(),
+        )
+        made = torch._conj(made) if tensor.is_conj() else made
+        return torch._neg_view(made) if tensor.is_neg() else made

@@ -1,0 +1,139 @@
+"""Tensors that are in use, and become what one checkpoint after the other holds, where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from . import _core
+from ._device import Compute, Places
+from ._errors import UnsafeLoadError
+from ._load_into import direct_place, match
+from ._names import walk_tensors
+from ._progress import Progress
+from ._storages import covering_shape, read_batch
+
+if TYPE_CHECKING:
+    import torch
+
+
+class LiveWeights:
+    """The tensors of a module or of containers. They are decoded in place; those that cannot be (they
+    are not contiguous, or on a device without a decoder) have a copy in host memory, which is.
+    """
+
+    def __init__(self, weights: object, compute: Compute) -> None:
+        self._weights, self._compute = weights, compute
+        #: What tells whether a checkpoint holds the tensors of the one before, under the same numbers.
+        self._shape: tuple[str | None, list[_core.TensorInfo]] | None = None
+        #: By number of the tensor in the checkpoint: what is decoded into.
+        self._places: dict[int, torch.Tensor] = {}
+        #: What is filled from those: the tensor, and a tensor in such a place.
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors; those that have several names count for each."""
+        return sum(tensor.nbytes for _, tensor in walk_tensors(self._weights, as_state=True))
+
+    def fits(self, reader: _core.Reader) -> bool:
+        """Whether a checkpoint has the tensors that the last one had."""
+        return self._shape == (reader.tree(), reader.tensors())
+
+    def read(self, reader: _core.Reader) -> None:
+        """Fills the tensors, whatever they hold.
+
+        Raises:
+            MismatchError: names, dtypes or shapes differ, or a tensor is of a kind that cannot be
+                filled; no tensor was touched.
+        """
+        if not self.fits(reader):
+            self._match(reader)
+        read_batch(reader, self._compute, self._requests(), Progress(None, 0, "sync"))
+        self._done()
+
+    def apply(self, reader: _core.Reader, whole: Callable[[], _core.Reader]) -> None:
+        """Turns the values of what a checkpoint is a delta of, which the tensors hold, into its own.
+
+        Args:
+            reader: the checkpoint, which `fits`.
+            whole: gives it together with what it is a delta of: for tensors that devices do not
+                decode.
+        """
+        requests = self._requests()
+        host = [request[:3] for request in requests if request[3][0] < 0]
+        if host:
+            reader.apply_into(host, None)
+        there = [request for request in requests if request[3][0] >= 0]
+        engine = self._compute.engine({request[3][0] for request in there}) if there else None
+        if engine is not None:
+            left = reader.apply_into_device(engine, there, None)
+            if left:
+                whole().read_into_device(engine, [there[place] for place in left], None)
+        self._done()
+
+    def _requests(self) -> list[_core.PlacedRequest]:
+        # The current streams may be others than at the last call.
+        places = Places()
+        return [
+            (number, tensor.data_ptr(), tensor.nbytes, places.of(tensor.untyped_storage()))
+            for number, tensor in self._places.items()
+            if tensor.nbytes
+        ]
+
+    def _match(self, reader: _core.Reader) -> None:
+        import torch
+
+        if reader.form() == "pickle":
+            raise UnsafeLoadError("a checkpoint with a pickle in it: not published as weights are")
+        pairs = match(self._weights, reader, self._compute)
+        places: dict[int, torch.Tensor] = {}
+        rest = []
+        for pair in pairs:
+            if pair.number not in places and direct_place(pair, self._compute) is not None:
+                places[pair.number] = pair.target
+            else:
+                rest.append(pair)
+        copies = []
+        for pair in rest:
+            there = places.get(pair.number)
+            if there is None:
+                nbytes = pair.saved.untyped_storage().nbytes()
+                there = places[pair.number] = torch.empty(nbytes, dtype=torch.uint8)
+            elif covering_shape(pair.saved) is not None and there.dtype == pair.saved.dtype:
+                copies.append((pair.target, there.reshape(pair.saved.shape)))
+                continue
+            start = there.storage_offset() * there.itemsize // pair.saved.itemsize
+            values = torch.empty(0, dtype=pair.saved.dtype, device=there.device).set_(
+                there.untyped_storage(),
+                start + pair.saved.storage_offset(),
+                pair.saved.shape,
+                pair.saved.stride(),
+            )
+            copies.append((pair.target, values))
+        self._places, self._copies = places, copies
+        self._shape = (reader.tree(), reader.tensors())
+
+    def _done(self) -> None:
+        import torch
+
+        with torch.no_grad():
+            for tensor in self._places.values():
+                if not tensor.is_inference():
+                    torch.autograd.graph.increment_version(tensor)
+            for target, values in self._copies:
+                same = target.device == values.device and target.data_ptr() == values.data_ptr()
+                if not same:
+                    target.copy_(values)
+
+
+def tensors_of(weights: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a module or of containers, by key path.
+
+    Raises:
+        ValueError: there are none.
+    """
+    found = {path: tensor.detach() for path, tensor in walk_tensors(weights, as_state=True)}
+    if not found:
+        raise ValueError(f"{type(weights).__name__}: no tensors in it")
+    return found

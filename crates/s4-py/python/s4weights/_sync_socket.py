@@ -1,0 +1,347 @@
+"""Checkpoints of a store over a socket, for those who cannot reach the store: HTTP, and the bytes that
+are stored.
+
+``GET /v1/checkpoints?after=ID&wait=SECONDS``
+    What the store lists, as JSON, once its newest checkpoint is another one than ``ID`` or the time is
+    over.
+``GET /v1/checkpoints/ID``
+    The index of a checkpoint and its objects, one after the other; their sizes are in the header
+    ``S4-Sizes``. The index names each object by its BLAKE3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import http.client
+import http.server
+import json
+import logging
+import math
+import os
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from . import _core
+from ._entries import CheckpointEntry
+from ._errors import CorruptDataError, NotFoundError, S4Error, StorageError
+from ._runner import UnixConnection
+
+logger = logging.getLogger("s4weights")
+
+#: Seconds for which a request may wait for a new checkpoint.
+LONGEST_WAIT = 60.0
+#: Bytes of a list of checkpoints, and the most objects that one has.
+_LIST_BYTES = 16 << 20
+_MOST_OBJECTS = 1 << 16
+#: Seconds of silence after which a connection is given up.
+_SILENCE = 60.0
+#: Bytes of a checkpoint that is kept for the next one who asks.
+_KEPT_BYTES = 256 << 20
+_PAUSE = 0.2
+
+
+def split_address(address: str) -> tuple[str, int] | str:
+    """Host and port of ``tcp://host:port``, or the path of ``unix:///path``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    parts = urlsplit(address)
+    plain = not (parts.query or parts.fragment or parts.username)
+    with contextlib.suppress(ValueError):
+        if parts.scheme == "tcp" and parts.hostname and parts.port is not None and not parts.path:
+            return parts.hostname, parts.port
+    if parts.scheme == "unix" and not parts.netloc and parts.path.startswith("/") and plain:
+        return unquote(parts.path)
+    raise ValueError(f"{address!r}: tcp://host:port or unix:///path/of/the/socket expected")
+
+
+def is_address(text: str) -> bool:
+    """Whether a text names a socket, not a store."""
+    return text.startswith(("tcp:", "unix:"))
+
+
+class Server:
+    """Serves the checkpoints of a store from threads of its own, to whoever reaches the socket.
+
+    Args:
+        address: ``tcp://host:port`` (port 0: any that is free) or ``unix:///path``.
+        entries: gives what the store lists.
+        stored: gives the index and the objects of a checkpoint, by its id.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        entries: Callable[[], list[CheckpointEntry]],
+        stored: Callable[[str], tuple[bytes, list[bytes]]],
+    ) -> None:
+        place = split_address(address)
+        self._list, self._stored = entries, stored
+        self._news = threading.Condition()
+        self._entries: list[CheckpointEntry] = []
+        self._closed = False
+        self._reading = threading.Lock()
+        self._kept: tuple[str, bytes, list[bytes]] | None = None
+        kind = _UnixServer if isinstance(place, str) else _TcpServer
+        if isinstance(place, str):
+            _remove_stale(place)
+        try:
+            self._server = kind(place, _Handler)
+        except OSError as error:
+            raise StorageError(error.errno, f"cannot listen: {error.strerror}", address) from error
+        self._server.owner = self
+        #: Where it listens.
+        self.address = address
+        if not isinstance(place, str):
+            host = f"[{place[0]}]" if ":" in place[0] else place[0]
+            self.address = f"tcp://{host}:{self._server.server_address[1]}"
+        self._path = place if isinstance(place, str) else None
+        self.refresh()
+        serve = self._server.serve_forever
+        threading.Thread(target=serve, name="s4weights-sync", daemon=True).start()
+
+    def refresh(self) -> None:
+        """Reads what the store lists, and tells those who wait."""
+        entries = self._list()
+        with self._news:
+            self._entries = entries
+            self._news.notify_all()
+
+    def close(self) -> None:
+        """Ends it; answers that are on their way are cut."""
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
+        self._server.shutdown()
+        self._server.server_close()
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+
+    def entries(self, after: str | None, wait: float) -> list[CheckpointEntry]:
+        """What is listed, once it is news."""
+
+        def is_news() -> bool:
+            return self._closed or bool(self._entries and self._entries[-1].id != after)
+
+        with self._news:
+            self._news.wait_for(is_news, wait)
+            return self._entries
+
+    def payload(self, id: str) -> tuple[bytes, list[bytes]]:
+        """The index and the objects of a checkpoint; of a small one, read once for all who ask."""
+        if all(entry.id != id for entry in self._entries):
+            raise NotFoundError(errno.ENOENT, "no such checkpoint", id)
+        with self._reading:
+            kept = self._kept
+            if kept is not None and kept[0] == id:
+                return kept[1], kept[2]
+            index, objects = self._stored(id)
+            if sum(map(len, objects)) <= _KEPT_BYTES:
+                self._kept = (id, index, objects)
+            return index, objects
+
+
+class _TcpServer(http.server.ThreadingHTTPServer):
+    owner: Server
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug("a subscriber went away", exc_info=True)
+
+
+if hasattr(socketserver, "ThreadingUnixStreamServer"):
+
+    class _UnixServer(socketserver.ThreadingUnixStreamServer):
+        owner: Server
+        daemon_threads = True
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            logger.debug("a subscriber went away", exc_info=True)
+
+
+def _remove_stale(path: str) -> None:
+    """Removes the socket of a process that ended without doing so."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = _SILENCE
+
+    def do_GET(self) -> None:
+        """Answers."""
+        owner: Server = self.server.owner  # type: ignore[attr-defined]
+        parts = urlsplit(self.path)
+        try:
+            if parts.path == "/v1/checkpoints":
+                self._list(owner, parts.query)
+            elif parts.path.startswith("/v1/checkpoints/"):
+                self._checkpoint(owner, parts.path.removeprefix("/v1/checkpoints/"))
+            else:
+                self._fail(404, "no such page")
+        except NotFoundError as error:
+            self._fail(404, str(error))
+        except S4Error as error:
+            logger.warning("a subscriber was told: %s", error)
+            self._fail(500, str(error))
+
+    def _list(self, owner: Server, query: str) -> None:
+        asked = parse_qs(query)
+        try:
+            wait = float(asked.get("wait", ["0"])[0])
+        except ValueError:
+            wait = 0.0
+        wait = min(max(wait, 0.0), LONGEST_WAIT) if math.isfinite(wait) else 0.0
+        entries = owner.entries(asked.get("after", [None])[0], wait)
+        body = json.dumps([_plain(entry) for entry in entries]).encode()
+        self._head(200, "application/json", len(body))
+        self.wfile.write(body)
+
+    def _checkpoint(self, owner: Server, id: str) -> None:
+        index, objects = owner.payload(id)
+        sizes = [len(index), *map(len, objects)]
+        text = ",".join(map(str, sizes))
+        self._head(200, "application/octet-stream", sum(sizes), {"S4-Sizes": text})
+        for part in (index, *objects):
+            self.wfile.write(part)
+
+    def _fail(self, status: int, what: str) -> None:
+        body = json.dumps({"message": what}).encode()
+        self._head(status, "application/json", len(body))
+        self.wfile.write(body)
+
+    def _head(self, status: int, kind: str, size: int, more: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(size))
+        for name, value in (more or {}).items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def address_string(self) -> str:
+        """Sockets of the file system have no address."""
+        return str(self.client_address[0]) if self.client_address else "unix"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Goes to the package's log."""
+        logger.debug("%s: " + format, self.address_string(), *args)
+
+
+def _plain(entry: CheckpointEntry) -> dict[str, Any]:
+    plain = dataclasses.asdict(entry)
+    del plain["report"]
+    return plain
+
+
+class Client:
+    """Asks a `Server`.
+
+    Args:
+        address: its address.
+        timeout: seconds for which a server that does not answer is asked again.
+        threads: of the readers that it makes.
+    """
+
+    def __init__(self, address: str, timeout: float, threads: int | None) -> None:
+        self._place = split_address(address)
+        self.name = address
+        self._timeout, self._threads = timeout, threads
+
+    def close(self) -> None:
+        """Nothing stays open between calls."""
+
+    def entries(self, after: str | None, wait: float) -> list[CheckpointEntry]:
+        """What is listed, once the newest one is not ``after``, or the time is over."""
+        end = time.monotonic() + wait
+        while True:
+            now = min(max(end - time.monotonic(), 0.0), LONGEST_WAIT)
+            query = f"wait={now:.3f}" + ("" if after is None else f"&after={after}")
+            _, body = self._get(f"/v1/checkpoints?{query}", _LIST_BYTES, now)
+            found = self._parse(body)
+            if (found and found[-1].id != after) or time.monotonic() >= end:
+                return found
+            time.sleep(min(_PAUSE, max(end - time.monotonic(), 0.0)))
+
+    def _parse(self, body: bytes) -> list[CheckpointEntry]:
+        try:
+            items = json.loads(body)
+            if not isinstance(items, list):
+                raise TypeError("a list expected")
+            return [CheckpointEntry(**item) for item in items]
+        except (ValueError, TypeError) as error:
+            raise CorruptDataError(f"{self.name}: no list of checkpoints: {error}") from error
+
+    def alone(self, entry: CheckpointEntry, most: int) -> _core.Reader:
+        """A checkpoint of at most so many bytes, without what it is a delta of."""
+        header, body = self._get(f"/v1/checkpoints/{entry.id}", most, 0.0)
+        try:
+            sizes = [int(size) for size in (header or "").split(",")]
+        except ValueError as error:
+            raise CorruptDataError(f"{self.name}: sizes {header!r}") from error
+        if len(sizes) > _MOST_OBJECTS or min(sizes) < 0 or sum(sizes) != len(body):
+            raise CorruptDataError(f"{self.name}: {len(body)} bytes are not what was announced")
+        parts, at = [], 0
+        for size in sizes:
+            parts.append(body[at : at + size])
+            at += size
+        return _core.Reader.in_memory(parts[0], parts[1:], self._threads)
+
+    def whole(self, chain: list[CheckpointEntry], most: int) -> _core.Reader:
+        """The last checkpoint of a chain, whose base comes first."""
+        reader = self.alone(chain[0], most)
+        for entry in chain[1:]:
+            child = self.alone(entry, most)
+            child.set_parent(reader)
+            reader = child
+        return reader
+
+    def _get(self, path: str, most: int, wait: float) -> tuple[str | None, bytes]:
+        end = time.monotonic() + self._timeout
+        while True:
+            try:
+                return self._once(path, most, wait)
+            except (OSError, http.client.HTTPException) as error:
+                if isinstance(error, S4Error):
+                    raise
+                if time.monotonic() + _PAUSE >= end:
+                    number = getattr(error, "errno", None) or errno.ECONNREFUSED
+                    what = f"the publisher does not answer: {error}"
+                    raise StorageError(number, what, self.name) from error
+            time.sleep(_PAUSE)
+
+    def _once(self, path: str, most: int, wait: float) -> tuple[str | None, bytes]:
+        connection: http.client.HTTPConnection
+        if isinstance(self._place, str):
+            connection = UnixConnection(self._place, timeout=_SILENCE + wait)
+        else:
+            host, port = self._place
+            connection = http.client.HTTPConnection(host, port, timeout=_SILENCE + wait)
+        with contextlib.closing(connection):
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            length = answer.length
+            if length is None or length > most:
+                raise CorruptDataError(
+                    f"{self.name}: an answer of {length} bytes, at most {most} expected"
+                )
+            body = answer.read()
+            if len(body) != length:
+                raise http.client.IncompleteRead(body, length - len(body))
+            if answer.status == 404:
+                raise NotFoundError(errno.ENOENT, "the publisher has no such checkpoint", self.name)
+            if answer.status != 200:
+                text = body[:500].decode("utf-8", "replace")
+                raise StorageError(errno.EIO, f"status {answer.status}: {text}", self.name)
+            return answer.headers.get("S4-Sizes"), body

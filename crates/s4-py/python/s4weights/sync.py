@@ -1,0 +1,459 @@
+"""Weights of a trainer that is running, in processes that sample from them: only what has changed goes
+over the wire, and it is applied where the weights are.
+
+The trainer publishes into a store, in a folder or a bucket, and may serve it over a socket::
+
+    from s4weights.sync import Publisher, Subscriber
+
+    with Publisher("s3://bucket/weights", listen="tcp://0.0.0.0:8476") as publisher:
+        for step in range(steps):
+            ...
+            publisher.publish_delta(model, step)
+
+A sampler takes what is new, when it has nothing else to do with its weights::
+
+    subscriber = Subscriber("tcp://trainer:8476", model)     # or "s3://bucket/weights"
+    while True:
+        subscriber.apply_delta(wait=1.0)
+        ...
+
+Each checkpoint but a base is a delta of the one before. Who missed some applies those that follow what
+it holds; who holds nothing of the chain, or something else than was thought, starts from its base.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, overload
+
+from . import _core
+from ._device import Compute
+from ._entries import CheckpointEntry, Retention
+from ._errors import CorruptDataError, NotFoundError
+from ._pending import PendingSave
+from ._staging import Stage
+from ._store import CheckpointStore
+from ._sync_live import LiveWeights, tensors_of
+from ._sync_socket import Client, Server, is_address
+
+__all__ = ["Publisher", "Subscriber", "Update"]
+
+logger = logging.getLogger("s4weights")
+
+#: Checkpoints that share a base, it included.
+CHAIN = 32
+#: The longest chain that the format has.
+_MOST_CHAIN = 64
+#: Bytes of a checkpoint besides its values' own.
+_OVERHEAD = 64 << 20
+#: Seconds between two looks at a store.
+_POLL = 0.5
+
+
+class Publisher:
+    """Publishes weights, step after step, as deltas of the step before.
+
+    Any thread may call it; one step is published at a time.
+
+    Args:
+        store: a folder, a URL or a `CheckpointStore`. With ``"memory:"`` there is only the socket.
+        listen: serve what is published at ``tcp://host:port`` (port 0: any that is free) or
+            ``unix:///path``, to anyone who reaches it: it has neither encryption nor passwords.
+        chain: checkpoints that share a base, 2 to 64. The base is as large as a full copy; a
+            subscriber that starts anew decodes it and what follows it.
+        options: arguments of `CheckpointStore`, if ``store`` is none. Unless told, the newest
+            chain and the one before stay listed, and values for the next delta are kept in host
+            memory.
+
+    Raises:
+        StorageError: nothing can listen there.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore | str | os.PathLike[str],
+        *,
+        listen: str | None = None,
+        chain: int = CHAIN,
+        **options: Any,
+    ) -> None:
+        if type(chain) is not int or not 2 <= chain <= _MOST_CHAIN:
+            raise ValueError(f"chain={chain!r}: 2 to {_MOST_CHAIN} expected")
+        self._own = not isinstance(store, CheckpointStore)
+        self._is_private = False
+        if isinstance(store, CheckpointStore):
+            if options:
+                raise TypeError(f"{', '.join(options)}: options of a store that is there already")
+            hops, shared = store._arguments["max_hops"], store._arguments["max_chain"]
+            if hops is None or shared is None or hops < shared - 1:
+                raise ValueError("store: max_hops=max_chain - 1 expected: a line of deltas")
+            self._store: CheckpointStore | None = store
+        else:
+            given = {"max_chain", "max_hops"} & options.keys()
+            if given:
+                raise TypeError(f"{', '.join(given)}: it is `chain` that says so")
+            self._store = None
+            self._arguments = {
+                "retention": Retention(keep_last=chain + 1),
+                **options,
+                "max_chain": chain,
+                "max_hops": chain - 1,
+            }
+            self._url = os.fspath(store)
+            self._is_private = self._url == "memory:"
+            if self._is_private:
+                # Those of one process that have the same name are one store.
+                self._url = f"memory:///{uuid.uuid4()}"
+            if "parent_memory" in options:
+                self._open(0)
+        self._lock = threading.Lock()
+        self._server: Server | None = None
+        if listen is not None:
+            self._server = Server(listen, self._entries, self._stored)
+
+    @property
+    def address(self) -> str | None:
+        """Where it listens, with the port that was chosen; ``None`` if it does not."""
+        return None if self._server is None else self._server.address
+
+    @overload
+    def publish_delta(
+        self,
+        weights: object,
+        step: int,
+        *,
+        base: bool = ...,
+        metrics: Mapping[str, float] | None = ...,
+        tags: Mapping[str, str] | None = ...,
+        blocking: Literal[True] = ...,
+        stage: Stage = ...,
+    ) -> CheckpointEntry: ...
+
+    @overload
+    def publish_delta(
+        self,
+        weights: object,
+        step: int,
+        *,
+        base: bool = ...,
+        metrics: Mapping[str, float] | None = ...,
+        tags: Mapping[str, str] | None = ...,
+        blocking: Literal[False],
+        stage: Stage = ...,
+    ) -> PendingSave: ...
+
+    def publish_delta(
+        self,
+        weights: object,
+        step: int,
+        *,
+        base: bool = False,
+        metrics: Mapping[str, float] | None = None,
+        tags: Mapping[str, str] | None = None,
+        blocking: bool = True,
+        stage: Stage = "auto",
+    ) -> CheckpointEntry | PendingSave:
+        """Publishes weights. Subscribers see them whole or not at all.
+
+        Args:
+            weights: a module, or containers of tensors. Other values are left out.
+            step: the training step, 0 or more.
+            base: no delta.
+            metrics: as in `CheckpointStore.save_checkpoint`, and so for ``tags``, ``blocking`` and
+                ``stage``.
+
+        Returns:
+            The entry, whose ``bytes`` go over the wire; or a `PendingSave`.
+
+        Raises:
+            S4Error: as `CheckpointStore.save_checkpoint`.
+            ValueError: there are no tensors.
+        """
+        tensors = tensors_of(weights)
+        with self._lock:
+            store = self._open(sum(tensor.nbytes for tensor in tensors.values()))
+            how: dict[str, Any] = {"base": base, "metrics": metrics, "tags": tags}
+            if blocking:
+                entry = store.save_checkpoint(tensors, step, **how)
+                self._published(store, entry)
+                return entry
+            pending = store.save_checkpoint(tensors, step, blocking=False, stage=stage, **how)
+            pending.committed.add_done_callback(
+                lambda done: None if Future.exception(done) else self._published(store, done.result())
+            )
+            return pending
+
+    def close(self) -> None:
+        """Waits for what is being published, and ends the socket and, if it is its own, the store."""
+        try:
+            if self._store is not None and self._own:
+                self._store.close()
+        finally:
+            if self._server is not None:
+                self._server.close()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _open(self, nbytes: int) -> CheckpointStore:
+        """The store. The next delta is one of these values: they stay in memory."""
+        if self._store is None:
+            arguments = {"parent_memory": nbytes + _OVERHEAD, **self._arguments}
+            self._store = CheckpointStore(self._url, **arguments)
+        return self._store
+
+    def _entries(self) -> list[CheckpointEntry]:
+        return [] if self._store is None else self._store.list()
+
+    def _stored(self, id: str) -> tuple[bytes, list[bytes]]:
+        assert self._store is not None
+        return self._store._open("open").stored_bytes(id)
+
+    def _published(self, store: CheckpointStore, entry: CheckpointEntry) -> None:
+        if self._server is not None:
+            self._server.refresh()
+        if self._is_private and entry.kind == "base":
+            # Nobody else can reach it, and a subscriber that was just served asks again.
+            store._open("open").sweep(0.0, True, False)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What `Subscriber.apply_delta` did.
+
+    Attributes:
+        step: the step whose weights these are now.
+        id: of its checkpoint.
+        deltas: how many were applied; 0 if all was read from a base.
+        bytes: what was stored of all that was read.
+        raw_bytes: what the weights take.
+        why_base: why it began with a base; ``None`` if it did not.
+        seconds: that it took.
+    """
+
+    step: int
+    id: str
+    deltas: int
+    bytes: int
+    raw_bytes: int
+    why_base: str | None
+    seconds: float
+
+
+class _Held(NamedTuple):
+    """The checkpoint whose values the weights are."""
+
+    entry: CheckpointEntry
+    digest: str
+
+
+class _Source(Protocol):
+    """Where checkpoints come from."""
+
+    name: str
+
+    def entries(self, after: str | None, wait: float) -> list[CheckpointEntry]: ...
+    def alone(self, entry: CheckpointEntry, most: int) -> _core.Reader: ...
+    def whole(self, chain: list[CheckpointEntry], most: int) -> _core.Reader: ...
+    def close(self) -> None: ...
+
+
+class _Stored:
+    """Checkpoints of a store."""
+
+    def __init__(self, store: CheckpointStore) -> None:
+        self._store, self.name = store, str(store.url)
+
+    def entries(self, after: str | None, wait: float) -> list[CheckpointEntry]:
+        end = time.monotonic() + wait
+        while True:
+            found = self._store.list()
+            left = end - time.monotonic()
+            if (found and found[-1].id != after) or left <= 0:
+                return found
+            time.sleep(min(_POLL, left))
+
+    def alone(self, entry: CheckpointEntry, most: int) -> _core.Reader:
+        return self._store._open("open").open_alone(entry.id)
+
+    def whole(self, chain: list[CheckpointEntry], most: int) -> _core.Reader:
+        return self._store._open("open").open(chain[-1].id)
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class Subscriber:
+    """Keeps weights at what was published last.
+
+    One thread at a time changes the weights; that nobody uses them meanwhile is up to the caller.
+
+    Args:
+        source: the folder or URL of a store, or where a `Publisher` listens.
+        weights: a module, or containers of tensors, that has what is published. They are filled
+            where they are; host memory is taken only for tensors that are not contiguous, and for
+            those on devices that s4weights does not decode on.
+        timeout: seconds for which a source that does not answer is asked again.
+        threads: as in `load`.
+        device: as in `load`, and so for ``gpu_scratch`` and ``storage_options``.
+    """
+
+    def __init__(
+        self,
+        source: str | os.PathLike[str],
+        weights: object,
+        *,
+        timeout: float = 30.0,
+        threads: int | None = None,
+        device: str = "auto",
+        gpu_scratch: int | None = None,
+        storage_options: Mapping[str, str] | None = None,
+    ) -> None:
+        compute = Compute(device, gpu_scratch)
+        text = os.fspath(source)
+        self._source: _Source
+        if is_address(text):
+            if storage_options:
+                raise ValueError("storage_options: only of a store")
+            self._source = Client(text, timeout, threads)
+        else:
+            options: dict[str, Any] = {"storage_options": storage_options, "read_only": True}
+            self._source = _Stored(
+                CheckpointStore(text, threads=threads, timeout=timeout, **options)
+            )
+        self._weights = LiveWeights(weights, compute)
+        self._held: _Held | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def step(self) -> int | None:
+        """The step whose weights these are; ``None`` before the first update, and after one that
+        failed halfway.
+        """
+        held = self._held
+        return None if held is None else held.entry.step
+
+    def close(self) -> None:
+        """Ends what it has open. The weights stay."""
+        self._source.close()
+
+    def __enter__(self) -> Subscriber:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def apply_delta(self, step: int | None = None, *, wait: float = 0.0) -> Update | None:
+        """Brings the weights to what was published last, or to a step.
+
+        Args:
+            step: the training step, an earlier one too; ``None``: the newest.
+            wait: seconds for which to wait for something new.
+
+        Returns:
+            What was done; ``None`` if there was nothing to do.
+
+        Raises:
+            NotFoundError: that step is not listed.
+            MismatchError: the weights are not those that were published; none was touched.
+            CorruptDataError: what is published is damaged.
+            StorageError: the source does not answer.
+            After the last two the weights are unspecified, and the next call reads all of them.
+        """
+        with self._lock:
+            held = None if self._held is None else self._held.entry.id
+            entries = self._source.entries(held if step is None else None, wait)
+            try:
+                return self._bring(entries, step)
+            except NotFoundError:
+                # What was listed a moment ago may have been taken off the list and deleted.
+                again = self._source.entries(None, 0.0)
+                if [entry.id for entry in again] == [entry.id for entry in entries]:
+                    raise
+                return self._bring(again, step)
+
+    def _bring(self, entries: list[CheckpointEntry], step: int | None) -> Update | None:
+        wanted = entries if step is None else [e for e in entries if e.step == step]
+        if not wanted:
+            if step is None:
+                return None
+            raise NotFoundError(2, f"no checkpoint of step {step}", self._source.name)
+        start = time.perf_counter()
+        held, target = self._held, wanted[-1]
+        if held is not None and held.entry.id == target.id:
+            return None
+        chain = self._chain(entries, target)
+        ids = [entry.id for entry in chain]
+        if held is None:
+            why: str | None = "nothing was held"
+        elif held.entry.id not in ids:
+            why = f"step {held.entry.step} is not in the chain of step {target.step}"
+        else:
+            todo = chain[ids.index(held.entry.id) + 1 :]
+            why = self._apply(held, todo, chain)
+        if why is not None:
+            todo = chain
+            self._held = None
+            reader = self._source.whole(chain, self._most())
+            self._weights.read(reader)
+            self._held = _Held(target, reader.digests()[0])
+            logger.info("%s: step %d from its base: %s", self._source.name, target.step, why)
+        return Update(
+            target.step,
+            target.id,
+            len(todo) if why is None else 0,
+            sum(entry.bytes for entry in todo),
+            target.raw_bytes,
+            why,
+            time.perf_counter() - start,
+        )
+
+    def _apply(
+        self, held: _Held, todo: list[CheckpointEntry], chain: list[CheckpointEntry]
+    ) -> str | None:
+        """Applies deltas, one after the other. Returns why that is not possible."""
+        for entry in todo:
+            reader = self._source.alone(entry, self._most())
+            own, parent = reader.digests()
+            if not self._weights.fits(reader):
+                return f"step {entry.step} has other tensors"
+            # A base that took the place of a delta has its values and a hash of its own.
+            if parent != held.digest and held.entry.parent is not None:
+                return f"step {entry.step} is a delta of something else"
+            self._held = None
+            upto = chain[: chain.index(entry) + 1]
+            try:
+                self._weights.apply(reader, lambda: self._source.whole(upto, self._most()))  # noqa: B023
+            except CorruptDataError as error:
+                logger.warning("%s: all is read anew: %s", self._source.name, error)
+                return f"the weights were not those of step {held.entry.step}, or it is damaged"
+            self._held = held = _Held(entry, own)
+        return None
+
+    def _chain(
+        self, entries: list[CheckpointEntry], target: CheckpointEntry
+    ) -> list[CheckpointEntry]:
+        """A checkpoint and what it is a delta of, the base first."""
+        known = {entry.id: entry for entry in entries}
+        chain = [target]
+        while chain[-1].parent is not None:
+            above = known.get(chain[-1].parent)
+            if above is None or len(chain) > _MOST_CHAIN:
+                what = f"{self._source.name}: step {target.step} has no base"
+                raise CorruptDataError(what)
+            chain.append(above)
+        return chain[::-1]
+
+    def _most(self) -> int:
+        """Bytes that a checkpoint of these weights can have."""
+        return 2 * self._weights.nbytes + _OVERHEAD

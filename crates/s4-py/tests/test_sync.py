@@ -1,0 +1,347 @@
+"""Weights that one process publishes and others apply."""
+
+from __future__ import annotations
+
+import http.server
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import s4weights
+from s4weights.sync import Publisher, Subscriber, Update
+
+EXAMPLE = Path(__file__).parents[3] / "examples/weight_sync.py"
+
+
+class Model(torch.nn.Module):
+    """Tied weights, a buffer that is not in the state, and tensors that share chunks."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        values = torch.randn(300, 512, generator=generator) * 0.02
+        self.embed = torch.nn.Parameter(values.to(torch.bfloat16))
+        self.head = self.embed
+        self.inner = torch.nn.Linear(512, 200, dtype=torch.bfloat16)
+        self.norm = torch.nn.Parameter(torch.ones(512))
+        self.register_buffer("scratch", torch.zeros(9), persistent=False)
+
+    def train_step(self, step: int) -> None:
+        """Some of the values change by the last bit."""
+        generator = torch.Generator().manual_seed(step)
+        with torch.no_grad():
+            for values in (self.embed, self.inner.weight):
+                chosen = torch.rand(values.shape, generator=generator) < 0.003
+                bits = values.view(torch.int16)
+                bits[chosen] ^= 1
+            self.norm += 1e-3
+
+
+def same(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    there = b.state_dict()
+    return all(
+        torch.equal(tensor.view(torch.uint8), there[name].view(torch.uint8))
+        for name, tensor in a.state_dict().items()
+    )
+
+
+def update(subscriber: Subscriber, **how: Any) -> Update:
+    done = subscriber.apply_delta(**how)
+    assert done is not None
+    return done
+
+
+@pytest.fixture(params=["folder", "tcp", "unix"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Publisher, str]]:
+    """A publisher, and where its subscribers look."""
+    address = {"folder": None, "tcp": "tcp://127.0.0.1:0", "unix": f"unix://{tmp_path}/sync.sock"}
+    listen = address[request.param]
+    place = str(tmp_path / "weights") if listen is None else "memory:"
+    with Publisher(place, listen=listen, chain=4) as publisher:
+        yield publisher, publisher.address or place
+
+
+def test_every_step_is_applied_in_place(pair: tuple[Publisher, str]) -> None:
+    publisher, source = pair
+    trainer, sampler = Model(), Model(seed=1)
+    places = {name: t.data_ptr() for name, t in sampler.state_dict().items()}
+    with Subscriber(source, sampler) as subscriber:
+        assert subscriber.apply_delta() is None and subscriber.step is None
+        for step in range(6):
+            if step:
+                trainer.train_step(step)
+            entry = publisher.publish_delta(trainer, step)
+            version = sampler.embed._version
+            done = update(subscriber, wait=20.0)
+            assert same(trainer, sampler), f"step {step}"
+            assert sampler.embed._version > version
+            assert (done.step, done.id, done.raw_bytes) == (step, entry.id, entry.raw_bytes)
+            assert done.bytes == entry.bytes and subscriber.step == step
+            # A new base comes with the fifth.
+            is_base = step % 4 == 0
+            assert (entry.kind == "base") == is_base
+            assert (done.deltas, done.why_base is None) == ((0, False) if is_base else (1, True))
+            if not is_base:
+                assert entry.bytes < entry.raw_bytes / 10
+            assert subscriber.apply_delta() is None
+    assert {name: t.data_ptr() for name, t in sampler.state_dict().items()} == places
+    live = {tensor.data_ptr() for tensor in subscriber._weights._places.values()}
+    assert live == set(places.values()), "and nothing was decoded elsewhere"
+
+
+def test_a_subscriber_that_missed_steps_goes_on_through_the_chain(
+    pair: tuple[Publisher, str],
+) -> None:
+    publisher, source = pair
+    trainer, sampler, late = Model(), Model(seed=1), Model(seed=2)
+    with Subscriber(source, sampler) as subscriber, Subscriber(source, late) as other:
+        publisher.publish_delta(trainer, 0)
+        update(subscriber)
+        sizes = []
+        for step in (1, 2, 3):
+            trainer.train_step(step)
+            sizes.append(publisher.publish_delta(trainer, step).bytes)
+        done = update(subscriber)
+        assert (done.step, done.deltas, done.why_base, done.bytes) == (3, 3, None, sum(sizes))
+        assert same(trainer, sampler)
+        # Who comes later starts from the base of the chain.
+        done = update(other)
+        assert done.deltas == 0 and done.why_base == "nothing was held"
+        assert same(trainer, late)
+        # And so does one that missed the end of its chain.
+        for step in (4, 5):
+            trainer.train_step(step)
+            publisher.publish_delta(trainer, step)
+        done = update(other)
+        assert done.why_base == "step 3 is not in the chain of step 5" and same(trainer, late)
+        # Back, and forth again.
+        kept = Model()
+        kept.load_state_dict(trainer.state_dict())
+        assert update(subscriber, step=1).step == 1 and not same(trainer, sampler)
+        assert update(subscriber).step == 5 and same(kept, sampler)
+        with pytest.raises(s4weights.NotFoundError, match="step 77"):
+            subscriber.apply_delta(step=77)
+        assert same(kept, sampler) and subscriber.step == 5
+
+
+def test_weights_that_were_changed_meanwhile_heal(
+    pair: tuple[Publisher, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher, source = pair
+    trainer, sampler = Model(), Model(seed=1)
+    with Subscriber(source, sampler) as subscriber:
+        publisher.publish_delta(trainer, 0)
+        update(subscriber)
+        with torch.no_grad():
+            sampler.inner.weight[3, 3] += 1
+        trainer.train_step(1)
+        publisher.publish_delta(trainer, 1)
+        with caplog.at_level(logging.WARNING, "s4weights"):
+            done = update(subscriber)
+        assert done.why_base is not None and "not those of step 0" in done.why_base
+        assert "read anew" in caplog.text and same(trainer, sampler)
+        trainer.train_step(2)
+        publisher.publish_delta(trainer, 2)
+        assert update(subscriber).deltas == 1 and same(trainer, sampler)
+
+
+def test_another_model_is_refused_and_left_alone(pair: tuple[Publisher, str]) -> None:
+    publisher, source = pair
+    publisher.publish_delta(Model(), 0)
+    other = torch.nn.Linear(4, 4)
+    before = other.weight.clone()
+    with (
+        Subscriber(source, other) as subscriber,
+        pytest.raises(s4weights.MismatchError, match="embed"),
+    ):
+        subscriber.apply_delta()
+    assert torch.equal(other.weight, before)
+
+
+def test_a_new_layer_ends_the_chain_for_subscribers(tmp_path: Path) -> None:
+    with Publisher(tmp_path) as publisher:
+        weights = {"a": torch.randn(200, 200), "b": torch.randn(9000)}
+        target = {name: torch.zeros_like(t) for name, t in weights.items()}
+        subscriber = Subscriber(tmp_path, target)
+        publisher.publish_delta(weights, 0)
+        update(subscriber)
+        weights["c"] = torch.randn(5000)
+        assert publisher.publish_delta(weights, 1).kind == "delta"
+        with pytest.raises(s4weights.MismatchError, match="`c`"):
+            subscriber.apply_delta()
+        target["c"] = torch.zeros(5000)
+        done = update(subscriber)
+        assert done.why_base is not None and torch.equal(target["c"], weights["c"])
+        assert torch.equal(target["a"], weights["a"])
+
+
+def test_tensors_that_cannot_be_decoded_in_place(tmp_path: Path) -> None:
+    base = torch.randn(90, 70)
+    trainer = {"w": base.clone(), "view": base.clone()[:, 3:40], "one": torch.tensor(3.0)}
+    sampler = {
+        "w": torch.zeros(70, 90).T,
+        "view": torch.zeros(90, 37),
+        "one": torch.tensor(0.0),
+    }
+    with Publisher(tmp_path) as publisher, Subscriber(tmp_path, sampler) as subscriber:
+        for step in range(3):
+            publisher.publish_delta(trainer, step)
+            assert update(subscriber).deltas == min(step, 1)
+            assert all(torch.equal(sampler[name], trainer[name]) for name in trainer)
+            trainer["w"][step, 5] += 1
+            trainer["view"][7] *= 2
+            trainer["one"] += 1
+
+
+def test_it_publishes_in_the_background(tmp_path: Path) -> None:
+    trainer, sampler = Model(), Model(seed=1)
+    listen = f"unix://{tmp_path}/s.sock"
+    with (
+        Publisher(tmp_path / "w", listen=listen) as publisher,
+        Subscriber(listen, sampler) as subscriber,
+    ):
+        publisher.publish_delta(trainer, 0)
+        update(subscriber)
+        kept = Model()
+        for step in (1, 2):
+            trainer.train_step(step)
+            kept.load_state_dict(trainer.state_dict())
+            pending = publisher.publish_delta(trainer, step, blocking=False)
+            with torch.no_grad():
+                trainer.embed.add_(1)  # What is published are the values at the call.
+            started = time.monotonic()
+            assert update(subscriber, wait=30.0).step == step
+            assert time.monotonic() - started < 25
+            assert pending.wait().step == step and same(kept, sampler)
+            trainer.load_state_dict(kept.state_dict())
+
+
+def test_a_pickle_is_refused(tmp_path: Path) -> None:
+    with s4weights.CheckpointStore(tmp_path) as store:
+        store.save_checkpoint({"w": torch.ones(3), "code": print}, 0)
+    weights = {"w": torch.zeros(3)}
+    with Subscriber(tmp_path, weights) as subscriber, pytest.raises(s4weights.UnsafeLoadError):
+        subscriber.apply_delta()
+    assert not weights["w"].any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"chain": 1}, "chain=1"),
+        ({"chain": 65}, "chain=65"),
+        ({"max_hops": 2}, "max_hops"),
+        ({"listen": "http://x"}, "tcp://host:port"),
+        ({"listen": "unix://relative/x"}, "unix:///path"),
+        ({"listen": "tcp://127.0.0.1:99999"}, "tcp://host:port"),
+    ],
+)
+def test_arguments_that_make_no_sense(
+    tmp_path: Path, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        Publisher(tmp_path, **arguments)
+    with pytest.raises(ValueError, match="no tensors"), Publisher(tmp_path) as publisher:
+        publisher.publish_delta({"x": 1}, 0)
+    with (
+        s4weights.CheckpointStore(tmp_path) as store,
+        pytest.raises(ValueError, match="line of deltas"),
+    ):
+        Publisher(store)
+
+
+def test_what_is_damaged_on_the_way_touches_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, sampler = Model(), Model(seed=1)
+    with (
+        Publisher("memory:", listen="tcp://127.0.0.1:0") as publisher,
+        Subscriber(publisher.address or "", sampler) as subscriber,
+    ):
+        publisher.publish_delta(trainer, 0)
+        update(subscriber)
+        before = Model()
+        before.load_state_dict(sampler.state_dict())
+        trainer.train_step(1)
+        publisher.publish_delta(trainer, 1)
+        server = publisher._server
+        assert server is not None
+        stored = server._stored
+
+        def damaged(id: str) -> tuple[bytes, list[bytes]]:
+            index, objects = stored(id)
+            middle = len(objects[0]) // 2
+            objects[0] = objects[0][:middle] + b"\xff\x00" + objects[0][middle + 2 :]
+            return index, objects
+
+        monkeypatch.setattr(server, "_stored", damaged)
+        with pytest.raises(s4weights.CorruptDataError, match="not what the index names"):
+            subscriber.apply_delta()
+        assert same(before, sampler) and subscriber.step == 0
+        monkeypatch.setattr(server, "_kept", None)
+        monkeypatch.setattr(server, "_stored", stored)
+        assert update(subscriber).deltas == 1 and same(trainer, sampler)
+
+
+@pytest.mark.parametrize(
+    ("length", "body", "message"),
+    [
+        (1 << 50, b"[", "an answer of 1125899906842624 bytes"),
+        (2, b"{}", "no list of checkpoints"),
+        (4, b"[{}]", "no list of checkpoints"),
+        (None, b"[]", "an answer of None bytes"),
+    ],
+)
+def test_a_server_that_lies_is_not_believed(
+    length: int | None, body: bytes, message: str
+) -> None:
+    class Liar(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            if length is not None:
+                self.send_header("Content-Length", str(length))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Liar) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"tcp://127.0.0.1:{server.server_address[1]}"
+        weights = {"w": torch.zeros(3)}
+        with pytest.raises(s4weights.CorruptDataError, match=message):
+            Subscriber(address, weights, timeout=1.0).apply_delta()
+        server.shutdown()
+
+
+def test_a_publisher_that_is_gone_is_a_storage_error(tmp_path: Path) -> None:
+    weights, trainer = {"w": torch.zeros(5000)}, {"w": torch.randn(5000)}
+    listen = f"unix://{tmp_path}/s.sock"
+    with Publisher(tmp_path / "w", listen=listen) as publisher:
+        publisher.publish_delta(trainer, 1)
+        subscriber = Subscriber(listen, weights, timeout=0.5)
+        update(subscriber)
+    with pytest.raises(s4weights.StorageError, match="does not answer"):
+        subscriber.apply_delta()
+    # One that takes its place goes on where it was.
+    with Publisher(tmp_path / "w", listen=listen) as publisher:
+        trainer["w"][7] += 1
+        assert publisher.publish_delta(trainer, 2).kind == "delta"
+        assert update(subscriber).deltas == 1 and torch.equal(weights["w"], trainer["w"])
+
+
+def test_a_trainer_and_two_samplers_as_processes() -> None:
+    command = [sys.executable, str(EXAMPLE), "--socket", "--values", "200000", "--steps", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "sampler 1: step 3: 2 deltas" in done.stdout, done.stdout
+    assert done.stdout.count("bit for bit") == 2, done.stdout

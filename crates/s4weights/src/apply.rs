@@ -1,0 +1,71 @@
+//! Applying a delta in place: memory that holds the parent's values becomes this checkpoint's.
+//!
+//! No ancestor is opened or read. The checksum of every chunk's values is compared afterwards, so memory
+//! that held something else is an error and never a wrong value.
+
+use std::collections::HashSet;
+
+use crate::error::{At, Error, Result};
+use crate::fetch::Want;
+use crate::options::{Meter, thread_count};
+use crate::reader::Reader;
+
+impl Reader {
+    /// As [`Reader::read_into`], of buffers that hold the values that the tensors have in the parent. Those
+    /// that are stored by themselves are read, whatever the buffers hold.
+    ///
+    /// # Errors
+    /// As [`Reader::read_into`]; `Argument` if a tensor is asked for twice. The buffers' content is
+    /// unspecified then: some chunks may be this checkpoint's, others the parent's.
+    pub fn apply_into(&self, requests: &mut [(usize, &mut [u8])]) -> Result<()> {
+        let wants = self.wants(requests)?;
+        self.each_once(wants.iter().map(|w| w.tensor))?;
+        let mut meter = self.meter(wants.iter().map(|w| w.to.len() as u64).sum());
+        let done = self.apply_all(wants, &mut meter);
+        self.let_go();
+        done
+    }
+
+    /// Whole tensors, by number, and the buffers of their size.
+    pub(crate) fn wants<'a>(
+        &self,
+        requests: &'a mut [(usize, &mut [u8])],
+    ) -> Result<Vec<Want<'a>>> {
+        let mut wants = Vec::with_capacity(requests.len());
+        for (number, to) in requests {
+            let tensor = self.tensor(*number)?;
+            if tensor.bytes().at(&self.name)? != to.len() as u64 {
+                return Err(Error::Argument(format!(
+                    "buffer of {} bytes for tensor `{}` of {} {:?}",
+                    to.len(),
+                    tensor.name,
+                    tensor.dtype,
+                    tensor.shape
+                )));
+            }
+            wants.push(Want { tensor: *number, first: 0, to });
+        }
+        Ok(wants)
+    }
+
+    /// Refuses to apply a difference twice.
+    pub(crate) fn each_once(&self, numbers: impl Iterator<Item = usize>) -> Result<()> {
+        let mut seen = HashSet::new();
+        for number in numbers {
+            if !seen.insert(number) {
+                let what = format!("{}: tensor `{}` twice", self.name, self.label(number));
+                return Err(Error::Argument(what));
+            }
+        }
+        Ok(())
+    }
+
+    fn apply_all(&self, wants: Vec<Want<'_>>, meter: &mut Meter) -> Result<()> {
+        let blocks = self.blocks(&self.hosts(&wants))?;
+        let mut jobs = self.jobs(wants, &blocks)?;
+        // A tensor that is wanted whole has its chunks whole; tensors of a pack are no deltas.
+        jobs.iter_mut().for_each(|job| job.in_place = job.delta && job.is_whole());
+        let threads = thread_count(self.options.threads);
+        self.run(self.request_spans(jobs, threads), &blocks, meter)
+    }
+}
