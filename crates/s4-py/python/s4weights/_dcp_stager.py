@@ -6,7 +6,7 @@ import copy
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,38 @@ class _DeviceBytes:
             "typestr": "|u1",
             "version": 3,
         }
+
+
+class _SharedBuffers:
+    """Host memory that other processes see, one storage for each that is copied: PyTorch 2.15 crashes
+    when it pickles two DTensors that lie in one.
+    """
+
+    def __init__(self, threads: int | None) -> None:
+        self._threads = threads
+        self._kept: list[torch.UntypedStorage] = []
+
+    def views(self, storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:
+        """Copies storages: the bytes of each copy."""
+        # Those of the last state, as far as the sizes are the same.
+        kept = {number: have for number, have in enumerate(self._kept)}
+        self._kept, found, host = [], [], []
+        for number, storage in enumerate(storages):
+            have, size = kept.pop(number, None), storage.nbytes()
+            if have is None or have.nbytes() != size:
+                have = torch.UntypedStorage._new_shared(size)
+            self._kept.append(have)
+            found.append(torch.empty(0, dtype=torch.uint8).set_(have))
+            if storage.device.type == "cpu":
+                host.append((have.data_ptr(), storage.data_ptr(), size))
+            else:
+                have.copy_(storage, non_blocking=False)
+        _core.copy_memory([item for item in host if item[2]], self._threads)
+        return found
+
+    def free(self) -> None:
+        """Gives the memory back."""
+        self._kept = []
 
 
 class _StagedState(dict[str, Any]):
@@ -83,7 +115,7 @@ class Stager(AsyncStager):  # type: ignore[misc]
         self._compute: Callable[[], Compute] = lambda: Compute(device, gpu_scratch)
         self._budget = Budget(None, device_reserve, self._compute().scratch).check()
         self._lock = threading.Lock()
-        self._spare: list[HostBuffer] = []
+        self._spare: list[HostBuffer | _SharedBuffers] = []
         self._closed = False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -120,18 +152,20 @@ class Stager(AsyncStager):  # type: ignore[misc]
     def synchronize_staging(self) -> None:
         """All is done when `stage` returns."""
 
-    def _take(self) -> HostBuffer:
+    def _take(self) -> HostBuffer | _SharedBuffers:
         with self._lock:
             if self._spare:
                 return self._spare.pop()
-        return HostBuffer(self._threads, shared=self._shared)
+        return _SharedBuffers(self._threads) if self._shared else HostBuffer(self._threads)
 
-    def _give_back(self, buffer: HostBuffer) -> None:
+    def _give_back(self, buffer: HostBuffer | _SharedBuffers) -> None:
         with self._lock:
             if not self._closed and len(self._spare) < _SPARE:
                 self._spare.append(buffer)
 
-    def _copy(self, entries: list[Entry], buffer: HostBuffer) -> dict[int, torch.Tensor]:
+    def _copy(
+        self, entries: list[Entry], buffer: HostBuffer | _SharedBuffers
+    ) -> dict[int, torch.Tensor]:
         """Copies storages; for each, by its identity, the bytes of the copy."""
         copies: dict[int, torch.Tensor] = {}
         if not self._shared:
@@ -224,11 +258,15 @@ class _Copier:
             return type(obj)(self.copy(value) for value in obj)
         return copy.deepcopy(obj, self._memo)
 
+    def _part(self, part: Any) -> Any:
+        # Not all that a wrapper names are tensors: a DTensor names its mesh.
+        return self._tensor(part) if isinstance(part, torch.Tensor) else part
+
     def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         inner = _inner(tensor)
         if inner is not None:
             names, context = inner
-            parts = {name: self._tensor(getattr(tensor, name)) for name in names}
+            parts = {name: self._part(getattr(tensor, name)) for name in names}
             made = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
             return made
         values = None

@@ -336,12 +336,11 @@ def _hook(waiting: list[Pending[Any]]) -> Callable[..., None]:
 class HostBuffer:
     """Host memory that snapshots are copied to, used again for the next one.
 
-    It belongs to one save at a time, from before the copy until that save has ended. ``shared``: other
-    processes can see it.
+    It belongs to one save at a time, from before the copy until that save has ended.
     """
 
-    def __init__(self, threads: int | None, *, shared: bool = False) -> None:
-        self._threads, self._shared = threads, shared
+    def __init__(self, threads: int | None) -> None:
+        self._threads = threads
         self._buffer: torch.Tensor | None = None
 
     def views(self, storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:
@@ -380,13 +379,9 @@ class HostBuffer:
         import torch
 
         have = self._buffer
-        pinned = pinned and not self._shared
         if have is None or have.numel() < nbytes or (pinned and not have.is_pinned()):
             self._buffer = None  # The old one goes before the new one comes.
-            if self._shared:
-                self._buffer = torch.empty(nbytes, dtype=torch.uint8).share_memory_()
-            else:
-                self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
             return self._buffer
         return have
 

@@ -105,17 +105,18 @@ impl KeptObjects {
             Some((infos.get(usize::try_from(number).ok()?)?.blake3, bytes))
         });
         let mut kept = lock(&self.0);
-        kept.retain(|(of, _)| chain.contains(of));
+        kept.retain(|(of, _)| *of == id || chain.contains(of));
         kept.push((id, by_hash.collect()));
     }
 
     /// The objects of a checkpoint that are kept, by number.
     pub(crate) fn of(&self, id: CheckpointId, infos: &[ObjectInfo]) -> BTreeMap<u32, Bytes> {
         let kept = lock(&self.0);
-        let Some((_, objects)) = kept.iter().find(|(of, _)| *of == id) else {
-            return BTreeMap::new();
+        let known = |(n, info): (u32, &ObjectInfo)| {
+            let mut parts = kept.iter().filter(|(of, _)| *of == id);
+            let object = parts.find_map(|(_, objects)| objects.get(&info.blake3))?;
+            Some((n, object.clone()))
         };
-        let known = |(n, info): (u32, &ObjectInfo)| Some((n, objects.get(&info.blake3)?.clone()));
         (0..).zip(infos).filter_map(known).collect()
     }
 }

@@ -3,7 +3,8 @@
 use bytes::Bytes;
 use s4weights::format::manifest::{Role, RoleKind, Roles};
 use s4weights::store::{
-    CheckOptions, CheckpointStore, PartOf, Place, RankPart, SaveOptions, Saved, StoreOptions, WhyBase,
+    CheckOptions, CheckpointStore, PartOf, Place, RankPart, SaveOptions, Saved, StoreOptions,
+    WhyBase,
 };
 use s4weights::{Contents, DType, Error, TensorSource};
 
@@ -184,7 +185,8 @@ fn a_rank_does_not_read_back_what_it_stored() {
         let part = |rank| {
             store.save_part(&of, rank, &sources(&tensors(rank, step)), &SaveOptions::default())
         };
-        let parts = [part(0), part(1)].into_iter().map(|p| p.map(Some)).collect::<Result<_, _>>()?;
+        let parts =
+            [part(0), part(1)].into_iter().map(|p| p.map(Some)).collect::<Result<_, _>>()?;
         store.publish_parts(&of, step, parts, &SaveOptions::default())
     };
     let (keeps, reads) = (open(1 << 30), open(0));

@@ -1,0 +1,146 @@
+"""The stager for `torch.distributed.checkpoint.async_save`."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from test_dcp import expect_sharded, empty_like, run_ranks, same, sharded, values
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.tensor import DTensor
+
+import s4weights
+from s4weights.dcp import LoadPlanner, Stager, StorageReader, StorageWriter
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="PyTorch without distributed")
+
+
+def address(state: dict[str, Any]) -> int:
+    return int(state["w"].untyped_storage().data_ptr())
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_what_is_staged_stays_what_it_was(shared: bool) -> None:
+    weight = values(1, 300, 200)
+    state: dict[str, Any] = {
+        "w": weight,
+        "tied": weight,
+        "column": weight[:, 3],
+        "turned": weight.T,
+        "half": values(2, 9).to(torch.bfloat16),
+        "nothing": torch.empty(0, 4),
+        "number": torch.tensor(3.0),
+        "conj": torch.tensor([1 + 2j, 3j]).conj(),
+        "sparse": torch.eye(3).to_sparse(),
+        "parameter": torch.nn.Parameter(values(3, 5)),
+        "nested": OrderedDict(a=[values(4, 7), (values(5, 8), {"x": [1, 2]})]),
+        "object": {1, 2},
+    }
+    expected = {name: value.clone() for name, value in state.items() if torch.is_tensor(value)}
+    stager = Stager(shared_memory=shared, threads=2)
+    staged = stager.stage(state)
+    for tensor in (weight, state["half"], state["number"], state["nested"]["a"][0]):
+        tensor.add_(1)
+    with torch.no_grad():
+        state["parameter"].zero_()
+    state["nested"]["a"][1][1]["x"].append(3)
+    state["object"].add(3)
+    for name, tensor in expected.items():
+        found = staged[name]
+        assert (found.shape, found.dtype) == (tensor.shape, tensor.dtype), name
+        assert found.stride() == state[name].stride() if name != "sparse" else found.is_sparse
+        assert torch.equal(found.to_dense(), tensor.to_dense()), name
+        assert name == "sparse" or found.is_shared() == shared, name
+    assert staged["w"].untyped_storage()._cdata == staged["tied"].untyped_storage()._cdata
+    assert staged["w"].data_ptr() == staged["tied"].data_ptr()
+    nested = staged["nested"]
+    assert type(nested) is OrderedDict and torch.equal(nested["a"][0], values(4, 7))
+    assert nested["a"][1][1] == {"x": [1, 2]} and staged["object"] == {1, 2}
+
+
+def test_memory_is_used_again_once_a_save_is_over() -> None:
+    state = {"w": values(1, 300, 200)}
+    stager = Stager()
+    first = stager.stage(state)
+    second = stager.stage(state)
+    places = {address(first), address(second)}
+    assert len(places) == 2, "the first save may still read it"
+    del first
+    state["w"].add_(1)
+    third = stager.stage(state)
+    assert address(third) in places and torch.equal(third["w"], state["w"])
+    assert torch.equal(second["w"], values(1, 300, 200))
+    # More than there is room for.
+    del third
+    assert torch.equal(stager.stage({"w": values(2, 999, 333)})["w"], values(2, 999, 333))
+    stager.close()
+    with pytest.raises(ValueError, match="closed"):
+        stager.stage(state)
+
+
+def _save(rank: int, url: str, kind: str) -> None:
+    stager = Stager(shared_memory=kind == "process")
+    for step in (1, 2, 3):
+        state = sharded(step)
+        future = dcp.async_save(
+            state,
+            storage_writer=StorageWriter(url, step=step),
+            async_checkpointer_type=AsyncCheckpointerType(kind),
+            async_stager=stager,
+        )
+        for tensor in _tensors(state):
+            tensor.zero_()
+        future.result()
+    for step in (1, 2, 3):
+        loaded = empty_like(sharded(step))
+        reader = StorageReader(url, step=step)
+        dcp.load(loaded, storage_reader=reader, planner=LoadPlanner())
+        expect_sharded(loaded, step)
+    stager.close()
+
+
+def _tensors(obj: Any) -> list[torch.Tensor]:
+    if isinstance(obj, DTensor):
+        return [obj.to_local()]
+    if isinstance(obj, torch.Tensor):
+        return [obj]
+    children = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, list) else ()
+    return [tensor for child in children for tensor in _tensors(child)]
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_ranks_save_in_the_background(tmp_path: Path, kind: str) -> None:
+    run_ranks(2, _save, str(tmp_path / "run"), kind)
+    store = s4weights.CheckpointStore(tmp_path / "run")
+    assert [e.step for e in store.list()] == [1, 2, 3]
+    assert store.verify()["clean"]
+
+
+def test_errors_are_raised_where_they_belong(tmp_path: Path) -> None:
+    stager = Stager()
+    good = {"w": values(1, 5000)}
+
+    def save(state: dict[str, Any], url: Path | str, step: int) -> Any:
+        writer = StorageWriter(url, step=step)
+        return dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True)
+
+    # What cannot be staged is an error of the call: no future that has failed before it is given out.
+    with pytest.raises(TypeError, match="pickle"):
+        save({**good, "lock": threading.Lock()}, tmp_path / "run", 1)
+    (tmp_path / "file").write_text("no folder")
+    failed = save(good, tmp_path / "file" / "run", 1)
+    with pytest.raises(CheckpointException) as error:
+        failed.result()
+    assert isinstance(error.value.failures[0][0], s4weights.StorageError)
+    # Neither is in the way of the next one, even while somebody holds the failed future.
+    save(good, tmp_path / "run", 2).result()
+    loaded = {"w": torch.zeros(5000)}
+    dcp.load(loaded, storage_reader=StorageReader(tmp_path / "run"), no_dist=True)
+    assert same(loaded["w"], good["w"])
