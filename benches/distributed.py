@@ -10,6 +10,7 @@ if there are any (NCCL), else processors (gloo).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import time
@@ -26,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import s4weights
-from s4weights.dcp import LoadPlanner, StorageReader, StorageWriter
+from s4weights.dcp import LoadPlanner, Stager, StorageReader, StorageWriter
 
 ROUNDS = 3
 
@@ -103,9 +104,17 @@ class Bench:
             self.preset(preset, self.folder / preset)
         self.background("dcp.async_save, stock stager", lambda: {"checkpoint_id": self.fresh()})
         self.background(
-            "dcp.async_save, s4weights balanced",
+            "dcp.async_save, s4weights, stock stager",
             lambda: {"storage_writer": self.writer(self.folder / "async", True)},
         )
+        with contextlib.closing(Stager()) as stager:
+            self.background(
+                "dcp.async_save, s4weights stager",
+                lambda: {
+                    "storage_writer": self.writer(self.folder / "staged", True),
+                    "async_stager": stager,
+                },
+            )
 
     def preset(self, preset: str, store: Path) -> None:
         name = f"s4weights {preset}"

@@ -68,9 +68,7 @@ def deltas(
             before = [tensor.clone() for tensor in state.values()] if step else []
             if step:
                 next(update)
-            changed = sum(
-                int((a != b).sum()) for a, b in zip(before, state.values(), strict=False)
-            )
+            changed = sum(int((a != b).sum()) for a, b in zip(before, state.values(), strict=False))
             del before
             start = time.perf_counter()
             entry = publisher.publish_delta(state, step)
@@ -98,7 +96,9 @@ def main() -> None:
     parser.add_argument("--folder", default="/dev/shm" if Path("/dev/shm").is_dir() else None)
     arguments = parser.parse_args()
     raw = 2 * arguments.values
-    print(f"{raw:,} bytes of bf16, {torch.get_num_threads()} threads; medians of {arguments.steps} steps")
+    print(
+        f"{raw:,} bytes of bf16, {torch.get_num_threads()} threads; medians of {arguments.steps} steps"
+    )
     print(f"{'':30}{'changed':>9}{'bytes':>14}{'of raw':>9}{'write s':>9}{'apply s':>9}")
 
     def row(name: str, values: tuple[float, ...]) -> None:
@@ -107,7 +107,10 @@ def main() -> None:
         print(f"{name:30}{share}{written:>9.3f}{applied:>9.3f}")
 
     state, live = weights(arguments.values, 1), weights(arguments.values, 2)
-    row("all of them, torch.save, TCP", middle([send_all(state, live) for _ in range(arguments.steps)]))
+    row(
+        "all of them, torch.save, TCP",
+        middle([send_all(state, live) for _ in range(arguments.steps)]),
+    )
     assert digest(state) == digest(live)
     for kind in UPDATES:
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:

@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from test_dcp import expect_sharded, empty_like, run_ranks, same, sharded, values
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import DTensor
 
 import s4weights
 from s4weights.dcp import LoadPlanner, Stager, StorageReader, StorageWriter
+from test_dcp import empty_like, expect_sharded, run_ranks, same, sharded, values
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="PyTorch without distributed")
 
@@ -85,7 +85,12 @@ def test_memory_is_used_again_once_a_save_is_over() -> None:
         stager.stage(state)
 
 
-def _save(rank: int, url: str, kind: str) -> None:
+def _save(rank: int, url: str, kinds: list[str]) -> None:
+    for kind in kinds:
+        _save_steps(f"{url}-{kind}", kind)
+
+
+def _save_steps(url: str, kind: str) -> None:
     stager = Stager(shared_memory=kind == "process")
     for step in (1, 2, 3):
         state = sharded(step)
@@ -115,12 +120,13 @@ def _tensors(obj: Any) -> list[torch.Tensor]:
     return [tensor for child in children for tensor in _tensors(child)]
 
 
-@pytest.mark.parametrize("kind", ["thread", "process"])
-def test_ranks_save_in_the_background(tmp_path: Path, kind: str) -> None:
-    run_ranks(2, _save, str(tmp_path / "run"), kind)
-    store = s4weights.CheckpointStore(tmp_path / "run")
-    assert [e.step for e in store.list()] == [1, 2, 3]
-    assert store.verify()["clean"]
+def test_ranks_save_in_the_background_by_thread_and_process(tmp_path: Path) -> None:
+    kinds = ["thread", "process"]
+    run_ranks(2, _save, str(tmp_path / "run"), kinds)
+    for kind in kinds:
+        store = s4weights.CheckpointStore(tmp_path / f"run-{kind}")
+        assert [e.step for e in store.list()] == [1, 2, 3]
+        assert store.verify()["clean"]
 
 
 def test_errors_are_raised_where_they_belong(tmp_path: Path) -> None:

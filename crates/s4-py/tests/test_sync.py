@@ -300,9 +300,7 @@ def test_what_is_damaged_on_the_way_touches_nothing(
         (None, b"[]", "an answer of None bytes"),
     ],
 )
-def test_a_server_that_lies_is_not_believed(
-    length: int | None, body: bytes, message: str
-) -> None:
+def test_a_server_that_lies_is_not_believed(length: int | None, body: bytes, message: str) -> None:
     class Liar(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)

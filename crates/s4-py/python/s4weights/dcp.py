@@ -13,7 +13,9 @@ stored as deltas::
 What comes of it is a checkpoint like any other: retention, `verify` and the command line work on it,
 and any number of ranks, with another sharding, can load it. Only the chunks that a rank needs are
 decoded. Metadata is JSON; values that are not tensors are what DCP's planner makes of them, a pickle:
-`LoadPlanner` loads these without running code.
+`LoadPlanner` loads these without running code, and `SavePlanner` makes JSON of most.
+
+`save`, `async_save` and `load` are DCP's functions with all of this in place.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import io
 import json
 import os
 import re
+import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -42,16 +45,26 @@ from torch.futures import Future
 
 from . import _core
 from ._dcp_metadata import from_json, to_json
+from ._dcp_planners import LoadPlanner, SavePlanner
 from ._dcp_stager import Stager, device_copies
 from ._device import HOST, Compute, Places
 from ._entries import CheckpointEntry
-from ._errors import CorruptDataError, NotFoundError, UnsafeLoadError, UnsupportedFormatError
+from ._errors import CorruptDataError, NotFoundError, UnsupportedFormatError
 from ._progress import Progress
 from ._sources import is_url
 from ._storages import dtype_name, read_batch
 from ._store import CheckpointStore
 
-__all__ = ["LoadPlanner", "Stager", "StorageReader", "StorageWriter"]
+__all__ = [
+    "LoadPlanner",
+    "SavePlanner",
+    "Stager",
+    "StorageReader",
+    "StorageWriter",
+    "async_save",
+    "load",
+    "save",
+]
 
 #: The blob that holds DCP's metadata.
 _BLOB = "dcp"
@@ -61,6 +74,12 @@ _STEP = re.compile(r"(?:.*\D)?(\d+)$", re.ASCII | re.DOTALL)
 
 #: The groups of tensors that the store keeps in separate objects.
 _WEIGHTS, _OPTIMIZER = 0, 1
+
+
+#: Stores of this process, by what they were named, the one that was used last at the end.
+_stores: list[tuple[tuple[int, str, dict[str, Any]], CheckpointStore]] = []
+_stores_lock = threading.Lock()
+_MOST_STORES = 4
 
 
 class _Share(NamedTuple):
@@ -86,12 +105,14 @@ class _Place:
         step: int | None,
         options: Mapping[str, Any],
     ) -> None:
+        #: Whether the store was made of a URL.
+        self._named = not isinstance(store, CheckpointStore)
         if isinstance(store, CheckpointStore):
             if options:
                 raise TypeError(f"{', '.join(options)}: options of a store that is there already")
             self._store: CheckpointStore | None = store
         else:
-            self._store = None if store is None else CheckpointStore(store, **options)
+            self._store = None if store is None else _shared_store(os.fspath(store), options)
         self._given = store is not None
         self._options = dict(options)
         self.step = step
@@ -111,7 +132,16 @@ class _Place:
         if not self._given:
             above = above or ("/" if url.startswith("/") else ".")
             if self._store is None or self._store.url != above:
-                self._store = CheckpointStore(above, **self._options)
+                self._store = _shared_store(above, self._options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A process that saves in the background keeps one store for all writers that it is given.
+        if self._store is None or self._named:
+            url, options = None if self._store is None else self._store.url, self._options
+        else:
+            options = {**self._store._arguments, "retention": self._store.retention}
+            url = options.pop("url")
+        return _place, (url, self.step, options, self._given)
 
     @property
     def store(self) -> CheckpointStore:
@@ -121,6 +151,28 @@ class _Place:
 
     def __str__(self) -> str:
         return f"{self.store.url}: step {'newest' if self.step is None else self.step}"
+
+
+def _place(url: str | None, step: int | None, options: Mapping[str, Any], given: bool) -> _Place:
+    place = _Place(url, step, options)
+    place._given = given
+    return place
+
+
+def _shared_store(url: str, options: Mapping[str, Any]) -> CheckpointStore:
+    """A store for all writers and readers of this process that name it alike: what it keeps of one save
+    the next one needs.
+    """
+    key = (os.getpid(), url, dict(options))
+    with _stores_lock:
+        for place, (known, store) in enumerate(_stores):
+            if known == key:
+                _stores.append(_stores.pop(place))
+                return store
+        store = CheckpointStore(url, **options)
+        _stores.append((key, store))
+        del _stores[:-_MOST_STORES]
+        return store
 
 
 class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
@@ -348,6 +400,93 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         return done
 
 
+def save(
+    state_dict: dict[str, Any],
+    store: CheckpointStore | str | os.PathLike[str],
+    step: int,
+    *,
+    planner: dcp.SavePlanner | None = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    **options: Any,
+) -> CheckpointEntry | None:
+    """`dcp.save` into a store, without a pickle where JSON will do.
+
+    Args:
+        state_dict: as there, and so for ``process_group`` and ``no_dist``.
+        store: as in `StorageWriter`, and so for ``step`` and ``options``.
+        planner: ``None``: a `SavePlanner`.
+
+    Returns:
+        What the store lists, on the coordinating rank; ``None`` on the others.
+    """
+    writer = StorageWriter(store, step=step, **options)
+    dcp.save(
+        state_dict,
+        storage_writer=writer,
+        planner=planner or SavePlanner(),
+        process_group=process_group,
+        no_dist=no_dist,
+    )
+    return writer.entry
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    store: CheckpointStore | str | os.PathLike[str],
+    step: int,
+    *,
+    stager: Stager,
+    planner: dcp.SavePlanner | None = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    **options: Any,
+) -> Any:
+    """`dcp.async_save` into a store, on a thread, with a stager that is used for all saves.
+
+    Args:
+        state_dict: as in `save`, and so for the rest.
+        stager: which copies.
+
+    Returns:
+        DCP's future.
+    """
+    return dcp.async_save(
+        state_dict,
+        storage_writer=StorageWriter(store, step=step, **options),
+        planner=planner or SavePlanner(),
+        process_group=process_group,
+        async_stager=stager,
+        no_dist=no_dist,
+    )
+
+
+def load(
+    state_dict: dict[str, Any],
+    store: CheckpointStore | str | os.PathLike[str],
+    step: int | None = None,
+    *,
+    planner: dcp.LoadPlanner | None = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    **options: Any,
+) -> None:
+    """`dcp.load` from a store, in place, with a planner that runs no code of the checkpoint.
+
+    Args:
+        state_dict: as there, and so for ``process_group`` and ``no_dist``.
+        store: as in `StorageReader`, and so for ``step`` and ``options``.
+        planner: ``None``: a `LoadPlanner`.
+    """
+    dcp.load(
+        state_dict,
+        storage_reader=StorageReader(store, step=step, **options),
+        planner=planner or LoadPlanner(),
+        process_group=process_group,
+        no_dist=no_dist,
+    )
+
+
 class _StoredTensors:
     """Reads pieces of what is stored: whole tensors together, at the end, on all threads."""
 
@@ -427,25 +566,6 @@ def _commit(
     if values is not target:
         target.copy_(values)
     planner.commit_tensor(item, target)
-
-
-class LoadPlanner(dcp.DefaultLoadPlanner):  # type: ignore[misc]
-    """DCP's default planner, which runs no code of a checkpoint: values that are not tensors are
-    loaded as by ``torch.load(weights_only=True)``.
-    """
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        fqn = read_item.dest_index.fqn
-        try:
-            loaded = torch.load(value, weights_only=True)
-        except Exception as error:
-            what = f"Weights only load failed: {fqn!r}: {error}"
-            raise UnsafeLoadError(what) from None
-        plain = io.BytesIO()
-        torch.save(loaded, plain)
-        plain.seek(0)
-        # What it loads there is what was just made here.
-        super().load_bytes(read_item, plain)
 
 
 def _is_id(checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -186,7 +186,9 @@ class Publisher:
                 return entry
             pending = store.save_checkpoint(tensors, step, blocking=False, stage=stage, **how)
             pending.committed.add_done_callback(
-                lambda done: None if Future.exception(done) else self._published(store, done.result())
+                lambda done: (
+                    None if Future.exception(done) else self._published(store, done.result())
+                )
             )
             return pending
 
