@@ -48,6 +48,7 @@ from ._once import load_checkpoint, save_checkpoint
 from ._open import open
 from ._patch import patch, unpatch
 from ._pending import PendingFile, PendingSave, finish_on_sigterm
+from ._report import Report, add_reporter
 from ._runner import RunnerClient, RunnerSave
 from ._save import save
 from ._store import CheckpointStore
@@ -62,6 +63,7 @@ __all__ = [
     "NotFoundError",
     "PendingFile",
     "PendingSave",
+    "Report",
     "Retention",
     "RunnerClient",
     "RunnerSave",
@@ -70,6 +72,7 @@ __all__ = [
     "UnsafeLoadError",
     "UnsupportedFormatError",
     "__version__",
+    "add_reporter",
     "finish_on_sigterm",
     "get_unsafe_globals",
     "inspect",

@@ -188,7 +188,7 @@ class Store:
     def open_alone(self, id: str) -> Reader:
         """Opens a checkpoint without what it is a delta of."""
 
-    def stored_bytes(self, id: str) -> tuple[bytes, list[bytes]]:
+    def stored_bytes(self, id: str) -> tuple[bytes, Sequence[bytes]]:
         """The index of a checkpoint, and its objects, each compared with its hash."""
 
     def pin(self, id: str, pinned: bool) -> None:

@@ -50,7 +50,7 @@ class _SharedBuffers:
     def views(self, storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:
         """Copies storages: the bytes of each copy."""
         # Those of the last state, as far as the sizes are the same.
-        kept = {number: have for number, have in enumerate(self._kept)}
+        kept = dict(enumerate(self._kept))
         self._kept, found, host = [], [], []
         for number, storage in enumerate(storages):
             have, size = kept.pop(number, None), storage.nbytes()

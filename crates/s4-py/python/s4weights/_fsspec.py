@@ -145,14 +145,16 @@ def compress(values: bytearray) -> bytes | None:
     if not found:
         return None
     memory = torch.frombuffer(values, dtype=torch.uint8)
-    start, at, spans, sources = memory.data_ptr(), 0, [], []
+    start, at = memory.data_ptr(), 0
+    spans: list[tuple[int, int]] = []
+    sources = []
     rest = bytearray()
     for offset, size, dtype in found:
         if offset < at:
             continue  # No file of `torch.save` has storages that overlap.
         number = len(spans)
         rest += values[at:offset]
-        spans.append([offset, size])
+        spans.append((offset, size))
         name, width = dtype_name(dtype), dtype.itemsize
         shape = (size // width,)
         sources.append((f"{number}", name, shape, start + offset, size))

@@ -16,6 +16,7 @@ from ._collection import NoCollection
 from ._device import Compute
 from ._errors import UnsupportedFormatError
 from ._progress import Progress, ProgressArgument
+from ._report import Recorder
 from ._save import require_little_endian
 from ._select import select
 from ._sources import FileLike, Foreign, open_source, require_s4w
@@ -85,7 +86,9 @@ def load(
     """
     compute = Compute(device, gpu_scratch)
     require_little_endian()
-    source = open_source(f, storage_options, threads, trusted)
+    recorder = Recorder("load", f)
+    with recorder.begin("open"):
+        source = open_source(f, storage_options, threads, trusted)
     if isinstance(source, Foreign):
         if keys is not None:
             require_s4w(source)
@@ -100,7 +103,8 @@ def load(
             stacklevel=2,
         )
     return read(
-        source, compute, map_location, pickle_module, weights_only, progress, keys, pickle_load_args
+        *(source, compute, map_location, pickle_module, weights_only, progress, keys),
+        *(pickle_load_args, recorder),
     )
 
 
@@ -130,8 +134,29 @@ def read(
     progress: ProgressArgument,
     keys: Iterable[str] | None,
     pickle_load_args: dict[str, Any],
+    recorder: Recorder,
 ) -> Any:
     """The object of an open file or checkpoint; ``keys`` name the parts of it that are wanted."""
+    with recorder.watch():
+        recorder.look(source)
+        with recorder.stage("read"):
+            return _read(
+                *(source, compute, map_location, pickle_module, weights_only, progress),
+                *(keys, pickle_load_args, recorder),
+            )
+
+
+def _read(
+    source: _core.Reader,
+    compute: Compute,
+    map_location: Any,
+    pickle_module: Any,
+    weights_only: bool | None,
+    progress: ProgressArgument,
+    keys: Iterable[str] | None,
+    pickle_load_args: dict[str, Any],
+    recorder: Recorder,
+) -> Any:
     pickle_module = choose_unpickler(pickle_module, weights_only, pickle_load_args)
     pickle_load_args.setdefault("encoding", "utf-8")
     start = time.perf_counter()
@@ -145,6 +170,7 @@ def read(
             )
         tree, wanted = select(tree, keys)
     total = sum(info[3] for n, info in enumerate(infos) if wanted is None or n in wanted)
+    recorder.raw_bytes = total
     tracker = Progress(progress, total, "load")
     storages = StorageReader(source, infos, map_location, tracker, compute, wanted)
     try:

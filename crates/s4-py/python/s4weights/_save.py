@@ -18,6 +18,7 @@ from ._errors import S4Error, UnsupportedFormatError
 from ._nvcomp import load_nvcomp
 from ._pending import HostBuffer, PendingFile
 from ._progress import Progress, ProgressArgument
+from ._report import Recorder
 from ._roles import find_roles
 from ._sources import FileLike, is_url
 from ._staging import Budget, Stage, check_stage, stage_values
@@ -145,24 +146,29 @@ def save(
     check_stage(stage, blocking)
     budget = Budget(staging_memory, device_reserve, compute.scratch).check()
     start = time.perf_counter()
+    recorder = Recorder("save", f)
     storages, tree, stream = describe(obj, pickle_module, pickle_protocol)
     groups, roles = find_roles(obj, storages)
     blobs = {} if stream is None else {"pickle": stream}
     described = (tree, blobs, dict(metadata or {}))
     tracker = Progress(progress, storages.nbytes, "save")
-    nbytes = storages.nbytes
+    nbytes = recorder.raw_bytes = storages.nbytes
 
     def write(writer: _core.Writer, values: Callable[[], None]) -> dict[str, Any]:
-        try:
+        with recorder.watch():
             try:
-                values()
-                report: dict[str, Any] = json.loads(writer.finish(*described))
-            except BaseException:
-                writer.abort()
-                raise
-            tracker.finish()
-        finally:
-            tracker.close()
+                try:
+                    with recorder.stage("encode"):
+                        values()
+                    with recorder.stage("publish"):
+                        report: dict[str, Any] = json.loads(writer.finish(*described))
+                except BaseException:
+                    writer.abort()
+                    raise
+                tracker.finish()
+            finally:
+                tracker.close()
+            recorder.stored_bytes, recorder.chain = report["bytes_out"], 1
         seconds = time.perf_counter() - start
         logger.debug("saved %d bytes of tensors in %.3f s: %s", nbytes, seconds, report)
         return report
@@ -170,8 +176,9 @@ def save(
     def open_writer() -> _core.Writer:
         try:
             return _open_writer(f, preset, threads, storage_options, roles)
-        except BaseException:
+        except BaseException as error:
             tracker.close()
+            recorder.finish(error)
             raise
 
     writer = open_writer()
@@ -180,7 +187,8 @@ def save(
     pending = PendingFile(os.fspath(f) if isinstance(f, (str, os.PathLike)) else repr(f))
     try:
         engine = storages.engine(compute)
-        values = stage_values(storages.entries(), engine, stage, HostBuffer(threads), budget)
+        with recorder.begin("stage"):
+            values = stage_values(storages.entries(), engine, stage, HostBuffer(threads), budget)
     except BaseException:
         writer.abort()
         tracker.close()

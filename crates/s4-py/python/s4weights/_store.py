@@ -24,6 +24,7 @@ from ._load import check_pickle_arguments, read
 from ._load import load as read_file
 from ._pending import Deadline, HostBuffer, PendingSave
 from ._progress import Progress, ProgressArgument
+from ._report import Recorder
 from ._roles import find_roles
 from ._runner import RunnerClient
 from ._save import describe, require_little_endian
@@ -368,6 +369,7 @@ class CheckpointStore(Catalog):
         if self._closed:
             raise ValueError(f"{self!r} is closed")
         self._settle()
+        recorder = Recorder("save", self.url, step)
         storages, tree, stream = describe(state, pickle_module, pickle_protocol)
         groups, roles = find_roles(state, storages)
         blobs = {} if stream is None else {"pickle": stream}
@@ -377,6 +379,7 @@ class CheckpointStore(Catalog):
         tracker = Progress(progress, storages.nbytes, "save")
 
         engine = storages.engine(self._compute())
+        recorder.raw_bytes = storages.nbytes
 
         def save(
             sources: Sequence[_core.PlacedSource],
@@ -411,12 +414,20 @@ class CheckpointStore(Catalog):
                 tracker.finish()
             finally:
                 tracker.close()
-            return self._saved(json.loads(done))
+            said = json.loads(done)
+            recorder.add({name: said["stages"][name] for name in ("encode", "upload", "publish")})
+            entry = self._saved(said)
+            recorder.stored_bytes = entry.bytes
+            return entry
+
+        def watched(*how: Any) -> CheckpointEntry:
+            with recorder.watch():
+                return save(*how)
 
         if not blocking:
-            return self._save_later(step, storages, save, engine, stage)
+            return self._save_later(step, storages, watched, engine, stage, recorder)
         held, sources = _sources(storages, engine is not None)
-        entry = save(sources)
+        entry = watched(sources)
         del held
         return entry
 
@@ -427,11 +438,13 @@ class CheckpointStore(Catalog):
         save: Callable[[Sequence[_core.PlacedSource], PendingSave, StagedValues], CheckpointEntry],
         engine: _core.CudaEngine | None,
         stage: str,
+        recorder: Recorder,
     ) -> PendingSave:
         pending = PendingSave(step, str(self.url))
         # If the copy fails it may go on still, on a GPU: then nobody gets this memory again.
         buffer, self._spare = self._spare or HostBuffer(self._threads), None
-        values = stage_values(storages.entries(), engine, stage, buffer, self._budget)
+        with recorder.begin("stage"):
+            values = stage_values(storages.entries(), engine, stage, buffer, self._budget)
         pending._take(values)
 
         def run() -> CheckpointEntry:
@@ -447,7 +460,7 @@ class CheckpointStore(Catalog):
         return pending
 
     def _saved(self, done: dict[str, Any]) -> CheckpointEntry:
-        report = {**done["report"], "why_base": done["why_base"]}
+        report = {**done["report"], "stages": done["stages"], "why_base": done["why_base"]}
         entry = listed(done["checkpoint"], report)
         logger.debug("%s: saved step %d as a %s", self.url, entry.step, entry.kind)
         if self.retention is not None:
@@ -525,8 +538,10 @@ class CheckpointStore(Catalog):
         # Read once: if there were several passes, an iterator would be empty for the second.
         parts = keys if keys is None or isinstance(keys, str) else [*keys]
 
-        def load(id: str) -> Any:
-            reader = native.open(id)
+        def load(found: CheckpointEntry) -> Any:
+            recorder = Recorder("load", self.url, found.step)
+            with recorder.begin("open"):
+                reader = native.open(found.id)
             arguments = dict(pickle_load_args)
             return read(
                 reader,
@@ -537,14 +552,15 @@ class CheckpointStore(Catalog):
                 progress,
                 parts,
                 arguments,
+                recorder,
             )
 
         if not fallback:
-            return load(self._find(step).id)
+            return load(self._find(step))
         first: CorruptDataError | None = None
         for entry in reversed(self.list()):
             try:
-                return load(entry.id)
+                return load(entry)
             except CorruptDataError as error:
                 first = first or error
                 warnings.warn(

@@ -24,7 +24,7 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -81,7 +81,7 @@ class Server:
         self,
         address: str,
         entries: Callable[[], list[CheckpointEntry]],
-        stored: Callable[[str], tuple[bytes, list[bytes]]],
+        stored: Callable[[str], tuple[bytes, Sequence[bytes]]],
     ) -> None:
         place = split_address(address)
         self._list, self._stored = entries, stored
@@ -89,12 +89,14 @@ class Server:
         self._entries: list[CheckpointEntry] = []
         self._closed = False
         self._reading = threading.Lock()
-        self._kept: tuple[str, bytes, list[bytes]] | None = None
-        kind = _UnixServer if isinstance(place, str) else _TcpServer
-        if isinstance(place, str):
-            _remove_stale(place)
+        self._kept: tuple[str, bytes, Sequence[bytes]] | None = None
+        self._server: _UnixServer | _TcpServer
         try:
-            self._server = kind(place, _Handler)
+            if isinstance(place, str):
+                _remove_stale(place)
+                self._server = _UnixServer(place, _Handler)
+            else:
+                self._server = _TcpServer(place, _Handler)
         except OSError as error:
             raise StorageError(error.errno, f"cannot listen: {error.strerror}", address) from error
         self._server.owner = self
@@ -102,7 +104,7 @@ class Server:
         self.address = address
         if not isinstance(place, str):
             host = f"[{place[0]}]" if ":" in place[0] else place[0]
-            self.address = f"tcp://{host}:{self._server.server_address[1]}"
+            self.address = f"tcp://{host}:{self._server.socket.getsockname()[1]}"
         self._path = place if isinstance(place, str) else None
         self.refresh()
         serve = self._server.serve_forever
@@ -136,7 +138,7 @@ class Server:
             self._news.wait_for(is_news, wait)
             return self._entries
 
-    def payload(self, id: str) -> tuple[bytes, list[bytes]]:
+    def payload(self, id: str) -> tuple[bytes, Sequence[bytes]]:
         """The index and the objects of a checkpoint; of a small one, read once for all who ask."""
         if all(entry.id != id for entry in self._entries):
             raise NotFoundError(errno.ENOENT, "no such checkpoint", id)

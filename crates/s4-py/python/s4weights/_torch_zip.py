@@ -107,10 +107,10 @@ def _dtypes(pickled: bytes) -> dict[str, torch.dtype]:
         elif opcode.name in ("BINUNICODE", "SHORT_BINUNICODE"):
             last = str(argument)
         elif opcode.name in ("BINPUT", "LONG_BINPUT"):
-            memo[int(argument)] = last
+            memo[int(argument or 0)] = last
             continue
         elif opcode.name in ("BINGET", "LONG_BINGET"):
-            last = memo.get(int(argument))
+            last = memo.get(int(argument or 0))
         elif opcode.name == "BINPERSID":
             if kind is not None and texts:
                 # The storage's class, its key, and where it was.

@@ -20,6 +20,7 @@ decoded. Metadata is JSON; values that are not tensors are what DCP's planner ma
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -30,6 +31,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import (
@@ -50,7 +52,8 @@ from ._dcp_stager import Stager, device_copies
 from ._device import HOST, Compute, Places
 from ._entries import CheckpointEntry
 from ._errors import CorruptDataError, NotFoundError, UnsupportedFormatError
-from ._progress import Progress
+from ._progress import Progress, ProgressArgument
+from ._report import Recorder
 from ._sources import is_url
 from ._storages import dtype_name, read_batch
 from ._store import CheckpointStore
@@ -189,6 +192,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
             so for ``tags`` and ``base``.
         tags: as there.
         base: write no delta.
+        progress: as in `save`, of what rank 0 stores, on rank 0 alone.
         options: arguments of `CheckpointStore`, if ``store`` is none.
 
     Raises (all of them on every rank, inside of DCP's `CheckpointException`):
@@ -205,10 +209,12 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         metrics: Mapping[str, float] | None = None,
         tags: Mapping[str, str] | None = None,
         base: bool = False,
+        progress: ProgressArgument = None,
         **options: Any,
     ) -> None:
         super().__init__()
         self._place = _Place(store, step, options)
+        self._progress = progress
         self._metrics = {str(name): float(value) for name, value in (metrics or {}).items()}
         self._tags = {str(name): str(value) for name, value in (tags or {}).items()}
         self._base = base
@@ -256,7 +262,9 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         share: _Share = plan.storage_data
         store = self._place.store
+        recorder = Recorder("save", store.url, self._place.step, share.rank)
         held: list[torch.Tensor] = []
+        held_names: list[str] = []
         names: dict[tuple[Any, ...], str] = {}
         stored: list[tuple[WriteItem, str, int]] = []
         for item in plan.items:
@@ -267,10 +275,12 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
             if name is None:
                 name = names[key] = _name(item)
                 held.append(tensor)
+                held_names.append(name)
             stored.append((item, name, tensor.nbytes))
         part = None
         if stored:
-            part = _save(store, share, list(dict.fromkeys(names.values())), held)
+            progress = self._progress if share.rank == 0 else None
+            part = _save(store, share, held_names, held, recorder, progress)
         results = []
         for item, name, nbytes in stored:
             # The first item brings the part along.
@@ -318,6 +328,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         store: as in `StorageWriter`.
         step: the training step; ``None``: the newest checkpoint. A ``checkpoint_id`` that ends with
             digits takes its place. The ``id`` of an entry names one among several of a step.
+        progress: as in `StorageWriter`.
         options: as in `StorageWriter`.
 
     Raises (inside of DCP's `CheckpointException`):
@@ -330,12 +341,15 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         store: CheckpointStore | str | os.PathLike[str] | None = None,
         *,
         step: int | None = None,
+        progress: ProgressArgument = None,
         **options: Any,
     ) -> None:
         super().__init__()
         self._place = _Place(store, step, options)
+        self._progress = progress
         self._reader: _core.Reader | None = None
         self._metadata: Metadata | None = None
+        self._step: int | None = None
         self._names: dict[MetadataIndex, str] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -370,6 +384,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
                 what = f"{where} was not saved by torch.distributed.checkpoint: use load_checkpoint"
                 raise NotFoundError(what) from None
             self._metadata, self._names = from_json(text, where)
+            self._step = entry.step
             self._reader = reader
         return self._metadata
 
@@ -388,13 +403,18 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         self.read_metadata()
         assert self._reader is not None
         compute = self._place.store._compute()
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        recorder = Recorder("load", self._place.store.url, self._step, rank)
         stored = _StoredTensors(self._reader, self._names, compute, str(self._place))
-        for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO(stored.bytes_of(item)))
-            else:
-                stored.fill(item, planner)
-        stored.finish(planner)
+        recorder.look(self._reader)
+        with recorder.watch(), recorder.stage("read"):
+            for item in plan.items:
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, io.BytesIO(stored.bytes_of(item)))
+                else:
+                    stored.fill(item, planner)
+            stored.finish(planner, self._progress if rank == 0 else None)
+            recorder.raw_bytes = stored.read_bytes
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -499,6 +519,8 @@ class _StoredTensors:
     ) -> None:
         self._reader, self._names, self._compute, self._where = reader, names, compute, where
         self._places = Places()
+        #: Bytes of values that were asked for.
+        self.read_bytes = 0
         self._tensors = {t[0]: (number, t[1], t[2]) for number, t in enumerate(reader.tensors())}
         self._whole: list[tuple[ReadItem, torch.Tensor, int, torch.Tensor]] = []
 
@@ -539,6 +561,7 @@ class _StoredTensors:
             starts = tuple(item.storage_offsets)
             part = [(a, a + n) for a, n in zip(starts, lengths, strict=True)]
             memory = (values.data_ptr(), values.nbytes)
+            self.read_bytes += values.nbytes
             self._reader.read_view(number, (0, values.itemsize, tuple(shape)), part, memory)
         _commit(planner, item, target, values)
 
@@ -547,14 +570,18 @@ class _StoredTensors:
             return self._compute.engine({target.device.index}) is not None
         return bool(target.device.type == "cpu")
 
-    def finish(self, planner: dcp.LoadPlanner) -> None:
+    def finish(self, planner: dcp.LoadPlanner, progress: ProgressArgument) -> None:
         """Reads what is wanted whole."""
         wanted = [
             (number, values.data_ptr(), values.nbytes, self._places.of(values.untyped_storage()))
             for _, _, number, values in self._whole
             if values.numel()
         ]
-        read_batch(self._reader, self._compute, wanted, Progress(None, 0, "load"))
+        total = sum(request[2] for request in wanted)
+        self.read_bytes += total
+        with contextlib.closing(Progress(progress, total, "load")) as tracker:
+            read_batch(self._reader, self._compute, wanted, tracker)
+            tracker.finish()
         for item, target, _, values in self._whole:
             _commit(planner, item, target, values)
         self._whole.clear()
@@ -609,13 +636,20 @@ def _values(item: WriteItem, planner: dcp.SavePlanner) -> torch.Tensor:
 
 
 def _save(
-    store: CheckpointStore, share: _Share, names: list[str], tensors: list[torch.Tensor]
+    store: CheckpointStore,
+    share: _Share,
+    names: list[str],
+    tensors: list[torch.Tensor],
+    recorder: Recorder,
+    progress: ProgressArgument,
 ) -> bytes:
     """Stores a rank's tensors; gives what the coordinator needs."""
     compute = store._compute()
     devices = {t.device.index for t in tensors if t.device.type == "cuda" and t.numel()}
     engine = compute.engine(devices) if devices else None
     places = Places()
+    recorder.raw_bytes = sum(tensor.nbytes for tensor in tensors)
+    tracker = Progress(progress, recorder.raw_bytes, "save")
     held, sources = [], []
     for name, tensor in zip(names, tensors, strict=True):
         where = HOST
@@ -635,16 +669,18 @@ def _save(
             each.free()
 
     native = store._open("open_or_create")
-    part, _, _ = _core.save_part(
-        native,
-        share.part_of,
-        share.rank,
-        sources,
-        groups=bytes(groups),
-        callback=None,
-        engine=engine,
-        staged=free if copies and engine is not None else None,
-        host_changes=False,
-        staging_memory=None,
-    )
+    with contextlib.closing(tracker), recorder.watch(), recorder.stage("encode"):
+        part, _, recorder.stored_bytes = _core.save_part(
+            native,
+            share.part_of,
+            share.rank,
+            sources,
+            groups=bytes(groups),
+            callback=tracker.native(),
+            engine=engine,
+            staged=free if copies and engine is not None else None,
+            host_changes=False,
+            staging_memory=None,
+        )
+        tracker.finish()
     return part

@@ -28,7 +28,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, overload
@@ -38,6 +38,7 @@ from ._device import Compute
 from ._entries import CheckpointEntry, Retention
 from ._errors import CorruptDataError, NotFoundError
 from ._pending import PendingSave
+from ._report import Recorder
 from ._staging import Stage
 from ._store import CheckpointStore
 from ._sync_live import LiveWeights, tensors_of
@@ -181,10 +182,12 @@ class Publisher:
             store = self._open(sum(tensor.nbytes for tensor in tensors.values()))
             how: dict[str, Any] = {"base": base, "metrics": metrics, "tags": tags}
             if blocking:
-                entry = store.save_checkpoint(tensors, step, **how)
+                entry: CheckpointEntry = store.save_checkpoint(tensors, step, **how)
                 self._published(store, entry)
                 return entry
-            pending = store.save_checkpoint(tensors, step, blocking=False, stage=stage, **how)
+            pending: PendingSave = store.save_checkpoint(
+                tensors, step, blocking=False, stage=stage, **how
+            )
             pending.committed.add_done_callback(
                 lambda done: (
                     None if Future.exception(done) else self._published(store, done.result())
@@ -217,7 +220,7 @@ class Publisher:
     def _entries(self) -> list[CheckpointEntry]:
         return [] if self._store is None else self._store.list()
 
-    def _stored(self, id: str) -> tuple[bytes, list[bytes]]:
+    def _stored(self, id: str) -> tuple[bytes, Sequence[bytes]]:
         assert self._store is not None
         return self._store._open("open").stored_bytes(id)
 
@@ -385,16 +388,23 @@ class Subscriber:
                 return self._bring(again, step)
 
     def _bring(self, entries: list[CheckpointEntry], step: int | None) -> Update | None:
+        recorder = Recorder("apply", self._source.name)
         wanted = entries if step is None else [e for e in entries if e.step == step]
         if not wanted:
             if step is None:
                 return None
             raise NotFoundError(2, f"no checkpoint of step {step}", self._source.name)
-        start = time.perf_counter()
         held, target = self._held, wanted[-1]
         if held is not None and held.entry.id == target.id:
             return None
-        chain = self._chain(entries, target)
+        recorder.step, recorder.raw_bytes = target.step, target.raw_bytes
+        with recorder.watch():
+            return self._bring_to(target, self._chain(entries, target), recorder)
+
+    def _bring_to(
+        self, target: CheckpointEntry, chain: list[CheckpointEntry], recorder: Recorder
+    ) -> Update:
+        start, held = time.perf_counter(), self._held
         ids = [entry.id for entry in chain]
         if held is None:
             why: str | None = "nothing was held"
@@ -402,19 +412,24 @@ class Subscriber:
             why = f"step {held.entry.step} is not in the chain of step {target.step}"
         else:
             todo = chain[ids.index(held.entry.id) + 1 :]
-            why = self._apply(held, todo, chain)
+            with recorder.stage("apply"):
+                why = self._apply(held, todo, chain)
         if why is not None:
             todo = chain
             self._held = None
-            reader = self._source.whole(chain, self._most())
-            self._weights.read(reader)
+            with recorder.stage("open"):
+                reader = self._source.whole(chain, self._most())
+            with recorder.stage("read"):
+                self._weights.read(reader)
             self._held = _Held(target, reader.digests()[0])
             logger.info("%s: step %d from its base: %s", self._source.name, target.step, why)
+        stored = sum(entry.bytes for entry in todo)
+        recorder.stored_bytes, recorder.chain = stored, len(todo)
         return Update(
             target.step,
             target.id,
             len(todo) if why is None else 0,
-            sum(entry.bytes for entry in todo),
+            stored,
             target.raw_bytes,
             why,
             time.perf_counter() - start,

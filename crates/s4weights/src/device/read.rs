@@ -51,7 +51,8 @@ impl Reader {
     }
 
     /// As [`Reader::apply_into`], of device memory. Returns the requests, by place, that the device does not
-    /// decode: their content is unspecified, they are to be read ([`Reader::read_into_device`]).
+    /// decode, or that did not hold the parent's values: their content is unspecified, they are to be read
+    /// ([`Reader::read_into_device`]).
     ///
     /// # Errors
     /// As [`Reader::read_into_device`]; `Argument` if a tensor is asked for twice.
