@@ -323,6 +323,40 @@ def test_saves_in_the_background(tmp_path: Path, kind: str) -> None:
     run_ranks(2, _save_async, str(tmp_path / "run"), kind)
 
 
+def _alone(rank: int, url: str) -> None:
+    def state(step: int) -> dict[str, Any]:
+        weights = values(rank, 5000)
+        weights[step] += 1
+        return {"w": weights, "mine": rank, "step": step}
+
+    for step in (1, 2, 3):
+        if step < 3 or rank == 0:  # The last save reaches one rank alone.
+            writer = StorageWriter(url, step=step)
+            alone = {"storage_writer": writer, "no_dist": step == 3, "use_collectives": False}
+            dcp.save(state(step), **alone)
+            assert writer.entry is not None
+    dist.barrier()
+    for step in (None, 1, 2):
+        loaded = {"w": torch.zeros(5000), "mine": -1, "step": -1}
+        dcp.load(loaded, storage_reader=StorageReader(url, step=step), planner=LoadPlanner())
+        assert (loaded["mine"], loaded["step"]) == (rank, step or 2)
+        assert same(loaded["w"], state(step or 2)["w"])
+    with pytest.raises(CheckpointException, match="saved on their own"):
+        dcp.load(loaded, storage_reader=StorageReader(url, step=3), planner=LoadPlanner())
+
+
+def test_ranks_save_without_collectives(tmp_path: Path) -> None:
+    run_ranks(2, _alone, str(tmp_path / "run"))
+    entries = s4weights.CheckpointStore(tmp_path / "run").list()
+    tags = sorted((e.step, e.tags["dcp.rank"], e.tags["dcp.ranks"]) for e in entries)
+    wanted = [(1, "0", "2"), (1, "1", "2"), (2, "0", "2"), (2, "1", "2"), (3, "0", "2")]
+    assert tags == wanted
+    assert [e.kind for e in entries if e.step == 2] == ["delta", "delta"]
+    state = {"w": torch.zeros(5000)}
+    with pytest.raises(CheckpointException, match="1 ranks saved on their own"):
+        dcp.load(state, storage_reader=StorageReader(tmp_path / "run"), no_dist=True)
+
+
 def test_ids_name_a_store_and_a_step(tmp_path: Path) -> None:
     state = {"w": values(1, 5000), "n": 3}
     for name, step in [("step-1000", 1000), ("2000", 2000), ("epoch=2-step=3000", 3000)]:

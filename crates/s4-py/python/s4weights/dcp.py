@@ -75,6 +75,9 @@ _BLOB = "dcp"
 #: A checkpoint's step: the digits that its id ends with, as in ``step-1000``.
 _STEP = re.compile(r"(?:.*\D)?(\d+)$", re.ASCII | re.DOTALL)
 
+#: Tags of checkpoints that ranks saved each on its own: whose, and how many there were.
+_RANK, _RANKS = "dcp.rank", "dcp.ranks"
+
 #: The groups of tensors that the store keeps in separate objects.
 _WEIGHTS, _OPTIMIZER = 0, 1
 
@@ -219,6 +222,8 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         self._tags = {str(name): str(value) for name, value in (tags or {}).items()}
         self._base = base
         self._part_of: str | None = None
+        #: Without collectives: tags that say whose checkpoint it is.
+        self._alone: dict[str, str] = {}
         #: What the store lists, on the coordinating rank, after a save.
         self.entry: CheckpointEntry | None = None
 
@@ -239,11 +244,9 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._alone = {}
         if not kwargs.get("use_collectives", True):
-            raise UnsupportedFormatError(
-                "use_collectives=False: all ranks store one checkpoint, so one of them has to hear "
-                "from the others"
-            )
+            self._alone = {_RANK: str(kwargs.get("rank", 0)), _RANKS: str(_world())}
         if self._place.step is None:
             raise ValueError(f"{self._place.store.url}: no step was given to save as")
 
@@ -313,7 +316,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
             blobs={_BLOB: text},
             metadata={},
             metrics=self._metrics,
-            tags=self._tags,
+            tags={**self._tags, **self._alone},
         )
         metadata.storage_data = names
         metadata.storage_meta = self.storage_meta()
@@ -369,13 +372,9 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         return _is_id(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        # DCP asks again with a rank when the first call failed. One rank that is answered then would
-        # go on alone, and all others would wait for it.
-        if kwargs.get("rank") is not None:
-            raise NotFoundError(f"{self._place}: ranks have no metadata of their own")
         if self._metadata is None:
             store = self._place.store
-            entry = store._find(self._place.step)
+            entry = self._entry(kwargs.get("rank"))
             reader = store._open("open").open(entry.id)
             where = f"{store.url}: step {entry.step}"
             try:
@@ -387,6 +386,26 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
             self._step = entry.step
             self._reader = reader
         return self._metadata
+
+    def _entry(self, rank: int | None) -> CheckpointEntry:
+        """The checkpoint of all ranks; or that of one, which saved without collectives.
+
+        DCP asks again with a rank when the first call failed. If one rank were answered then with the
+        checkpoint of all, it would go on alone, and all others would wait for it.
+        """
+        store, step = self._place.store, self._place.step
+        if rank is None:
+            entry = store._find(step)
+            if _RANK in entry.tags:
+                raise NotFoundError(f"{self._place}: each rank has a checkpoint of its own")
+            return entry
+        found = [e for e in store.list() if _RANK in e.tags and step in (None, e.step, e.id)]
+        for entry in reversed(found):
+            ranks = {e.tags[_RANK] for e in found if e.step == entry.step}
+            whole = {str(n) for n in range(_world())} <= ranks
+            if whole and (entry.tags[_RANK], entry.tags.get(_RANKS)) == (str(rank), str(_world())):
+                return entry
+        raise NotFoundError(f"{self._place}: no checkpoint that {_world()} ranks saved on their own")
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -601,6 +620,10 @@ def _is_id(checkpoint_id: str | os.PathLike[str]) -> bool:
     except TypeError:
         return False
     return _STEP.match(text.rstrip("/")) is not None and ("://" not in text or is_url(text))
+
+
+def _world() -> int:
+    return int(dist.get_world_size()) if dist.is_available() and dist.is_initialized() else 1
 
 
 def _nbytes(item: WriteItem) -> int:
