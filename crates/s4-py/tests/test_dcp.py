@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import signal
 import socket
 import time
@@ -388,6 +389,36 @@ def _error(work: Callable[[], object]) -> Any:
 
         return error, traceback.extract_tb(error.__traceback__)
     raise AssertionError("no error")
+
+
+def test_a_folder_that_was_deleted_is_begun_anew(tmp_path: Path) -> None:
+    url = tmp_path / "run"
+    for seed in (1, 2):
+        for step in (1, 2):
+            writer = StorageWriter(url, step=step)
+            dcp.save({"w": values(seed + step, 5000)}, storage_writer=writer, no_dist=True)
+        loaded = {"w": torch.zeros(5000)}
+        dcp.load(loaded, storage_reader=StorageReader(url), no_dist=True)
+        assert same(loaded["w"], values(seed + 2, 5000))
+        assert [e.step for e in s4weights.CheckpointStore(url).list()] == [1, 2]
+        shutil.rmtree(url)
+
+
+def test_a_writer_made_anew_keeps_what_was_stored(tmp_path: Path) -> None:
+    weights = {"w": values(1, 5000)}
+    dcp.save(weights, storage_writer=StorageWriter(tmp_path, step=1), no_dist=True)
+    store = s4weights.CheckpointStore(tmp_path)
+    data = tmp_path / "ck" / store.list()[0].id / "d-0"
+    stored = data.read_bytes()
+    data.write_bytes(bytes(len(stored)))
+    weights["w"][7] += 1
+    writer = pickle.loads(pickle.dumps(StorageWriter(tmp_path, step=2)))
+    dcp.save(weights, storage_writer=writer, no_dist=True)
+    assert writer.entry.kind == "delta", "the parent was not read back"
+    data.write_bytes(stored)
+    loaded = {"w": torch.zeros(5000)}
+    dcp.load(loaded, storage_reader=StorageReader(tmp_path), no_dist=True)
+    assert same(loaded["w"], weights["w"])
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from . import _core
+from . import _core, _live
 
 logger = logging.getLogger("s4weights.report")
 
@@ -77,6 +77,14 @@ Reporter = Callable[[Report], object]
 _reporters: dict[int, Reporter] = {}
 _lock = threading.Lock()
 _next = 0
+
+
+def _in_child() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+_live.at_fork(_in_child)
 
 
 def add_reporter(reporter: Reporter) -> Callable[[], None]:

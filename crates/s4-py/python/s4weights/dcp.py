@@ -25,8 +25,6 @@ import dataclasses
 import io
 import json
 import os
-import re
-import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -37,7 +35,6 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
-    ReadItem,
     SavePlan,
     WriteItem,
     WriteItemType,
@@ -47,15 +44,16 @@ from torch.futures import Future
 
 from . import _core
 from ._dcp_metadata import from_json, to_json
+from ._dcp_place import Place, is_id
 from ._dcp_planners import LoadPlanner, SavePlanner
+from ._dcp_read import StoredTensors
 from ._dcp_stager import Stager, device_copies
-from ._device import HOST, Compute, Places
+from ._device import HOST, Places
 from ._entries import CheckpointEntry
-from ._errors import CorruptDataError, NotFoundError, UnsupportedFormatError
+from ._errors import NotFoundError, UnsupportedFormatError
 from ._progress import Progress, ProgressArgument
 from ._report import Recorder
-from ._sources import is_url
-from ._storages import dtype_name, read_batch
+from ._storages import dtype_name
 from ._store import CheckpointStore
 
 __all__ = [
@@ -72,20 +70,11 @@ __all__ = [
 #: The blob that holds DCP's metadata.
 _BLOB = "dcp"
 
-#: A checkpoint's step: the digits that its id ends with, as in ``step-1000``.
-_STEP = re.compile(r"(?:.*\D)?(\d+)$", re.ASCII | re.DOTALL)
-
 #: Tags of checkpoints that ranks saved each on its own: whose, and how many there were.
 _RANK, _RANKS = "dcp.rank", "dcp.ranks"
 
 #: The groups of tensors that the store keeps in separate objects.
 _WEIGHTS, _OPTIMIZER = 0, 1
-
-
-#: Stores of this process, by what they were named, the one that was used last at the end.
-_stores: list[tuple[tuple[int, str, dict[str, Any]], CheckpointStore]] = []
-_stores_lock = threading.Lock()
-_MOST_STORES = 4
 
 
 class _Share(NamedTuple):
@@ -100,85 +89,6 @@ class _Stored(NamedTuple):
 
     name: str
     part: bytes | None
-
-
-class _Place:
-    """A store and a step, from arguments and from DCP's ``checkpoint_id``."""
-
-    def __init__(
-        self,
-        store: CheckpointStore | str | os.PathLike[str] | None,
-        step: int | None,
-        options: Mapping[str, Any],
-    ) -> None:
-        #: Whether the store was made of a URL.
-        self._named = not isinstance(store, CheckpointStore)
-        if isinstance(store, CheckpointStore):
-            if options:
-                raise TypeError(f"{', '.join(options)}: options of a store that is there already")
-            self._store: CheckpointStore | None = store
-        else:
-            self._store = None if store is None else _shared_store(os.fspath(store), options)
-        self._given = store is not None
-        self._options = dict(options)
-        self.step = step
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
-        """Takes the place that a call of DCP names: a step, in a store that was given; or else the
-        path or URL of a store, and below it a name that ends with the step.
-        """
-        if checkpoint_id is None:
-            return
-        url = os.fspath(checkpoint_id)
-        above, _, name = url.rstrip("/").rpartition("/")
-        match = _STEP.match(name)
-        if match is None:
-            raise ValueError(f"checkpoint_id={url!r}: a name that ends with the step expected")
-        self.step = int(match.group(1))
-        if not self._given:
-            above = above or ("/" if url.startswith("/") else ".")
-            if self._store is None or self._store.url != above:
-                self._store = _shared_store(above, self._options)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A process that saves in the background keeps one store for all writers that it is given.
-        if self._store is None or self._named:
-            url, options = None if self._store is None else self._store.url, self._options
-        else:
-            options = {**self._store._arguments, "retention": self._store.retention}
-            url = options.pop("url")
-        return _place, (url, self.step, options, self._given)
-
-    @property
-    def store(self) -> CheckpointStore:
-        if self._store is None:
-            raise ValueError("no store: give one, or a checkpoint_id such as 'runs/a/step-1000'")
-        return self._store
-
-    def __str__(self) -> str:
-        return f"{self.store.url}: step {'newest' if self.step is None else self.step}"
-
-
-def _place(url: str | None, step: int | None, options: Mapping[str, Any], given: bool) -> _Place:
-    place = _Place(url, step, options)
-    place._given = given
-    return place
-
-
-def _shared_store(url: str, options: Mapping[str, Any]) -> CheckpointStore:
-    """A store for all writers and readers of this process that name it alike: what it keeps of one save
-    the next one needs.
-    """
-    key = (os.getpid(), url, dict(options))
-    with _stores_lock:
-        for place, (known, store) in enumerate(_stores):
-            if known == key:
-                _stores.append(_stores.pop(place))
-                return store
-        store = CheckpointStore(url, **options)
-        _stores.append((key, store))
-        del _stores[:-_MOST_STORES]
-        return store
 
 
 class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
@@ -216,7 +126,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         super().__init__()
-        self._place = _Place(store, step, options)
+        self._place = Place(store, step, options)
         self._progress = progress
         self._metrics = {str(name): float(value) for name, value in (metrics or {}).items()}
         self._tags = {str(name): str(value) for name, value in (tags or {}).items()}
@@ -238,7 +148,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return _is_id(checkpoint_id)
+        return is_id(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=self.checkpoint_id)
@@ -348,7 +258,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         super().__init__()
-        self._place = _Place(store, step, options)
+        self._place = Place(store, step, options)
         self._progress = progress
         self._reader: _core.Reader | None = None
         self._metadata: Metadata | None = None
@@ -369,7 +279,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return _is_id(checkpoint_id)
+        return is_id(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is None:
@@ -405,7 +315,9 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
             whole = {str(n) for n in range(_world())} <= ranks
             if whole and (entry.tags[_RANK], entry.tags.get(_RANKS)) == (str(rank), str(_world())):
                 return entry
-        raise NotFoundError(f"{self._place}: no checkpoint that {_world()} ranks saved on their own")
+        raise NotFoundError(
+            f"{self._place}: no checkpoint that {_world()} ranks saved on their own"
+        )
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -424,7 +336,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         compute = self._place.store._compute()
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         recorder = Recorder("load", self._place.store.url, self._step, rank)
-        stored = _StoredTensors(self._reader, self._names, compute, str(self._place))
+        stored = StoredTensors(self._reader, self._names, compute, str(self._place))
         recorder.look(self._reader)
         with recorder.watch(), recorder.stage("read"):
             for item in plan.items:
@@ -524,102 +436,6 @@ def load(
         process_group=process_group,
         no_dist=no_dist,
     )
-
-
-class _StoredTensors:
-    """Reads pieces of what is stored: whole tensors together, at the end, on all threads."""
-
-    def __init__(
-        self,
-        reader: _core.Reader,
-        names: Mapping[MetadataIndex, str],
-        compute: Compute,
-        where: str,
-    ) -> None:
-        self._reader, self._names, self._compute, self._where = reader, names, compute, where
-        self._places = Places()
-        #: Bytes of values that were asked for.
-        self.read_bytes = 0
-        self._tensors = {t[0]: (number, t[1], t[2]) for number, t in enumerate(reader.tensors())}
-        self._whole: list[tuple[ReadItem, torch.Tensor, int, torch.Tensor]] = []
-
-    def _find(self, index: MetadataIndex) -> tuple[int, str, tuple[int, ...]]:
-        name = self._names.get(index)
-        found = None if name is None else self._tensors.get(name)
-        if found is None:
-            raise CorruptDataError(f"{self._where}: {index} is not stored")
-        return found
-
-    def bytes_of(self, item: ReadItem) -> bytes:
-        number, _, shape = self._find(item.storage_index)
-        values = bytearray(shape[0])
-        if values:
-            memory = torch.frombuffer(values, dtype=torch.uint8)
-            self._reader.read_into([(number, memory.data_ptr(), len(values))], None)
-        return bytes(values)
-
-    def fill(self, item: ReadItem, planner: dcp.LoadPlanner) -> None:
-        number, kind, shape = self._find(item.storage_index)
-        target = planner.resolve_tensor(item).detach()
-        dtype = getattr(torch, kind)
-        lengths = tuple(item.lengths)
-        if tuple(target.shape) != lengths:
-            what = f"{item.storage_index}: {lengths} values for {tuple(target.shape)}"
-            raise ValueError(f"{self._where}: {what}")
-        plain = target.is_contiguous() and not target.is_conj() and not target.is_neg()
-        straight = plain and target.dtype == dtype
-        if lengths == tuple(shape):
-            # Into memory of the host, or of a device that decodes.
-            values = target if straight and self._can_fill(target) else None
-            values = torch.empty(lengths, dtype=dtype) if values is None else values
-            self._whole.append((item, target, number, values))
-            return
-        straight = straight and target.device.type == "cpu"
-        values = target if straight else torch.empty(lengths, dtype=dtype)
-        if values.numel():
-            starts = tuple(item.storage_offsets)
-            part = [(a, a + n) for a, n in zip(starts, lengths, strict=True)]
-            memory = (values.data_ptr(), values.nbytes)
-            self.read_bytes += values.nbytes
-            self._reader.read_view(number, (0, values.itemsize, tuple(shape)), part, memory)
-        _commit(planner, item, target, values)
-
-    def _can_fill(self, target: torch.Tensor) -> bool:
-        if target.device.type == "cuda":
-            return self._compute.engine({target.device.index}) is not None
-        return bool(target.device.type == "cpu")
-
-    def finish(self, planner: dcp.LoadPlanner, progress: ProgressArgument) -> None:
-        """Reads what is wanted whole."""
-        wanted = [
-            (number, values.data_ptr(), values.nbytes, self._places.of(values.untyped_storage()))
-            for _, _, number, values in self._whole
-            if values.numel()
-        ]
-        total = sum(request[2] for request in wanted)
-        self.read_bytes += total
-        with contextlib.closing(Progress(progress, total, "load")) as tracker:
-            read_batch(self._reader, self._compute, wanted, tracker)
-            tracker.finish()
-        for item, target, _, values in self._whole:
-            _commit(planner, item, target, values)
-        self._whole.clear()
-
-
-def _commit(
-    planner: dcp.LoadPlanner, item: ReadItem, target: torch.Tensor, values: torch.Tensor
-) -> None:
-    if values is not target:
-        target.copy_(values)
-    planner.commit_tensor(item, target)
-
-
-def _is_id(checkpoint_id: str | os.PathLike[str]) -> bool:
-    try:
-        text = os.fspath(checkpoint_id)
-    except TypeError:
-        return False
-    return _STEP.match(text.rstrip("/")) is not None and ("://" not in text or is_url(text))
 
 
 def _world() -> int:

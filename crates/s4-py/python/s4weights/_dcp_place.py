@@ -1,0 +1,130 @@
+"""Where distributed checkpoints are: a store and a step."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from . import _live
+from ._sources import is_url
+from ._store import CheckpointStore
+
+#: A checkpoint's step: the digits that its id ends with, as in ``step-1000``.
+_STEP = re.compile(r"(?:.*\D)?(\d+)$", re.ASCII | re.DOTALL)
+
+#: Stores of this process, by what they were named, the one that was used last at the end.
+_stores: list[tuple[tuple[int, str, dict[str, Any]], tuple[int, int] | None, CheckpointStore]] = []
+_stores_lock = threading.Lock()
+_MOST_STORES = 4
+
+
+def _in_child() -> None:
+    global _stores_lock
+    _stores_lock = threading.Lock()
+
+
+_live.at_fork(_in_child)
+
+
+class Place:
+    """A store and a step, from arguments and from DCP's ``checkpoint_id``."""
+
+    def __init__(
+        self,
+        store: CheckpointStore | str | os.PathLike[str] | None,
+        step: int | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        #: Whether the store was made of a URL.
+        self._named = not isinstance(store, CheckpointStore)
+        if isinstance(store, CheckpointStore):
+            if options:
+                raise TypeError(f"{', '.join(options)}: options of a store that is there already")
+            self._store: CheckpointStore | None = store
+        else:
+            self._store = None if store is None else _shared_store(os.fspath(store), options)
+        self._given = store is not None
+        self._options = dict(options)
+        self.step = step
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
+        """Takes the place that a call of DCP names: a step, in a store that was given; or else the
+        path or URL of a store, and below it a name that ends with the step.
+        """
+        if checkpoint_id is None:
+            return
+        url = os.fspath(checkpoint_id)
+        above, _, name = url.rstrip("/").rpartition("/")
+        match = _STEP.match(name)
+        if match is None:
+            raise ValueError(f"checkpoint_id={url!r}: a name that ends with the step expected")
+        self.step = int(match.group(1))
+        if not self._given:
+            above = above or ("/" if url.startswith("/") else ".")
+            if self._store is None or self._store.url != above:
+                self._store = _shared_store(above, self._options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A process that saves in the background keeps one store for all writers that it is given.
+        if self._store is None or self._named:
+            url, options = None if self._store is None else self._store.url, self._options
+        else:
+            options = {**self._store._arguments, "retention": self._store.retention}
+            url = options.pop("url")
+        return _make, (url, self.step, options, self._given)
+
+    @property
+    def store(self) -> CheckpointStore:
+        if self._store is None:
+            raise ValueError("no store: give one, or a checkpoint_id such as 'runs/a/step-1000'")
+        return self._store
+
+    def __str__(self) -> str:
+        return f"{self.store.url}: step {'newest' if self.step is None else self.step}"
+
+
+def _make(url: str | None, step: int | None, options: Mapping[str, Any], given: bool) -> Place:
+    place = Place(url, step, options)
+    place._given = given
+    return place
+
+
+def _shared_store(url: str, options: Mapping[str, Any]) -> CheckpointStore:
+    """A store for all writers and readers of this process that name it alike: what it keeps of one save
+    the next one needs.
+    """
+    key, mark = (os.getpid(), url, dict(options)), _mark(url)
+    with _stores_lock:
+        for place, (known, seen, store) in enumerate(_stores):
+            # One that was not there yet, or still is the one that it was.
+            if known == key and (seen is None or seen == mark):
+                del _stores[place]
+                break
+        else:
+            store = CheckpointStore(url, **options)
+        _stores.append((key, mark, store))
+        del _stores[:-_MOST_STORES]
+        return store
+
+
+def _mark(url: str) -> tuple[int, int] | None:
+    """What tells a store in a folder from one that is there later; ``None`` if there is none."""
+    if is_url(url):
+        return None
+    try:
+        found = os.stat(os.path.join(url, "repo.json"))
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def is_id(checkpoint_id: str | os.PathLike[str]) -> bool:
+    """Whether a text names a store and a step."""
+    try:
+        text = os.fspath(checkpoint_id)
+    except TypeError:
+        return False
+    return _STEP.match(text.rstrip("/")) is not None and ("://" not in text or is_url(text))
