@@ -1,0 +1,94 @@
+"""Weights on CUDA devices: applied where they are, and staged for DCP within the device.
+
+Skipped where there is no device; an error then if ``S4_REQUIRE_GPU=1``.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from s4weights.dcp import Stager, StorageReader, StorageWriter
+from s4weights.sync import Publisher, Subscriber
+
+if os.environ.get("S4_REQUIRE_GPU") != "1" and not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    """Tensors on the device, one in host memory, and one that is not contiguous."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    made = torch.randn(1 << 20, device="cuda", generator=generator) * 0.02
+    return {
+        "w": made.bfloat16(),
+        "turned": made[:9000].reshape(90, 100).clone().T,
+        "small": made[:7].clone(),
+        "host": made[:5000].cpu(),
+        "ids": torch.arange(20_000, device="cuda") * (seed + 1),
+    }
+
+
+def change(state: dict[str, torch.Tensor], step: int) -> None:
+    """Some values change by the last bit."""
+    state["w"].view(torch.int16)[step::300] ^= 1
+    state["turned"][step] += 1e-4
+    state["host"][step] += 1
+    state["ids"][step::40] += 1
+
+
+@pytest.mark.parametrize("listen", [None, "tcp://127.0.0.1:0"])
+def test_deltas_are_applied_on_the_device(tmp_path: Path, listen: str | None) -> None:
+    trainer, sampler = weights(1), weights(2)
+    places = {name: tensor.data_ptr() for name, tensor in sampler.items()}
+    with (
+        Publisher(tmp_path, listen=listen) as publisher,
+        Subscriber(publisher.address or tmp_path, sampler) as subscriber,
+    ):
+        for step in range(5):
+            publisher.publish_delta(trainer, step)
+            done = subscriber.apply_delta(wait=10.0)
+            assert done is not None and done.deltas == min(step, 1)
+            for name, tensor in trainer.items():
+                assert torch.equal(sampler[name], tensor), f"{name} of step {step}"
+            change(trainer, step)
+        # Something else changed the weights: what is on the device is read anew.
+        sampler["w"][1000] += 1
+        publisher.publish_delta(trainer, 5)
+        assert subscriber.apply_delta() is not None
+        assert all(torch.equal(sampler[name], tensor) for name, tensor in trainer.items())
+    assert {name: tensor.data_ptr() for name, tensor in sampler.items()} == places
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_what_is_staged_stays_what_it_was(tmp_path: Path, device: str) -> None:
+    stager = Stager(device=device)
+    for step in range(4):
+        state = weights(step)
+        expected = {name: tensor.clone() for name, tensor in state.items()}
+        writer = StorageWriter(tmp_path, step=step)
+        future = dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True)
+        for tensor in state.values():
+            tensor.zero_()
+        future.result()
+        loaded = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+        dcp.load(loaded, storage_reader=StorageReader(tmp_path, step=step), no_dist=True)
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+    stager.close()
+
+
+def test_copies_on_the_device_are_freed_with_the_save(tmp_path: Path) -> None:
+    state = {"w": torch.randn(64 << 20, device="cuda")}
+    stager = Stager()
+    free = []
+    for step in range(6):
+        writer = StorageWriter(tmp_path, step=step, base=True)
+        dcp.async_save(state, storage_writer=writer, async_stager=stager, no_dist=True).result()
+        torch.cuda.synchronize()
+        free.append(torch.cuda.mem_get_info()[0])
+    assert free[1] - free[-1] < state["w"].nbytes, f"{free}: they are kept"
