@@ -291,6 +291,39 @@ def test_what_is_damaged_on_the_way_touches_nothing(
         assert update(subscriber).deltas == 1 and same(trainer, sampler)
 
 
+def test_memory_does_not_grow_with_the_steps() -> None:
+    weights = {"w": torch.randn(50_000)}
+    with Publisher("memory:", listen="tcp://127.0.0.1:0", chain=2) as publisher:
+        for step in range(9):
+            weights["w"][step] += 1
+            publisher.publish_delta(weights, step)
+        store = publisher._store
+        assert store is not None
+        # The newest chain, and what retention keeps of the one before.
+        listed = store.list()
+        assert len(listed) <= 4 and listed[-1].step == 8
+        found = store.gc(dry_run=True, grace=0, exclusive=True)
+        assert sum(item["bytes"] for item in found["deleted"] + found["given_up"]) < 200_000
+
+
+def test_what_is_published_stays_published_if_nobody_can_be_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Publisher(tmp_path, listen="tcp://127.0.0.1:0") as publisher:
+        server = publisher._server
+        assert server is not None
+
+        def fail() -> None:
+            raise s4weights.StorageError(5, "no answer")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(server, "_list", fail)
+            assert publisher.publish_delta({"w": torch.ones(9)}, 1).step == 1
+        assert "were not told of step 1" in caplog.text
+        publisher.publish_delta({"w": torch.ones(9)}, 2)
+        assert [entry.step for entry in server.entries(None, 1.0)] == [1, 2]
+
+
 @pytest.mark.parametrize(
     ("length", "body", "message"),
     [

@@ -98,10 +98,11 @@ def _shared_store(url: str, options: Mapping[str, Any]) -> CheckpointStore:
     """
     key, mark = (os.getpid(), url, dict(options)), _mark(url)
     with _stores_lock:
-        for place, (known, seen, store) in enumerate(_stores):
+        for place, (known, seen, held) in enumerate(_stores):
             # One that was not there yet, or still is the one that it was.
             if known == key and (seen is None or seen == mark):
                 del _stores[place]
+                store = held
                 break
         else:
             store = CheckpointStore(url, **options)

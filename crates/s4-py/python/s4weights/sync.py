@@ -36,7 +36,7 @@ from typing import Any, Literal, NamedTuple, Protocol, overload
 from . import _core
 from ._device import Compute
 from ._entries import CheckpointEntry, Retention
-from ._errors import CorruptDataError, NotFoundError
+from ._errors import CorruptDataError, NotFoundError, S4Error
 from ._pending import PendingSave
 from ._report import Recorder
 from ._staging import Stage
@@ -225,11 +225,16 @@ class Publisher:
         return self._store._open("open").stored_bytes(id)
 
     def _published(self, store: CheckpointStore, entry: CheckpointEntry) -> None:
-        if self._server is not None:
-            self._server.refresh()
-        if self._is_private and entry.kind == "base":
-            # Nobody else can reach it, and a subscriber that was just served asks again.
-            store._open("open").sweep(0.0, True, False)
+        try:
+            if self._server is not None:
+                self._server.refresh()
+            if self._is_private and entry.kind == "base":
+                # Nobody else can reach it, and a subscriber that was just served asks again.
+                store._open("open").sweep(0.0, True, False)
+        except S4Error as error:  # It is published; the next step tells of it as well.
+            logger.warning(
+                "%s: subscribers were not told of step %d: %s", store.url, entry.step, error
+            )
 
 
 @dataclass(frozen=True)
