@@ -49,6 +49,7 @@ mod fetch;
 mod inputs;
 mod interrupt;
 mod io;
+mod large;
 mod levels;
 mod memory;
 mod mixed;

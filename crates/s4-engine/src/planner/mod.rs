@@ -10,7 +10,7 @@ use s4_predict::{Tensor, exponent};
 
 use crate::chunk::chunk_log2;
 use crate::scratch::width_of;
-use crate::{CpuEngine, PlaneCoding, Preset, Scratch, TensorPlan, TensorView};
+use crate::{CpuEngine, EncodeJob, PlaneCoding, Preset, Scratch, TensorPlan, TensorView};
 
 mod layout;
 mod sample;
@@ -44,14 +44,19 @@ pub(crate) struct Allowed {
     pub(crate) sub: bool,
     /// Such differences with the parent's exponents as contexts.
     pub(crate) contexts: bool,
+    /// Copies of wider tensors, rounded.
+    pub(crate) cast: bool,
 }
 
 /// The one place that says which preset uses which predictor.
 pub(crate) fn allowed(preset: Preset) -> Allowed {
-    match preset {
-        Preset::Fast | Preset::Nvcomp => Allowed { rank1: false, sub: false, contexts: false },
-        Preset::Balanced | Preset::Small => Allowed { rank1: true, sub: true, contexts: true },
-    }
+    let all = matches!(preset, Preset::Balanced | Preset::Small);
+    Allowed { rank1: all, sub: all, contexts: all, cast: all }
+}
+
+/// Whether tensors that are rounded copies of wider ones are predicted from these. Who writes several tensors finds them.
+pub fn makes_rounded_copies(preset: Preset) -> bool {
+    allowed(preset).cast
 }
 
 /// The tensor of a parent checkpoint that a tensor may be stored as its difference from.
@@ -127,9 +132,10 @@ impl CpuEngine {
         let offsets = offsets.as_deref();
         match parent {
             None => self.plan_alone(&about, &sample, offsets, scratch),
-            Some(parent) => self.plan_difference(&about, sample, parent, offsets, scratch, |s| {
-                self.plan_alone(&about, &alone(), offsets, s)
-            }),
+            Some(parent) => {
+                let alone = |s: &mut Scratch| self.plan_alone(&about, &alone(), offsets, s);
+                self.plan_difference(&about, sample, parent, offsets, scratch, &alone)
+            }
         }
     }
 
@@ -161,7 +167,42 @@ impl CpuEngine {
     ) -> Result<TensorPlan> {
         let (best, by_offsets) = self.alone(about, sample, offsets, scratch)?;
         let side = offsets.filter(|_| by_offsets).map(|side| (SideKind::OFFSETS, side));
-        finish(about, best, if by_offsets { Plan::rank1 } else { Plan::direct }, side)
+        let plan = finish(about, best, if by_offsets { Plan::rank1 } else { Plan::direct }, side)?;
+        if !by_offsets {
+            return Ok(plan);
+        }
+        self.smaller_of_small(about, plan, sample, None, scratch, |s| {
+            self.plan_alone(about, sample, None, s)
+        })
+    }
+
+    /// Of a tensor whose sample is all of it, the plan that makes it smaller: `plan`, or what preset `fast` makes. Such a
+    /// tensor is small, so that its tables and side data, which estimates know little of, are much of it.
+    fn smaller_of_small(
+        &self,
+        about: &About<'_>,
+        plan: TensorPlan,
+        sample: &Sample,
+        parent: Option<&[u8]>,
+        scratch: &mut Scratch,
+        fast: impl FnOnce(&mut Scratch) -> Result<TensorPlan>,
+    ) -> Result<TensorPlan> {
+        if sample.values.len() != about.bytes {
+            return Ok(plan);
+        }
+        let fast = fast(scratch)?;
+        let mut size = |plan: &TensorPlan| {
+            let view = TensorView { dtype: about.dtype, shape: about.shape, data: &sample.values };
+            let inputs = parent.filter(|_| plan.plan.is_delta());
+            let job = EncodeJob { view: &view, plan, chunk: 0, inputs: inputs.as_slice() };
+            let mut frame = vec![];
+            let encoded = self.encode(&job, scratch, &mut frame)?;
+            let mut side = vec![];
+            plan.side_data(encoded.shared)?.write(&mut side)?;
+            let listed = if plan.plan.is_delta() { PLAN_BITS / 8 } else { 0 };
+            Ok::<u64, Error>(frame.len() as u64 + side.len() as u64 + listed)
+        };
+        Ok(if size(&plan)? <= size(&fast)? { plan } else { fast })
     }
 
     /// The cheaper of values by themselves and predicted by row and column offsets, and whether it is these.
@@ -219,7 +260,7 @@ impl CpuEngine {
         parent: &ParentSample<'_>,
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
-        alone: impl FnOnce(&mut Scratch) -> Result<TensorPlan>,
+        alone: &dyn Fn(&mut Scratch) -> Result<TensorPlan>,
     ) -> Result<TensorPlan> {
         if sample.values.len() != parent.values.len() {
             return Err(Error::corrupt(format!(
@@ -228,6 +269,7 @@ impl CpuEngine {
                 parent.values.len()
             )));
         }
+        let small = (sample.values.len() == about.bytes).then(|| sample.clone());
         let least = self.alone(about, &sample, offsets, scratch)?.0.map_or(0, |b| b.bits);
         let delta = self.difference(about, &mut sample.values, parent.values, scratch)?;
         let saved = least.saturating_sub(delta.best.as_ref().map_or(u64::MAX, |d| d.bits));
@@ -244,7 +286,15 @@ impl CpuEngine {
             ..Plan::delta(layout, parent.manifest, parent.tensor)
         };
         let side = (!contexts.is_empty()).then_some((SideKind::CONTEXTS, &contexts[..]));
-        finish(about, best, plan, side)
+        let plan = finish(about, best, plan, side)?;
+        let Some(small) = small.filter(|_| plan.plan.residual != ResidualId::XOR) else {
+            return Ok(plan);
+        };
+        let fast = About { preset: Preset::Fast, ..*about };
+        self.smaller_of_small(about, plan, &small, Some(parent.values), scratch, |s| {
+            let alone = |s: &mut Scratch| self.plan_alone(&fast, &small, None, s);
+            self.plan_difference(&fast, small.clone(), parent, None, s, &alone)
+        })
     }
 
     /// The cheapest difference of a sample, which is used up, from the parent's.

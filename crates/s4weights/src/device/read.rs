@@ -61,8 +61,9 @@ impl Reader {
         hosts.dedup();
         self.prepare(&hosts)?;
         let trusted = self.trusted_by(engine);
-        let Chain { steps, mut here } = Chain::of(self, requests, trusted.is_some())?;
+        let Chain { steps, mut here, copies } = Chain::of(self, requests, trusted.is_some())?;
         let calls = self.calls(steps)?;
+        let copies = self.calls(vec![Step { reader: self, wanted: copies }])?;
         let total = requests.iter().map(|r| r.1.bytes()).sum();
         let mut meter = Meter { callback: self.options.progress.clone(), done: 0, total };
         let memory: Vec<_> = requests.iter().map(|r| r.1).collect();
@@ -79,6 +80,17 @@ impl Reader {
             }
             here.sort_unstable();
             here.dedup();
+            here.drain(..).try_for_each(|i| self.copy(requests[i], decoder, &mut meter))?;
+            let Some(copies) = copies.first().filter(|c| !c.wanted.is_empty()) else {
+                return Ok(());
+            };
+            // What they are copies of is there.
+            decoder.undone()?;
+            copies.push(copies.spans(decoder.room())?, decoder, &mut meter)?;
+            for number in decoder.undone()? {
+                let wanted = copies.wanted.iter().find(|w| w.tensor == number);
+                here.extend(wanted.map(|w| w.request));
+            }
             here.into_iter().try_for_each(|i| self.copy(requests[i], decoder, &mut meter))
         });
         done.map_err(|e| {
@@ -148,7 +160,7 @@ impl Call<'_> {
     /// Cuts what is wanted of a tensor at the borders of chunks.
     fn add<'b>(
         &'b self,
-        &Wanted { tensor, to, ref chunks, .. }: &Wanted,
+        &Wanted { tensor, to, ref chunks, input, .. }: &Wanted,
         jobs: &mut BTreeMap<(u32, usize, u64), FrameJob<'b>>,
     ) -> Result<(), Failure> {
         let mut done = 0;
@@ -160,14 +172,19 @@ impl Call<'_> {
             if chunks.as_ref().is_some_and(|list| list.binary_search(&chunk).is_err()) {
                 continue;
             }
+            let spec = self.reader.spec(host, &self.blocks[&host]);
+            let first = (chunk * spec.dtype.value_width() as u64) << spec.chunk_log2;
+            let input = input.map(|m| m.part(2 * first, 2 * bytes)).transpose();
+            let input = input.map_err(Failure::Device)?;
             let job = jobs.entry((to.ordinal(), host, chunk)).or_insert_with(|| FrameJob {
                 tensor: self.base + host,
-                spec: self.reader.spec(host, &self.blocks[&host]),
+                spec,
                 chunk,
                 record,
                 at: 0,
                 bytes,
                 pieces: vec![],
+                input,
             });
             job.pieces.push(Piece { from, to: part });
         }
