@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import s4weights
 import torch
+
+import s4weights
 from compare import assert_identical
 
 

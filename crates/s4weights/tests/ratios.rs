@@ -108,7 +108,7 @@ fn a_model_of_which_few_values_changed_costs_half_a_percent() {
     // What did not change at all costs a few bytes a chunk: two constant planes, and the record.
     let unchanged = save(&before, against());
     println!("unchanged: {} of {raw}", unchanged.len());
-    assert!(2000 * unchanged.len() <= raw, "{} of {raw}", unchanged.len());
+    assert!(1000 * unchanged.len() <= raw, "{} of {raw}", unchanged.len());
 
     let folder = tempfile::tempdir().unwrap();
     let url = folder.path().to_str().unwrap();
@@ -139,9 +139,12 @@ fn values_that_hold_less_than_their_type_could_cost_what_they_hold() {
         .collect();
     let fp16_in_fp32: Vec<u8> =
         wide.as_chunks::<4>().0.iter().flat_map(|x| [0, x[1] & 0xe0, x[2], x[3]]).collect();
-    let half_zeros = [&wide[..2 * n], &vec![0; 2 * n]].concat();
+    // Two chunks, and zeros behind them.
+    let two = 2usize << 16;
+    let half_zeros = [&wide[..4 * two], &vec![0; 4 * (n - two)]].concat();
     let size = |dtype, data: &[u8]| {
-        let t = Owned::new("w", dtype, &[n as u64], data.to_vec());
+        let n = (data.len() / dtype.size()) as u64;
+        let t = Owned::new("w", dtype, &[n], data.to_vec());
         save(&[t], WriteOptions::default()).len()
     };
     let least = size(DType::BFloat16, &bf16);
@@ -151,7 +154,7 @@ fn values_that_hold_less_than_their_type_could_cost_what_they_hold() {
     near(size(DType::Float64, &double), least + least / 50);
     // Three more bits of each mantissa, which here are zeros.
     near(size(DType::Float32, &fp16_in_fp32), least + least / 50);
-    near(size(DType::Float32, &half_zeros), least / 2);
+    near(size(DType::Float32, &half_zeros), size(DType::Float32, &wide[..4 * two]));
     for constant in [[0u8; 4], 1f32.to_le_bytes(), [1, 2, 3, 4]] {
         assert!(size(DType::Float32, &constant.repeat(n)) < 1500);
     }

@@ -24,6 +24,10 @@ pub(crate) use sample::sampled_runs;
 /// What one more plan costs in the manifest, in bits: a delta has to save more.
 const PLAN_BITS: u64 = 8 * 160;
 
+/// What the first delta costs in the manifest, in bytes, with the name of the parent; and what contexts add.
+const FIRST_DELTA: u64 = PLAN_BITS / 8 + 100;
+const CONTEXTS: u64 = 16;
+
 // Thresholds are parts of what is compared: 128 means one in 128.
 
 /// A delta must save this part of the tensor stored by itself: it is read together with its parents.
@@ -199,7 +203,10 @@ impl CpuEngine {
             let encoded = self.encode(&job, scratch, &mut frame)?;
             let mut side = vec![];
             plan.side_data(encoded.shared)?.write(&mut side)?;
-            let listed = if plan.plan.is_delta() { PLAN_BITS / 8 } else { 0 };
+            let listed = match plan.plan.is_delta() {
+                true => FIRST_DELTA + if plan.plan.contexts.is_none() { 0 } else { CONTEXTS },
+                false => 0,
+            };
             Ok::<u64, Error>(frame.len() as u64 + side.len() as u64 + listed)
         };
         Ok(if size(&plan)? <= size(&fast)? { plan } else { fast })
@@ -213,13 +220,13 @@ impl CpuEngine {
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
     ) -> Result<(Option<Candidate>, bool)> {
-        let direct = self.best(about.dtype, &sample.values, Of::Values, scratch)?;
+        let direct = self.best(about, &sample.values, Of::Values, scratch)?;
         let Some((offsets, least)) = offsets.zip(direct.as_ref().map(|d| d.bits)) else {
             return Ok((direct, false));
         };
         let mut residuals = sample.values.clone();
         self.subtract_offsets(about, sample, offsets, &mut residuals)?;
-        let mut best = self.best(about.dtype, &residuals, Of::Residuals, scratch)?;
+        let mut best = self.best(about, &residuals, Of::Residuals, scratch)?;
         // What the offsets take, as a part of what the sample does.
         let stored =
             8 * offsets.len() as u64 * sample.values.len() as u64 / about.bytes.max(1) as u64;
@@ -308,13 +315,13 @@ impl CpuEngine {
         let (allowed, dtype) = (allowed(about.preset), about.dtype);
         let mut ordered = if allowed.sub { sample.to_vec() } else { vec![] };
         self.kernels.xor(sample, parent);
-        let best = self.best(dtype, sample, Of::Differences, scratch)?;
+        let best = self.best(about, sample, Of::Differences, scratch)?;
         let mut cheapest = Difference { best, residual: ResidualId::XOR, contexts: vec![] };
         if !allowed.sub {
             return Ok(cheapest);
         }
         self.kernels.sub_values(width_of(about.width())?, &mut ordered, parent);
-        let sub = self.best(dtype, &ordered, Of::Ordered, scratch)?;
+        let sub = self.best(about, &ordered, Of::Ordered, scratch)?;
         cheapest.replace_by(sub, ResidualId::SUB, vec![], SUB_GAIN);
         if allowed.contexts && dtype.form() == Form::Float && about.width() > 1 {
             let contexts = exponent::side_data(dtype, parent);
@@ -322,7 +329,7 @@ impl CpuEngine {
             side.push(SideKind::CONTEXTS, contexts.clone())?;
             let tensor = Tensor { dtype, shape: about.shape, side: &side };
             let of = Of::InContext { tensor, parent, values: about.values() };
-            let best = self.best(dtype, &ordered, of, scratch)?;
+            let best = self.best(about, &ordered, of, scratch)?;
             cheapest.replace_by(best, ResidualId::SUB, contexts, CONTEXTS_GAIN);
         }
         Ok(cheapest)

@@ -121,9 +121,7 @@ def _tensors(root: Any, without: set[int]) -> Iterator[Any]:
 
 
 class _Table:
-    def __init__(
-        self, storages: StorageWriter, weights: list[tuple[int, tuple[int, ...]]]
-    ) -> None:
+    def __init__(self, storages: StorageWriter, weights: list[tuple[int, tuple[int, ...]]]) -> None:
         self._storages = storages
         self._weights = weights
         self._next = 0
