@@ -142,7 +142,7 @@ fn values_that_hold_less_than_their_type_could_cost_what_they_hold() {
     // Two chunks, and zeros behind them.
     let two = 2usize << 16;
     let half_zeros = [&wide[..4 * two], &vec![0; 4 * (n - two)]].concat();
-    let size = |dtype, data: &[u8]| {
+    let size = |dtype: DType, data: &[u8]| {
         let n = (data.len() / dtype.size()) as u64;
         let t = Owned::new("w", dtype, &[n], data.to_vec());
         save(&[t], WriteOptions::default()).len()
