@@ -68,7 +68,7 @@ impl EncodedChunk {
 }
 
 /// Appends values as they are. They may change meanwhile.
-fn plain(src: &[u8], frame: &mut Vec<u8>) -> EncodedChunk {
+pub(crate) fn plain(src: &[u8], frame: &mut Vec<u8>) -> EncodedChunk {
     let crc = once::append_summed(src, frame);
     let (crc_encoded, crc_raw) = (crc, crc);
     EncodedChunk { len: src.len(), plain: true, crc_encoded, crc_raw, ..EncodedChunk::EMPTY }
@@ -105,7 +105,20 @@ impl CpuEngine {
     ) -> Result<EncodedChunk> {
         let EncodeJob { view, plan, chunk, .. } = *job;
         let width = view.dtype.value_width();
-        let (first, src) = chunk_bytes(view.data, width, plan.chunk_log2, chunk)?;
+        let values = chunk_bytes(view.data, width, plan.chunk_log2, chunk)?;
+        self.encode_values(job, values, scratch, frame)
+    }
+
+    /// As [`CpuEngine::encode`], of values that lie elsewhere than in the tensor's view: `src`, from number `first` on.
+    pub(crate) fn encode_values(
+        &self,
+        job: &EncodeJob<'_>,
+        (first, src): (u64, &[u8]),
+        scratch: &mut Scratch,
+        frame: &mut Vec<u8>,
+    ) -> Result<EncodedChunk> {
+        let EncodeJob { view, plan, .. } = *job;
+        let width = view.dtype.value_width();
         let start = frame.len();
         let mut out = EncodedChunk::EMPTY;
         let layout = Layout::new(self.kernels, plan.plan.layout, width)?;

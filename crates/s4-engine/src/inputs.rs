@@ -56,19 +56,27 @@ pub trait Inputs<E>: Sync {
 /// How much an [`Input`] is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct InputSize {
-    /// Bytes in the memory of the host, each frame rounded up to a multiple of 16.
+    /// Bytes in the memory of the host, each frame rounded up to a multiple of 16. None: they are in the device's.
     pub bytes: u64,
     /// Frames; 0: they are values.
     pub frames: u32,
 }
 
-/// The values that a chunk is predicted from, as many as its own.
+/// The values that a chunk is predicted from, as many as its own: of a rounded copy twice as wide.
 #[derive(Debug, Clone)]
 pub enum Input<'a> {
     /// In the memory of the chunk's device.
     Device(DeviceMemory),
-    /// In the memory of the host.
+    /// In the memory of the host. None, of a tensor of the same checkpoint: they are no longer what was stored of it.
     Host(Bytes),
+    /// In the memory of the chunk's device, where they may change: they are used if the parts of a copy, one behind the
+    /// other, have these bytes and CRC-32C each, as what was stored of them.
+    Stored {
+        /// The values.
+        values: DeviceMemory,
+        /// Bytes and checksum of each part.
+        parts: Vec<(u64, u32)>,
+    },
     /// What they are decoded from: the first frame by itself, each other one as the difference from
     /// what was decoded before.
     Frames(Vec<InputFrame<'a>>),

@@ -39,7 +39,7 @@ pub use encode::{EncodeJob, EncodedChunk};
 pub use engine::{EncodedFrame, Engine, Jobs, TensorError, TensorValues};
 pub use inputs::{Input, InputFrame, InputSize, Inputs, NoInputs};
 pub use plan::{PlaneCoding, TensorPlan};
-pub use planner::{ParentSample, PlanJob, parent_probes};
+pub use planner::{ParentSample, PlanJob, makes_rounded_copies, parent_probes};
 pub use predict::InputValues;
 pub use scratch::Scratch;
 pub use values::{DeviceMemory, Values};

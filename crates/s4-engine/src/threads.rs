@@ -187,7 +187,9 @@ impl CpuEngine {
                 decoded = self.idle.with(decode).map_err(of)?;
                 Some(&decoded[..])
             }
-            Some(Input::Device(_)) => return Err(missing(tensor, number).into()),
+            Some(Input::Device(_) | Input::Stored { .. }) => {
+                return Err(missing(tensor, number).into());
+            }
         };
         frame.bytes.clear();
         let job = EncodeJob { view: &view, plan, chunk: number, inputs: values.as_slice() };

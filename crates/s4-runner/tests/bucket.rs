@@ -118,14 +118,14 @@ fn a_permission_that_is_taken_away_delays_and_loses_nothing() {
     assert!(!said.contains("hush"), "{said}");
 }
 
-/// A line of 40 kB a second needs longer for a checkpoint than requests may be silent.
+/// A line of 2 kB a second needs longer for a checkpoint than requests may be silent.
 #[test]
 fn a_slow_bucket_is_no_failure() {
     let Some((setup, line, url)) = setup() else { return };
     let daemon = setup.start();
     let first = setup.save(1);
     assert_eq!(setup.wait(first, "durable")["state"], "durable");
-    line.set(Fault::Slow(10_000));
+    line.set(Fault::Slow(2_000));
     let began = Instant::now();
     let second = setup.save(2);
     let done = setup.wait(second, "durable");

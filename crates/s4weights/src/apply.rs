@@ -61,11 +61,13 @@ impl Reader {
     }
 
     fn apply_all(&self, wants: Vec<Want<'_>>, meter: &mut Meter) -> Result<()> {
-        let blocks = self.blocks(&self.hosts(&wants))?;
-        let mut jobs = self.jobs(wants, &blocks)?;
-        // A tensor that is wanted whole has its chunks whole; tensors of a pack are no deltas.
-        jobs.iter_mut().for_each(|job| job.in_place = job.delta && job.is_whole());
         let threads = thread_count(self.options.threads);
-        self.run(self.request_spans(jobs, threads), &blocks, meter)
+        self.in_order(wants, |wants, given| {
+            let blocks = self.blocks(&self.hosts(&wants))?;
+            let mut jobs = self.jobs_beside(wants, given, &blocks)?;
+            // A tensor that is wanted whole has its chunks whole; tensors of a pack are no deltas.
+            jobs.iter_mut().for_each(|job| job.in_place = job.delta && job.is_whole());
+            self.run(self.request_spans(jobs, threads), &blocks, meter)
+        })
     }
 }

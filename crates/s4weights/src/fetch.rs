@@ -1,7 +1,6 @@
 //! Reads and decodes the chunks that hold wanted bytes.
 
-use std::collections::BTreeMap;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -62,9 +61,16 @@ pub(crate) struct Job<'a> {
     /// The parent's values of a chunk that does not go somewhere as a whole; those of one that does
     /// are put where it goes.
     parent: Vec<u8>,
-    /// Whether it is predicted from another tensor of this checkpoint, and the values of that.
+    /// Whether it is predicted from another tensor of this checkpoint, and the values of that: given, or read.
     beside: bool,
+    given: Option<&'a [u8]>,
     input: Vec<u8>,
+}
+
+impl<'a> Want<'a> {
+    fn reborrow(&mut self) -> Want<'_> {
+        Want { tensor: self.tensor, first: self.first, to: &mut *self.to }
+    }
 }
 
 impl Job<'_> {
@@ -119,11 +125,66 @@ impl Reader {
 
     /// Fills every want, with threads. The tensors are prepared.
     pub(crate) fn fetch_all(&self, wants: Vec<Want<'_>>, meter: &mut Meter) -> Result<()> {
-        let wants = self.fill_mixed(wants, meter)?;
-        let blocks = self.blocks(&self.hosts(&wants))?;
-        let threads = thread_count(self.options.threads);
-        let spans = self.request_spans(self.jobs(wants, &blocks)?, threads);
-        self.run(spans, &blocks, meter)
+        self.in_order(wants, |wants, given| {
+            let wants = self.fill_mixed(wants, meter)?;
+            let blocks = self.blocks(&self.hosts(&wants))?;
+            let jobs = self.jobs_beside(wants, given, &blocks)?;
+            let threads = thread_count(self.options.threads);
+            self.run(self.request_spans(jobs, threads), &blocks, meter)
+        })
+    }
+
+    /// Calls `fill` with those wants that come first, and then with those of tensors that are predicted from
+    /// others that are wanted, too, and the values of these, which then need not be decoded twice.
+    pub(crate) fn in_order(
+        &self,
+        wants: Vec<Want<'_>>,
+        mut fill: impl FnMut(Vec<Want<'_>>, &HashMap<usize, &[u8]>) -> Result<()>,
+    ) -> Result<()> {
+        let whole: HashSet<usize> =
+            wants.iter().filter(|w| self.is_whole(w)).map(|w| w.tensor).collect();
+        let is_late = |w: &Want<'_>| {
+            let plan = &self.manifest.plans[usize::from(self.tensors[w.tensor].plan)];
+            plan.own_input().is_some_and(|input| whole.contains(&(input as usize)))
+        };
+        let (late, mut first): (Vec<_>, Vec<_>) = wants.into_iter().partition(is_late);
+        fill(first.iter_mut().map(Want::reborrow).collect(), &HashMap::new())?;
+        if late.is_empty() {
+            return Ok(());
+        }
+        let whole = first.iter().filter(|w| self.is_whole(w));
+        let given = whole.map(|w| (w.tensor, &*w.to)).collect();
+        fill(late, &given)
+    }
+
+    /// Whether all of a tensor's values are wanted.
+    fn is_whole(&self, want: &Want<'_>) -> bool {
+        let bytes = self.tensors[want.tensor].bytes();
+        want.first == 0 && bytes.is_ok_and(|bytes| bytes == want.to.len() as u64)
+    }
+
+    /// As [`Reader::jobs`]. `given`: values of tensors that others may be predicted from.
+    pub(crate) fn jobs_beside<'a>(
+        &self,
+        wants: Vec<Want<'a>>,
+        given: &HashMap<usize, &'a [u8]>,
+        blocks: &HashMap<usize, Arc<LoadedBlock>>,
+    ) -> Result<Vec<Job<'a>>> {
+        let mut jobs = self.jobs(wants, blocks)?;
+        for job in jobs.iter_mut().filter(|job| job.beside && !given.is_empty()) {
+            let Some(input) = self.own_input(job.tensor)?.and_then(|n| given.get(&n)) else {
+                continue;
+            };
+            let first = self.first_of_input(job, blocks) as usize;
+            job.given = input.get(first..first + 2 * job.bytes);
+        }
+        Ok(jobs)
+    }
+
+    /// The first byte of what a chunk is predicted from in this checkpoint: values that are twice as wide.
+    fn first_of_input(&self, job: &Job<'_>, blocks: &HashMap<usize, Arc<LoadedBlock>>) -> u64 {
+        let spec = self.spec(job.tensor, &blocks[&job.tensor]);
+        2 * ((job.chunk * spec.dtype.value_width() as u64) << spec.chunk_log2)
     }
 
     /// Fills every want on this thread, with buffers from a common stock. The tensors are prepared, and cut
@@ -176,8 +237,20 @@ impl Reader {
         let delta = plan.parent().is_some() && !record.plain;
         let beside = plan.own_input().is_some() && !record.plain;
         let (pieces, parent, input, bytes) = (vec![], vec![], vec![], bytes as usize);
-        let in_place = false;
-        Job { tensor: host, chunk, record, bytes, pieces, delta, in_place, parent, beside, input }
+        let (in_place, given) = (false, None);
+        Job {
+            tensor: host,
+            chunk,
+            record,
+            bytes,
+            pieces,
+            delta,
+            in_place,
+            parent,
+            beside,
+            given,
+            input,
+        }
     }
 
     /// Groups chunks that lie close together: each group is read by one request. Differences are
@@ -210,7 +283,8 @@ impl Reader {
             request,
             |job| job.record,
             |close, _, job| {
-                let values = job.bytes as u64 * (u64::from(job.delta) + 2 * u64::from(job.beside));
+                let beside = job.beside && job.given.is_none();
+                let values = job.bytes as u64 * (u64::from(job.delta) + 2 * u64::from(beside));
                 let joins = close && sum + values <= most;
                 sum = if joins { sum } else { 0 } + values;
                 joins
@@ -321,10 +395,9 @@ impl Reader {
         idle: &Mutex<Vec<Buffers>>,
     ) -> Result<()> {
         let mut wants = vec![];
-        for job in span.iter_mut().filter(|j| j.beside) {
+        for job in span.iter_mut().filter(|j| j.beside && j.given.is_none()) {
             let Some(tensor) = self.own_input(job.tensor)? else { continue };
-            let spec = self.spec(job.tensor, &blocks[&job.tensor]);
-            let first = 2 * ((job.chunk * spec.dtype.value_width() as u64) << spec.chunk_log2);
+            let first = self.first_of_input(job, blocks);
             job.input = vec![0; 2 * job.bytes];
             wants.push(Want { tensor, first, to: &mut job.input });
         }
@@ -378,7 +451,7 @@ impl Reader {
             // The parent's values are there already.
             let inputs = match (delta, job.beside) {
                 (true, _) => &[InputValues::Destination][..],
-                (_, true) => &[InputValues::Slice(&job.input)],
+                (_, true) => &[InputValues::Slice(job.given.unwrap_or(&job.input))],
                 _ => &[],
             };
             let (chunk, record) = (job.chunk, &job.record);

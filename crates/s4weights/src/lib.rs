@@ -50,6 +50,7 @@ mod fetch;
 mod inputs;
 mod interrupt;
 mod io;
+mod large;
 mod levels;
 mod memory;
 mod mixed;

@@ -54,10 +54,6 @@ pub struct WriteOptions {
     /// Time limit of a request to an object store, retries included; `None`: 5 minutes, or half a minute as
     /// long as the server was never reached.
     pub deadline: Option<Duration>,
-    /// Store tensors of the host in bfloat16 and float16 as rounded copies of float32 tensors that are written
-    /// with them, where they are. (Devices do not yet, so what is written would depend on where tensors are:
-    /// it has to be asked for.)
-    pub rounded_copies: bool,
     /// Told of progress.
     pub progress: Option<ProgressFn>,
     /// What encodes tensors that are in the memory of devices.

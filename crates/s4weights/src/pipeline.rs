@@ -80,7 +80,8 @@ impl Writer {
         done.map_err(|e| e.named(&self.name, |i| run.names.get(i).copied()))
     }
 
-    /// Encodes rounded copies of tensors that are written already, all of the host, and appends their chunks.
+    /// Encodes rounded copies of tensors that are written already, and appends their chunks. All copies are in one place;
+    /// what they are copies of is there, too, or in the memory of the host.
     pub(crate) fn encode_copies(
         &mut self,
         run: &Run<'_>,
@@ -88,13 +89,23 @@ impl Writer {
         wider: Vec<Wider<'_>>,
         meter: &mut Meter,
     ) -> Result<Vec<Coded>> {
-        let engine = Arc::clone(&self.engine);
+        if run.tensors.is_empty() {
+            return Ok(vec![]);
+        }
         let inputs = WiderInputs { tensors: &run.tensors, wider };
-        let threads = self.encoding_threads(false);
+        let on_device = run.tensors.iter().any(|t| t.values.memory().is_some());
+        let threads = self.encoding_threads(on_device);
         let chunks = run.tensors.iter().map(chunks_of).sum::<u64>();
         let chunks = usize::try_from(chunks).unwrap_or(usize::MAX);
-        let pool = pool(threads.min(chunks))?;
-        let place = (pool.as_ref(), threads, false);
+        let pool = pool(if on_device { threads } else { threads.min(chunks) })?;
+        let place = (pool.as_ref(), threads, on_device);
+        let engine = Arc::clone(&self.engine);
+        #[cfg(feature = "cuda")]
+        let done = match self.options.engine.clone().filter(|_| on_device) {
+            Some(engine) => self.encode_planned(&*engine, run, plans, &inputs, place, meter),
+            None => self.encode_planned(&*engine, run, plans, &inputs, place, meter),
+        };
+        #[cfg(not(feature = "cuda"))]
         let done = self.encode_planned(&*engine, run, plans, &inputs, place, meter);
         done.map_err(|e| e.named(&self.name, |i| run.names.get(i).copied()))
     }

@@ -1,5 +1,9 @@
 //! Tensors that are rounded copies of wider ones in the same checkpoint, as a model's are of the optimizer's weights.
 
+use std::cmp::Reverse;
+use std::collections::HashMap;
+use std::ops::Range;
+
 use s4_engine::{
     Input, InputSize, Inputs, TensorError, TensorPlan, TensorValues, Values, chunk_log2, copy_once,
 };
@@ -10,55 +14,119 @@ use s4_planes::Kernels;
 
 use crate::inputs::Failure;
 
-/// Values that are compared, evenly spaced, and how many of them may differ.
-const LOOKED_AT: u64 = 64;
+/// Values that are compared: runs, evenly spaced, and values in each. And how many may differ.
+const RUNS: u64 = 16;
+const RUN: u64 = 4;
 const MAY_DIFFER: usize = 4;
 
-/// For each tensor the one of which it is a rounded copy, as its number in the list, if a look at a few values finds one:
-/// among those with its shape, the weights that the optimizer keeps for it first.
-pub(crate) fn wider_copies(tensors: &[TensorValues<'_>]) -> Vec<Option<usize>> {
-    let wide = |t: &TensorValues<'_>| t.dtype == DType::Float32;
-    let narrow = |t: &TensorValues<'_>| matches!(t.dtype, DType::BFloat16 | DType::Float16);
-    if !tensors.iter().any(wide) {
-        return vec![None; tensors.len()];
-    }
-    let find = |t: &TensorValues<'_>| {
-        let own = t.role.map(|r| r.row.parameter);
-        let alike = |(i, other): (usize, &TensorValues<'_>)| {
-            let master = other
-                .role
-                .is_some_and(|r| r.row.kind == RoleKind::Master && Some(r.row.parameter) == own);
-            (wide(other) && other.shape == t.shape).then_some((!master, i))
-        };
-        let mut found: Vec<_> = tensors.iter().enumerate().filter_map(alike).collect();
-        found.sort_unstable();
-        found.into_iter().map(|f| f.1).find(|i| is_copy(t, &tensors[*i]))
-    };
-    tensors.iter().map(|t| if narrow(t) { find(t) } else { None }).collect()
+/// The values that are compared, of a tensor that has more.
+fn compared(values: u64) -> impl Iterator<Item = Range<u64>> {
+    let step = values.saturating_sub(RUN) / (RUNS - 1);
+    (0..RUNS).map(move |i| step * i..(step * i + RUN).min(values))
 }
 
-/// Whether what is looked at of a tensor is another's, rounded, and not all the same.
-fn is_copy(t: &TensorValues<'_>, other: &TensorValues<'_>) -> bool {
-    let (Values::Host(own), Values::Host(wide)) = (t.values, other.values) else { return false };
-    let values = own.len() as u64 / 2;
-    let places = (0..LOOKED_AT.min(values)).map(|i| (values / LOOKED_AT.min(values) * i) as usize);
-    let (mut rounded, mut first, mut differ, mut varied) = ([0; 2], None, 0, false);
-    for at in places {
-        let (Some(x), Some(wide)) = (own.get(2 * at..2 * at + 2), wide.get(4 * at..4 * at + 4))
-        else {
-            return false;
-        };
-        match t.dtype {
-            DType::BFloat16 => Kernels::default().to_bf16(wide, &mut rounded),
-            _ => Kernels::default().to_fp16(wide, &mut rounded),
+/// What is looked at of a tensor: the compared values; of a wider one, rounded to each narrower dtype.
+enum Look {
+    Narrow(Vec<u8>),
+    Wide { bf16: Vec<u8>, fp16: Vec<u8> },
+}
+
+/// The tensors that may be copies, or have some, by number in the list, and the bytes of each that are to be looked at.
+pub(crate) struct Candidates {
+    /// Of each number of values, those that are wider and those that are not.
+    by_values: HashMap<u64, [Vec<usize>; 2]>,
+}
+
+impl Candidates {
+    pub(crate) fn of(tensors: &[TensorValues<'_>]) -> Self {
+        let mut by_values: HashMap<u64, [Vec<usize>; 2]> = HashMap::new();
+        for (i, t) in tensors.iter().enumerate() {
+            let narrow = match t.dtype {
+                DType::Float32 => 0,
+                DType::BFloat16 | DType::Float16 => 1,
+                _ => continue,
+            };
+            let values = t.values.bytes() / t.dtype.value_width() as u64;
+            by_values.entry(values).or_default()[narrow].push(i);
         }
-        differ += usize::from(rounded != x);
-        varied |= *first.get_or_insert(x) != x;
-        if differ > MAY_DIFFER {
-            return false;
-        }
+        by_values.retain(|values, [wide, narrow]| {
+            *values >= RUNS * RUN && !wide.is_empty() && !narrow.is_empty()
+        });
+        Self { by_values }
     }
-    varied
+
+    /// The tensors, and their bytes that are looked at, in ascending order of tensors.
+    pub(crate) fn looks(&self, tensors: &[TensorValues<'_>]) -> Vec<(usize, Vec<Range<u64>>)> {
+        let mut out = vec![];
+        for (&values, lists) in &self.by_values {
+            for &i in lists.iter().flatten() {
+                let width = tensors[i].dtype.value_width() as u64;
+                let bytes = compared(values).map(|r| r.start * width..r.end * width);
+                out.push((i, bytes.collect()));
+            }
+        }
+        out.sort_by_key(|look| look.0);
+        out
+    }
+
+    /// For each tensor the one of which it is a rounded copy, as its number in the list, if the bytes that were looked at
+    /// say so: of several the weights that the optimizer keeps for it first, then one of its shape, then the one whose
+    /// name ends most like its own.
+    pub(crate) fn copies(
+        &self,
+        tensors: &[TensorValues<'_>],
+        names: &[&str],
+        looks: HashMap<usize, Vec<u8>>,
+    ) -> Vec<Option<usize>> {
+        let looks: HashMap<_, _> =
+            looks.into_iter().map(|(i, bytes)| (i, Look::of(tensors[i].dtype, bytes))).collect();
+        let mut out = vec![None; tensors.len()];
+        for [wide, narrow] in self.by_values.values() {
+            for &i in narrow {
+                let t = &tensors[i];
+                let own = t.role.map(|r| r.row.parameter);
+                let is_copy = |w: &usize| {
+                    let looked = looks.get(&i).zip(looks.get(w));
+                    looked.is_some_and(|(a, b)| a.is_copy(b, t.dtype))
+                };
+                out[i] = wide.iter().copied().filter(is_copy).min_by_key(|&w| {
+                    let master = tensors[w].role.is_some_and(|r| {
+                        r.row.kind == RoleKind::Master && Some(r.row.parameter) == own
+                    });
+                    let alike = common_end(names[i], names[w]);
+                    (!master, tensors[w].shape != t.shape, Reverse(alike), w)
+                });
+            }
+        }
+        out
+    }
+}
+
+/// Bytes that two names end with alike.
+fn common_end(a: &str, b: &str) -> usize {
+    a.bytes().rev().zip(b.bytes().rev()).take_while(|(a, b)| a == b).count()
+}
+
+impl Look {
+    fn of(dtype: DType, bytes: Vec<u8>) -> Self {
+        if dtype != DType::Float32 {
+            return Self::Narrow(bytes);
+        }
+        let (mut bf16, mut fp16) = (vec![0; bytes.len() / 2], vec![0; bytes.len() / 2]);
+        Kernels::default().to_bf16(&bytes, &mut bf16);
+        Kernels::default().to_fp16(&bytes, &mut fp16);
+        Self::Wide { bf16, fp16 }
+    }
+
+    /// Whether it is another's, rounded, and not all the same.
+    fn is_copy(&self, other: &Self, dtype: DType) -> bool {
+        let (Self::Narrow(own), Self::Wide { bf16, fp16 }) = (self, other) else { return false };
+        let rounded = if dtype == DType::BFloat16 { bf16 } else { fp16 };
+        let pairs = own.chunks_exact(2).zip(rounded.chunks_exact(2));
+        let differ = pairs.filter(|(a, b)| a != b).take(MAY_DIFFER + 1).count();
+        let varied = own.chunks_exact(2).any(|x| x != &own[..2]);
+        own.len() == rounded.len() && differ <= MAY_DIFFER && varied
+    }
 }
 
 /// The plan of a rounded copy of tensor number `tensor`.
@@ -68,26 +136,70 @@ pub(crate) fn plan(dtype: DType, tensor: u32) -> TensorPlan {
     TensorPlan::new(Plan::cast(LayoutId::FIELDS, tensor), planes, chunk_log2(dtype))
 }
 
-/// What a rounded copy is made from: values of the host's, and what was stored of them.
+/// What a rounded copy is made from: values, and what was stored of them.
 pub(crate) struct Wider<'a> {
-    pub(crate) values: &'a [u8],
+    pub(crate) values: Values<'a>,
     pub(crate) dtype: DType,
     pub(crate) records: &'a [ChunkRecord],
 }
 
-/// The inputs of rounded copies, by number.
+/// The inputs of rounded copies, by number: values of the host, or of the copy's device.
 pub(crate) struct WiderInputs<'a> {
     pub(crate) tensors: &'a [TensorValues<'a>],
     pub(crate) wider: Vec<Wider<'a>>,
 }
 
+impl WiderInputs<'_> {
+    /// The parts of the input of a chunk, which are chunks of its own: first byte, bytes, and checksum of what was stored.
+    fn parts(&self, tensor: usize, chunk: u64) -> Result<Vec<(u64, u64, u32)>, Failure> {
+        let (own, wider) = (self.tensors[tensor].dtype, &self.wider[tensor]);
+        let (width, log2) = (wider.dtype.value_width() as u64, chunk_log2(wider.dtype));
+        let (size, bytes) = (width << log2, wider.values.bytes());
+        // Chunks of the narrower one are whole chunks of the wider one.
+        let each = 1u64 << (chunk_log2(own) - log2);
+        let all = chunk_count(bytes / width, log2);
+        let part = |number: u64| {
+            let record = wider.records.get(number as usize).ok_or_else(|| {
+                let source = Error::corrupt("an input without its record").in_chunk(chunk);
+                Failure::from(TensorError { tensor, source })
+            })?;
+            let first = number * size;
+            Ok((first, size.min(bytes - first), record.crc_raw))
+        };
+        (chunk * each..((chunk + 1) * each).min(all)).map(part).collect()
+    }
+}
+
 impl Inputs<Failure> for WiderInputs<'_> {
-    fn size(&self, _: usize, _: u64) -> InputSize {
-        InputSize::default()
+    #[cfg(feature = "cuda")]
+    fn memory(&self) -> Vec<s4_engine::DeviceMemory> {
+        self.wider.iter().filter_map(|w| w.values.memory()).collect()
+    }
+
+    fn size(&self, tensor: usize, chunk: u64) -> InputSize {
+        let parts = match self.wider[tensor].values {
+            Values::Host(_) => self.parts(tensor, chunk).unwrap_or_default(),
+            Values::Device(_) => vec![],
+        };
+        InputSize { bytes: parts.iter().map(|p| p.1).sum(), frames: 0 }
     }
 
     fn open(&self, chunks: &[(usize, u64)]) -> Result<Vec<Input<'_>>, Failure> {
-        Ok(chunks.iter().map(|_| Input::Late).collect())
+        let input = |&(tensor, chunk): &(usize, u64)| match self.wider[tensor].values {
+            Values::Host(_) => Ok(Input::Late),
+            #[cfg(feature = "cuda")]
+            Values::Device(memory) => {
+                let parts = self.parts(tensor, chunk)?;
+                let first = parts.first().map_or(0, |p| p.0);
+                let bytes = parts.iter().map(|p| p.1).sum();
+                let values = memory.part(first, bytes).map_err(Failure::Device)?;
+                let parts = parts.into_iter().map(|p| (p.1, p.2)).collect();
+                Ok(Input::Stored { values, parts })
+            }
+            #[cfg(not(feature = "cuda"))]
+            Values::Device(_) => Ok(Input::Late),
+        };
+        chunks.iter().map(input).collect()
     }
 
     /// The values that a chunk is predicted from, in one copy. None, if they are not those that were stored: a
@@ -98,20 +210,12 @@ impl Inputs<Failure> for WiderInputs<'_> {
         chunk: u64,
         buffer: &'b mut Vec<u8>,
     ) -> Result<&'b [u8], Failure> {
-        let (own, wider) = (self.tensors[tensor].dtype, &self.wider[tensor]);
-        let size = wider.dtype.value_width() << chunk_log2(wider.dtype);
-        // Chunks of the narrower one are whole chunks of the wider one.
-        let each = 1u64 << (chunk_log2(own) - chunk_log2(wider.dtype));
-        let all = chunk_count(wider.values.len() as u64 / 4, chunk_log2(wider.dtype));
         buffer.clear();
-        for number in chunk * each..((chunk + 1) * each).min(all) {
-            let number = number as usize;
-            let part = wider.values.chunks(size).nth(number).zip(wider.records.get(number));
-            let Some((values, record)) = part else {
-                let source = Error::corrupt("an input without its record").in_chunk(chunk);
-                return Err(TensorError { tensor, source }.into());
-            };
-            if copy_once(values, buffer) != record.crc_raw {
+        let Values::Host(values) = self.wider[tensor].values else { return Ok(&[]) };
+        for (first, len, crc) in self.parts(tensor, chunk)? {
+            // They are in memory.
+            let part = &values[first as usize..(first + len) as usize];
+            if copy_once(part, buffer) != crc {
                 return Ok(&[]);
             }
         }

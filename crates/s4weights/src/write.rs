@@ -1,18 +1,14 @@
 //! Writing tensors, wherever their values are.
 
-use std::collections::{HashMap, HashSet};
-
-use s4_engine::{Preset, TensorValues, Values};
+use s4_engine::Values;
 use s4_format::DType;
 
 use crate::error::{Error, Result};
 #[cfg(feature = "cuda")]
 use crate::inputs::Failure;
-use crate::options::Meter;
+use crate::options::{Meter, StagedFn};
 use crate::output::MAX_GROUPS;
 use crate::pack::SMALL;
-use crate::pipeline::Run;
-use crate::rounded::{self, Wider, wider_copies};
 use crate::writer::Writer;
 
 /// A tensor to be written.
@@ -54,9 +50,30 @@ impl<'a> TensorSource<'a> {
 }
 
 /// A tensor that is registered.
-struct Registered<'a> {
-    number: usize,
-    source: TensorSource<'a>,
+pub(crate) struct Registered<'a> {
+    pub(crate) number: usize,
+    pub(crate) source: TensorSource<'a>,
+}
+
+/// What still needs values that are on devices.
+pub(crate) struct Awaited {
+    staged: Option<StagedFn>,
+    /// Small tensors.
+    small: bool,
+    /// Runs of large tensors.
+    pub(crate) large: usize,
+}
+
+impl Awaited {
+    /// Tells the caller, once, that nothing does any more.
+    pub(crate) fn tell(&mut self) {
+        if !self.small
+            && self.large == 0
+            && let Some(staged) = self.staged.take()
+        {
+            staged();
+        }
+    }
 }
 
 impl Writer {
@@ -74,9 +91,10 @@ impl Writer {
         let total = tensors.iter().map(|t| t.values.bytes()).sum();
         let callback = self.options.progress.clone();
         let mut meter = Meter { callback, done: 0, total };
-        // Tensors on devices that are not encoded yet.
-        let mut awaited = tensors.iter().filter(|t| t.is_on_device()).count();
-        self.tell_staged(awaited);
+        let staged = self.options.staged.clone();
+        let any = tensors.iter().any(TensorSource::is_on_device);
+        let mut awaited = Awaited { staged, small: any, large: 0 };
+        awaited.tell();
         let (mut small, mut large) = (vec![], vec![]);
         for &source in tensors {
             let number = self.next_number();
@@ -88,19 +106,8 @@ impl Writer {
             list.push(Registered { number, source });
         }
         self.pack_small(&small, &mut meter)?;
-        let mut encoded = |writer: &Self, list: &[Registered<'_>]| {
-            let count = list.iter().filter(|t| t.source.is_on_device()).count();
-            awaited -= count;
-            if count > 0 {
-                writer.tell_staged(awaited);
-            }
-        };
-        encoded(self, &small);
-        for run in large.chunk_by(|a, b| a.source.is_on_device() == b.source.is_on_device()) {
-            self.write_large(run, &mut meter)?;
-            encoded(self, run);
-        }
-        Ok(())
+        awaited.small = false;
+        self.write_large(&large, &mut awaited, &mut meter)
     }
 
     fn check(&self, tensor: &TensorSource<'_>) -> Result<()> {
@@ -115,13 +122,6 @@ impl Writer {
         Ok(())
     }
 
-    /// Tells the caller, once no tensor on a device is awaited any more, that their values are not needed.
-    fn tell_staged(&self, awaited: usize) {
-        if let Some(staged) = self.options.staged.as_ref().filter(|_| awaited == 0) {
-            staged();
-        }
-    }
-
     /// Packs small tensors of the host, in their order.
     fn pack_host(&mut self, small: &[Registered<'_>], meter: &mut Meter) -> Result<()> {
         for t in small {
@@ -129,56 +129,6 @@ impl Writer {
                 self.pack(t.number, data, t.source.group)?;
                 meter.add(data.len() as u64)?;
             }
-        }
-        Ok(())
-    }
-
-    /// Writes tensors with chunks of their own, all of the host or all of devices: first those that others are rounded
-    /// copies of.
-    fn write_large(&mut self, large: &[Registered<'_>], meter: &mut Meter) -> Result<()> {
-        let roles = self.roles.clone();
-        let mut all = Vec::with_capacity(large.len());
-        for Registered { source, number } in large {
-            let TensorSource { dtype, shape, values, .. } = *source;
-            let role = roles.as_ref().and_then(|r| r.of(*number));
-            all.push(TensorValues { dtype, shape, values, role });
-        }
-        let wider = match self.options.rounded_copies && self.options.preset != Preset::Fast {
-            true => wider_copies(&all),
-            false => vec![None; all.len()],
-        };
-        let (copies, others): (Vec<_>, Vec<_>) =
-            (0..large.len()).partition(|i| wider[*i].is_some() && self.may_have_input());
-        let mut run = Run::default();
-        for &i in &others {
-            let TensorSource { name, dtype, shape, .. } = large[i].source;
-            let parent = self.parent_of(name, dtype, shape);
-            run.push(&large[i].source, all[i], parent);
-        }
-        let coded = self.encode(&run, meter)?;
-        // What was stored of the tensors that others are copies of.
-        let inputs: HashSet<_> = copies.iter().filter_map(|i| wider[*i]).collect();
-        let mut stored = HashMap::new();
-        for (&i, coded) in others.iter().zip(coded) {
-            if inputs.contains(&i) {
-                stored.insert(i, coded.records.clone());
-            }
-            self.close_tensor(large[i].number, coded)?;
-        }
-        let (mut run, mut plans, mut inputs) = (Run::default(), vec![], vec![]);
-        for &i in &copies {
-            let Some((wide, Values::Host(values))) = wider[i].map(|w| (w, all[w].values)) else {
-                continue;
-            };
-            run.push(&large[i].source, all[i], None);
-            // A tensor table has at most 2^22 records.
-            plans.push(rounded::plan(all[i].dtype, large[wide].number as u32));
-            let records = stored.get(&wide).map_or(&[][..], Vec::as_slice);
-            inputs.push(Wider { values, dtype: all[wide].dtype, records });
-        }
-        let coded = self.encode_copies(&run, plans, inputs, meter)?;
-        for (&i, coded) in copies.iter().zip(coded) {
-            self.close_tensor(large[i].number, coded)?;
         }
         Ok(())
     }

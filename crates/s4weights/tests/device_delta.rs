@@ -4,6 +4,8 @@
 //! Without a device these tests run on a driver that emulates one; with `S4_REQUIRE_GPU=1` they fail then.
 #![expect(clippy::unwrap_used, reason = "tests, and what they share")]
 
+#[path = "device/copies.rs"]
+mod copies;
 #[path = "common/emulated.rs"]
 mod emulated;
 #[path = "common/gpu.rs"]

@@ -97,9 +97,9 @@ fn check(reader: &Reader, tensors: &[Owned]) {
     reader.verify().unwrap();
 }
 
-/// Options with all that a preset does, and rounded copies.
+/// Options of a preset.
 fn preset(preset: Preset) -> WriteOptions {
-    WriteOptions { preset, rounded_copies: preset != Preset::Fast, ..WriteOptions::default() }
+    WriteOptions { preset, ..WriteOptions::default() }
 }
 
 #[test]
@@ -248,7 +248,8 @@ proptest! {
         let list: Vec<_> = (0u32..).zip(&kinds).map(|(i, k)| (i, kind(*k))).collect();
         let file = save(&tensors, roles(&list), preset(Preset::Balanced));
         let fast = save(&tensors, roles(&list), preset(Preset::Fast));
-        prop_assert!(file.len() <= fast.len() + 200 * tensors.len(), "{} {}", file.len(), fast.len());
+        // `balanced` is a longer word than `fast`.
+        prop_assert!(file.len() <= fast.len() + 4, "{} {}", file.len(), fast.len());
         check(&open(file), &tensors);
     }
 }

@@ -102,8 +102,8 @@ impl<'s, 'a> Decoder<'s, 'a> {
         })
     }
 
-    /// Waits for all that was pushed, and gives the tensors, by number, that hold differences which the
-    /// kernels did not decode: their memory holds anything now, and the caller decodes them another
+    /// Waits for all that was pushed, and gives the tensors, by number, that hold differences or rounded copies which
+    /// the kernels did not decode: their memory holds anything now, and the caller decodes them another
     /// way, which also says what is wrong.
     ///
     /// # Errors
@@ -244,7 +244,7 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
                 continue;
             }
             match &busy.jobs[number] {
-                job if job.is_delta() => drop(self.undone.insert(job.tensor)),
+                job if job.has_input() => drop(self.undone.insert(job.tensor)),
                 _ => on_host.push(number),
             }
         }
@@ -335,7 +335,11 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
             }
         };
         let rows = rows.map_or(0, |rows| extras + launch.add(Extra::Rows(rows)) as u64);
-        let parent = if job.is_delta() { chunk.values } else { 0 };
+        let parent = match &job.input {
+            _ if job.is_delta() => chunk.values,
+            Some(input) if job.has_input() => input.address(),
+            _ => 0,
+        };
         chunk.inputs = sets::inputs(parent, rows, place.columns());
         (chunk.first, chunk.cols) = (first, cols);
         chunk.tables = place.tables();
@@ -437,7 +441,7 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
             }
             chunks.refused.fetch_add(1, Ordering::Relaxed);
             let job = &busy.jobs[number];
-            if job.is_delta() {
+            if job.has_input() {
                 // What it is to be a difference from may be gone.
                 self.undone.insert(job.tensor);
                 continue;

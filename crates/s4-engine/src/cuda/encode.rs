@@ -7,23 +7,26 @@ use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 
 use rayon::ThreadPool;
-use s4_codec_gpu::abi::{self, CopySpan, EncodeChunk, EncodeResult, status};
+use s4_codec_gpu::abi::{self, CopySpan, CrcSpan, EncodeChunk, EncodeResult, status};
 use s4_codec_gpu::{EncodeBatch, GpuError, Pinned};
 use s4_format::limits::ALIGN;
-use s4_format::{CodecId, StreamEntry};
+use s4_format::{CodecId, Plan, StreamEntry};
 use s4_predict::Tensor;
 
-use group::{Group, Member, PER_CHUNK, Room, SPAN, TOTAL};
+use group::{Check, Group, Member, PER_CHECK, PER_CHUNK, Room, SPAN, TOTAL};
 use inputs::{Decoding, open_inputs};
 
-use super::Host;
 use super::error::{CudaError, Of, Result};
 use super::parent::{self, LevelPlaces};
 use super::route::{Told, codings, encode_route, position};
 use super::sets::{self, Extra, Rows, SetPlace, TensorSet};
 use super::worker::{SLOTS, Session};
+use super::{Counters, Host};
+use crate::encode::plain;
 use crate::engine::{Chunk, ChunkQueue};
-use crate::{EncodeJob, EncodedChunk, EncodedFrame, Input, Inputs, Scratch, TensorView};
+use crate::{
+    EncodeJob, EncodedChunk, EncodedFrame, Input, Inputs, Scratch, TensorPlan, TensorView,
+};
 
 /// One device's chunks, in order.
 pub(super) struct EncodeQueue<'a> {
@@ -97,8 +100,8 @@ impl<'a> EncodeQueue<'a> {
             // Checked before: it is in a device's memory.
             values: t.values.memory().map_or(0, |m| m.address()) + first,
             bytes,
-            route: encode_route(plan, bytes / width as u64, width),
-            delta: plan.plan.is_delta(),
+            route: encode_route(plan, bytes / width as u64, t.dtype),
+            scale: scale(&plan.plan),
             ..Member::default()
         })
     }
@@ -187,11 +190,15 @@ impl<'a> EncodeQueue<'a> {
         let meta = PER_CHUNK + member.copies() * SPAN + extra_len;
         let mut room = Room { frames, parents: 0, scratch: frames + scratch, meta };
         let mut sets = 0;
-        if member.delta {
+        if member.scale > 0 {
             let size = inputs.size(member.tensor, member.chunk);
-            room.parents = frames;
-            room.scratch = 2 * frames + scratch.max(parent::scratch(member.bytes, width));
-            if self.on_device(size, member.bytes) {
+            let own = plan_has_own_input(self.chunks.plan(member.tensor));
+            room.parents = if own && size.bytes == 0 { 0 } else { member.input_room() };
+            let scratch = scratch.max(parent::scratch(member.bytes, width));
+            room.scratch = frames + member.input_room() + scratch;
+            if own {
+                room.meta += member.input_bytes().div_ceil(abi::COPY_SPAN_BYTES) * PER_CHECK;
+            } else if self.on_device(size, member.bytes) {
                 room.parents = parent::stored(size, member.bytes);
                 sets = size.frames;
                 let new = u64::from(sets.saturating_sub(self.parent_sets));
@@ -216,7 +223,7 @@ impl<'a> EncodeQueue<'a> {
         let answer = CopySpan {
             from: meta + results,
             to: slot.pinned.address(pinned + results as usize),
-            len: TOTAL + u64::from(group.count()) * size_of::<EncodeResult>() as u64,
+            len: group.end() - results,
         };
         // As that: what became of the parents.
         let mut answers = [answer, bytemuck::Zeroable::zeroed()];
@@ -247,7 +254,11 @@ impl<'a> EncodeQueue<'a> {
         unsafe {
             if group.count() > 0 {
                 worker.compute.copy_to_device(&slot.pinned, pinned, head, meta)?;
-                worker.compute.copy_spans(meta + copies, group.copies)?;
+                // At most as many as chunks have pieces.
+                let checks = group.checks.len() as u32;
+                worker.compute.copy_spans(meta + copies, group.copies + checks)?;
+                let (sums, found) = (group.checks_at().1, group.sums_at());
+                worker.compute.crc_spans(meta + sums, checks, meta + found)?;
                 if let Some(Decoding { batches, places }) = &decoding {
                     let LevelPlaces { start, end, .. } = *places;
                     let (at, to) = (pinned + start, meta + start as u64);
@@ -284,7 +295,7 @@ impl<'a> EncodeQueue<'a> {
             let set = member.set.moved_by(extras);
             let rows = member.rows.map_or(0, |at| extras + at);
             let (first, cols) = position(t.dtype, t.shape, plan.chunk_log2, member.chunk);
-            let told = Told::of(&plan.plan, &plan.side).of(member.tensor)?;
+            let told = Told::of(&plan.plan, t.dtype, &plan.side).of(member.tensor)?;
             let chunk = EncodeChunk {
                 values: member.copy,
                 inputs: sets::inputs(member.parent, rows, set.columns()),
@@ -295,9 +306,8 @@ impl<'a> EncodeQueue<'a> {
                 contexts: told.contexts,
                 class: told.class,
                 sparse: told.sparse.into(),
-                // Parents were decoded in the same memory, behind their values.
-                scratch: member.scratch
-                    + if member.delta { member.bytes.next_multiple_of(ALIGN as u64) } else { 0 },
+                // What it is predicted from may lie in front.
+                scratch: member.scratch + member.input_room(),
                 // At most 2^18 values of 1 to 8 bytes.
                 n: n as u32,
                 width: width as u8,
@@ -317,6 +327,16 @@ impl<'a> EncodeQueue<'a> {
             }
         }
         sets::write_all(&group.extras, &mut to[extras_at as usize..]);
+        let (copies, sums) = group.checks_at();
+        let [mut copies, mut sums] = [copies, sums].map(|at| at as usize);
+        let mut put = |at: &mut usize, bytes: &[u8]| {
+            to[*at..*at + bytes.len()].copy_from_slice(bytes);
+            *at += bytes.len();
+        };
+        for &Check { from, to, len, .. } in &group.checks {
+            put(&mut copies, bytemuck::bytes_of(&CopySpan { from, to, len }));
+            put(&mut sums, bytemuck::bytes_of(&CrcSpan { data: to, len }));
+        }
         Ok(())
     }
 
@@ -344,7 +364,8 @@ impl<'a> EncodeQueue<'a> {
         // Of chunks that the CPU is to encode the inputs are still needed.
         for i in 0..group.members.len() {
             let member = &group.members[i];
-            if member.delta && member.route.is_some() && is_sound(&self.session, group, member) {
+            if member.scale > 0 && member.route.is_some() && is_sound(&self.session, group, member)
+            {
                 group.inputs[i] = None;
             }
         }
@@ -402,7 +423,10 @@ impl<'a> EncodeQueue<'a> {
             return Ok(None);
         }
         if !is_sound(&self.session, group, member) {
-            self.host.chunks.refused.fetch_add(1, Ordering::Relaxed);
+            // Values that changed are the caller's doing.
+            let own = plan_has_own_input(self.chunks.plan(member.tensor));
+            let Counters { host, refused, .. } = &self.host.chunks;
+            if own { host } else { refused }.fetch_add(1, Ordering::Relaxed);
             return self.fetch(member).map(|()| None);
         }
         let result = result_of(&self.session, group, member);
@@ -442,17 +466,36 @@ impl<'a> EncodeQueue<'a> {
         member: &Member,
         input: Option<Input<'_>>,
     ) -> Result<EncodedFrame<'_>> {
-        let parent = if member.delta { Some(self.input_on_host(member, input)?) } else { None };
+        let values = if member.scale > 0 { Some(self.input_on_host(member, input)?) } else { None };
         let &Member { tensor, chunk, .. } = member;
         let (t, plan) = (&self.chunks.tensors[tensor], &self.chunks.plans[tensor]);
-        // A chunk depends on its own values, and its parent's, only.
         let view = TensorView { dtype: t.dtype, shape: t.shape, data: &self.values };
         self.frame.clear();
-        let inputs = parent.as_deref();
-        let job = EncodeJob { view: &view, plan, chunk: 0, inputs: inputs.as_slice() };
-        let encoded = self.host.cpu.encode(&job, &mut self.scratch, &mut self.frame);
+        let values = values.as_deref();
+        let job = EncodeJob { view: &view, plan, chunk, inputs: values.as_slice() };
+        let encoded = if plan_has_own_input(plan) && values.is_some_and(<[u8]>::is_empty) {
+            // What is stored of the input is other than what it holds now.
+            Ok(plain(&self.values, &mut self.frame))
+        } else {
+            let own = (chunk << plan.chunk_log2, &self.values[..]);
+            self.host.cpu.encode_values(&job, own, &mut self.scratch, &mut self.frame)
+        };
         let encoded = encoded.map_err(|e| e.in_chunk(chunk)).of(tensor)?;
         Ok(EncodedFrame { tensor, chunk, encoded, bytes: &self.frame })
+    }
+}
+
+/// Whether a plan predicts from a tensor of the same checkpoint.
+fn plan_has_own_input(plan: &TensorPlan) -> bool {
+    plan.plan.own_input().is_some()
+}
+
+/// Bytes of its input for each byte that is predicted by a plan; 0: it has no input.
+fn scale(plan: &Plan) -> u64 {
+    match (plan.is_delta(), plan.own_input()) {
+        (true, _) => 1,
+        (_, Some(_)) => 2,
+        _ => 0,
     }
 }
 
@@ -465,7 +508,8 @@ fn result_of(session: &Session<'_>, group: &Group<'_>, member: &Member) -> Encod
     bytemuck::pod_read_unaligned(unsafe { session.worker.slots[group.slot].pinned.slice(at, size) })
 }
 
-/// Whether the kernels encoded a chunk, and decoded the frames of its input, if there are any.
+/// Whether the kernels encoded a chunk, and decoded the frames of its input, if there are any, or found its values to be
+/// what was stored.
 fn is_sound(session: &Session<'_>, group: &Group<'_>, member: &Member) -> bool {
     let (first, count) = member.statuses;
     let pinned = &session.worker.slots[group.slot].pinned;
@@ -474,7 +518,14 @@ fn is_sound(session: &Session<'_>, group: &Group<'_>, member: &Member) -> bool {
         let found = unsafe { pinned.slice(session.pinned_meta() + at, 4) };
         u32::from_le_bytes(found.try_into().unwrap_or_default()) == status::OK
     });
-    decoded && u32::from(result_of(session, group, member).status) == status::OK
+    let (first, count) = member.checks;
+    let found = session.pinned_meta() + group.sums_at() as usize;
+    let stored = (first..first + count).all(|i| {
+        // SAFETY: the copy that wrote it is done.
+        let sum = unsafe { pinned.slice(found + 4 * i, 4) };
+        u32::from_le_bytes(sum.try_into().unwrap_or_default()) == group.checks[i].crc
+    });
+    decoded && stored && u32::from(result_of(session, group, member).status) == status::OK
 }
 
 pub(super) fn encoded(r: &EncodeResult) -> EncodedChunk {

@@ -37,9 +37,17 @@ pub struct FrameJob<'a> {
     /// parent that is one piece, the whole chunk; the parent's values lie there, or are put there by
     /// earlier calls.
     pub pieces: Vec<Piece>,
+    /// Of a rounded copy the values that it is a copy of, twice its bytes: there they lie already.
+    pub input: Option<DeviceMemory>,
 }
 
 impl FrameJob<'_> {
+    /// Whether its values follow from others that the frame does not have: those lie there, or the device does not
+    /// decode it.
+    pub(super) fn has_input(&self) -> bool {
+        !self.spec.plan.inputs.is_empty() && !self.record.plain
+    }
+
     /// Whether it is a difference from the parent's values.
     pub(super) fn is_delta(&self) -> bool {
         self.spec.plan.is_delta() && !self.record.plain
@@ -102,7 +110,10 @@ pub(super) fn check(ordinal: u32, len: usize, room: usize, jobs: &[FrameJob<'_>]
         let whole = job.bytes.is_multiple_of(width)
             && job.bytes <= abi::MAX_DECODE_BYTES
             && (all || !job.is_delta());
-        if !whole || !job.pieces.iter().all(inside) {
+        let input = job
+            .input
+            .is_none_or(|m| m.ordinal() == ordinal && job.bytes.checked_mul(2) == Some(m.bytes()));
+        if !whole || !input || !job.pieces.iter().all(inside) {
             let what = format!("pieces of a chunk of {} bytes for device {ordinal}", job.bytes);
             return Err(GpuError::Argument(what).into());
         }

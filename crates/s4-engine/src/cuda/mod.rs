@@ -33,6 +33,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use rayon::ThreadPool;
 pub use s4_codec_gpu::{Cuda, DeviceInfo, GpuError, Pinned};
+use s4_format::PredictorId;
 use s4_format::manifest::ClosedCodec;
 use s4_planes::Simd;
 
@@ -378,7 +379,10 @@ impl CudaEngine {
 /// Checks what the caller says of tensors.
 fn check<E>(jobs: &Jobs<'_, E>) -> Result<()> {
     jobs.check()?;
-    let known = |plan: &TensorPlan| plan.plan.inputs.is_empty() || plan.plan.is_delta();
+    let known = |plan: &TensorPlan| {
+        let cast = plan.plan.predictor == PredictorId::CAST;
+        plan.plan.inputs.is_empty() || plan.plan.is_delta() || cast
+    };
     match jobs.plans.iter().position(|plan| !known(plan)) {
         None => Ok(()),
         Some(tensor) => {

@@ -205,11 +205,11 @@ impl<'a> Levels<'a> {
 /// Checks what a caller gave for a chunk, and how long it is.
 pub(super) fn check(parent: &Input<'_>, ordinal: u32, bytes: u64) -> Result<()> {
     let found = match parent {
-        Input::Device(m) if m.ordinal() != ordinal => {
+        Input::Device(m) | Input::Stored { values: m, .. } if m.ordinal() != ordinal => {
             let what = format!("a parent on device {} for a chunk on {ordinal}", m.ordinal());
             return Err(GpuError::Argument(what).into());
         }
-        Input::Device(m) => m.bytes(),
+        Input::Device(m) | Input::Stored { values: m, .. } => m.bytes(),
         Input::Host(values) => values.len() as u64,
         Input::Frames(_) => bytes,
         Input::Late => 0,

@@ -171,7 +171,7 @@ impl CudaEngine {
         };
         let Some(parent) = parent else { return alone(scratch) };
         let probes = Sample::fetched(planner::parent_probes(t.dtype, values), probes);
-        cpu.plan_difference(&about, probes, parent, offsets, scratch, alone)
+        cpu.plan_difference(&about, probes, parent, offsets, scratch, &alone)
     }
 }
 

@@ -22,7 +22,7 @@ enum Prediction {
     Other(u8),
 }
 
-fn prediction_of(plan: &Plan) -> Option<Prediction> {
+fn prediction_of(plan: &Plan, dtype: DType) -> Option<Prediction> {
     type P = PredictorId;
     type R = ResidualId;
     let contexts = plan.contexts == ContextsId::EXPONENT;
@@ -34,6 +34,11 @@ fn prediction_of(plan: &Plan) -> Option<Prediction> {
         (P::PARENT, R::XOR | R::SUB) if !contexts => Some(Prediction::Parent),
         (P::PARENT, R::SUB) => Some(Prediction::Other(prediction::INPUT)),
         (P::RANK1, R::MAGNITUDE) if !contexts => Some(Prediction::Other(prediction::OFFSETS)),
+        (P::CAST, R::XOR) if !contexts => match dtype {
+            DType::BFloat16 => Some(Prediction::Other(prediction::BF16)),
+            DType::Float16 => Some(Prediction::Other(prediction::F16)),
+            _ => None,
+        },
         _ => None,
     }
 }
@@ -51,11 +56,13 @@ pub(super) struct Told {
 impl Told {
     /// # Errors
     /// `Corrupt` if side data that the plan needs is none.
-    pub(super) fn of(plan: &Plan, side: &Side) -> Result<Self> {
-        let Some(Prediction::Other(prediction)) = prediction_of(plan) else {
+    pub(super) fn of(plan: &Plan, dtype: DType, side: &Side) -> Result<Self> {
+        let Some(Prediction::Other(prediction)) = prediction_of(plan, dtype) else {
             return Ok(Self::default());
         };
-        let mut told = Self { prediction, sparse: plan.is_delta(), ..Self::default() };
+        // As the predictors themselves say it on the CPU.
+        let sparse = !plan.inputs.is_empty();
+        let mut told = Self { prediction, sparse, ..Self::default() };
         if !plan.contexts.is_none() {
             (told.contexts, told.class) = (abi::CONTEXTS_EXPONENT, class(side)?);
         }
@@ -63,9 +70,10 @@ impl Told {
     }
 }
 
-/// The kernels that encode `n` values of `width` bytes by a plan; `None`: the CPU does.
-pub(super) fn encode_route(plan: &TensorPlan, n: u64, width: usize) -> Option<Route> {
-    let prediction = prediction_of(&plan.plan)?;
+/// The kernels that encode `n` values by a plan; `None`: the CPU does.
+pub(super) fn encode_route(plan: &TensorPlan, n: u64, dtype: DType) -> Option<Route> {
+    let prediction = prediction_of(&plan.plan, dtype)?;
+    let width = dtype.value_width();
     let known = plan.planes.iter().all(|p| code(*p).is_some());
     if !known || !has_layout(plan.plan.layout) || n * width as u64 > abi::MAX_ENCODE_BYTES {
         return None;
@@ -119,7 +127,7 @@ pub(super) fn position(dtype: DType, shape: &[u64], chunk_log2: u8, chunk: u64) 
 }
 
 /// The kernels for a frame, and its descriptor without addresses; `None`: the CPU decodes it, or
-/// says what is wrong with it. A descriptor with a residual needs the parent's values.
+/// says what is wrong with it. A descriptor with a residual from an input needs its values.
 pub(super) fn decode_route(
     spec: &TensorSpec<'_>,
     record: &ChunkRecord,
@@ -128,7 +136,7 @@ pub(super) fn decode_route(
 ) -> Option<(Route, abi::DecodeChunk)> {
     let (plan, width) = (spec.plan, spec.dtype.value_width());
     let n = bytes / width as u64;
-    let prediction = prediction_of(plan)?;
+    let prediction = prediction_of(plan, spec.dtype)?;
     let fits = bytes <= abi::MAX_DECODE_BYTES && n > 0 && frame.len() == record.len as usize;
     if !fits {
         return None;
@@ -150,7 +158,7 @@ pub(super) fn decode_route(
         return None;
     }
     chunk.residual = plan.residual.0;
-    let told = Told::of(plan, spec.side).ok()?;
+    let told = Told::of(plan, spec.dtype, spec.side).ok()?;
     (chunk.prediction, chunk.contexts, chunk.class) = (told.prediction, told.contexts, told.class);
     let planes = Planes::new(plan.layout, width, 0).ok()?.sizes().len();
     let streams = StreamEntry::parse_chunk(frame, planes).ok()?;

@@ -240,6 +240,7 @@ impl<'a> Span<'a> {
             at: self.bytes.len(),
             bytes,
             pieces: vec![Piece { from: 0, to: to.part((chunk * size) as u64, bytes)? }],
+            input: None,
         });
         self.bytes.extend_from_slice(&coded.chunks[chunk].1);
         Ok(())

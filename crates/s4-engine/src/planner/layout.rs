@@ -6,6 +6,7 @@ use s4_format::dtype::Form;
 use s4_format::{CodecId, DType, LayoutId, Result};
 use s4_predict::{ContextModel, Exponents, Known, Tensor};
 
+use super::{About, allowed};
 use crate::chunk::repeats;
 use crate::planes::Layout;
 use crate::scratch::sized;
@@ -58,17 +59,20 @@ pub(super) struct Candidate {
     cost: u64,
     /// Without the price.
     pub(super) bits: u64,
+    /// With what tables take, and no plane larger than it is: what coding really comes to.
+    total: u64,
 }
 
 impl CpuEngine {
-    /// The cheapest layout of a sample.
+    /// The cheapest layout of a sample. Its bits count tables where more is compared than what `fast` has.
     pub(super) fn best(
         &self,
-        dtype: DType,
+        about: &About<'_>,
         sample: &[u8],
         of: Of<'_>,
         scratch: &mut Scratch,
     ) -> Result<Option<Candidate>> {
+        let dtype = about.dtype;
         let tried = if sample.is_empty() { &[] } else { layouts(dtype) };
         let mut best: Option<Candidate> = None;
         for &layout in tried {
@@ -76,7 +80,7 @@ impl CpuEngine {
             if fields_only && !is_in_fields(layout) {
                 continue;
             }
-            let mut c = self.candidate(layout, dtype.value_width(), sample, of, scratch)?;
+            let mut c = self.candidate(layout, about, sample, of, scratch)?;
             if best.as_ref().is_none_or(|b| c.cost < b.cost - b.cost / LAYOUT_GAIN) {
                 // Where all but the exponents are noise, sign and all, no other layout is smaller.
                 let noise = c.planes.iter().skip(1).all(|p| p.noise);
@@ -91,22 +95,26 @@ impl CpuEngine {
                 }
             }
         }
+        if let Some(best) = best.as_mut().filter(|_| allowed(about.preset).rank1) {
+            best.bits = best.total;
+        }
         Ok(best)
     }
 
     fn candidate(
         &self,
         layout: LayoutId,
-        width: usize,
+        about: &About<'_>,
         sample: &[u8],
         of: Of<'_>,
         scratch: &mut Scratch,
     ) -> Result<Candidate> {
+        let width = about.width();
         let values = sample.len() / width;
         let split = Layout::new(self.kernels, layout, width)?;
         let sizes = split.planes(sample.len())?;
         split.split(sample, scratch)?;
-        let mut c = Candidate { layout, planes: vec![], cost: 0, bits: 0 };
+        let mut c = Candidate { layout, planes: vec![], cost: 0, bits: 0, total: 0 };
         let planes = sizes.sizes().len();
         let plane = |i| scratch.plane(layout, sizes.sizes(), i);
         // Several planes of differences are coded, some of them in few bits, of which the coarse
@@ -127,18 +135,27 @@ impl CpuEngine {
                 }
                 _ => choose(plane, dense, may_lose),
             };
-            let work =
-                if precision(planned.coding).is_some() { values as u64 / RANS_WORK } else { 0 };
+            let precision = precision(planned.coding);
+            let work = if precision.is_some() { values as u64 / RANS_WORK } else { 0 };
+            // The tensor keeps tables once; with contexts they were counted.
+            let tables = match (precision, contexts.is_empty()) {
+                (Some(p), true) => planned.counts.iter().map(|c| c.table(p).encoded_len()).sum(),
+                _ => 0,
+            };
+            let tables = 8 * (tables * values) as u64 / about.values().max(1);
             c.planes.push(planned);
             c.cost += cost + work;
             // A plane that repeats a short unit is stored as that, whatever is planned.
-            c.bits += if repeats(plane, plane.len()) { 0 } else { cost };
+            if !repeats(plane, plane.len()) {
+                c.bits += cost;
+                c.total += (cost + tables).min(8 * plane.len() as u64);
+            }
         }
         if layout == LayoutId::WHOLE {
             let bits = 8 * self.zstd_len(sample, scratch)? as u64;
             if bits < c.cost - c.cost / ZSTD_GAIN {
                 c.planes[0].coding = PlaneCoding::ZSTD;
-                (c.cost, c.bits) = (bits, bits.min(c.bits));
+                (c.cost, c.bits, c.total) = (bits, bits.min(c.bits), bits.min(c.total));
             }
         }
         Ok(c)

@@ -10,7 +10,7 @@ use s4_predict::{Tensor, exponent};
 
 use crate::chunk::chunk_log2;
 use crate::scratch::width_of;
-use crate::{CpuEngine, PlaneCoding, Preset, Scratch, TensorPlan, TensorView};
+use crate::{CpuEngine, EncodeJob, PlaneCoding, Preset, Scratch, TensorPlan, TensorView};
 
 mod layout;
 mod sample;
@@ -23,6 +23,10 @@ pub(crate) use sample::sampled_runs;
 
 /// What one more plan costs in the manifest, in bits: a delta has to save more.
 const PLAN_BITS: u64 = 8 * 160;
+
+/// What the first delta costs in the manifest, in bytes, with the name of the parent; and what contexts add.
+const FIRST_DELTA: u64 = PLAN_BITS / 8 + 100;
+const CONTEXTS: u64 = 16;
 
 // Thresholds are parts of what is compared: 128 means one in 128.
 
@@ -44,14 +48,19 @@ pub(crate) struct Allowed {
     pub(crate) sub: bool,
     /// Such differences with the parent's exponents as contexts.
     pub(crate) contexts: bool,
+    /// Copies of wider tensors, rounded.
+    pub(crate) cast: bool,
 }
 
 /// The one place that says which preset uses which predictor.
 pub(crate) fn allowed(preset: Preset) -> Allowed {
-    match preset {
-        Preset::Fast | Preset::Nvcomp => Allowed { rank1: false, sub: false, contexts: false },
-        Preset::Balanced | Preset::Small => Allowed { rank1: true, sub: true, contexts: true },
-    }
+    let all = matches!(preset, Preset::Balanced | Preset::Small);
+    Allowed { rank1: all, sub: all, contexts: all, cast: all }
+}
+
+/// Whether tensors that are rounded copies of wider ones are predicted from these. Who writes several tensors finds them.
+pub fn makes_rounded_copies(preset: Preset) -> bool {
+    allowed(preset).cast
 }
 
 /// The tensor of a parent checkpoint that a tensor may be stored as its difference from.
@@ -127,9 +136,10 @@ impl CpuEngine {
         let offsets = offsets.as_deref();
         match parent {
             None => self.plan_alone(&about, &sample, offsets, scratch),
-            Some(parent) => self.plan_difference(&about, sample, parent, offsets, scratch, |s| {
-                self.plan_alone(&about, &alone(), offsets, s)
-            }),
+            Some(parent) => {
+                let alone = |s: &mut Scratch| self.plan_alone(&about, &alone(), offsets, s);
+                self.plan_difference(&about, sample, parent, offsets, scratch, &alone)
+            }
         }
     }
 
@@ -161,7 +171,45 @@ impl CpuEngine {
     ) -> Result<TensorPlan> {
         let (best, by_offsets) = self.alone(about, sample, offsets, scratch)?;
         let side = offsets.filter(|_| by_offsets).map(|side| (SideKind::OFFSETS, side));
-        finish(about, best, if by_offsets { Plan::rank1 } else { Plan::direct }, side)
+        let plan = finish(about, best, if by_offsets { Plan::rank1 } else { Plan::direct }, side)?;
+        if !by_offsets {
+            return Ok(plan);
+        }
+        self.smaller_of_small(about, plan, sample, None, scratch, |s| {
+            self.plan_alone(about, sample, None, s)
+        })
+    }
+
+    /// Of a tensor whose sample is all of it, the plan that makes it smaller: `plan`, or what preset `fast` makes. Such a
+    /// tensor is small, so that its tables and side data, which estimates know little of, are much of it.
+    fn smaller_of_small(
+        &self,
+        about: &About<'_>,
+        plan: TensorPlan,
+        sample: &Sample,
+        parent: Option<&[u8]>,
+        scratch: &mut Scratch,
+        fast: impl FnOnce(&mut Scratch) -> Result<TensorPlan>,
+    ) -> Result<TensorPlan> {
+        if sample.values.len() != about.bytes {
+            return Ok(plan);
+        }
+        let fast = fast(scratch)?;
+        let mut size = |plan: &TensorPlan| {
+            let view = TensorView { dtype: about.dtype, shape: about.shape, data: &sample.values };
+            let inputs = parent.filter(|_| plan.plan.is_delta());
+            let job = EncodeJob { view: &view, plan, chunk: 0, inputs: inputs.as_slice() };
+            let mut frame = vec![];
+            let encoded = self.encode(&job, scratch, &mut frame)?;
+            let mut side = vec![];
+            plan.side_data(encoded.shared)?.write(&mut side)?;
+            let listed = match plan.plan.is_delta() {
+                true => FIRST_DELTA + if plan.plan.contexts.is_none() { 0 } else { CONTEXTS },
+                false => 0,
+            };
+            Ok::<u64, Error>(frame.len() as u64 + side.len() as u64 + listed)
+        };
+        Ok(if size(&plan)? <= size(&fast)? { plan } else { fast })
     }
 
     /// The cheaper of values by themselves and predicted by row and column offsets, and whether it is these.
@@ -172,13 +220,13 @@ impl CpuEngine {
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
     ) -> Result<(Option<Candidate>, bool)> {
-        let direct = self.best(about.dtype, &sample.values, Of::Values, scratch)?;
+        let direct = self.best(about, &sample.values, Of::Values, scratch)?;
         let Some((offsets, least)) = offsets.zip(direct.as_ref().map(|d| d.bits)) else {
             return Ok((direct, false));
         };
         let mut residuals = sample.values.clone();
         self.subtract_offsets(about, sample, offsets, &mut residuals)?;
-        let mut best = self.best(about.dtype, &residuals, Of::Residuals, scratch)?;
+        let mut best = self.best(about, &residuals, Of::Residuals, scratch)?;
         // What the offsets take, as a part of what the sample does.
         let stored =
             8 * offsets.len() as u64 * sample.values.len() as u64 / about.bytes.max(1) as u64;
@@ -219,7 +267,7 @@ impl CpuEngine {
         parent: &ParentSample<'_>,
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
-        alone: impl FnOnce(&mut Scratch) -> Result<TensorPlan>,
+        alone: &dyn Fn(&mut Scratch) -> Result<TensorPlan>,
     ) -> Result<TensorPlan> {
         if sample.values.len() != parent.values.len() {
             return Err(Error::corrupt(format!(
@@ -228,6 +276,7 @@ impl CpuEngine {
                 parent.values.len()
             )));
         }
+        let small = (sample.values.len() == about.bytes).then(|| sample.clone());
         let least = self.alone(about, &sample, offsets, scratch)?.0.map_or(0, |b| b.bits);
         let delta = self.difference(about, &mut sample.values, parent.values, scratch)?;
         let saved = least.saturating_sub(delta.best.as_ref().map_or(u64::MAX, |d| d.bits));
@@ -244,7 +293,15 @@ impl CpuEngine {
             ..Plan::delta(layout, parent.manifest, parent.tensor)
         };
         let side = (!contexts.is_empty()).then_some((SideKind::CONTEXTS, &contexts[..]));
-        finish(about, best, plan, side)
+        let plan = finish(about, best, plan, side)?;
+        let Some(small) = small.filter(|_| plan.plan.residual != ResidualId::XOR) else {
+            return Ok(plan);
+        };
+        let fast = About { preset: Preset::Fast, ..*about };
+        self.smaller_of_small(about, plan, &small, Some(parent.values), scratch, |s| {
+            let alone = |s: &mut Scratch| self.plan_alone(&fast, &small, None, s);
+            self.plan_difference(&fast, small.clone(), parent, None, s, &alone)
+        })
     }
 
     /// The cheapest difference of a sample, which is used up, from the parent's.
@@ -258,13 +315,13 @@ impl CpuEngine {
         let (allowed, dtype) = (allowed(about.preset), about.dtype);
         let mut ordered = if allowed.sub { sample.to_vec() } else { vec![] };
         self.kernels.xor(sample, parent);
-        let best = self.best(dtype, sample, Of::Differences, scratch)?;
+        let best = self.best(about, sample, Of::Differences, scratch)?;
         let mut cheapest = Difference { best, residual: ResidualId::XOR, contexts: vec![] };
         if !allowed.sub {
             return Ok(cheapest);
         }
         self.kernels.sub_values(width_of(about.width())?, &mut ordered, parent);
-        let sub = self.best(dtype, &ordered, Of::Ordered, scratch)?;
+        let sub = self.best(about, &ordered, Of::Ordered, scratch)?;
         cheapest.replace_by(sub, ResidualId::SUB, vec![], SUB_GAIN);
         if allowed.contexts && dtype.form() == Form::Float && about.width() > 1 {
             let contexts = exponent::side_data(dtype, parent);
@@ -272,7 +329,7 @@ impl CpuEngine {
             side.push(SideKind::CONTEXTS, contexts.clone())?;
             let tensor = Tensor { dtype, shape: about.shape, side: &side };
             let of = Of::InContext { tensor, parent, values: about.values() };
-            let best = self.best(dtype, &ordered, of, scratch)?;
+            let best = self.best(about, &ordered, of, scratch)?;
             cheapest.replace_by(best, ResidualId::SUB, contexts, CONTEXTS_GAIN);
         }
         Ok(cheapest)

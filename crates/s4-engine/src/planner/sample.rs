@@ -65,7 +65,7 @@ pub(super) fn gather(
 }
 
 /// Values at fixed positions.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct Sample {
     /// Their numbers: runs in ascending order.
     pub(super) runs: Vec<Range<u64>>,

@@ -6,6 +6,7 @@
 #![expect(clippy::unwrap_used, reason = "tests, and what they share")]
 
 mod budget;
+mod copies;
 mod delta;
 mod emulated;
 mod feed;

@@ -311,6 +311,7 @@ impl<'a> Span<'a> {
             at: self.bytes.len(),
             bytes,
             pieces,
+            input: None,
         });
         self.bytes.extend(&e.chunks[chunk].1);
     }

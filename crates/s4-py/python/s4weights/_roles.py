@@ -25,7 +25,29 @@ _KINDS = {
     "master": "master",
     "master_param": "master",
     "master_params": "master",
+    # Megatron's distributed optimizer, per parameter.
+    "param": "master",
+    "fp32_param": "master",
 }
+
+#: Where frameworks keep the weights in fp32 that a model in 16 bits is rounded from: lists of tensors, in
+#: the order of the parameters, as they are or flattened.
+_MASTERS = frozenset(
+    {
+        # apex.fp16_utils, and apex.amp's master parameters
+        "fp32_from_fp16",
+        "fp32_groups_flat",
+        "master_params",
+        "master_weights",
+        # Megatron-LM
+        "fp32_from_fp16_params",
+        "fp32_from_float16_params",
+        "shard_fp32_from_float16_groups",
+        # DeepSpeed
+        "fp32_flat_groups",
+        "single_partition_of_fp32_groups",
+    }
+)
 
 #: How deep optimizers are looked for: ``{"trainer": {"optimizers": [...]}}``.
 _DEPTH = 4
@@ -35,22 +57,25 @@ def find_roles(obj: object, storages: StorageWriter) -> tuple[bytes, str | None]
     """The group of each storage, and the role table as JSON if there is one."""
     groups = bytearray(len(storages))
     optimizers = list(_optimizers(obj, _DEPTH))
-    if not optimizers:
+    masters = list(_masters(obj, _DEPTH))
+    if not optimizers and not masters:
         return bytes(groups), None
-    inside = {id(optimizer) for optimizer in optimizers}
+    inside = {id(part) for part in (*optimizers, *masters)}
     weights: dict[int, tuple[int, ...]] = {}
     for tensor in _tensors(obj, inside):
         number = storages.find(tensor)
         if number is not None:
             weights.setdefault(number, tuple(tensor.shape))
-    for optimizer in optimizers:
-        for tensor in _tensors(optimizer, set()):
+    for part in (*optimizers, *masters):
+        for tensor in _tensors(part, set()):
             number = storages.find(tensor)
             if number is not None and number not in weights:
                 groups[number] = OPTIMIZER
     table = _Table(storages, list(weights.items()))
     for optimizer in optimizers:
         table.add(optimizer)
+    for tensors in masters:
+        table.add_masters(_tensors(tensors, set()))
     return bytes(groups), table.to_json()
 
 
@@ -65,6 +90,19 @@ def _optimizers(obj: Any, depth: int) -> Iterator[dict[Any, Any]]:
     if depth:
         for item in obj.values() if isinstance(obj, dict) else obj:
             yield from _optimizers(item, depth - 1)
+
+
+def _masters(obj: Any, depth: int) -> Iterator[Any]:
+    """Containers of the weights in fp32 that a model is rounded from."""
+    if isinstance(obj, dict):
+        for key, item in obj.items():
+            if type(key) is str and key in _MASTERS and isinstance(item, (dict, list, tuple)):
+                yield item
+            elif depth:
+                yield from _masters(item, depth - 1)
+    elif isinstance(obj, (list, tuple)) and depth:
+        for item in obj:
+            yield from _masters(item, depth - 1)
 
 
 def _tensors(root: Any, without: set[int]) -> Iterator[Any]:
@@ -83,15 +121,16 @@ def _tensors(root: Any, without: set[int]) -> Iterator[Any]:
 
 
 class _Table:
-    def __init__(
-        self, storages: StorageWriter, weights: list[tuple[int, tuple[int, ...]]]
-    ) -> None:
+    def __init__(self, storages: StorageWriter, weights: list[tuple[int, tuple[int, ...]]]) -> None:
         self._storages = storages
         self._weights = weights
         self._next = 0
         self._parameters = 0
         self._rows: list[dict[str, Any]] = []
         self._groups: list[dict[str, float]] = []
+        # The parameter and group of each weight that has one.
+        self._known: dict[int, dict[str, int]] = {}
+        self._next_master = 0
 
     def add(self, optimizer: dict[Any, Any]) -> None:
         """Parameters are in the model's order, as in `torch.optim`."""
@@ -116,15 +155,45 @@ class _Table:
                 shape = tuple(tensor.shape)
         if shape is None:
             return
-        for at in range(self._next, len(self._weights)):
-            number, found = self._weights[at]
-            if found == shape:
-                rows.append({"tensor": number, "kind": "weight"})
-                self._next = at + 1
-                break
         parameter = {"parameter": self._parameters, "group": group}
+        at = self._find(self._next, shape)
+        if at is not None:
+            weight = self._weights[at][0]
+            rows.append({"tensor": weight, "kind": "weight"})
+            self._known[weight] = parameter
+            self._next = at + 1
         self._rows += [{**row, **parameter} for row in rows]
         self._parameters += 1
+
+    def _find(self, first: int, shape: tuple[int, ...]) -> int | None:
+        """The next weight of a shape, from one on; without one, the next of as many values: an
+        optimizer's tensors may be flattened.
+        """
+        later = range(first, len(self._weights))
+        alike = (at for at in later if self._weights[at][1] == shape)
+        numel = math.prod(shape)
+        flat = (at for at in later if math.prod(self._weights[at][1]) == numel)
+        return next(alike, next(flat, None))
+
+    def add_masters(self, tensors: Iterator[Any]) -> None:
+        """Weights in fp32 that a model's are rounded from, in the order of the parameters."""
+        for tensor in tensors:
+            number = self._storages.find(tensor)
+            at = self._find(self._next_master, tuple(tensor.shape))
+            if number is None or at is None:
+                continue
+            weight = self._weights[at][0]
+            self._next_master = at + 1
+            if number == weight:
+                continue
+            parameter = self._known.get(weight)
+            if parameter is None:
+                parameter = self._known[weight] = {"parameter": self._parameters, "group": 0}
+                self._parameters += 1
+                self._rows.append({"tensor": weight, "kind": "weight", **parameter})
+            self._rows.append({"tensor": number, "kind": "master", **parameter})
+        if not self._groups:
+            self._groups.append({})
 
     def to_json(self) -> str | None:
         if not self._rows:

@@ -17,6 +17,8 @@ pub(super) struct Wanted {
     pub(super) to: DeviceMemory,
     /// Of a tensor of an ancestor: the chunks that are wanted, in ascending order.
     pub(super) chunks: Option<Vec<u64>>,
+    /// Of a rounded copy: where the values lie that it is a copy of.
+    pub(super) input: Option<DeviceMemory>,
 }
 
 /// Requests, cut into what is wanted of each checkpoint of a chain.
@@ -26,6 +28,8 @@ pub(super) struct Chain<'a> {
     pub(super) steps: Vec<Step<'a>>,
     /// Requests, by place, that the host decodes.
     pub(super) here: Vec<usize>,
+    /// Rounded copies of tensors that are requested, too, for the same device.
+    pub(super) copies: Vec<Wanted>,
 }
 
 /// One checkpoint of a chain.
@@ -51,7 +55,17 @@ impl<'a> Chain<'a> {
             let host = reader.host(number);
             let plan = &reader.manifest.plans[usize::from(reader.tensors[host].plan)];
             if plan.inputs.is_empty() && open {
-                chain.steps[0].wanted.push(Wanted { tensor: number, request, to, chunks: None });
+                let (chunks, input) = (None, None);
+                let wanted = Wanted { tensor: number, request, to, chunks, input };
+                chain.steps[0].wanted.push(wanted);
+                continue;
+            }
+            let wider = reader.own_input(host)?.filter(|_| open);
+            let here =
+                |r: &&(usize, DeviceMemory)| Some(r.0) == wider && r.1.ordinal() == to.ordinal();
+            if let Some(&(_, input)) = requests.iter().find(here) {
+                let (chunks, input) = (None, Some(input));
+                chain.copies.push(Wanted { tensor: number, request, to, chunks, input });
                 continue;
             }
             let levels = match host == number {
@@ -88,7 +102,10 @@ impl<'a> Chain<'a> {
             let plan = &reader.manifest.plans[usize::from(reader.tensors[host].plan)];
             let own = plan.inputs.is_empty() || (plan.is_delta() && host == number);
             match own && open {
-                true => wanted.push(Wanted { tensor: number, request, to, chunks: None }),
+                true => {
+                    let (chunks, input) = (None, None);
+                    wanted.push(Wanted { tensor: number, request, to, chunks, input });
+                }
                 false => chain.here.push(request),
             }
         }
@@ -102,7 +119,8 @@ impl<'a> Chain<'a> {
             if self.steps.len() == depth {
                 self.steps.push(Step { reader: level.reader, wanted: vec![] });
             }
-            let wanted = Wanted { tensor: level.tensor, request, to, chunks: Some(chunks.clone()) };
+            let (tensor, some) = (level.tensor, Some(chunks.clone()));
+            let wanted = Wanted { tensor, request, to, chunks: some, input: None };
             self.steps[depth].wanted.push(wanted);
             chunks.retain(|&c| level.is_delta(c));
         }

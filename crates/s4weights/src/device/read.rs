@@ -67,7 +67,7 @@ impl Reader {
         let chain = Chain::top(self, requests, trusted.is_some());
         let mut left = vec![];
         self.decode_on(engine, requests, chain, trusted.as_ref(), |here, _, _| {
-            left = here;
+            left.extend(here);
             Ok(())
         })?;
         Ok(left)
@@ -94,17 +94,19 @@ impl Reader {
         Ok(hosts)
     }
 
-    /// Decodes chunks on the devices; `rest` is given the requests, by place, that they do not decode.
+    /// Decodes chunks on the devices; `rest` is given the requests, by place, that they do not decode: first
+    /// those of all tensors but rounded copies, then those of copies.
     fn decode_on(
         &self,
         engine: &CudaEngine,
         requests: &[(usize, DeviceMemory)],
         chain: Chain<'_>,
         trusted: Option<&Trusted>,
-        rest: impl FnOnce(Vec<usize>, &mut Decoder<'_, '_>, &mut Meter) -> Result<(), Failure>,
+        mut rest: impl FnMut(Vec<usize>, &mut Decoder<'_, '_>, &mut Meter) -> Result<(), Failure>,
     ) -> Result<()> {
-        let Chain { steps, mut here } = chain;
+        let Chain { steps, mut here, copies } = chain;
         let calls = self.calls(steps)?;
+        let copies = self.calls(vec![Step { reader: self, wanted: copies }])?;
         let mut meter = self.meter(requests.iter().map(|r| r.1.bytes()).sum());
         let memory: Vec<_> = requests.iter().map(|r| r.1).collect();
         let done = engine.decode::<Failure>(&memory, trusted, |decoder| {
@@ -120,6 +122,17 @@ impl Reader {
             }
             here.sort_unstable();
             here.dedup();
+            rest(std::mem::take(&mut here), decoder, &mut meter)?;
+            let Some(copies) = copies.first().filter(|c| !c.wanted.is_empty()) else {
+                return Ok(());
+            };
+            // What they are copies of is there.
+            decoder.undone()?;
+            copies.push(copies.spans(decoder.room())?, decoder, &mut meter)?;
+            for number in decoder.undone()? {
+                let wanted = copies.wanted.iter().find(|w| w.tensor == number);
+                here.extend(wanted.map(|w| w.request));
+            }
             rest(here, decoder, &mut meter)
         });
         done.map_err(|e| {
@@ -189,7 +202,7 @@ impl Call<'_> {
     /// Cuts what is wanted of a tensor at the borders of chunks.
     fn add<'b>(
         &'b self,
-        &Wanted { tensor, to, ref chunks, .. }: &Wanted,
+        &Wanted { tensor, to, ref chunks, input, .. }: &Wanted,
         jobs: &mut BTreeMap<(u32, usize, u64), FrameJob<'b>>,
     ) -> Result<(), Failure> {
         let mut done = 0;
@@ -201,14 +214,19 @@ impl Call<'_> {
             if chunks.as_ref().is_some_and(|list| list.binary_search(&chunk).is_err()) {
                 continue;
             }
+            let spec = self.reader.spec(host, &self.blocks[&host]);
+            let first = (chunk * spec.dtype.value_width() as u64) << spec.chunk_log2;
+            let input = input.map(|m| m.part(2 * first, 2 * bytes)).transpose();
+            let input = input.map_err(Failure::Device)?;
             let job = jobs.entry((to.ordinal(), host, chunk)).or_insert_with(|| FrameJob {
                 tensor: self.base + host,
-                spec: self.reader.spec(host, &self.blocks[&host]),
+                spec,
                 chunk,
                 record,
                 at: 0,
                 bytes,
                 pieces: vec![],
+                input,
             });
             job.pieces.push(Piece { from, to: part });
         }

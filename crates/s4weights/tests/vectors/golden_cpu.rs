@@ -131,7 +131,7 @@ fn write_chain(
         writer.write(&sources).unwrap();
         writer.finish(contents).unwrap();
     };
-    let options = || WriteOptions { preset, rounded_copies: true, ..WriteOptions::default() };
+    let options = || WriteOptions { preset, ..WriteOptions::default() };
     write(&base, 0, options());
     let parent = Reader::open(Source::from(base.as_path()), Default::default()).unwrap();
     write(

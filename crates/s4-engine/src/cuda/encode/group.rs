@@ -1,6 +1,6 @@
 //! Chunks that are encoded together.
 
-use s4_codec_gpu::abi::{self, CopySpan, EncodeChunk, EncodeResult, Route};
+use s4_codec_gpu::abi::{self, CopySpan, CrcSpan, EncodeChunk, EncodeResult, Route};
 use s4_format::limits::ALIGN;
 
 use crate::Input;
@@ -19,13 +19,16 @@ pub(super) struct Member {
     pub(super) route: Option<Route>,
     /// With a route its place in the batch, else where its values lie in the slot.
     pub(super) at: usize,
-    /// Where its scratch memory starts, behind the copy. That of a difference has room for the parent's
+    /// Where its scratch memory starts, behind the copy. That of a chunk with an input has room for the input's
     /// values first.
     pub(super) scratch: u64,
-    pub(super) delta: bool,
-    /// Of a difference the address of the parent's values, and which statuses say how they came there.
+    /// Bytes of the input's values for each of its own; 0: it has none.
+    pub(super) scale: u64,
+    /// The address of the input's values; 0: they are not to be used. And which statuses say how they came there.
     pub(super) parent: u64,
     pub(super) statuses: (usize, usize),
+    /// Which of the group's checks the input's values must pass.
+    pub(super) checks: (usize, usize),
     /// Where what its tensor's chunks share, and the offsets of its own rows, lie behind the descriptors.
     pub(super) set: SetPlace,
     pub(super) rows: Option<u64>,
@@ -42,8 +45,10 @@ pub(super) struct Group<'a> {
     pub(super) routes: [u32; 5],
     /// Bytes of frames at most; the values of the CPU's chunks follow.
     pub(super) capacity: u64,
-    /// Pieces that the values are copied in.
+    /// Pieces that the values are copied in, and inputs that may change.
     pub(super) copies: u32,
+    /// Pieces of such inputs: where the copy is, its bytes, and their CRC-32C.
+    pub(super) checks: Vec<Check>,
     /// What lies behind the descriptors, and its bytes.
     pub(super) extras: Vec<Extra<'a>>,
     pub(super) extra_len: u64,
@@ -51,6 +56,15 @@ pub(super) struct Group<'a> {
     pub(super) statuses: Vec<usize>,
     /// Whether its frames were sent to the host.
     pub(super) sent: bool,
+}
+
+/// A copy of values that must be what was stored of them.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Check {
+    pub(super) from: u64,
+    pub(super) to: u64,
+    pub(super) len: u64,
+    pub(super) crc: u32,
 }
 
 /// Room that a group takes, in bytes.
@@ -67,11 +81,29 @@ pub(super) const PER_CHUNK: u64 = (size_of::<EncodeChunk>() + size_of::<EncodeRe
 /// Bytes before the results: how many bytes of frames there are.
 pub(super) const TOTAL: u64 = 16;
 pub(super) const SPAN: u64 = size_of::<CopySpan>() as u64;
+/// What a piece of an input that may change takes: two spans, and its checksum.
+pub(super) const PER_CHECK: u64 = SPAN + CRC_SPAN + 4;
+pub(super) const CRC_SPAN: u64 = size_of::<CrcSpan>() as u64;
 
 impl Member {
     /// Pieces that the values are copied in.
     pub(super) fn copies(&self) -> u64 {
         self.bytes.div_ceil(abi::COPY_SPAN_BYTES)
+    }
+
+    /// Bytes of its input's values.
+    pub(super) fn input_bytes(&self) -> u64 {
+        self.scale * self.bytes
+    }
+
+    /// Whether the values of its input, of the same checkpoint, are no longer what was stored of it.
+    pub(super) fn is_gone(&self, input: &Input<'_>) -> bool {
+        self.scale == 2 && matches!(input, Input::Host(values) if values.is_empty())
+    }
+
+    /// Room for them.
+    pub(super) fn input_room(&self) -> u64 {
+        self.input_bytes().next_multiple_of(ALIGN as u64)
     }
 }
 
@@ -87,18 +119,31 @@ impl<'a> Group<'a> {
     }
 
     /// Where extras, the pieces of the copies and results start in the slot's meta memory: behind the
-    /// descriptors, and the spans of the answers in front of the results. What decodes parents follows.
+    /// descriptors. In front of the results are what is checked, and the spans of the answers. What decodes parents
+    /// follows.
     pub(super) fn places(&self) -> (u64, u64, u64) {
         let extras = u64::from(self.count()) * size_of::<EncodeChunk>() as u64;
         let extras = extras.next_multiple_of(ALIGN as u64);
         let copies = extras + self.extra_len;
-        let results = copies + (u64::from(self.copies) + 2) * SPAN;
+        let checks = self.checks.len() as u64 * (SPAN + CRC_SPAN);
+        let results = copies + (u64::from(self.copies) + 2) * SPAN + checks;
         (extras, copies, results.next_multiple_of(16))
     }
 
-    /// The end of the results.
-    pub(super) fn end(&self) -> u64 {
+    /// Where what is checked starts: behind the copies of the values those of inputs, then what to sum.
+    pub(super) fn checks_at(&self) -> (u64, u64) {
+        let copies = self.places().1 + u64::from(self.copies) * SPAN;
+        (copies, copies + self.checks.len() as u64 * SPAN)
+    }
+
+    /// Where the checksums are that were found: behind the results.
+    pub(super) fn sums_at(&self) -> u64 {
         self.places().2 + TOTAL + u64::from(self.count()) * size_of::<EncodeResult>() as u64
+    }
+
+    /// The end of the results and checksums.
+    pub(super) fn end(&self) -> u64 {
+        self.sums_at() + 4 * self.checks.len() as u64
     }
 
     /// Gives each chunk its place: in the batch, which is sorted by route, or behind the frames.

@@ -1,10 +1,10 @@
-//! What a group of deltas is predicted from, uploaded before the group.
+//! What a group of chunks is predicted from, uploaded before the group.
 
 use bytes::Bytes;
-use s4_codec_gpu::{DecodeBatch, GpuError};
+use s4_codec_gpu::{DecodeBatch, GpuError, abi};
 use s4_format::limits::ALIGN;
 
-use super::{EncodeQueue, Group, Member};
+use super::{Check, EncodeQueue, Group, Member};
 use crate::cuda::error::{CudaError, Of, Result};
 use crate::cuda::parent::{self, LevelPlaces, Levels, Target};
 use crate::engine::each;
@@ -40,9 +40,15 @@ impl<'a> EncodeQueue<'a> {
             let member = group.members[number];
             let Some(input) = input.as_ref().filter(|_| member.route.is_some()) else { continue };
             any = true;
-            parent::check(input, ordinal, member.bytes)?;
+            if member.is_gone(input) {
+                // The kernels say that they lack it, and it is stored plain.
+                continue;
+            }
+            parent::check(input, ordinal, member.input_bytes())?;
             group.members[number].parent = match input {
                 Input::Device(memory) => memory.address(),
+                // A copy, which is checked.
+                Input::Stored { .. } => member.scratch,
                 Input::Host(values) => incoming.values(values.clone())?,
                 Input::Frames(frames) => {
                     let on_host = !self.on_device(parent::size(frames), member.bytes);
@@ -137,12 +143,26 @@ impl<'a> EncodeQueue<'a> {
         input: Option<Input<'_>>,
     ) -> Result<Vec<u8>> {
         let input = input.ok_or_else(|| missing(member.tensor, member.chunk))?;
-        parent::check(&input, self.session.worker.device.ordinal(), member.bytes)?;
+        if member.is_gone(&input) {
+            return Ok(vec![]);
+        }
+        parent::check(&input, self.session.worker.device.ordinal(), member.input_bytes())?;
         match input {
             Input::Host(values) => Ok(values.into()),
+            Input::Stored { values: memory, parts } => {
+                let mut values = vec![];
+                self.copy_to_host(memory.address(), member.input_bytes() as usize, &mut values)?;
+                let mut rest = &values[..];
+                let stored = parts.iter().all(|(len, crc)| {
+                    let (part, behind) = rest.split_at((*len as usize).min(rest.len()));
+                    rest = behind;
+                    s4_format::crc32c(part) == *crc
+                });
+                Ok(if stored { values } else { vec![] })
+            }
             Input::Device(memory) => {
                 let mut values = vec![];
-                self.copy_to_host(memory.address(), member.bytes as usize, &mut values)?;
+                self.copy_to_host(memory.address(), member.input_bytes() as usize, &mut values)?;
                 Ok(values)
             }
             Input::Frames(frames) => self.decode_frames(member, &frames),
@@ -151,24 +171,50 @@ impl<'a> EncodeQueue<'a> {
     }
 }
 
-/// Opens what a group's deltas are predicted from.
+impl Group<'_> {
+    /// Has the values of an input that may change copied and summed.
+    fn add_checks(&mut self, number: usize, input: &Input<'_>) -> Result<()> {
+        let member = &mut self.members[number];
+        let Input::Stored { values, parts } = input else { return Ok(()) };
+        if member.route.is_none() {
+            return Ok(());
+        }
+        let bytes = parts.iter().try_fold(0u64, |sum, part| sum.checked_add(part.0));
+        let most = member.input_bytes().div_ceil(abi::COPY_SPAN_BYTES);
+        if bytes != Some(member.input_bytes()) || parts.len() as u64 > most {
+            return Err(more_than_said());
+        }
+        member.checks = (self.checks.len(), parts.len());
+        let mut at = 0;
+        for &(len, crc) in parts {
+            let (from, to) = (values.address() + at, member.scratch + at);
+            self.checks.push(Check { from, to, len, crc });
+            at += len;
+        }
+        Ok(())
+    }
+}
+
+/// Opens what a group's chunks are predicted from.
 pub(super) fn open_inputs<'a, E: From<CudaError>>(
     group: &mut Group<'a>,
     inputs: &'a dyn Inputs<E>,
 ) -> Result<(), E> {
-    let deltas: Vec<_> = (0..group.members.len()).filter(|&i| group.members[i].delta).collect();
-    if deltas.is_empty() {
+    let all = 0..group.members.len();
+    let with_input: Vec<_> = all.filter(|&i| group.members[i].scale > 0).collect();
+    if with_input.is_empty() {
         return Ok(());
     }
     let name = |&i: &usize| (group.members[i].tensor, group.members[i].chunk);
-    let names: Vec<_> = deltas.iter().map(name).collect();
+    let names: Vec<_> = with_input.iter().map(name).collect();
     let opened = inputs.open(&names)?;
     if opened.len() != names.len() {
         let what = format!("{} inputs for {} chunks", opened.len(), names.len());
         return Err(CudaError::from(GpuError::Argument(what)).into());
     }
     group.inputs.resize_with(group.members.len(), || None);
-    for ((number, (tensor, chunk)), input) in deltas.into_iter().zip(names).zip(opened) {
+    for ((number, (tensor, chunk)), input) in with_input.into_iter().zip(names).zip(opened) {
+        group.add_checks(number, &input)?;
         group.inputs[number] = Some(match input {
             Input::Late => {
                 let mut buffer = vec![];
