@@ -189,6 +189,25 @@ fn weights_a_step_later_are_differences_in_the_order_of_values_with_contexts() {
 }
 
 #[test]
+fn rounded_copies_are_applied_once_what_they_copy_is_there() {
+    let (before, after) = (state(0), state(3));
+    let base = Arc::new(open(save(&before, all_roles(), preset(Preset::Balanced))));
+    let options = WriteOptions { parent: Some(base as _), ..preset(Preset::Balanced) };
+    // Its parent is not there.
+    let reader = open(save(&after, all_roles(), options));
+    let plans = plans(&reader);
+    assert!(plans[0].starts_with("cast") && plans[1].starts_with("parent"), "{plans:?}");
+    let mut values = before;
+    let mut requests: Vec<_> = (values.iter_mut())
+        .map(|t| (reader.find(&t.name).unwrap(), t.data.as_mut_slice()))
+        .collect();
+    reader.apply_into(&mut requests).unwrap();
+    for (t, now) in after.iter().zip(&values) {
+        assert!(t.data == now.data, "{}", t.name);
+    }
+}
+
+#[test]
 fn matrices_of_adversarial_values_round_trip_with_every_preset_and_role() {
     for dtype in [DType::Float32, DType::BFloat16, DType::Float16, DType::Float64] {
         let n = 150 * 100;
