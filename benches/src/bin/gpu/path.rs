@@ -213,6 +213,7 @@ impl Coded {
                 at: f.at - *first,
                 bytes,
                 pieces: vec![Piece { from: 0, to: to[f.tensor].part(f.chunk * size, bytes)? }],
+                input: None,
             });
         }
         Ok(batches)
