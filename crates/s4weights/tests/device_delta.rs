@@ -90,6 +90,12 @@ fn later(before: &[Tensor], step: u64) -> Vec<Tensor> {
                     value.iter_mut().zip(others).for_each(|(b, other)| *b ^= other);
                 }
                 "ids" | "q" => value[0] ^= u8::from(noise.is_multiple_of(40)),
+                // By a few units in the last place, up or down: smaller as an ordered difference.
+                "m" => {
+                    let bits = u32::from_le_bytes(value.try_into().unwrap());
+                    let moved = bits.wrapping_add((noise % 61) as u32).wrapping_sub(30);
+                    value.copy_from_slice(&moved.to_le_bytes());
+                }
                 _ => value[0] ^= (noise % 4) as u8,
             }
         }
