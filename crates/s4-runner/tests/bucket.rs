@@ -3,6 +3,7 @@
 //! `s4test`; `cargo xtask test` starts some.
 
 #![cfg(target_os = "linux")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod common;
 
