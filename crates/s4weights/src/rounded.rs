@@ -185,10 +185,11 @@ impl Inputs<Failure> for WiderInputs<'_> {
     }
 
     fn open(&self, chunks: &[(usize, u64)]) -> Result<Vec<Input<'_>>, Failure> {
-        let input = |&(tensor, chunk): &(usize, u64)| match self.wider[tensor].values {
+        let input = |place: &(usize, u64)| match self.wider[place.0].values {
             Values::Host(_) => Ok(Input::Late),
             #[cfg(feature = "cuda")]
             Values::Device(memory) => {
+                let &(tensor, chunk) = place;
                 let parts = self.parts(tensor, chunk)?;
                 let first = parts.first().map_or(0, |p| p.0);
                 let bytes = parts.iter().map(|p| p.1).sum();
