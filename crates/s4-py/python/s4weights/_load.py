@@ -140,46 +140,29 @@ def read(
     with recorder.watch():
         recorder.look(source)
         with recorder.stage("read"):
-            return _read(
-                *(source, compute, map_location, pickle_module, weights_only, progress),
-                *(keys, pickle_load_args, recorder),
-            )
-
-
-def _read(
-    source: _core.Reader,
-    compute: Compute,
-    map_location: Any,
-    pickle_module: Any,
-    weights_only: bool | None,
-    progress: ProgressArgument,
-    keys: Iterable[str] | None,
-    pickle_load_args: dict[str, Any],
-    recorder: Recorder,
-) -> Any:
-    pickle_module = choose_unpickler(pickle_module, weights_only, pickle_load_args)
-    pickle_load_args.setdefault("encoding", "utf-8")
-    start = time.perf_counter()
-    with NoCollection():
-        infos = source.tensors()
-    tree, wanted = source.tree(), None
-    if keys is not None:
-        if source.form() != "tree" or tree is None:
-            raise UnsupportedFormatError(
-                "keys=: the object was saved as a pickle, which can be loaded as a whole only"
-            )
-        tree, wanted = select(tree, keys)
-    total = sum(info[3] for n, info in enumerate(infos) if wanted is None or n in wanted)
-    recorder.raw_bytes = total
-    tracker = Progress(progress, total, "load")
-    storages = StorageReader(source, infos, map_location, tracker, compute, wanted)
-    try:
-        obj = build(source, tree, storages, map_location, pickle_module, pickle_load_args)
-        tracker.finish()
-    finally:
-        tracker.close()
-    logger.debug("loaded %d tensors in %.3f s", len(storages), time.perf_counter() - start)
-    return obj
+            pickle_module = choose_unpickler(pickle_module, weights_only, pickle_load_args)
+            pickle_load_args.setdefault("encoding", "utf-8")
+            start = time.perf_counter()
+            with NoCollection():
+                infos = source.tensors()
+            tree, wanted = source.tree(), None
+            if keys is not None:
+                if source.form() != "tree" or tree is None:
+                    raise UnsupportedFormatError(
+                        "keys=: the object was saved as a pickle, which can be loaded as a whole only"
+                    )
+                tree, wanted = select(tree, keys)
+            total = sum(info[3] for n, info in enumerate(infos) if wanted is None or n in wanted)
+            recorder.raw_bytes = total
+            tracker = Progress(progress, total, "load")
+            storages = StorageReader(source, infos, map_location, tracker, compute, wanted)
+            try:
+                obj = build(source, tree, storages, map_location, pickle_module, pickle_load_args)
+                tracker.finish()
+            finally:
+                tracker.close()
+            logger.debug("loaded %d tensors in %.3f s", len(storages), time.perf_counter() - start)
+            return obj
 
 
 def verify(
