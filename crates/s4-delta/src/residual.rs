@@ -26,6 +26,9 @@ pub enum Residual {
     Sub,
     /// The sign, and the zigzag-coded difference of the magnitudes: see [`Kernels::sub_magnitudes`].
     Magnitude,
+    /// As `Sub`. Where the first moment is positive the difference is negated besides, which is the caller's to do:
+    /// [`Kernels::negate_where_positive`].
+    Descent,
 }
 
 impl Residual {
@@ -35,12 +38,14 @@ impl Residual {
             Self::Xor => ResidualId::XOR,
             Self::Sub => ResidualId::SUB,
             Self::Magnitude => ResidualId::MAGNITUDE,
+            Self::Descent => ResidualId::DESCENT,
         }
     }
 
     /// The residual with an id; `None` for [`ResidualId::ID`], which is no difference, and for others.
     pub fn from_id(id: ResidualId) -> Option<Self> {
-        [Self::Xor, Self::Sub, Self::Magnitude].into_iter().find(|residual| residual.id() == id)
+        let all = [Self::Xor, Self::Sub, Self::Magnitude, Self::Descent];
+        all.into_iter().find(|residual| residual.id() == id)
     }
 
     /// Replaces the elements in `buf` by their differences from `parent`, the same elements of the
@@ -52,7 +57,7 @@ impl Residual {
         self.check(width, parent, buf)?;
         match self {
             Self::Xor => kernels.xor(buf, parent),
-            Self::Sub => kernels.sub_values(width, buf, parent),
+            Self::Sub | Self::Descent => kernels.sub_values(width, buf, parent),
             Self::Magnitude => kernels.sub_magnitudes(width, buf, parent),
         }
         Ok(())
@@ -72,7 +77,7 @@ impl Residual {
         self.check(width, parent, buf)?;
         match self {
             Self::Xor => kernels.xor(buf, parent),
-            Self::Sub => kernels.add_values(width, buf, parent),
+            Self::Sub | Self::Descent => kernels.add_values(width, buf, parent),
             Self::Magnitude => kernels.add_magnitudes(width, buf, parent),
         }
         Ok(())

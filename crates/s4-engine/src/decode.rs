@@ -165,6 +165,7 @@ impl CpuEngine {
         let mut stored = [Stored::Decoded; MAX_PLANES];
         let has_contexts = |i| given.prediction.is_some_and(|p| p.has_contexts(layout, i));
         scratch.carry.clear();
+        scratch.contexts.clear();
         for (i, (entry, bytes)) in streams.items().iter().enumerate() {
             // The second plane of `token` is as long as the tokens of the first one say.
             if layout == LayoutId::TOKEN && i == 1 {
@@ -190,12 +191,14 @@ impl CpuEngine {
                 }
             }
             let mut contexts = std::mem::take(&mut scratch.contexts);
-            contexts.clear();
-            if entry.codec == CodecId::RANS {
+            let several = entry.codec == CodecId::RANS && has_contexts(i);
+            if several {
                 given.contexts(layout, sizes, &stored[..i], scratch, sizes[i], &mut contexts)?;
             }
             let Scratch { planes, joined, carry, tail, work, .. } = &mut *scratch;
-            let ctx = Context { param: entry.param, tables: tables.plane(i), contexts: &contexts };
+            let contexts_of = if several { &contexts[..] } else { &[] };
+            let ctx =
+                Context { param: entry.param, tables: tables.plane(i), contexts: contexts_of };
             let to = if layout == LayoutId::BYTES {
                 &mut sized(&mut planes[0], dst.len())[i * sizes[i]..(i + 1) * sizes[i]]
             } else {
@@ -224,7 +227,7 @@ impl CpuEngine {
 }
 
 impl Given<'_> {
-    /// The contexts of a plane's symbols, `len` of them or none, from the planes before it.
+    /// The contexts of the `len` symbols of a plane with several tables, from the planes before it.
     fn contexts(
         &self,
         layout: LayoutId,
@@ -234,9 +237,7 @@ impl Given<'_> {
         len: usize,
         to: &mut Vec<u8>,
     ) -> Result<()> {
-        to.clear();
-        let wanted = self.prediction.filter(|p| p.has_contexts(layout, before.len()));
-        let Some(prediction) = wanted else { return Ok(()) };
+        let Some(prediction) = self.prediction else { return Ok(()) };
         let mut planes = [&[][..]; MAX_PLANES];
         for (j, (plane, stored)) in planes.iter_mut().zip(before).enumerate() {
             *plane = stored.bytes().unwrap_or_else(|| scratch.plane(layout, sizes, j));

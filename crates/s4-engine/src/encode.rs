@@ -198,11 +198,13 @@ impl CpuEngine {
         scratch.streams.resize_with(sizes.len().max(scratch.streams.len()), Vec::new);
         let mut work = std::mem::take(&mut scratch.work);
         let mut contexts = std::mem::take(&mut scratch.contexts);
+        contexts.clear();
         for i in (0..sizes.len()).rev() {
             let mut buffer = std::mem::take(&mut scratch.streams[i]);
             let coding = plan.coding(i);
-            contexts.clear();
-            if let Some(prediction) = prediction.filter(|_| coding.codec == CodecId::RANS) {
+            let rans = coding.codec == CodecId::RANS;
+            let several = prediction.filter(|p| rans && p.has_contexts(layout, i));
+            if let Some(prediction) = several {
                 let mut planes = [&[][..]; MAX_PLANES];
                 (0..i).for_each(|j| planes[j] = scratch.plane(layout, sizes, j));
                 let known = &planes[..i];
@@ -211,7 +213,11 @@ impl CpuEngine {
             let (param, tables) = (coding.param, plan.tables(i));
             let symbols = Symbols {
                 bytes: scratch.plane(layout, sizes, i),
-                context: Context { param, tables, contexts: &contexts },
+                context: Context {
+                    param,
+                    tables,
+                    contexts: if several.is_some() { &contexts } else { &[] },
+                },
                 own_tables: true,
                 behind: match i + 1 < sizes.len() {
                     true => scratch.stream(layout, sizes, i + 1),

@@ -1,9 +1,11 @@
-//! What tensors are predicted from: the values of a parent checkpoint.
+//! What tensors are predicted from: the values of a parent checkpoint, and of other tensors of the same.
 
 use bytes::Bytes;
 use s4_format::{ChunkRecord, Digest, Error};
 
-use crate::{CpuEngine, DecodeJob, DeviceMemory, InputValues, Scratch, TensorError, TensorSpec};
+use crate::{
+    CpuEngine, DecodeJob, DeviceMemory, InputValues, Moment, Scratch, TensorError, TensorSpec,
+};
 
 /// What some tensors, by number, are or may be predicted from. An engine asks before it begins with a
 /// group of chunks, once for all of them.
@@ -21,6 +23,13 @@ pub trait Inputs<E>: Sync {
     /// What keeps them from being read.
     fn samples(&self, tensors: &[usize]) -> Result<Vec<Vec<u8>>, E> {
         Ok(vec![vec![]; tensors.len()])
+    }
+
+    /// The moments of a tensor, first and second, of which the contexts of a difference may be told. They are stored
+    /// already.
+    fn moments(&self, tensor: usize) -> Option<&[Moment<'_>; 2]> {
+        let _ = tensor;
+        None
     }
 
     /// All memory of devices that is given: what is queued on its streams is waited for.
@@ -116,6 +125,12 @@ impl<E: From<TensorError>> Inputs<E> for NoInputs {
 /// What a delta without its input is.
 pub(crate) fn missing(tensor: usize, chunk: u64) -> TensorError {
     let source = Error::unsupported("a delta without the values of its parent").in_chunk(chunk);
+    TensorError { tensor, source }
+}
+
+/// What a delta with contexts from moments is without these.
+pub(crate) fn missing_moments(tensor: usize, chunk: u64) -> TensorError {
+    let source = Error::unsupported("contexts `update` without moments").in_chunk(chunk);
     TensorError { tensor, source }
 }
 

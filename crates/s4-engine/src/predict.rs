@@ -3,9 +3,10 @@
 
 use s4_delta::Residual;
 use s4_format::limits::MAX_INPUTS;
+use s4_format::side::SideKind;
 use s4_format::{ContextsId, Error, LayoutId, Plan, Result};
 use s4_planes::{Kernels, Width};
-use s4_predict::{ContextModel, Exponents, Known, Predict, Predicted, Tensor};
+use s4_predict::{ContextModel, Exponents, Known, Predict, Predicted, Tensor, Update, Updates};
 
 use crate::CpuEngine;
 use crate::once::{self, PIECE};
@@ -31,6 +32,8 @@ pub(crate) struct Prediction<'a> {
     residual: Residual,
     width: Width,
     contexts: &'a dyn ContextModel,
+    /// With contexts `update`: what they are told from, besides the predictor's own inputs.
+    update: Option<Update>,
 }
 
 impl CpuEngine {
@@ -53,22 +56,37 @@ impl CpuEngine {
         })?;
         let width = width_of(tensor.dtype.value_width())?;
         let kernels = self.kernels;
-        let contexts = match plan.contexts.require_open()? {
+        let contexts: &dyn ContextModel = match plan.contexts.require_open()? {
             ContextsId::EXPONENT => &Exponents,
+            ContextsId::UPDATE => &Updates,
             _ => predictor.contexts(),
         };
-        Ok(Some(Prediction { kernels, predictor, tensor, first, residual, width, contexts }))
+        let update = match plan.contexts {
+            ContextsId::UPDATE => Some(Update::parse(tensor.side.get(SideKind::CONTEXTS))?),
+            _ => None,
+        };
+        Ok(Some(Prediction {
+            kernels,
+            predictor,
+            tensor,
+            first,
+            residual,
+            width,
+            contexts,
+            update,
+        }))
     }
 }
 
 impl Prediction<'_> {
     /// Checks that there are as many inputs as the predictor needs, each of `len` bytes.
     fn check(&self, len: usize, inputs: impl ExactSizeIterator<Item = usize>) -> Result<()> {
-        if inputs.len() < self.predictor.inputs().len() || inputs.len() > MAX_INPUTS {
+        let moments = if self.update.is_some() { 2 } else { 0 };
+        if inputs.len() < self.predictor.inputs().len() + moments || inputs.len() > MAX_INPUTS {
             return Err(Error::unsupported("a delta without the values of its parent"));
         }
         for (i, other) in inputs.enumerate() {
-            if other != len * self.scale(i) {
+            if other != self.scaled(i, len) {
                 let what = format!("a difference of {len} bytes from a parent of {other} bytes");
                 return Err(Error::corrupt(what));
             }
@@ -76,9 +94,26 @@ impl Prediction<'_> {
         Ok(())
     }
 
-    /// Bytes of an input for each byte of a value.
-    fn scale(&self, input: usize) -> usize {
-        self.predictor.inputs().get(input).map_or(1, |kind| kind.scale())
+    /// Bytes of an input for `len` bytes of whole values.
+    fn scaled(&self, input: usize, len: usize) -> usize {
+        match (self.predictor.inputs().get(input), self.update) {
+            (Some(kind), _) => len * kind.scale(),
+            (None, Some(update)) => {
+                len / self.width.bytes() * update.input_width(input, self.tensor.dtype)
+            }
+            (None, None) => len,
+        }
+    }
+
+    /// Negates residuals where the first moment, of which `inputs` are the same values, is positive.
+    fn turn(&self, inputs: &[&[u8]], residuals: &mut [u8]) -> Result<()> {
+        match (self.residual, self.update, inputs) {
+            (Residual::Descent, Some(update), [_, first, ..]) => {
+                update.turn(self.kernels, self.width, residuals, first)
+            }
+            (Residual::Descent, ..) => Err(Error::corrupt("residual `descent` without moments")),
+            _ => Ok(()),
+        }
     }
 
     /// `len` bytes' worth of each input from byte `at` of the chunk on; `there`: those of the destination.
@@ -90,8 +125,8 @@ impl Prediction<'_> {
         len: usize,
     ) -> [&'b [u8]; MAX_INPUTS] {
         std::array::from_fn(|i| {
-            let scale = self.scale(i);
-            inputs.get(i).map_or(&[][..], |input| input.part(at * scale, there, len * scale))
+            let (at, len) = (self.scaled(i, at), self.scaled(i, len));
+            inputs.get(i).map_or(&[][..], |input| input.part(at, there, len))
         })
     }
 
@@ -109,15 +144,15 @@ impl Prediction<'_> {
         once::copy_summed(src, to, |at, piece| {
             let (mut parts, len) = ([&[][..]; MAX_INPUTS], piece.len());
             for (i, (part, all)) in parts.iter_mut().zip(inputs).enumerate() {
-                let scale = self.scale(i);
-                *part = &all[at * scale..(at + len) * scale];
+                *part = &all[self.scaled(i, at)..self.scaled(i, at + len)];
             }
             let parts = &parts[..inputs.len()];
             let predicted = match self.predict(at, parts, &mut room[..len])? {
                 Predicted::Input(i) => parts[i],
                 Predicted::Written => &room[..len],
             };
-            self.residual.diff(self.kernels, self.width, predicted, piece)
+            self.residual.diff(self.kernels, self.width, predicted, piece)?;
+            self.turn(parts, piece)
         })
     }
 
@@ -141,6 +176,7 @@ impl Prediction<'_> {
         for (i, piece) in values.chunks_mut(PIECE).enumerate() {
             let (at, len) = (i * PIECE, piece.len());
             let parts = &self.parts(inputs, at, &[], len)[..inputs.len()];
+            self.turn(parts, piece)?;
             let predicted = match self.predict(at, parts, &mut room[..len])? {
                 Predicted::Input(i) => parts[i],
                 Predicted::Written => &room[..len],
@@ -164,6 +200,7 @@ impl Prediction<'_> {
         for (i, (residuals, values)) in pieces.enumerate() {
             let (at, len) = (i * PIECE, values.len());
             let before = self.parts(inputs, at, values, len);
+            self.turn(&before[..inputs.len()], residuals)?;
             let predicted = self.predict(at, &before[..inputs.len()], &mut room[..len])?;
             let (kernels, width) = (self.kernels, self.width);
             match predicted {
@@ -197,8 +234,8 @@ impl Prediction<'_> {
         self.contexts.tables(layout, plane) > 1
     }
 
-    /// The table of each of the `len` symbols of the plane behind `planes`, into `to`; none, if it has
-    /// one table.
+    /// The table of each of the `len` symbols of the plane behind `planes`, if it has several, into `to`, which holds what
+    /// was asked for last of the same chunk, or nothing.
     pub(crate) fn contexts(
         &self,
         layout: LayoutId,
@@ -207,8 +244,8 @@ impl Prediction<'_> {
         len: usize,
         to: &mut Vec<u8>,
     ) -> Result<()> {
-        to.clear();
-        if self.has_contexts(layout, planes.len()) {
+        if self.contexts.depends_on_planes() || to.len() != len {
+            to.clear();
             to.resize(len, 0);
             let Self { kernels, tensor, first, contexts, .. } = *self;
             let known = Known { kernels, tensor, first, layout, planes, inputs };

@@ -7,9 +7,9 @@ use rayon::ThreadPool;
 use s4_format::Error;
 
 use crate::engine::{Chunk, EncodedFrame, Engine, Jobs, TensorError, TensorValues, each};
-use crate::inputs::{Input, Inputs, decode_frames, missing};
+use crate::inputs::{Input, Inputs, decode_frames, missing, missing_moments};
 use crate::{
-    CpuEngine, EncodeJob, EncodedChunk, ParentSample, PlanJob, Preset, Scratch, TensorPlan,
+    CpuEngine, EncodeJob, EncodedChunk, Moment, ParentSample, PlanJob, Preset, Scratch, TensorPlan,
     TensorView, Values,
 };
 
@@ -38,6 +38,7 @@ impl ScratchPool {
 struct Frame {
     bytes: Vec<u8>,
     input: Vec<u8>,
+    moments: [Vec<u8>; 2],
 }
 
 /// What the chunks of a window became.
@@ -63,16 +64,21 @@ impl Engine for CpuEngine {
             let mut work: Vec<_> =
                 numbers.into_iter().zip(some).zip(samples).map(|w| (w, None)).collect();
             each(pool, &mut work, |(((tensor, t), sample), plan)| {
-                *plan =
-                    Some(host_values(*tensor, t).and_then(|data| {
-                        let view = &TensorView { dtype: t.dtype, shape: t.shape, data };
-                        let parent = inputs.parent(*tensor).map(|(manifest, tensor)| {
-                            ParentSample { manifest, tensor, values: sample }
-                        });
-                        let job = PlanJob { preset, view, parent: parent.as_ref(), role: t.role };
-                        let planned = self.idle.with(|scratch| self.plan(&job, scratch));
-                        planned.map_err(|source| TensorError { tensor: *tensor, source })
-                    }));
+                let parent = inputs.parent(*tensor).map(|(manifest, tensor)| ParentSample {
+                    manifest,
+                    tensor,
+                    values: sample,
+                    moments: None,
+                });
+                let moments = inputs.moments(*tensor);
+                let planned = host_values(*tensor, t).and_then(|data| {
+                    let view = TensorView { dtype: t.dtype, shape: t.shape, data };
+                    let job =
+                        PlanJob { preset, view: &view, parent: parent.as_ref(), role: t.role };
+                    let planned = self.plan_by_moments(job, moments);
+                    planned.map_err(|source| TensorError { tensor: *tensor, source })
+                });
+                *plan = Some(planned);
             });
             for plan in work.into_iter().filter_map(|w| w.1) {
                 plans.push(plan?);
@@ -164,6 +170,23 @@ impl CpuEngine {
         });
     }
 
+    /// Plans a tensor of the host, of which the moments may be known.
+    fn plan_by_moments(
+        &self,
+        job: PlanJob<'_>,
+        moments: Option<&[Moment<'_>; 2]>,
+    ) -> s4_format::Result<TensorPlan> {
+        let Some((moments, parent)) = moments.zip(job.parent) else {
+            return self.idle.with(|scratch| self.plan(&job, scratch));
+        };
+        let [first, second] = moments.each_ref().map(|m| m.sample(job.view.dtype));
+        let (first, second) = (first?, second?);
+        let samples = [moments[0].with_sample(&first), moments[1].with_sample(&second)];
+        let parent = ParentSample { moments: Some(samples), ..*parent };
+        let job = PlanJob { parent: Some(&parent), ..job };
+        self.idle.with(|scratch| self.plan(&job, scratch))
+    }
+
     fn encode_one<E: From<TensorError>>(
         &self,
         jobs: &Jobs<'_, E>,
@@ -192,9 +215,28 @@ impl CpuEngine {
             }
         };
         frame.bytes.clear();
-        let job = EncodeJob { view: &view, plan, chunk: number, inputs: values.as_slice() };
-        if plan.plan.own_input().is_some() && values.is_some_and(<[u8]>::is_empty) {
-            // What is stored of the input is other than what it holds now.
+        let mut given = [&[][..]; 3];
+        given[0] = values.unwrap_or(&[]);
+        let mut count = usize::from(values.is_some());
+        // Whether what is stored of an input is other than what it holds now.
+        let mut gone = plan.plan.own_input().is_some() && values.is_some_and(<[u8]>::is_empty);
+        if plan.plan.moments().is_some() {
+            let moments =
+                jobs.inputs.moments(tensor).ok_or_else(|| missing_moments(tensor, number))?;
+            let count_of = bytes / t.dtype.value_width() as u64;
+            let range = (number << plan.chunk_log2, count_of);
+            for ((moment, buffer), to) in
+                moments.iter().zip(&mut frame.moments).zip(&mut given[1..])
+            {
+                match moment.read(range, buffer).map_err(of)? {
+                    Some(wanted) => *to = &buffer[wanted],
+                    None => gone = true,
+                }
+            }
+            count = given.len();
+        }
+        let job = EncodeJob { view: &view, plan, chunk: number, inputs: &given[..count] };
+        if gone {
             return Ok(self.encode_plain(&job, &mut frame.bytes).map_err(of)?);
         }
         let encoded = self.idle.with(|scratch| self.encode(&job, scratch, &mut frame.bytes));

@@ -150,6 +150,8 @@ ids! {
         SUB = 2, "sub", Open;
         /// The sign, and the zigzag-coded difference of the magnitudes.
         MAGNITUDE = 3, "magnitude", Open;
+        /// As `sub`, negated where the first moment is positive.
+        DESCENT = 4, "descent", Open;
     }
 }
 
@@ -160,6 +162,8 @@ ids! {
         NONE = 0, "none", Open;
         /// The exponent of the input's value.
         EXPONENT = 1, "exponent", Open;
+        /// The size of the optimizer's update, from both moments, against that of the input's value.
+        UPDATE = 2, "update", Open;
     }
 }
 

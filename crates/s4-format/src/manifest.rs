@@ -12,7 +12,7 @@ use crate::file::Version;
 use crate::id::{CodecId, Support};
 use crate::json;
 use crate::limits::{
-    MAX_CHAIN, MAX_ENTRIES, MAX_OBJECTS, MAX_SCALARS, MAX_TENSOR_TABLE, MAX_TENSORS,
+    MAX_CHAIN, MAX_ENTRIES, MAX_OBJECTS, MAX_SCALARS, MAX_TENSOR_TABLE, MAX_TENSORS, MAX_UPDATES,
 };
 use crate::plan::Plan;
 use crate::wire::are_disjoint;
@@ -298,6 +298,11 @@ impl Manifest {
         }
         if self.depth() as usize > MAX_CHAIN {
             let what = format!("a chain of {} checkpoints, {MAX_CHAIN} allowed", self.depth());
+            return Err(Error::limit(what));
+        }
+        if self.depth() > MAX_UPDATES && self.plans.iter().any(|p| p.moments().is_some()) {
+            let what =
+                format!("contexts `update` at depth {}, {MAX_UPDATES} allowed", self.depth());
             return Err(Error::limit(what));
         }
         let mut others = self.plans.iter().flat_map(|p| &p.inputs).filter_map(|i| i.manifest);

@@ -44,6 +44,18 @@ pub struct Plan {
     pub contexts: ContextsId,
 }
 
+/// A whole tensor of another checkpoint, and one of the same.
+macro_rules! other {
+    () => {
+        Input { manifest: Some(_), region: None, .. }
+    };
+}
+macro_rules! own {
+    () => {
+        Input { manifest: None, region: None, .. }
+    };
+}
+
 impl Plan {
     /// A plan without prediction.
     pub fn direct(layout: LayoutId) -> Self {
@@ -79,10 +91,34 @@ impl Plan {
         Self { inputs, ..Self::alone(PredictorId::CAST, ResidualId::XOR, layout) }
     }
 
+    /// The plan of a tensor that is stored as its difference from tensor number `tensor` of the checkpoint whose
+    /// manifest has the hash `manifest`, with contexts from its moments: the tensors of the same checkpoint with these
+    /// numbers.
+    pub fn update(manifest: Digest, tensor: u32, moments: [u32; 2]) -> Self {
+        let mut plan = Self::delta(LayoutId::BYTES, manifest, tensor);
+        let input = |tensor| Input { manifest: None, tensor, region: None };
+        plan.inputs.extend(moments.map(input));
+        Self { residual: ResidualId::DESCENT, contexts: ContextsId::UPDATE, ..plan }
+    }
+
     /// The number of the tensor of the same checkpoint that the plan predicts from, if there is one.
     pub fn own_input(&self) -> Option<u32> {
         let input = self.inputs.first().filter(|input| input.manifest.is_none())?;
         Some(input.tensor)
+    }
+
+    /// The numbers of the tensors of the same checkpoint that contexts `update` are told from: the first moment, and
+    /// the second.
+    pub fn moments(&self) -> Option<[u32; 2]> {
+        match (self.contexts, &*self.inputs) {
+            (ContextsId::UPDATE, [_, first, second]) => Some([first.tensor, second.tensor]),
+            _ => None,
+        }
+    }
+
+    /// The numbers of all tensors of the same checkpoint that reading one by this plan needs.
+    pub fn own_inputs(&self) -> impl Iterator<Item = u32> {
+        self.inputs.iter().filter(|i| i.manifest.is_none()).map(|i| i.tensor)
     }
 
     /// Whether values are stored by themselves.
@@ -114,12 +150,18 @@ impl Plan {
         let fits = match self.predictor {
             PredictorId::NONE => self.residual == ResidualId::ID && self.inputs.is_empty(),
             PredictorId::RANK1 => self.residual == ResidualId::MAGNITUDE && self.inputs.is_empty(),
-            PredictorId::PARENT => {
-                matches!(self.residual, ResidualId::XOR | ResidualId::SUB) && self.one_whole_other()
-            }
+            PredictorId::PARENT => match self.residual {
+                ResidualId::XOR | ResidualId::SUB => {
+                    matches!(self.inputs.as_slice(), [other!()])
+                }
+                ResidualId::DESCENT => {
+                    let inputs = matches!(self.inputs.as_slice(), [other!(), own!(), own!()]);
+                    inputs && self.contexts == ContextsId::UPDATE
+                }
+                _ => false,
+            },
             PredictorId::CAST => {
-                let one = matches!(&*self.inputs, [Input { manifest: None, region: None, .. }]);
-                self.residual == ResidualId::XOR && one
+                self.residual == ResidualId::XOR && matches!(self.inputs.as_slice(), [own!()])
             }
             _ => true,
         };
@@ -139,14 +181,14 @@ impl Plan {
 
     /// Whether the format defines contexts for such a plan.
     fn may_have_contexts(&self) -> bool {
-        self.is_delta()
-            && self.residual == ResidualId::SUB
-            && matches!(self.layout, LayoutId::FIELDS | LayoutId::FIELDS_SIGN)
-    }
-
-    /// Whether the plan has one input: a whole tensor of another checkpoint.
-    fn one_whole_other(&self) -> bool {
-        matches!(self.inputs.as_slice(), [Input { manifest: Some(_), region: None, .. }])
+        let fields = matches!(self.layout, LayoutId::FIELDS | LayoutId::FIELDS_SIGN);
+        match (self.residual, self.contexts) {
+            (ResidualId::SUB, ContextsId::EXPONENT) => self.is_delta() && fields,
+            (ResidualId::DESCENT, ContextsId::UPDATE) => {
+                self.is_delta() && self.layout == LayoutId::BYTES
+            }
+            _ => false,
+        }
     }
 }
 
@@ -254,5 +296,32 @@ mod tests {
         assert!(ordered.require_open().is_ok());
         ordered.layout = LayoutId::TOKEN;
         assert!(ordered.require_open().is_ok());
+    }
+
+    #[test]
+    fn updates_have_a_parent_and_two_moments() {
+        let update = || Plan::update(Digest::of(b"parent"), 7, [3, 4]);
+        assert!(update().require_open().is_ok());
+        assert_eq!(update().parent(), Some((Digest::of(b"parent"), 7)));
+        assert_eq!((update().moments(), update().own_input()), (Some([3, 4]), None));
+        assert_eq!(update().own_inputs().collect::<Vec<_>>(), [3, 4]);
+        let refused: [fn(&mut Plan); 10] = [
+            |p| p.inputs.truncate(2),
+            |p| p.inputs.push(p.inputs[1].clone()),
+            |p| p.inputs.swap(0, 1),
+            |p| p.inputs[2].manifest = p.inputs[0].manifest,
+            |p| p.inputs[1].region = Some(vec![[0, 1]]),
+            |p| p.residual = ResidualId::SUB,
+            |p| p.contexts = ContextsId::NONE,
+            |p| p.contexts = ContextsId::EXPONENT,
+            |p| p.layout = LayoutId::FIELDS,
+            |p| p.predictor = PredictorId::CAST,
+        ];
+        for (i, change) in refused.into_iter().enumerate() {
+            let mut plan = update();
+            change(&mut plan);
+            assert!(matches!(plan.require_open(), Err(Error::Corrupt { .. })), "{i}: {plan:?}");
+            assert!(plan.moments().is_none() || plan.inputs.len() == 3, "{i}");
+        }
     }
 }

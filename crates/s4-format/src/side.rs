@@ -24,7 +24,7 @@ impl SideKind {
     pub const GROUP_TABLES: Self = Self(5);
     /// Row and column offsets of the predictor `rank1`.
     pub const OFFSETS: Self = Self(6);
-    /// How contexts are told from exponents.
+    /// How contexts are told: from exponents, or from updates.
     pub const CONTEXTS: Self = Self(7);
 
     /// The kinds that this version reads.

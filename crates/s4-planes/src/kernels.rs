@@ -5,7 +5,7 @@ use std::ops::Range;
 use s4_format::{Result, crc32c_append};
 
 use crate::scalar::{self, PLAIN, ROTATED, SPREAD};
-use crate::{Simd, Width, lanewise, token, token_bound};
+use crate::{FloatBits, Simd, Width, lanewise, token, token_bound};
 
 #[cfg(target_arch = "aarch64")]
 use crate::neon;
@@ -434,6 +434,47 @@ impl Kernels {
     pub fn replace_classes(self, plane: &[u8], (one, more): (u8, u8), classes: &mut [u8]) {
         assert_eq!(plane.len(), classes.len(), "classes");
         lanewise::replace_classes(self, plane, one, more, classes);
+    }
+
+    /// Negates the zigzag integers in `buf` ([`Kernels::sub_values`] leaves such) of which the element of `other` at the
+    /// same place has a clear sign bit. Differences wrap. It undoes itself.
+    ///
+    /// # Panics
+    /// If the sizes are not multiples of the widths, or the numbers of elements differ.
+    pub fn negate_where_positive(self, width: Width, buf: &mut [u8], other: (Width, &[u8])) {
+        let n = check_elements(width, buf.len());
+        assert_eq!(check_elements(other.0, other.1.len()), n, "signs");
+        lanewise::negate_where_positive(self, width, buf, other);
+    }
+
+    /// Writes the bits of floats below their signs, as 15 bits: see [`FloatBits`].
+    ///
+    /// # Panics
+    /// If there are not as many values as `out` has room for.
+    pub fn float_sizes(self, bits: FloatBits, values: &[u8], out: &mut [u16]) {
+        assert_eq!(check_elements(bits.width(), values.len()), out.len(), "sizes");
+        lanewise::float_sizes(self, bits, values, out);
+    }
+
+    /// Writes how large updates of weights are, in half octaves: 0 to 15. `values` are weights, first and second
+    /// moments. With the bits of each as [`FloatBits`] says, in 128ths of an octave:
+    ///
+    /// ```text
+    /// class = min(15, max(0, (max(first - (second >> 1), floor) - (weight & 7f80) + offset) >> 6))
+    /// ```
+    ///
+    /// # Panics
+    /// If there are not as many of each as `out` has room for.
+    pub fn update_classes(
+        self,
+        values: [(FloatBits, &[u8]); 3],
+        (floor, offset): (i16, i16),
+        out: &mut [u8],
+    ) {
+        for (bits, values) in values {
+            assert_eq!(check_elements(bits.width(), values.len()), out.len(), "classes");
+        }
+        lanewise::update_classes(self, values, floor, offset, out);
     }
 
     /// Rounds fp32 to bf16: to the nearest, of two to the even one. Bits are all that counts: what is not a number may become

@@ -17,7 +17,10 @@
 //! order of their magnitudes; a negative one of magnitude `m` maps to `-1 - m`. So -0.0 is -1 and
 //! +0.0 is 0: neighbours, and distinct.
 
-use crate::{Kernels, Width};
+use crate::{FloatBits, Kernels, Width};
+
+/// Values that pass through the stack at a time, where an operation takes several steps.
+const BLOCK: usize = 512;
 
 /// What a row's sums are made of, but for the columns.
 #[derive(Debug, Clone, Copy)]
@@ -37,6 +40,10 @@ trait Word: Copy {
     fn fill(buf: &mut [u8], cols: &[u8], f: impl Fn(i16) -> Self);
     /// `byte = f(element)`, for each.
     fn each(buf: &[u8], out: &mut [u8], f: impl Fn(Self) -> u8);
+    /// `element = f(element, byte with its sign extended)`, for each byte.
+    fn zip_bytes(buf: &mut [u8], bytes: &[u8], f: impl Fn(Self, Self) -> Self);
+    /// All bits set where the sign bit is clear.
+    fn is_positive(self) -> u8;
     /// The 8 bits below the sign; of one byte, what is there.
     fn exponent(self) -> u8;
     /// The low bits.
@@ -53,6 +60,7 @@ trait Word: Copy {
     /// The sign of `self`, and the other bits of `magnitude`.
     fn with_magnitude(self, magnitude: Self) -> Self;
     fn shl(self, bits: u32) -> Self;
+    fn xor(self, other: Self) -> Self;
 }
 
 macro_rules! word {
@@ -81,6 +89,17 @@ macro_rules! word {
                 for (to, x) in out.iter_mut().zip(buf.as_chunks().0) {
                     *to = f(Self::from_le_bytes(*x));
                 }
+            }
+            #[inline(always)]
+            fn zip_bytes(buf: &mut [u8], bytes: &[u8], f: impl Fn(Self, Self) -> Self) {
+                for (x, byte) in buf.as_chunks_mut().0.iter_mut().zip(bytes) {
+                    let byte = <$signed>::from(*byte as i8) as Self;
+                    *x = f(Self::from_le_bytes(*x), byte).to_le_bytes();
+                }
+            }
+            #[inline(always)]
+            fn is_positive(self) -> u8 {
+                ((self >> (Self::BITS - 1)) as u8).wrapping_sub(1)
             }
             #[inline(always)]
             fn exponent(self) -> u8 {
@@ -126,6 +145,10 @@ macro_rules! word {
             #[inline(always)]
             fn shl(self, bits: u32) -> Self {
                 self << bits
+            }
+            #[inline(always)]
+            fn xor(self, other: Self) -> Self {
+                self ^ other
             }
         }
     };
@@ -238,6 +261,47 @@ vectorized! {
         }
     }
 
+    /// Bytes with all bits set where an element's sign bit is clear, others 0.
+    fn positive(values: &[u8], out: &mut [u8]) [width: W] {
+        W::each(values, out, W::is_positive)
+    }
+
+    /// Negates zigzag integers whose byte is not 0 but all ones.
+    fn negate_where(negative: &[u8], buf: &mut [u8]) [width: W] {
+        W::zip_bytes(buf, negative, |u, all| {
+            // As two's complement has it.
+            W::low(0).sub(all).add(u.unzigzag().xor(all)).zigzag()
+        })
+    }
+
+    /// The bits below signs, as [`FloatBits`] says.
+    fn float_sizes(bits: FloatBits, values: &[u8], out: &mut [u16]) {
+        float_sizes_of(bits, values, out);
+    }
+
+    /// The classes of updates: see [`Kernels::update_classes`].
+    fn update_classes(
+        values: [(FloatBits, &[u8]); 3],
+        floor: i16,
+        offset: i16,
+        out: &mut [u8]
+    ) {
+        let mut blocks = [[0u16; BLOCK]; 3];
+        for (i, out) in out.chunks_mut(BLOCK).enumerate() {
+            for (block, (bits, values)) in blocks.iter_mut().zip(values) {
+                let (first, width) = (i * BLOCK, bits.width().bytes());
+                float_sizes_of(bits, &values[first * width..(first + out.len()) * width], block);
+            }
+            let [weight, m, v] = &blocks;
+            for (((to, w), m), v) in out.iter_mut().zip(weight).zip(m).zip(v) {
+                // All are below 2^15: the first difference does not wrap.
+                let update = (*m as i16).wrapping_sub((*v >> 1) as i16).max(floor);
+                let over = update.saturating_sub((*w & 0x7f80) as i16).saturating_add(offset);
+                *to = (over >> 6).clamp(0, 15) as u8;
+            }
+        }
+    }
+
     /// `base + ((row + col) << shift)` without its top bit, for each of `cols`.
     fn sums(sums: Sums, cols: &[u8], out: &mut [u8]) [width: W] {
         let base = W::low(sums.base as i64);
@@ -260,6 +324,40 @@ vectorized! {
     fn to_fp16(src: &[u8], out: &mut [u8]) {
         for (to, x) in out.as_chunks_mut().0.iter_mut().zip(src.as_chunks().0) {
             *to = fp16(u32::from_le_bytes(*x)).to_le_bytes();
+        }
+    }
+}
+
+/// Negates zigzag integers where the sign bit of another element is clear.
+pub(crate) fn negate_where_positive(
+    kernels: Kernels,
+    width: Width,
+    buf: &mut [u8],
+    other: (Width, &[u8]),
+) {
+    let mut signs = [0; BLOCK];
+    let parts = other.1.chunks(BLOCK * other.0.bytes());
+    for (buf, other_values) in buf.chunks_mut(BLOCK * width.bytes()).zip(parts) {
+        let signs = &mut signs[..buf.len() / width.bytes()];
+        positive(kernels, other.0, other_values, signs);
+        negate_where(kernels, width, signs, buf);
+    }
+}
+
+/// The bits of floats below their signs, as of bf16 that is cut off.
+#[inline(always)]
+fn float_sizes_of(bits: FloatBits, values: &[u8], out: &mut [u16]) {
+    let two = values.as_chunks().0.iter().map(|x| u16::from_le_bytes(*x) & 0x7fff);
+    match bits {
+        FloatBits::BFloat16 => out.iter_mut().zip(two).for_each(|(to, x)| *to = x),
+        // The exponent's bias is less by 112.
+        FloatBits::Float16 => {
+            out.iter_mut().zip(two).for_each(|(to, x)| *to = (x >> 3) + (112 << 7));
+        }
+        FloatBits::Float32 => {
+            for (to, x) in out.iter_mut().zip(values.as_chunks().0) {
+                *to = (u32::from_le_bytes(*x) >> 16) as u16 & 0x7fff;
+            }
         }
     }
 }

@@ -38,4 +38,4 @@ mod x86;
 pub use kernels::Kernels;
 pub use simd::Simd;
 pub use token::{token_bits, token_bound};
-pub use width::Width;
+pub use width::{FloatBits, Width};

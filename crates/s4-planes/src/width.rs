@@ -32,3 +32,25 @@ impl Width {
         self as u32 * 8
     }
 }
+
+/// How the bits of a float are divided. The bits below the sign of a float are nearly its logarithm; where 128ths of an
+/// octave are enough, 15 bits say it, as those of bf16 do: fp32 is cut off, and fp16 shifted to the bias of the others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum FloatBits {
+    /// 8 exponent bits, 7 mantissa bits.
+    BFloat16,
+    /// 5 exponent bits, 10 mantissa bits: `(x >> 3) + (112 << 7)`.
+    Float16,
+    /// 8 exponent bits, 23 mantissa bits: `x >> 16`.
+    Float32,
+}
+
+impl FloatBits {
+    /// The width of such a float.
+    pub fn width(self) -> Width {
+        match self {
+            Self::BFloat16 | Self::Float16 => Width::B2,
+            Self::Float32 => Width::B4,
+        }
+    }
+}

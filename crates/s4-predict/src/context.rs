@@ -39,6 +39,12 @@ pub trait ContextModel: Debug + Send + Sync {
     /// # Errors
     /// `Corrupt` if what is known does not fit.
     fn contexts(&self, known: &Known<'_>, out: &mut [u8]) -> Result<()>;
+
+    /// Whether the planes before a plane matter. Otherwise all planes with several tables are as long, have the same
+    /// contexts, and these are asked for once.
+    fn depends_on_planes(&self) -> bool {
+        true
+    }
 }
 
 /// One table for every plane: what all predictors of this crate have.

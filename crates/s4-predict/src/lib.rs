@@ -5,7 +5,7 @@
 //!   per column, [`Cast`] the rounded values of a wider tensor.
 //! - [`Predictors`]: those that an engine uses, by the id that plans name.
 //! - [`ContextModel`]: a table for each symbol of a plane, from what a decoder knows before the plane is
-//!   decoded: [`Exponents`] from the exponents of an input.
+//!   decoded: [`Exponents`] from the exponents of an input, [`Updates`] from the moments, too.
 //!
 //! Everything here is exact integer arithmetic that a decoder repeats. What it needs and cannot know is
 //! in the side data, which is stored; nothing fitted is ever computed again.
@@ -21,6 +21,7 @@ pub mod exponent;
 mod parent;
 mod predict;
 pub mod rank1;
+pub mod update;
 
 pub use cast::Cast;
 pub use context::{ContextModel, Known, NoContexts};
@@ -28,6 +29,7 @@ pub use exponent::Exponents;
 pub use parent::Parent;
 pub use predict::{InputKind, Predict, Predicted, Predictors, Tensor};
 pub use rank1::Rank1;
+pub use update::{Update, Updates};
 
 /// Every predictor of this crate. This is the one list of them.
 pub fn predictors() -> Predictors {

@@ -1,9 +1,11 @@
 //! A reader's parent: found when its values are wanted, checked, asked for what a difference needs.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
+use s4_engine::moment_dtypes;
 use s4_format::index::TensorKind;
+use s4_format::side::Side;
 use s4_format::{DType, Digest};
 
 use crate::error::{At, Error, ParentProblem, Result};
@@ -52,6 +54,7 @@ impl Reader {
                 shape: t.shape.clone(),
                 bytes: t.bytes().at(&self.name)?,
                 chunk_log2: spec.chunk_log2,
+                needs_others: Parent::needs_others(self, number as u32),
                 checksums: blocks[&number].records.iter().map(|r| r.crc_raw).collect(),
             };
             tensors.insert(t.name.clone(), snapshot);
@@ -121,6 +124,36 @@ impl Reader {
         Ok(Some((parent, number as usize)))
     }
 
+    /// The numbers of the tensors of this checkpoint that decoding a tensor needs, which have as many values: what it is
+    /// a rounded copy of, or its moments.
+    pub(crate) fn own_inputs(&self, tensor: usize, side: &Side) -> Result<Vec<usize>> {
+        match self.manifest.plans[usize::from(self.tensors[tensor].plan)].moments() {
+            Some(moments) => self.moments(tensor, moments, side).map(Vec::from),
+            None => Ok(self.own_input(tensor)?.into_iter().collect()),
+        }
+    }
+
+    /// The moments of a tensor, which must be of the dtypes that its side data says, and need no others themselves.
+    fn moments(&self, tensor: usize, numbers: [u32; 2], side: &Side) -> Result<[usize; 2]> {
+        let values = self.tensors[tensor].values().at(&self.name)?;
+        let dtypes = moment_dtypes(side).map_err(|e| e.in_tensor(self.label(tensor)));
+        let dtypes = dtypes.at(&self.name)?;
+        for (number, dtype) in numbers.into_iter().zip(dtypes) {
+            let moment = self.tensors[..self.named()].get(number as usize);
+            let fits = moment.is_some_and(|m| {
+                let plan = &self.manifest.plans[usize::from(m.plan)];
+                let alone = plan.own_inputs().next().is_none();
+                alone && m.dtype == dtype && m.values().is_ok_and(|n| n == values)
+            });
+            if !fits {
+                let what = format!("tensor {number} is no moment of it, of dtype {dtype}");
+                let e = s4_format::Error::corrupt(what).in_tensor(self.label(tensor));
+                return Err(e).at(&self.name);
+            }
+        }
+        Ok(numbers.map(|n| n as usize))
+    }
+
     /// The number of the tensor of this checkpoint that a tensor's plan predicts from, which must have as many values,
     /// of twice the width; `None` if it predicts from none.
     pub(crate) fn own_input(&self, tensor: usize) -> Result<Option<usize>> {
@@ -144,8 +177,17 @@ impl Reader {
     /// Finds the ancestors that tensors with chunks of their own need, and reads what their index
     /// says of them.
     pub(crate) fn prepare(&self, hosts: &[usize]) -> Result<()> {
+        let above = self.prepare_beside(hosts)?;
+        match self.parent.get() {
+            Some(parent) if !above.is_empty() => parent.prepare(&above),
+            _ => Ok(()),
+        }
+    }
+
+    /// As [`Reader::prepare`], of what the tensors need besides their parents: gives these, by number there.
+    fn prepare_beside(&self, hosts: &[usize]) -> Result<Vec<usize>> {
         let blocks = self.blocks(hosts)?;
-        let (mut above, mut beside) = (vec![], vec![]);
+        let (mut above, mut beside, mut moments) = (vec![], vec![], vec![]);
         for &t in hosts {
             let plan = &self.manifest.plans[usize::from(self.tensors[t].plan)];
             if plan.inputs.is_empty() || blocks[&t].records.iter().all(|r| r.plain) {
@@ -154,18 +196,54 @@ impl Reader {
             if let Some((parent, number)) = self.input(t)? {
                 above.push(parent.host(number));
             }
-            beside.extend(self.own_input(t)?.map(|number| self.host(number)));
+            let own =
+                self.own_inputs(t, &blocks[&t].side)?.into_iter().map(|number| self.host(number));
+            if plan.moments().is_some() { moments.extend(own) } else { beside.extend(own) }
         }
         if !beside.is_empty() {
             // Paths of inputs within a checkpoint are short: that was checked when it was opened.
             self.prepare(&beside)?;
         }
+        self.prepare_moments(moments)?;
         above.sort_unstable();
         above.dedup();
+        Ok(above)
+    }
+
+    /// As [`Reader::prepare`], of moments that contexts are told from. Neither they nor what they are differences from
+    /// need other tensors: so what is read of a chain grows with the square of its length, and no faster.
+    fn prepare_moments(&self, mut hosts: Vec<usize>) -> Result<()> {
+        hosts.sort_unstable();
+        hosts.dedup();
+        let needs = |&&t: &&usize| {
+            let plan = &self.manifest.plans[usize::from(self.tensors[t].plan)];
+            plan.own_inputs().next().is_some()
+        };
+        if let Some(&t) = hosts.iter().find(needs) {
+            let e = s4_format::Error::corrupt("a moment that needs other tensors");
+            return Err(e.in_tensor(self.label(t))).at(&self.name);
+        }
+        let above = if hosts.is_empty() { vec![] } else { self.prepare_beside(&hosts)? };
         match self.parent.get() {
-            Some(parent) if !above.is_empty() => parent.prepare(&above),
+            Some(parent) if !above.is_empty() => parent.prepare_moments(above),
             _ => Ok(()),
         }
+    }
+
+    /// Prepares the moments that tensors need besides their parents' values, but for those that are `given`.
+    pub(crate) fn prepare_applied(&self, wants: &[Want<'_>]) -> Result<()> {
+        let given: HashSet<usize> =
+            wants.iter().filter(|w| self.is_whole(w)).map(|w| w.tensor).collect();
+        let mut moments = vec![];
+        for want in wants {
+            let plan = &self.manifest.plans[usize::from(self.tensors[want.tensor].plan)];
+            if plan.moments().is_some() {
+                let block = &self.blocks(&[want.tensor])?[&want.tensor];
+                moments.extend(self.own_inputs(want.tensor, &block.side)?);
+            }
+        }
+        moments.retain(|t| !given.contains(t));
+        self.prepare_moments(moments.into_iter().map(|t| self.host(t)).collect())
     }
 
     /// Whether this checkpoint, or an ancestor that is known, is slow to answer.
@@ -207,6 +285,23 @@ impl Parent for Reader {
         }
         let wants = self.fill_mixed(wants, &mut silent)?;
         self.fill(wants, &self.idle)
+    }
+
+    fn needs_others(&self, tensor: u32) -> bool {
+        let Some(t) = self.tensors.get(tensor as usize) else { return true };
+        let plan = &self.manifest.plans[usize::from(t.plan)];
+        if matches!(t.kind, TensorKind::Packed { .. }) {
+            // Packs have no inputs.
+            return false;
+        }
+        match (plan.own_inputs().next(), plan.parent()) {
+            (Some(_), _) => true,
+            (None, None) => false,
+            (None, Some((_, above))) => self.parent_for(tensor as usize).map_or(true, |parent| {
+                // Depths fall by one along a chain, and are bounded.
+                parent.needs_others(above)
+            }),
+        }
     }
 
     fn is_remote(&self) -> bool {

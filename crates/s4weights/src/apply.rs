@@ -1,6 +1,6 @@
 //! Applying a delta in place: memory that holds the parent's values becomes this checkpoint's.
 //!
-//! No ancestor is opened or read. The checksum of every chunk's values is compared afterwards, so memory
+//! No ancestor is opened or read, unless contexts are told from moments that are not applied, too. The checksum of every chunk's values is compared afterwards, so memory
 //! that held something else is an error and never a wrong value.
 
 use std::collections::HashSet;
@@ -62,6 +62,7 @@ impl Reader {
 
     fn apply_all(&self, wants: Vec<Want<'_>>, meter: &mut Meter) -> Result<()> {
         let threads = thread_count(self.options.threads);
+        self.prepare_applied(&wants)?;
         self.in_order(wants, |wants, given| {
             let blocks = self.blocks(&self.hosts(&wants))?;
             let mut jobs = self.jobs_beside(wants, given, &blocks)?;

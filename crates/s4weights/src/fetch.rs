@@ -1,5 +1,6 @@
 //! Reads and decodes the chunks that hold wanted bytes.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
@@ -61,10 +62,25 @@ pub(crate) struct Job<'a> {
     /// The parent's values of a chunk that does not go somewhere as a whole; those of one that does
     /// are put where it goes.
     parent: Vec<u8>,
-    /// Whether it is predicted from another tensor of this checkpoint, and the values of that: given, or read.
-    beside: bool,
+    /// The tensors of this checkpoint that it is predicted from, or its contexts are told from.
+    beside: Vec<Beside<'a>>,
+}
+
+/// As many values of another tensor of the same checkpoint as a chunk has.
+struct Beside<'a> {
+    tensor: usize,
+    /// Bytes, and the first one within the tensor.
+    first: u64,
+    bytes: usize,
+    /// Where they are: given, or read.
     given: Option<&'a [u8]>,
-    input: Vec<u8>,
+    read: Vec<u8>,
+}
+
+impl Beside<'_> {
+    fn values(&self) -> &[u8] {
+        self.given.unwrap_or(&self.read)
+    }
 }
 
 impl<'a> Want<'a> {
@@ -135,30 +151,36 @@ impl Reader {
     }
 
     /// Calls `fill` with those wants that come first, and then with those of tensors that are predicted from
-    /// others that are wanted, too, and the values of these, which then need not be decoded twice.
+    /// others that are wanted, too, and the values of these, which then need not be decoded twice; and so on.
     pub(crate) fn in_order(
         &self,
         wants: Vec<Want<'_>>,
         mut fill: impl FnMut(Vec<Want<'_>>, &HashMap<usize, &[u8]>) -> Result<()>,
     ) -> Result<()> {
-        let whole: HashSet<usize> =
-            wants.iter().filter(|w| self.is_whole(w)).map(|w| w.tensor).collect();
-        let is_late = |w: &Want<'_>| {
-            let plan = &self.manifest.plans[usize::from(self.tensors[w.tensor].plan)];
-            plan.own_input().is_some_and(|input| whole.contains(&(input as usize)))
-        };
-        let (late, mut first): (Vec<_>, Vec<_>) = wants.into_iter().partition(is_late);
-        fill(first.iter_mut().map(Want::reborrow).collect(), &HashMap::new())?;
-        if late.is_empty() {
-            return Ok(());
+        let mut done: Vec<Want<'_>> = vec![];
+        let mut rest = wants;
+        loop {
+            let whole: HashSet<usize> =
+                rest.iter().filter(|w| self.is_whole(w)).map(|w| w.tensor).collect();
+            let is_late = |w: &Want<'_>| {
+                let plan = &self.manifest.plans[usize::from(self.tensors[w.tensor].plan)];
+                plan.own_inputs().any(|input| whole.contains(&(input as usize)))
+            };
+            let (late, mut now): (Vec<_>, Vec<_>) = rest.into_iter().partition(is_late);
+            // Inputs form no cycle, so that some come first.
+            let given = done.iter().filter(|w| self.is_whole(w));
+            let given = given.map(|w| (w.tensor, &*w.to)).collect();
+            fill(now.iter_mut().map(Want::reborrow).collect(), &given)?;
+            if late.is_empty() || now.is_empty() {
+                return Ok(());
+            }
+            done.append(&mut now);
+            rest = late;
         }
-        let whole = first.iter().filter(|w| self.is_whole(w));
-        let given = whole.map(|w| (w.tensor, &*w.to)).collect();
-        fill(late, &given)
     }
 
     /// Whether all of a tensor's values are wanted.
-    fn is_whole(&self, want: &Want<'_>) -> bool {
+    pub(crate) fn is_whole(&self, want: &Want<'_>) -> bool {
         let bytes = self.tensors[want.tensor].bytes();
         want.first == 0 && bytes.is_ok_and(|bytes| bytes == want.to.len() as u64)
     }
@@ -171,20 +193,12 @@ impl Reader {
         blocks: &HashMap<usize, Arc<LoadedBlock>>,
     ) -> Result<Vec<Job<'a>>> {
         let mut jobs = self.jobs(wants, blocks)?;
-        for job in jobs.iter_mut().filter(|job| job.beside && !given.is_empty()) {
-            let Some(input) = self.own_input(job.tensor)?.and_then(|n| given.get(&n)) else {
-                continue;
-            };
-            let first = self.first_of_input(job, blocks) as usize;
-            job.given = input.get(first..first + 2 * job.bytes);
+        for beside in jobs.iter_mut().flat_map(|job| &mut job.beside) {
+            let first = beside.first as usize;
+            let values = given.get(&beside.tensor);
+            beside.given = values.and_then(|v| v.get(first..first + beside.bytes));
         }
         Ok(jobs)
-    }
-
-    /// The first byte of what a chunk is predicted from in this checkpoint: values that are twice as wide.
-    fn first_of_input(&self, job: &Job<'_>, blocks: &HashMap<usize, Arc<LoadedBlock>>) -> u64 {
-        let spec = self.spec(job.tensor, &blocks[&job.tensor]);
-        2 * ((job.chunk * spec.dtype.value_width() as u64) << spec.chunk_log2)
     }
 
     /// Fills every want on this thread, with buffers from a common stock. The tensors are prepared, and cut
@@ -223,34 +237,47 @@ impl Reader {
             for part in self.parts(want.tensor, want.first, rest.len() as u64, blocks)? {
                 let (now, later) = rest.split_at_mut(part.len as usize);
                 rest = later;
-                let job = jobs.entry((part.host, part.chunk)).or_insert_with(|| self.job(&part));
+                let job = match jobs.entry((part.host, part.chunk)) {
+                    Entry::Occupied(entry) => entry.into_mut(),
+                    Entry::Vacant(entry) => entry.insert(self.job(&part, blocks)?),
+                };
                 job.pieces.push(Piece { from: part.from as usize, to: now });
             }
         }
         Ok(jobs.into_values().collect())
     }
 
-    fn job(&self, part: &Part) -> Job<'static> {
+    fn job(&self, part: &Part, blocks: &HashMap<usize, Arc<LoadedBlock>>) -> Result<Job<'static>> {
         let &Part { host, chunk, record, bytes, .. } = part;
         let plan = &self.manifest.plans[usize::from(self.tensors[host].plan)];
         // A plain chunk is its values, whatever the plan.
         let delta = plan.parent().is_some() && !record.plain;
-        let beside = plan.own_input().is_some() && !record.plain;
-        let (pieces, parent, input, bytes) = (vec![], vec![], vec![], bytes as usize);
-        let (in_place, given) = (false, None);
-        Job {
-            tensor: host,
-            chunk,
-            record,
-            bytes,
-            pieces,
-            delta,
-            in_place,
-            parent,
-            beside,
-            given,
-            input,
-        }
+        let beside = match record.plain {
+            true => vec![],
+            false => self.beside(host, &blocks[&host], chunk, bytes)?,
+        };
+        let (pieces, parent, bytes) = (vec![], vec![], bytes as usize);
+        let in_place = false;
+        Ok(Job { tensor: host, chunk, record, bytes, pieces, delta, in_place, parent, beside })
+    }
+
+    /// What a chunk of so many bytes needs of other tensors of this checkpoint.
+    fn beside(
+        &self,
+        tensor: usize,
+        block: &LoadedBlock,
+        chunk: u64,
+        bytes: u64,
+    ) -> Result<Vec<Beside<'static>>> {
+        let spec = self.spec(tensor, block);
+        let (first, values) = (chunk << spec.chunk_log2, bytes / spec.dtype.value_width() as u64);
+        let of = |input: usize| {
+            let width = self.tensors[input].dtype.value_width() as u64;
+            // A chunk has at most 2^18 values.
+            let (first, bytes) = (first * width, (values * width) as usize);
+            Beside { tensor: input, first, bytes, given: None, read: vec![] }
+        };
+        Ok(self.own_inputs(tensor, &block.side)?.into_iter().map(of).collect())
     }
 
     /// Groups chunks that lie close together: each group is read by one request. Differences are
@@ -283,8 +310,9 @@ impl Reader {
             request,
             |job| job.record,
             |close, _, job| {
-                let beside = job.beside && job.given.is_none();
-                let values = job.bytes as u64 * (u64::from(job.delta) + 2 * u64::from(beside));
+                let read = job.beside.iter().filter(|b| b.given.is_none());
+                let beside: u64 = read.map(|b| b.bytes as u64).sum();
+                let values = job.bytes as u64 * u64::from(job.delta) + beside;
                 let joins = close && sum + values <= most;
                 sum = if joins { sum } else { 0 } + values;
                 joins
@@ -353,7 +381,7 @@ impl Reader {
         done: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<()> {
         self.fill_parents(&mut span.jobs, blocks, idle)?;
-        self.fill_inputs(&mut span.jobs, blocks, idle)?;
+        self.fill_inputs(&mut span.jobs, idle)?;
         let mut buffers = lock(idle).pop().unwrap_or_default();
         let outcome = self.decode_span(span, blocks, &mut buffers, done);
         lock(idle).push(buffers);
@@ -387,19 +415,33 @@ impl Reader {
         from.map_or(Ok(()), |parent| parent.fill(wants, idle))
     }
 
-    /// Reads what chunks are predicted from in this checkpoint: as many values, twice as wide.
-    fn fill_inputs(
+    /// The values of other tensors of this checkpoint that a chunk of so many bytes needs.
+    pub(crate) fn values_beside(
         &self,
-        span: &mut [Job<'_>],
-        blocks: &HashMap<usize, Arc<LoadedBlock>>,
-        idle: &Mutex<Vec<Buffers>>,
-    ) -> Result<()> {
+        tensor: usize,
+        block: &LoadedBlock,
+        chunk: u64,
+        bytes: u64,
+    ) -> Result<Vec<Vec<u8>>> {
+        let beside = self.beside(tensor, block, chunk, bytes)?;
+        let (mut out, mut silent) = (vec![], Meter { callback: None, done: 0, total: 0 });
+        for Beside { tensor, first, bytes, .. } in beside {
+            let mut values = vec![0; bytes];
+            let wants = vec![Want { tensor, first, to: &mut values }];
+            let wants = self.fill_mixed(wants, &mut silent)?;
+            self.fill(wants, &self.idle)?;
+            out.push(values);
+        }
+        Ok(out)
+    }
+
+    /// Reads what chunks need of other tensors of this checkpoint.
+    fn fill_inputs(&self, span: &mut [Job<'_>], idle: &Mutex<Vec<Buffers>>) -> Result<()> {
         let mut wants = vec![];
-        for job in span.iter_mut().filter(|j| j.beside && j.given.is_none()) {
-            let Some(tensor) = self.own_input(job.tensor)? else { continue };
-            let first = self.first_of_input(job, blocks);
-            job.input = vec![0; 2 * job.bytes];
-            wants.push(Want { tensor, first, to: &mut job.input });
+        let beside = span.iter_mut().flat_map(|job| &mut job.beside);
+        for Beside { tensor, first, bytes, read, .. } in beside.filter(|b| b.given.is_none()) {
+            *read = vec![0; *bytes];
+            wants.push(Want { tensor: *tensor, first: *first, to: read });
         }
         if wants.is_empty() {
             return Ok(());
@@ -446,16 +488,14 @@ impl Reader {
     ) -> Result<()> {
         let spec = self.spec(job.tensor, &blocks[&job.tensor]);
         let (whole, delta) = (job.is_whole(), job.delta);
+        // The parent's values are there already.
+        let parent = delta.then_some(InputValues::Destination);
+        let beside = job.beside.iter().map(|b| InputValues::Slice(b.values()));
+        let inputs: Vec<_> = parent.into_iter().chain(beside).collect();
         let mut pieces = job.pieces;
         let mut decode = |to: &mut [u8]| {
-            // The parent's values are there already.
-            let inputs = match (delta, job.beside) {
-                (true, _) => &[InputValues::Destination][..],
-                (_, true) => &[InputValues::Slice(job.given.unwrap_or(&job.input))],
-                _ => &[],
-            };
             let (chunk, record) = (job.chunk, &job.record);
-            let chunk = DecodeJob { spec: &spec, chunk, record, frame, inputs };
+            let chunk = DecodeJob { spec: &spec, chunk, record, frame, inputs: &inputs };
             self.engine
                 .decode(&chunk, scratch, to)
                 .map_err(|e| e.in_tensor(self.label(job.tensor)))
@@ -491,7 +531,9 @@ impl Reader {
                 continue;
             }
             let all = self.tensors[tensor].bytes().at(&self.name)?;
-            jobs.extend(self.parts(tensor, 0, all, &blocks)?.iter().map(|part| self.job(part)));
+            for part in self.parts(tensor, 0, all, &blocks)? {
+                jobs.push(self.job(&part, &blocks)?);
+            }
         }
         let threads = thread_count(self.options.threads);
         let done = self.run(self.request_spans(jobs, threads), &blocks, &mut meter);

@@ -4,7 +4,8 @@ use bytes::Bytes;
 use rayon::ThreadPool;
 use rayon::prelude::*;
 use s4_engine::{
-    Input, InputFrame, InputSize, Inputs, TensorError, TensorPlan, TensorValues, parent_probes,
+    Input, InputFrame, InputSize, Inputs, Moment, TensorError, TensorPlan, TensorValues,
+    parent_probes,
 };
 use s4_format::Digest;
 use s4_format::limits::ALIGN;
@@ -82,6 +83,8 @@ pub(crate) struct ParentInputs<'a> {
     numbers: &'a [Option<u32>],
     /// For each that is one: where its values are, once the plans are known.
     places: Vec<Option<Place<'a>>>,
+    /// For each tensor its moments, if contexts may be told from them.
+    moments: &'a [Option<[Moment<'a>; 2]>],
     /// Whether values that are quickly had are read by the threads that need them.
     late: bool,
 }
@@ -100,7 +103,12 @@ impl<'a> ParentInputs<'a> {
         tensors: &'a [TensorValues<'a>],
         numbers: &'a [Option<u32>],
     ) -> Self {
-        Self { parent, pool, tensors, numbers, places: vec![], late: true }
+        Self { parent, pool, tensors, numbers, places: vec![], moments: &[], late: true }
+    }
+
+    /// With the moments of the tensors.
+    pub(crate) fn with_moments(self, moments: &'a [Option<[Moment<'a>; 2]>]) -> Self {
+        Self { moments, ..self }
     }
 
     /// Finds where the values are that plans predict from. A device decodes frames, where there are some,
@@ -217,6 +225,10 @@ fn needed<'a, 'b>(levels: &'b [Level<'a>], chunk: u64) -> impl Iterator<Item = &
 impl Inputs<Failure> for ParentInputs<'_> {
     fn parent(&self, tensor: usize) -> Option<(Digest, u32)> {
         Some((self.parent?.digest(), self.numbers[tensor]?))
+    }
+
+    fn moments(&self, tensor: usize) -> Option<&[Moment<'_>; 2]> {
+        self.moments.get(tensor)?.as_ref()
     }
 
     fn samples(&self, tensors: &[usize]) -> Result<Vec<Vec<u8>>, Failure> {

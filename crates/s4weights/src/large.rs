@@ -1,9 +1,12 @@
-//! Tensors with chunks of their own: first those that others are rounded copies of, then the copies.
+//! Tensors with chunks of their own: first those that need no others, then weights that are told from their moments, then
+//! rounded copies.
 
 use std::collections::{HashMap, HashSet};
 
-use s4_engine::{TensorValues, Values, makes_rounded_copies};
+use s4_engine::{Moment, TensorValues, Values, makes_rounded_copies, may_use_moments};
 use s4_format::ChunkRecord;
+use s4_format::limits::MAX_UPDATES;
+use s4_format::manifest::RoleKind;
 
 use crate::error::Result;
 use crate::options::Meter;
@@ -29,8 +32,17 @@ struct Large<'a> {
     tensors: Vec<TensorValues<'a>>,
     /// For each that is to be stored as a copy the one that it is a copy of.
     wider: Vec<Option<usize>>,
-    /// The records of those that have copies, once they are written.
-    stored: HashMap<usize, Vec<ChunkRecord>>,
+    /// For each whose contexts may be told from its moments, these.
+    moments: Vec<Option<[usize; 2]>>,
+    /// What became of those that others need, once they are written.
+    stored: HashMap<usize, Stored>,
+}
+
+/// A tensor that is written.
+struct Stored {
+    records: Vec<ChunkRecord>,
+    /// Whether contexts may be told from it.
+    alone: bool,
 }
 
 impl Large<'_> {
@@ -47,12 +59,24 @@ impl Large<'_> {
         self.place_of_wider(i).is_some() && self.place_of_wider(i) != self.place(i)
     }
 
+    /// Whether the moments of a tensor have to be fetched first: one is on a device, and not on the same.
+    fn has_far_moments(&self, i: usize) -> bool {
+        let places = self.moments[i].iter().flatten().map(|&m| self.place(m));
+        places.into_iter().any(|place| place.is_some() && place != self.place(i))
+    }
+
     /// The tensors in the order in which they are written, in runs that an engine encodes at once.
     fn runs(&self) -> Vec<Vec<usize>> {
         let (copies, others): (Vec<_>, Vec<_>) =
             (0..self.tensors.len()).partition(|i| self.wider[*i].is_some());
+        let (weights, others): (Vec<_>, Vec<_>) =
+            others.into_iter().partition(|i| self.moments[*i].is_some());
         let on_device = |i: usize| self.place(i).is_some();
-        let runs = others.chunk_by(|a, b| on_device(*a) == on_device(*b));
+        let others = others.chunk_by(|a, b| on_device(*a) == on_device(*b));
+        let weights = weights.chunk_by(|a, b| {
+            on_device(*a) == on_device(*b) && ![*a, *b].iter().any(|i| self.has_far_moments(*i))
+        });
+        let runs = others.chain(weights);
         let places = |i: usize| (self.place(i), self.place_of_wider(i));
         let copies = copies.chunk_by(|a, b| places(*a) == places(*b) && !self.is_fetched(*a));
         runs.chain(copies).map(<[_]>::to_vec).collect()
@@ -60,7 +84,8 @@ impl Large<'_> {
 
     /// Whether a run needs values that are on devices.
     fn needs_device(&self, run: &[usize]) -> bool {
-        run.iter().any(|&i| self.place(i).is_some() || self.place_of_wider(i).is_some())
+        let needed = |i: usize| self.moments[i].into_iter().flatten().chain(self.wider[i]);
+        run.iter().any(|&i| self.place(i).is_some() || needed(i).any(|n| self.place(n).is_some()))
     }
 }
 
@@ -81,7 +106,8 @@ impl Writer {
             tensors.push(TensorValues { dtype, shape, values, role });
         }
         let wider = self.find_copies(registered, &tensors)?;
-        let mut large = Large { registered, tensors, wider, stored: HashMap::new() };
+        let moments = self.find_moments(registered, &tensors, &wider);
+        let mut large = Large { registered, tensors, wider, moments, stored: HashMap::new() };
         let runs = large.runs();
         awaited.large = runs.iter().filter(|run| large.needs_device(run)).count();
         awaited.tell();
@@ -128,6 +154,62 @@ impl Writer {
         Ok(wider)
     }
 
+    /// For each tensor the numbers of its moments, if it may be stored as a difference whose contexts they tell.
+    fn find_moments(
+        &self,
+        registered: &[Registered<'_>],
+        tensors: &[TensorValues<'_>],
+        wider: &[Option<usize>],
+    ) -> Vec<Option<[usize; 2]>> {
+        let mut out = vec![None; tensors.len()];
+        let parent = self.options.parent.as_ref().filter(|p| p.depth() < MAX_UPDATES);
+        let Some(parent) = parent else { return out };
+        let values = |t: &TensorValues<'_>| t.values.bytes() / t.dtype.value_width() as u64;
+        let mut moments: HashMap<u32, [Option<usize>; 2]> = HashMap::new();
+        for (i, role) in tensors.iter().enumerate().filter_map(|(i, t)| Some((i, t.role?.row))) {
+            let of = match role.kind {
+                RoleKind::ExpAvg => 0,
+                RoleKind::ExpAvgSq => 1,
+                _ => continue,
+            };
+            if wider[i].is_none() {
+                moments.entry(role.parameter).or_default()[of].get_or_insert(i);
+            }
+        }
+        for (i, t) in tensors.iter().enumerate() {
+            let weight = t.role.map(|r| r.row);
+            let weight = weight.filter(|r| matches!(r.kind, RoleKind::Weight | RoleKind::Master));
+            let found = weight.and_then(|r| moments.get(&r.parameter));
+            let Some(&[Some(m), Some(v)]) = found else { continue };
+            let alike = [m, v].iter().all(|n| values(&tensors[*n]) == values(t));
+            let dtypes = [m, v].map(|n| tensors[n].dtype);
+            let fits = may_use_moments(self.options.preset, t.dtype, dtypes);
+            let has_parent = || parent.find(registered[i].source.name).is_some();
+            if alike && fits && wider[i].is_none() && has_parent() {
+                out[i] = Some([m, v]);
+            }
+        }
+        out
+    }
+
+    /// The moments of a tensor, if contexts may be told from them: `fetched`, or where they are.
+    fn moments_of<'a>(
+        large: &'a Large<'_>,
+        i: usize,
+        fetched: Option<&'a [Vec<u8>; 2]>,
+    ) -> Option<[Moment<'a>; 2]> {
+        let moment = |k: usize, number: usize| {
+            let Stored { records, .. } = large.stored.get(&number).filter(|s| s.alone)?;
+            let TensorValues { dtype, values, .. } = large.tensors[number];
+            let values = fetched.map_or(values, |f| Values::Host(&f[k]));
+            // A tensor table has at most 2^22 records.
+            let tensor = large.registered[number].number as u32;
+            Some(Moment { tensor, dtype, values, records })
+        };
+        let [m, v] = large.moments[i]?;
+        Some([moment(0, m)?, moment(1, v)?])
+    }
+
     /// Writes tensors that are copies of none, all of the host or all of devices.
     fn write_others(
         &mut self,
@@ -136,20 +218,38 @@ impl Writer {
         meter: &mut Meter,
     ) -> Result<()> {
         let mut run = Run::default();
+        // Such a tensor is a run of its own.
+        let fetched = match numbers.first().filter(|i| large.has_far_moments(**i)) {
+            Some(&i) => self.fetch_moments(large, i)?,
+            None => None,
+        };
         for &i in numbers {
             let source = &large.registered[i].source;
             let parent = self.parent_of(source.name, source.dtype, source.shape);
             run.push(source, large.tensors[i], parent);
+            run.moments.push(Self::moments_of(large, i, fetched.as_ref()));
         }
         let coded = self.encode(&run, meter)?;
-        let inputs: HashSet<_> = large.wider.iter().flatten().copied().collect();
+        let inputs = large.wider.iter().flatten().chain(large.moments.iter().flatten().flatten());
+        let inputs: HashSet<_> = inputs.copied().collect();
         for (&i, coded) in numbers.iter().zip(coded) {
             if inputs.contains(&i) {
-                large.stored.insert(i, coded.records.clone());
+                let alone = !self.needs_others(&coded.plan.plan);
+                large.stored.insert(i, Stored { records: coded.records.clone(), alone });
             }
             self.close_tensor(large.registered[i].number, coded)?;
         }
         Ok(())
+    }
+
+    /// Copies the moments of a tensor to the host.
+    fn fetch_moments(&self, large: &Large<'_>, i: usize) -> Result<Option<[Vec<u8>; 2]>> {
+        let Some(numbers) = large.moments[i] else { return Ok(None) };
+        let copy = |number: usize| match large.tensors[number].values {
+            Values::Host(values) => Ok(values.to_vec()),
+            Values::Device(_) => self.fetch_whole(large, Some(number)),
+        };
+        Ok(Some([copy(numbers[0])?, copy(numbers[1])?]))
     }
 
     /// Writes rounded copies of tensors that are written: all in one place, and all of tensors in one place.
@@ -161,7 +261,7 @@ impl Writer {
     ) -> Result<()> {
         let (mut run, mut plans, mut inputs) = (Run::default(), vec![], vec![]);
         let fetched = match numbers.first().filter(|i| large.is_fetched(**i)) {
-            Some(&i) => self.fetch_wider(large, i)?,
+            Some(&i) => self.fetch_whole(large, large.wider[i])?,
             None => vec![],
         };
         for &i in numbers {
@@ -174,7 +274,7 @@ impl Writer {
             if large.is_fetched(i) {
                 values = Values::Host(&fetched);
             }
-            let records = large.stored.get(&wide).map_or(&[][..], Vec::as_slice);
+            let records = large.stored.get(&wide).map_or(&[][..], |s| &s.records);
             inputs.push(Wider { values, dtype, records });
         }
         let coded = self.encode_copies(&run, plans, inputs, meter)?;
@@ -205,16 +305,16 @@ impl Writer {
         })
     }
 
-    /// Copies the tensor that another one is a copy of.
-    fn fetch_wider(&self, large: &Large<'_>, copy: usize) -> Result<Vec<u8>> {
+    /// Copies a tensor, if there is one, on a device.
+    fn fetch_whole(&self, large: &Large<'_>, number: Option<usize>) -> Result<Vec<u8>> {
         let mut out = vec![];
-        let wide = large.wider[copy].and_then(|w| large.tensors[w].values.memory());
-        let Some(memory) = wide else { return Ok(out) };
+        let found = number.and_then(|n| Some((n, large.tensors[n].values.memory()?)));
+        let Some((number, memory)) = found else { return Ok(out) };
         let parts = (0..memory.bytes()).step_by(FETCHED as usize).map(|first| {
             let len = FETCHED.min(memory.bytes() - first);
             Ok(vec![memory.part(first, len)?])
         });
-        let name = |_| Some(large.registered[copy].source.name);
+        let name = |_| Some(large.registered[number].source.name);
         self.fetch(parts.collect(), name, |_, bytes| out.extend_from_slice(bytes))?;
         Ok(out)
     }
@@ -254,7 +354,7 @@ impl Writer {
         Ok(())
     }
 
-    fn fetch_wider(&self, _: &Large<'_>, _: usize) -> Result<Vec<u8>> {
+    fn fetch_whole(&self, _: &Large<'_>, _: Option<usize>) -> Result<Vec<u8>> {
         Ok(vec![])
     }
 }

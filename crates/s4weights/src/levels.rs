@@ -42,6 +42,7 @@ impl<'a> Levels<'a> {
         let (mut reader, mut tensor) = (reader, tensor);
         loop {
             let t = &reader.tensors[tensor];
+            // That is a rounded copy. Moments are no part of the chain.
             let alone = reader.manifest.plans[usize::from(t.plan)].own_input().is_none();
             let chunks = alone && matches!(t.kind, TensorKind::Chunks { .. });
             let Some(block) = reader.blocks(&[tensor])?.remove(&tensor).filter(|_| chunks) else {
@@ -67,7 +68,7 @@ impl<'a> Levels<'a> {
         let Self { chunked, packed } = self;
         let known = |level: &Level<'_>| {
             let spec = level.spec();
-            let known = spec.plan.inputs.is_empty() || spec.plan.is_delta();
+            let known = spec.plan.own_inputs().next().is_none();
             // Chunks are differences from chunks.
             let cut_alike = chunked[0].spec().chunk_log2 == spec.chunk_log2;
             known && cut_alike && level.reader.manifest.closed_codecs.is_empty()

@@ -164,9 +164,15 @@ impl Level<'_> {
     /// Decodes a chunk over its parent's values.
     fn decode(&self, chunk: u64, buffers: &mut Buffers, values: &mut [u8]) -> Result<()> {
         let (reader, record) = (self.reader, &self.block.records[chunk as usize]);
+        let beside = match record.plain {
+            true => vec![],
+            false => reader.values_beside(self.tensor, &self.block, chunk, values.len() as u64)?,
+        };
         let (frame, scratch) = buffers.frame(record.len as usize);
         reader.read_object(record.object, record.offset, frame)?;
-        let (spec, inputs) = (&self.spec(), &[InputValues::Destination]);
+        let beside = beside.iter().map(|values| InputValues::Slice(values));
+        let inputs = &*std::iter::once(InputValues::Destination).chain(beside).collect::<Vec<_>>();
+        let spec = &self.spec();
         let job = DecodeJob { spec, chunk, record, frame, inputs };
         reader
             .engine

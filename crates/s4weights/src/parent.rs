@@ -70,6 +70,13 @@ pub trait Parent: Send + Sync {
         false
     }
 
+    /// Whether reading a tensor that [`Parent::find`] gave, or what it is a difference from, needs other tensors of its
+    /// checkpoint. Contexts are told from no moments that are differences from such; this is the answer if it is unknown.
+    fn needs_others(&self, tensor: u32) -> bool {
+        let _ = tensor;
+        true
+    }
+
     /// The open checkpoint that holds the frames of a tensor that [`Parent::find`] gave, where they
     /// are quickly had: a device decodes them itself. Otherwise it is given what
     /// [`Parent::read`] gives.
@@ -96,6 +103,8 @@ pub(crate) struct SnapshotTensor {
     pub(crate) shape: Vec<u64>,
     pub(crate) bytes: u64,
     pub(crate) chunk_log2: u8,
+    /// As [`Parent::needs_others`] says it.
+    pub(crate) needs_others: bool,
     /// CRC-32C of the values of each chunk.
     pub(crate) checksums: Vec<u32>,
 }
@@ -394,6 +403,15 @@ impl Parent for MemoryParent {
                 Ok(Some(values))
             }
             _ => Ok(None),
+        }
+    }
+
+    fn needs_others(&self, tensor: u32) -> bool {
+        // What is not here is of the same checkpoint.
+        match (self.held.get(&tensor), &self.rest) {
+            (Some((name, _)), _) => self.snapshot.tensors.get(name).is_none_or(|t| t.needs_others),
+            (None, Some(rest)) => rest.needs_others(tensor),
+            (None, None) => true,
         }
     }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use rayon::ThreadPool;
 use s4_engine::{
-    EncodedChunk, EncodedFrame, Engine, Inputs, Jobs, Preset, TensorPlan, TensorValues,
+    EncodedChunk, EncodedFrame, Engine, Inputs, Jobs, Moment, Preset, TensorPlan, TensorValues,
 };
 use s4_format::index::chunk_count;
 use s4_format::layout::Planes;
@@ -37,6 +37,8 @@ pub(crate) struct Run<'a> {
     pub(crate) groups: Vec<u8>,
     /// Of each the number of the parent's tensor that it may be a difference from.
     pub(crate) parents: Vec<Option<u32>>,
+    /// Of each its moments, if its contexts may be told from them; empty: of none.
+    pub(crate) moments: Vec<Option<[Moment<'a>; 2]>>,
 }
 
 impl<'a> Run<'a> {
@@ -135,7 +137,7 @@ impl Writer {
     where
         Failure: From<G::Error>,
     {
-        let Run { tensors, parents, .. } = run;
+        let Run { tensors, parents, moments, .. } = run;
         let chunks = tensors.iter().map(chunks_of).sum::<u64>();
         let chunks = usize::try_from(chunks).unwrap_or(usize::MAX);
         let values = tensors.iter().map(|t| t.values.bytes()).sum::<u64>();
@@ -146,7 +148,8 @@ impl Writer {
             false => pool(worth(threads.min(chunks), values / THREAD_BYTES))?,
         };
         let parent = self.options.parent.clone();
-        let mut inputs = ParentInputs::new(parent.as_deref(), pool.as_ref(), tensors, parents);
+        let mut inputs = ParentInputs::new(parent.as_deref(), pool.as_ref(), tensors, parents)
+            .with_moments(moments);
         #[cfg(test)]
         crate::roles::tests::planned(run);
         let plans = engine.plan(self.options.preset, tensors, &inputs, pool.as_ref())?;

@@ -182,10 +182,18 @@ impl Writer {
         room
     }
 
+    /// Whether reading a tensor by its plan, or what it is a difference from, needs other tensors of its checkpoint.
+    pub(crate) fn needs_others(&self, plan: &Plan) -> bool {
+        let above = self.options.parent.as_ref().zip(plan.parent());
+        plan.own_inputs().next().is_some()
+            || above.is_some_and(|(parent, (_, above))| parent.needs_others(above))
+    }
+
     /// Closes a tensor with chunks of its own, and remembers what a next checkpoint must know of it.
     pub(crate) fn close_tensor(&mut self, number: usize, coded: Coded) -> Result<()> {
         let tensor = &self.tensors[number];
         let name = tensor.name.clone();
+        let needs_others = self.needs_others(&coded.plan.plan);
         let snapshot = SnapshotTensor {
             // A tensor table has at most 2^22 records.
             number: number as u32,
@@ -193,6 +201,7 @@ impl Writer {
             shape: tensor.shape.clone(),
             bytes: tensor.bytes().at(&self.name)?,
             chunk_log2: coded.plan.chunk_log2,
+            needs_others,
             checksums: coded.records.iter().map(|r| r.crc_raw).collect(),
         };
         let (plan, kind) = self.close_block(number, &name, coded, false)?;
@@ -277,6 +286,7 @@ impl Writer {
             tensors: vec![TensorValues::new(dtype, &shape, &pack.data)],
             groups: vec![pack.class.group],
             parents: vec![None],
+            moments: vec![],
         };
         let mut meter = Meter { callback: None, done: 0, total: 0 };
         for coded in self.encode(&run, &mut meter)? {

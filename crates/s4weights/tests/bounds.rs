@@ -298,7 +298,7 @@ fn line(files: &Files, values: usize, sizes: &[u8]) -> (Vec<u8>, Vec<u8>) {
                 .unwrap(),
             Some(Parent { manifest, .. }) => {
                 let sample: Vec<u8> = probes.into_iter().flat_map(part).copied().collect();
-                let sample = ParentSample { manifest, tensor: 0, values: &sample };
+                let sample = ParentSample { manifest, tensor: 0, values: &sample, moments: None };
                 engine
                     .plan(
                         &PlanJob {

@@ -80,6 +80,7 @@ impl CudaEngine {
                 manifest,
                 tensor: number,
                 values: parent,
+                moments: None,
             });
             let planned = self.host.cpu.idle.with(|scratch| {
                 let parent = parent.as_ref();

@@ -4,7 +4,7 @@ use s4_codec_cpu::rans::{Counts, Precision, cost, entropy};
 use s4_codec_cpu::{Context, Symbols};
 use s4_format::dtype::Form;
 use s4_format::{CodecId, DType, LayoutId, Result};
-use s4_predict::{ContextModel, Exponents, Known, Tensor};
+use s4_predict::{ContextModel, Known, Tensor};
 
 use super::{About, allowed};
 use crate::chunk::repeats;
@@ -29,6 +29,9 @@ const PAIRS_LOSS_OF_ALL: u64 = 128;
 /// What entropy coding costs, as a part of a bit for each value: it is most of a decoder's work.
 const RANS_WORK: u64 = 8;
 
+/// Units of a symbol that was seen once, where means of counts are taken.
+const SMOOTH: u64 = 64;
+
 /// What is coded, and how.
 #[derive(Clone, Copy)]
 pub(super) enum Of<'a> {
@@ -40,8 +43,13 @@ pub(super) enum Of<'a> {
     Differences,
     /// Such differences in the order of values: their top bit hardly ever is set.
     Ordered,
-    /// The same, with contexts: of a tensor whose side data this is, from the parent's values.
-    InContext { tensor: Tensor<'a>, parent: &'a [u8], values: u64 },
+    /// The same, with contexts: of a tensor whose side data this is, from the values of inputs.
+    InContext {
+        model: &'a dyn ContextModel,
+        tensor: Tensor<'a>,
+        inputs: &'a [&'a [u8]],
+        values: u64,
+    },
 }
 
 /// How a plane is coded.
@@ -73,11 +81,19 @@ impl CpuEngine {
         scratch: &mut Scratch,
     ) -> Result<Option<Candidate>> {
         let dtype = about.dtype;
-        let tried = if sample.is_empty() { &[] } else { layouts(dtype) };
+        let tried = match of {
+            _ if sample.is_empty() => &[],
+            Of::InContext { .. } => IN_CONTEXT,
+            _ => layouts(dtype),
+        };
         let mut best: Option<Candidate> = None;
         for &layout in tried {
-            let fields_only = matches!(of, Of::InContext { .. } | Of::Residuals);
-            if fields_only && !is_in_fields(layout) {
+            let fits = match of {
+                Of::InContext { model, .. } => model.tables(layout, 1) > 1,
+                Of::Residuals => matches!(layout, LayoutId::FIELDS | LayoutId::FIELDS_SIGN),
+                _ => true,
+            };
+            if !fits {
                 continue;
             }
             let mut c = self.candidate(layout, about, sample, of, scratch)?;
@@ -131,7 +147,10 @@ impl CpuEngine {
             let plane = plane(i);
             let (planned, cost) = match (of, &contexts[..]) {
                 (Of::InContext { values, .. }, [_, ..]) => {
-                    choose_in_context(plane, &contexts, dense, values)
+                    // Of the last plane even symbols say another thing than odd ones.
+                    let alike = if i + 1 == planes { 2 } else { 1 };
+                    let smooth = (layout == LayoutId::BYTES).then_some(alike);
+                    choose_in_context(plane, &contexts, dense, (values, smooth))
                 }
                 _ => choose(plane, dense, may_lose),
             };
@@ -169,14 +188,14 @@ impl CpuEngine {
         planes: &[&[u8]],
         len: usize,
     ) -> Result<Vec<u8>> {
-        let Of::InContext { tensor, parent, .. } = of else { return Ok(vec![]) };
-        if Exponents.tables(layout, planes.len()) == 1 {
+        let Of::InContext { model, tensor, inputs, .. } = of else { return Ok(vec![]) };
+        if model.tables(layout, planes.len()) == 1 {
             return Ok(vec![]);
         }
         let mut out = vec![0; len];
-        let (kernels, first, inputs) = (self.kernels, 0, &[parent][..]);
+        let (kernels, first) = (self.kernels, 0);
         let known = Known { kernels, tensor, first, layout, planes, inputs };
-        Exponents.contexts(&known, &mut out)?;
+        model.contexts(&known, &mut out)?;
         Ok(out)
     }
 
@@ -204,10 +223,8 @@ fn expect_changes(plane: &mut PlannedPlane) {
     }
 }
 
-/// Whether a layout has planes with contexts.
-fn is_in_fields(layout: LayoutId) -> bool {
-    matches!(layout, LayoutId::FIELDS | LayoutId::FIELDS_SIGN)
-}
+/// The layouts that may have planes with contexts: which do is up to the model.
+const IN_CONTEXT: &[LayoutId] = &[LayoutId::FIELDS, LayoutId::FIELDS_SIGN, LayoutId::BYTES];
 
 /// The layouts that are tried for a dtype, in ascending order of work.
 pub(super) fn layouts(dtype: DType) -> &'static [LayoutId] {
@@ -247,12 +264,13 @@ fn choose(plane: &[u8], dense: bool, may_lose: impl Fn(u64) -> u64) -> (PlannedP
     (PlannedPlane { coding, counts: vec![counts], noise }, cost)
 }
 
-/// As [`choose`], with the contexts of the symbols. A tensor of so many values keeps the tables once.
+/// As [`choose`], with the contexts of the symbols. A tensor of so many values keeps the tables once. `smooth`: symbols
+/// that are so far apart are about as frequent, if both are large.
 fn choose_in_context(
     plane: &[u8],
     contexts: &[u8],
     dense: bool,
-    values: u64,
+    (values, smooth): (u64, Option<usize>),
 ) -> (PlannedPlane, u64) {
     let (raw, noise) = noise(plane, dense);
     let tables = 1 + usize::from(contexts.iter().fold(0, |a, b| a.max(*b)));
@@ -260,18 +278,43 @@ fn choose_in_context(
     for (symbol, context) in plane.iter().zip(contexts) {
         counts[usize::from(*context)].add_symbol(*symbol, 1);
     }
-    let each = counts.iter().filter(|c| c.total() > 0).map(|c| {
-        let table = c.table(Precision::P8);
+    let expected = match smooth {
+        Some(alike) => counts.iter().map(|c| smoothed(c, alike)).collect(),
+        None => counts.clone(),
+    };
+    let each = counts.iter().zip(&expected).filter(|(c, _)| c.total() > 0).map(|(c, expected)| {
+        let table = expected.table(Precision::P8);
         let stored = 8 * table.encoded_len() as u64 * plane.len() as u64 / values.max(1);
         cost(c, &table) + stored
     });
-    let cost = each.sum();
+    let (cost, counts) = (each.sum(), expected);
     match is_worth(cost, raw) {
         true => (PlannedPlane { coding: PlaneCoding::RANS8, counts, noise: false }, cost),
         false => {
             (PlannedPlane { coding: noise, counts, noise: raw == 8 * plane.len() as u64 }, raw)
         }
     }
+}
+
+/// Counts of what a sample need not have seen: each symbol's becomes the mean of those near it, which are the more the
+/// larger it is, as logarithms have it. Only every `alike`th is like it.
+fn smoothed(counts: &Counts, alike: usize) -> Counts {
+    // Of a symbol and all that are like it below.
+    let mut sums = [0; 256];
+    for symbol in 0..=255u8 {
+        let at = usize::from(symbol);
+        sums[at] = counts.get(symbol) + at.checked_sub(alike).map_or(0, |below| sums[below]);
+    }
+    let mut out = Counts::new();
+    for symbol in 0..=255u8 {
+        let at = usize::from(symbol);
+        let reach = at / (8 * alike);
+        let above = reach.min((255 - at) / alike);
+        let below = (at - reach * alike).checked_sub(alike).map_or(0, |i| sums[i]);
+        let sum = sums[at + above * alike] - below;
+        out.add_symbol(symbol, SMOOTH * sum / (reach + above + 1) as u64);
+    }
+    out
 }
 
 /// The bits of a plane that is noise, and how it is stored.

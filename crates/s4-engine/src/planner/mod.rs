@@ -6,7 +6,7 @@ use s4_format::manifest::{RoleKind, TensorRole};
 use s4_format::side::{Side, SideKind};
 use s4_format::{ContextsId, DType, Digest, Error, LayoutId, Plan, ResidualId, Result};
 use s4_predict::rank1::{self, Grid, Offsets};
-use s4_predict::{Tensor, exponent};
+use s4_predict::{ContextModel, Exponents, Tensor, Update, Updates, exponent};
 
 use crate::chunk::chunk_log2;
 use crate::scratch::width_of;
@@ -14,12 +14,14 @@ use crate::{CpuEngine, EncodeJob, PlaneCoding, Preset, Scratch, TensorPlan, Tens
 
 mod layout;
 mod sample;
+mod update;
 
 use layout::{Candidate, Of, precision};
 pub(crate) use sample::Sample;
 use sample::gather;
 pub use sample::parent_probes;
 pub(crate) use sample::sampled_runs;
+pub use update::MomentSample;
 
 /// What one more plan costs in the manifest, in bits: a delta has to save more.
 const PLAN_BITS: u64 = 8 * 160;
@@ -27,6 +29,8 @@ const PLAN_BITS: u64 = 8 * 160;
 /// What the first delta costs in the manifest, in bytes, with the name of the parent; and what contexts add.
 const FIRST_DELTA: u64 = PLAN_BITS / 8 + 100;
 const CONTEXTS: u64 = 16;
+/// What two more inputs add.
+const MOMENTS: u64 = 40;
 
 // Thresholds are parts of what is compared: 128 means one in 128.
 
@@ -38,6 +42,8 @@ const RANK1_GAIN: u64 = 128;
 const SUB_GAIN: u64 = 256;
 /// Contexts must save this part of the difference without them: several tables are more work.
 const CONTEXTS_GAIN: u64 = 64;
+/// Contexts from moments must save this part of the difference without: reading the tensor reads the moments, too.
+const UPDATE_GAIN: u64 = 128;
 
 /// The predictors that may be planned. Every reader decodes all of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,6 +54,8 @@ pub(crate) struct Allowed {
     pub(crate) sub: bool,
     /// Such differences with the parent's exponents as contexts.
     pub(crate) contexts: bool,
+    /// Such differences with contexts from the optimizer's update.
+    pub(crate) update: bool,
     /// Copies of wider tensors, rounded.
     pub(crate) cast: bool,
 }
@@ -55,7 +63,7 @@ pub(crate) struct Allowed {
 /// The one place that says which preset uses which predictor.
 pub(crate) fn allowed(preset: Preset) -> Allowed {
     let all = matches!(preset, Preset::Balanced | Preset::Small);
-    Allowed { rank1: all, sub: all, contexts: all, cast: all }
+    Allowed { rank1: all, sub: all, contexts: all, update: all, cast: all }
 }
 
 /// Whether tensors that are rounded copies of wider ones are predicted from these. Who writes several tensors finds them.
@@ -72,6 +80,9 @@ pub struct ParentSample<'a> {
     pub tensor: u32,
     /// Its values at [`parent_probes`], one run after the other.
     pub values: &'a [u8],
+    /// The tensor's moments, in its own checkpoint, if they are stored and may be read with it. Tensors of which the
+    /// sample is all have no use for them.
+    pub moments: Option<[MomentSample<'a>; 2]>,
 }
 
 /// A tensor to be planned.
@@ -278,7 +289,7 @@ impl CpuEngine {
         }
         let small = (sample.values.len() == about.bytes).then(|| sample.clone());
         let least = self.alone(about, &sample, offsets, scratch)?.0.map_or(0, |b| b.bits);
-        let delta = self.difference(about, &mut sample.values, parent.values, scratch)?;
+        let delta = self.difference(about, &mut sample.values, parent, scratch)?;
         let saved = least.saturating_sub(delta.best.as_ref().map_or(u64::MAX, |d| d.bits));
         // It must be worth it here, in the sample, and as a whole.
         let sampled = (sample.values.len() / about.width()) as u64;
@@ -287,10 +298,16 @@ impl CpuEngine {
             return alone(scratch);
         }
         let Difference { best, residual, contexts } = delta;
-        let plan = |layout| Plan {
-            residual,
-            contexts: if contexts.is_empty() { ContextsId::NONE } else { ContextsId::EXPONENT },
-            ..Plan::delta(layout, parent.manifest, parent.tensor)
+        let plan = |layout| match (residual, &parent.moments) {
+            (ResidualId::DESCENT, Some(moments)) => {
+                let moments = moments.each_ref().map(|m| m.tensor);
+                Plan { layout, ..Plan::update(parent.manifest, parent.tensor, moments) }
+            }
+            _ => Plan {
+                residual,
+                contexts: if contexts.is_empty() { ContextsId::NONE } else { ContextsId::EXPONENT },
+                ..Plan::delta(layout, parent.manifest, parent.tensor)
+            },
         };
         let side = (!contexts.is_empty()).then_some((SideKind::CONTEXTS, &contexts[..]));
         let plan = finish(about, best, plan, side)?;
@@ -309,9 +326,10 @@ impl CpuEngine {
         &self,
         about: &About<'_>,
         sample: &mut [u8],
-        parent: &[u8],
+        parent: &ParentSample<'_>,
         scratch: &mut Scratch,
     ) -> Result<Difference> {
+        let (moments, parent) = (parent.moments.as_ref(), parent.values);
         let (allowed, dtype) = (allowed(about.preset), about.dtype);
         let mut ordered = if allowed.sub { sample.to_vec() } else { vec![] };
         self.kernels.xor(sample, parent);
@@ -328,11 +346,47 @@ impl CpuEngine {
             let mut side = Side::default();
             side.push(SideKind::CONTEXTS, contexts.clone())?;
             let tensor = Tensor { dtype, shape: about.shape, side: &side };
-            let of = Of::InContext { tensor, parent, values: about.values() };
+            let (model, values) = (&Exponents as &dyn ContextModel, about.values());
+            let of = Of::InContext { model, tensor, inputs: &[parent], values };
             let best = self.best(about, &ordered, of, scratch)?;
             cheapest.replace_by(best, ResidualId::SUB, contexts, CONTEXTS_GAIN);
         }
+        let all = ordered.len() == about.bytes;
+        if let Some(moments) = moments.filter(|_| allowed.update && !all)
+            && let Some(update) = self.fit_update(dtype, parent, moments, &mut ordered)?
+        {
+            let best = self.in_updates(about, &ordered, (parent, moments), update, scratch)?;
+            cheapest.replace_by(best, ResidualId::DESCENT, update.to_bytes(), UPDATE_GAIN);
+        }
         Ok(cheapest)
+    }
+
+    /// What differences in the order of values, negated as the moments say, take with contexts from updates.
+    fn in_updates(
+        &self,
+        about: &About<'_>,
+        differences: &[u8],
+        (parent, moments): (&[u8], &[MomentSample<'_>; 2]),
+        update: Update,
+        scratch: &mut Scratch,
+    ) -> Result<Option<Candidate>> {
+        let mut side = Side::default();
+        side.push(SideKind::CONTEXTS, update.to_bytes())?;
+        let tensor = Tensor { dtype: about.dtype, shape: about.shape, side: &side };
+        let (model, values) = (&Updates as &dyn ContextModel, about.values());
+        let inputs = &[parent, moments[0].values, moments[1].values][..];
+        let mut best = self.best(
+            about,
+            differences,
+            Of::InContext { model, tensor, inputs, values },
+            scratch,
+        )?;
+        // Its inputs are listed, once for the tensor.
+        let listed = 8 * MOMENTS * (differences.len() / about.width()) as u64 / values.max(1);
+        if let Some(best) = best.as_mut() {
+            best.bits += listed;
+        }
+        Ok(best)
     }
 }
 

@@ -100,7 +100,8 @@ impl<'a> Chain<'a> {
         for (request, &(number, to)) in requests.iter().enumerate() {
             let host = reader.host(number);
             let plan = &reader.manifest.plans[usize::from(reader.tensors[host].plan)];
-            let own = plan.inputs.is_empty() || (plan.is_delta() && host == number);
+            let alone = plan.own_inputs().next().is_none();
+            let own = plan.inputs.is_empty() || (plan.is_delta() && alone && host == number);
             match own && open {
                 true => {
                     let (chunks, input) = (None, None);

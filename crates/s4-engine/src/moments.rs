@@ -1,0 +1,186 @@
+//! The moments that contexts `update` are told from: tensors of the same checkpoint, which are stored before.
+
+use std::ops::Range;
+
+use s4_format::index::chunk_count;
+use s4_format::side::{Side, SideKind};
+use s4_format::{ChunkRecord, DType, Error, Result};
+
+use s4_predict::update::{Update, float_bits};
+
+use crate::planner::{MomentSample, allowed};
+use crate::{Preset, Values, chunk_log2, copy_once, parent_probes};
+
+/// A moment of a tensor: as many values, and what was stored of them.
+#[derive(Debug, Clone, Copy)]
+pub struct Moment<'a> {
+    /// Its number in the tensor table.
+    pub tensor: u32,
+    /// Type of its elements.
+    pub dtype: DType,
+    /// Its values, which may have changed since they were stored: then chunks that need them are stored as they are.
+    pub values: Values<'a>,
+    /// The records of its chunks, which are cut as the engines cut them.
+    pub records: &'a [ChunkRecord],
+}
+
+/// Bytes that reading a tensor with its moments may take, as a multiple of its own.
+const MOST_READ: usize = 4;
+
+/// Whether contexts of a tensor of dtype `weight` may be told from moments of these dtypes: its values and theirs are at
+/// most four times the bytes of its own.
+pub fn may_use_moments(preset: Preset, weight: DType, moments: [DType; 2]) -> bool {
+    let dtypes = [weight, moments[0], moments[1]];
+    let bytes: usize = dtypes.iter().map(|d| d.value_width()).sum();
+    let floats = dtypes.iter().all(|d| float_bits(*d).is_some());
+    allowed(preset).update && floats && bytes <= MOST_READ * weight.value_width()
+}
+
+/// The dtypes of the moments that a tensor's contexts are told from, by its side data.
+///
+/// # Errors
+/// `Corrupt` if it does not say.
+pub fn moment_dtypes(side: &Side) -> Result<[DType; 2]> {
+    Ok(Update::parse(side.get(SideKind::CONTEXTS))?.moments)
+}
+
+/// Bytes of a moment that are chunks of its own, and the checksum of what was stored of each.
+pub(crate) struct Cover {
+    /// Each chunk's bytes within the tensor.
+    pub(crate) parts: Vec<(Range<u64>, u32)>,
+    /// The wanted ones, within these.
+    pub(crate) wanted: Range<usize>,
+}
+
+impl Moment<'_> {
+    /// The chunks that hold `count` values from number `first` on.
+    ///
+    /// # Errors
+    /// `Corrupt` if there are none.
+    pub(crate) fn cover(&self, first: u64, count: u64) -> Result<Cover> {
+        let (width, log2) = (self.dtype.value_width() as u64, chunk_log2(self.dtype));
+        let bytes = self.values.bytes();
+        let all = chunk_count(bytes / width, log2);
+        let none = || Error::corrupt("a moment of another number of values");
+        let end = first.checked_add(count).filter(|end| *end <= bytes / width).ok_or_else(none)?;
+        let part = |chunk: u64| {
+            let record = self.records.get(chunk as usize).ok_or_else(none)?;
+            let from = (chunk << log2) * width;
+            Ok((from..(from + (width << log2)).min(bytes), record.crc_raw))
+        };
+        let parts = (first >> log2..end.div_ceil(1 << log2).min(all)).map(part);
+        let parts = parts.collect::<Result<Vec<_>>>()?;
+        let start = parts.first().map_or(0, |p| p.0.start);
+        // A chunk's values, and what is cut off at both ends.
+        let wanted = (first * width - start) as usize..(end * width - start) as usize;
+        Ok(Cover { parts, wanted })
+    }
+
+    /// Copies `count` values from number `first` on, of the host, to `buffer`; gives where they lie there. `None`: they
+    /// are no longer what was stored, which is all that a reader has.
+    ///
+    /// # Errors
+    /// As [`Moment::cover`]; `Unsupported` if they are in the memory of a device.
+    pub(crate) fn read(
+        &self,
+        (first, count): (u64, u64),
+        buffer: &mut Vec<u8>,
+    ) -> Result<Option<Range<usize>>> {
+        let Values::Host(values) = self.values else { return Err(on_device()) };
+        let Cover { parts, wanted } = self.cover(first, count)?;
+        buffer.clear();
+        for (bytes, crc) in parts {
+            // They are in memory.
+            if copy_once(&values[bytes.start as usize..bytes.end as usize], buffer) != crc {
+                return Ok(None);
+            }
+        }
+        Ok(Some(wanted))
+    }
+
+    /// The values at the positions where a tensor of `dtype` is compared with its parent, one run after the other.
+    ///
+    /// # Errors
+    /// `Unsupported` if they are in the memory of a device.
+    pub(crate) fn sample(&self, dtype: DType) -> Result<Vec<u8>> {
+        let Values::Host(values) = self.values else { return Err(on_device()) };
+        let mut out = vec![];
+        for run in self.probes(dtype) {
+            out.extend_from_slice(&values[run.start as usize..run.end as usize]);
+        }
+        Ok(out)
+    }
+
+    /// The bytes that are looked at of a moment of a tensor of `dtype`.
+    pub(crate) fn probes(&self, dtype: DType) -> impl Iterator<Item = Range<u64>> {
+        let width = self.dtype.value_width() as u64;
+        let runs = parent_probes(dtype, self.values.bytes() / width);
+        runs.into_iter().map(move |run| run.start * width..run.end * width)
+    }
+
+    /// For the planner, with the values of [`Moment::probes`].
+    pub(crate) fn with_sample<'b>(&self, values: &'b [u8]) -> MomentSample<'b> {
+        MomentSample { tensor: self.tensor, dtype: self.dtype, values }
+    }
+}
+
+fn on_device() -> Error {
+    Error::unsupported("moments in the memory of a device, on the CPU")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use s4_format::crc32c;
+
+    #[test]
+    fn moments_are_used_where_reading_takes_at_most_four_times_the_bytes() {
+        let fits =
+            |weight, first, second| may_use_moments(Preset::Balanced, weight, [first, second]);
+        let (b, h, f) = (DType::BFloat16, DType::Float16, DType::Float32);
+        for moments in [[b, b], [h, b], [b, f], [f, f]] {
+            assert!(fits(f, moments[0], moments[1]), "{moments:?}");
+            let (first, second) = (moments[0], moments[1]);
+            assert_eq!(fits(b, first, second), moments != [f, f], "{moments:?}");
+            assert_eq!(fits(h, second, first), moments != [f, f], "{moments:?}");
+        }
+        for other in [DType::Float64, DType::UInt16, DType::Complex64, DType::Float8E4M3Fn] {
+            assert!(!fits(other, b, b) && !fits(f, other, f) && !fits(f, f, other), "{other}");
+        }
+        assert!(!may_use_moments(Preset::Fast, f, [f, f]));
+    }
+
+    #[test]
+    fn parts_of_chunks_are_read_if_the_chunks_are_what_was_stored() {
+        // Two chunks of bf16 and a bit.
+        let n = (2u64 << 17) + 5;
+        let mut values: Vec<u8> = (0..2 * n).map(|i| (i * 7 + i / 251) as u8).collect();
+        let record = |chunk: &[u8]| ChunkRecord {
+            offset: 0,
+            object: 0,
+            len: 0,
+            plain: false,
+            crc_encoded: 0,
+            crc_raw: crc32c(chunk),
+        };
+        let records: Vec<_> = values.chunks(2 << 17).map(record).collect();
+        let check = |values: &[u8], first: u64, count: u64| {
+            let dtype = DType::BFloat16;
+            let moment =
+                Moment { tensor: 3, dtype, values: Values::Host(values), records: &records };
+            let mut buffer = vec![1; 7];
+            let read = moment.read((first, count), &mut buffer)?;
+            Ok::<_, Error>(read.map(|wanted| buffer[wanted].to_vec()))
+        };
+        for (first, count) in [(0, 1 << 16), (1 << 16, 1 << 16), (1 << 17, 1 << 17), (2 << 17, 5)] {
+            let wanted = &values[2 * first as usize..2 * (first + count) as usize];
+            assert!(check(&values, first, count) == Ok(Some(wanted.to_vec())), "{first} {count}");
+        }
+        assert!(matches!(check(&values, 2 << 17, 6), Err(Error::Corrupt { .. })));
+        assert!(matches!(check(&values, u64::MAX, 2), Err(Error::Corrupt { .. })));
+        values[5] ^= 1;
+        // The chunk has changed, wherever.
+        assert!(check(&values, 1 << 16, 1 << 16) == Ok(None));
+        assert!(matches!(check(&values, 1 << 17, 1 << 17), Ok(Some(_))));
+    }
+}

@@ -1,0 +1,121 @@
+//! How contexts `update` are told from moments, found on a sample.
+
+use s4_codec_cpu::rans::{Counts, entropy};
+use s4_format::{DType, Error, Result};
+use s4_planes::Width;
+use s4_predict::update::{Update, float_bits};
+
+use crate::CpuEngine;
+
+/// Values of the sample that are looked at, at most.
+const LOOKED_AT: usize = 2048;
+/// What is tried as the floor, in 128ths of an octave above the median of updates, besides none. The longer ago the
+/// parent, the less small moments say.
+const FLOORS: [i32; 4] = [-64, 0, 64, 128];
+/// What is tried as the class that is exceeded by one value in [`FEW`].
+const TOPS: [i32; 2] = [11, 14];
+const FEW: usize = 50;
+/// Units of a class.
+const CLASS: i32 = 64;
+
+/// A tensor's moment at the positions of its sample.
+#[derive(Debug, Clone, Copy)]
+pub struct MomentSample<'a> {
+    /// Number of the moment in the tensor table.
+    pub tensor: u32,
+    /// Type of its elements.
+    pub dtype: DType,
+    /// Its values at [`crate::parent_probes`] of the tensor, one run after the other.
+    pub values: &'a [u8],
+}
+
+impl CpuEngine {
+    /// How the contexts of differences from a parent's values, of `dtype`, are told best, and the differences negated as
+    /// these moments say. `None`: they cannot be told.
+    ///
+    /// # Errors
+    /// `Corrupt` if there are not as many values of each.
+    pub(super) fn fit_update(
+        &self,
+        dtype: DType,
+        parent: &[u8],
+        moments: &[MomentSample<'_>; 2],
+        differences: &mut [u8],
+    ) -> Result<Option<Update>> {
+        let dtypes = moments.each_ref().map(|m| m.dtype);
+        let update = Update { floor: i16::MIN, offset: 0, moments: dtypes };
+        let bits = [dtype, dtypes[0], dtypes[1]].map(float_bits);
+        let [Some(_), Some(_), Some(_)] = bits else { return Ok(None) };
+        let width = crate::scratch::width_of(dtype.value_width())?;
+        update.turn(self.kernels, width, differences, moments[0].values)?;
+        let mut sizes = [vec![], vec![], vec![]];
+        let values = [parent, moments[0].values, moments[1].values];
+        for ((sizes, bits), values) in sizes.iter_mut().zip(bits.into_iter().flatten()).zip(values)
+        {
+            sizes.resize(differences.len() / width.bytes(), 0);
+            if values.len() != sizes.len() * bits.width().bytes() {
+                return Err(Error::corrupt("a sample of other values than its moments'"));
+            }
+            self.kernels.float_sizes(bits, values, sizes);
+        }
+        Ok(Some(cheapest(update, &Looked::at(sizes, width, differences))))
+    }
+}
+
+/// What is looked at of a sample, value by value: sizes in 128ths of an octave.
+struct Looked {
+    updates: Vec<i32>,
+    weights: Vec<i32>,
+    /// Bits that the difference takes.
+    lengths: Vec<u8>,
+}
+
+impl Looked {
+    fn at([weights, first, second]: [Vec<u16>; 3], width: Width, differences: &[u8]) -> Self {
+        let step = weights.len().div_ceil(LOOKED_AT).max(1);
+        let some = |sizes: Vec<u16>| sizes.into_iter().step_by(step).map(i32::from);
+        let updates = some(first).zip(some(second)).map(|(m, v)| m - (v >> 1)).collect();
+        let weights = some(weights).map(|w| w & 0x7f80).collect();
+        let length = |u: &[u8]| {
+            let mut bytes = [0; 8];
+            bytes[..u.len()].copy_from_slice(u);
+            (u64::BITS - u64::from_le_bytes(bytes).leading_zeros()) as u8
+        };
+        let lengths = differences.chunks_exact(width.bytes()).step_by(step).map(length).collect();
+        Self { updates, weights, lengths }
+    }
+}
+
+/// The floor and offset whose classes tell most of the differences' lengths.
+fn cheapest(update: Update, looked: &Looked) -> Update {
+    let Looked { updates, weights, lengths } = looked;
+    if updates.is_empty() {
+        return update;
+    }
+    let mut sorted = updates.clone();
+    let median = *sorted.select_nth_unstable(updates.len() / 2).1;
+    let floors = std::iter::once(i32::from(i16::MIN)).chain(FLOORS.map(|above| median + above));
+    let (mut least, mut best) = (u64::MAX, update);
+    for floor in floors {
+        let over = |(update, weight): (&i32, &i32)| (*update).max(floor) - weight;
+        let over: Vec<i32> = updates.iter().zip(weights).map(over).collect();
+        sorted.clone_from(&over);
+        let high = *sorted.select_nth_unstable(over.len() - 1 - over.len() / FEW).1;
+        for top in TOPS {
+            // What does not fit is out of reach of any class.
+            let short = |x: i32| x.clamp(i16::MIN.into(), i16::MAX.into()) as i16;
+            let candidate =
+                Update { floor: short(floor), offset: short(top * CLASS - high), ..update };
+            let mut counts = vec![Counts::new(); 16];
+            for (over, length) in over.iter().zip(lengths) {
+                let class = (over + i32::from(candidate.offset)) / CLASS;
+                counts[class.clamp(0, 15) as usize].add_symbol(*length, 1);
+            }
+            let bits = counts.iter().map(entropy).sum();
+            if bits < least {
+                (least, best) = (bits, candidate);
+            }
+        }
+    }
+    best
+}

@@ -1,0 +1,178 @@
+//! Contexts `update`, forced on values of every kind: they cost bytes, and never a value.
+
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+use s4_engine::{
+    CpuEngine, DecodeJob, EncodeJob, InputValues, PlaneCoding, Scratch, TensorPlan, TensorSpec,
+    TensorView,
+};
+use s4_format::side::SideKind;
+use s4_format::{ChunkRecord, DType, Digest, Error, Plan};
+use s4_planes::Simd;
+use s4_planes::patterns::{self, Kind};
+use s4_predict::Update;
+
+const ALL: [(DType, Kind); 3] =
+    [(DType::Float32, Kind::F32), (DType::BFloat16, Kind::BF16), (DType::Float16, Kind::F16)];
+const CODINGS: [PlaneCoding; 2] = [PlaneCoding::RANS8, PlaneCoding::RANS12];
+
+fn plan(dtype: DType, update: Update, coding: PlaneCoding) -> TensorPlan {
+    let plan = Plan::update(Digest::of(b"parent"), 3, [4, 5]);
+    let planes = vec![coding; dtype.value_width()];
+    let mut plan = TensorPlan::new(plan, planes, s4_engine::chunk_log2(dtype));
+    plan.side.push(SideKind::CONTEXTS, update.to_bytes()).unwrap();
+    plan
+}
+
+/// A chunk, encoded.
+fn encode(
+    engine: &CpuEngine,
+    view: &TensorView<'_>,
+    plan: &TensorPlan,
+    inputs: &[&[u8]],
+) -> Result<(ChunkRecord, Vec<u8>), Error> {
+    let mut frame = vec![];
+    let job = EncodeJob { view, plan, chunk: 0, inputs };
+    let e = engine.encode(&job, &mut Scratch::default(), &mut frame)?;
+    let record = ChunkRecord {
+        offset: 0,
+        object: 0,
+        len: frame.len() as u32,
+        plain: e.plain,
+        crc_encoded: e.crc_encoded,
+        crc_raw: e.crc_raw,
+    };
+    Ok((record, frame))
+}
+
+/// The chunk decoded over the parent's values, and beside them.
+fn decode(
+    engine: &CpuEngine,
+    view: &TensorView<'_>,
+    plan: &TensorPlan,
+    inputs: [&[u8]; 3],
+    (record, frame): &(ChunkRecord, Vec<u8>),
+) -> Result<[Vec<u8>; 2], Error> {
+    let spec = TensorSpec {
+        dtype: view.dtype,
+        shape: view.shape,
+        plan: &plan.plan,
+        side: &plan.side,
+        chunk_log2: plan.chunk_log2,
+    };
+    let [parent, m, v] = inputs;
+    let mut out = [parent.to_vec(), vec![9; view.data.len()]];
+    for (to, first) in out.iter_mut().zip([InputValues::Destination, InputValues::Slice(parent)]) {
+        let inputs = &[first, InputValues::Slice(m), InputValues::Slice(v)];
+        let job = DecodeJob { spec: &spec, chunk: 0, record, frame, inputs };
+        engine.decode(&job, &mut Scratch::default(), to)?;
+    }
+    Ok(out)
+}
+
+#[test]
+fn every_pattern_of_every_dtype_comes_back_and_every_simd_writes_the_same_bytes() {
+    let engines: Vec<_> = Simd::available().map(CpuEngine::new).collect();
+    let n = 9000;
+    let patterns = |kind| patterns::all(kind, n).map(|p| p.1).collect::<Vec<_>>();
+    let values = ALL.map(|(_, kind)| patterns(kind));
+    let mut case = 0;
+    for (w, m, v) in (0..27).map(|i| (i % 3, i / 3 % 3, i / 9)) {
+        let dtypes = [w, m, v].map(|i| ALL[i].0);
+        for number in 0..values[w].len() {
+            case += 1;
+            let of = |i: usize, k: usize| &values[i][(number + k) % values[i].len()][..];
+            let (data, inputs) =
+                (of(w, 0), [of(w, 1 + case % 4), of(m, case % 7), of(v, case % 5)]);
+            let (floor, offset) = [(0, 0), (-3000, 9000), (i16::MIN, 2000)][case % 3];
+            let update = Update { floor, offset, moments: [dtypes[1], dtypes[2]] };
+            let view = TensorView { dtype: dtypes[0], shape: &[n as u64], data };
+            let plan = plan(dtypes[0], update, CODINGS[case % 2]);
+            let first = encode(&engines[0], &view, &plan, &inputs).unwrap();
+            assert!(first.1.len() <= data.len());
+            for engine in &engines {
+                assert!(encode(engine, &view, &plan, &inputs).unwrap() == first, "{dtypes:?}");
+                for out in decode(engine, &view, &plan, inputs, &first).unwrap() {
+                    assert!(out == data, "{dtypes:?} {number} {engine:?}");
+                }
+            }
+        }
+    }
+}
+
+/// Weights, what they were, and moments that tell the difference.
+fn step(n: usize) -> [Vec<u8>; 4] {
+    let noise = |i: usize, k: u64| {
+        let x = (i as u64 + (k << 32) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        ((x ^ x >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 40) as f32 / (1 << 24) as f32 - 0.5
+    };
+    let mut out = [const { vec![] }; 4];
+    for i in 0..n {
+        let (w, m) = (0.1 * noise(i, 1), 0.01 * noise(i, 2) * (8.0 * noise(i, 3)).exp());
+        let v = 1e-5 * (3.0 * noise(i, 4)).exp();
+        for (to, x) in out.iter_mut().zip([w - 1e-4 * m / v.sqrt(), w, m, v]) {
+            to.extend(x.to_le_bytes());
+        }
+    }
+    out
+}
+
+#[test]
+fn what_moments_say_makes_a_step_smaller_and_their_sign_does() {
+    let [now, before, m, v] = step(60_000);
+    let engine = CpuEngine::new(Simd::detect());
+    let view = TensorView { dtype: DType::Float32, shape: &[60_000], data: &now };
+    let moments = [DType::Float32; 2];
+    let told =
+        plan(DType::Float32, Update { floor: i16::MIN, offset: 8300, moments }, PlaneCoding::RANS8);
+    let len = |m: &[u8], v: &[u8]| {
+        let encoded = encode(&engine, &view, &told, &[&before, m, v]).unwrap();
+        for out in decode(&engine, &view, &told, [&before, m, v], &encoded).unwrap() {
+            assert!(out == now);
+        }
+        encoded.1.len()
+    };
+    let right = len(&m, &v);
+    let opposite: Vec<u8> =
+        m.iter().enumerate().map(|(i, b)| if i % 4 == 3 { b ^ 0x80 } else { *b }).collect();
+    // The sign is known either way, if it is always the same; another tensor's says nothing.
+    assert!(len(&opposite, &v) < right + right / 50);
+    assert!(right + right / 12 < len(&before, &v), "{right}");
+}
+
+#[test]
+fn inputs_that_do_not_fit_are_refused() {
+    let [now, before, m, v] = step(5000);
+    let engine = CpuEngine::new(Simd::detect());
+    let view = TensorView { dtype: DType::Float32, shape: &[5000], data: &now };
+    let update = Update { floor: 0, offset: 8300, moments: [DType::Float32; 2] };
+    let plan_of = |update| plan(DType::Float32, update, PlaneCoding::RANS8);
+    let good = plan_of(update);
+    let encoded = encode(&engine, &view, &good, &[&before, &m, &v]).unwrap();
+    let narrow = plan_of(Update { moments: [DType::Float32, DType::BFloat16], ..update });
+    let mut bare = good.clone();
+    bare.side = Default::default();
+    for (plan, inputs) in [
+        (&good, &[&before[..], &m][..]),
+        (&good, &[&before]),
+        (&good, &[&before, &m[4..], &v]),
+        (&good, &[&before, &m, &v[..10_000]]),
+        (&narrow, &[&before, &m, &v]),
+        (&bare, &[&before, &m, &v]),
+    ] {
+        assert!(encode(&engine, &view, plan, inputs).is_err());
+    }
+    for (plan, inputs) in [
+        (&good, [&before[..], &m[4..], &v]),
+        (&good, [&before, &m, &v[..10_000]]),
+        (&narrow, [&before, &m, &v]),
+        (&bare, [&before, &m, &v]),
+        // Values of another place: what comes out is not what was stored.
+        (&good, [&before, &v, &m]),
+    ] {
+        assert!(decode(&engine, &view, plan, inputs, &encoded).is_err());
+    }
+    // A wrong offset is found by the checksum of the values.
+    let other = plan_of(Update { offset: 8800, ..update });
+    assert!(decode(&engine, &view, &other, [&before, &m, &v], &encoded).is_err());
+}

@@ -1,0 +1,198 @@
+//! Contexts from the optimizer's update.
+//!
+//! AdamW and its like change a weight by about its first moment over the root of its second. In units of the weight's
+//! last place that is `|m| / (sqrt(v) * 2^e)`, and of floats the bits below the sign, taken as an integer, are nearly the
+//! logarithm: a difference of integers says how large the change will be, and the first moment's sign which way it goes.
+//!
+//! # Side data
+//! 8 bytes: `floor` and `offset` (`i16` each), the codes of the moments' dtypes (a byte each), two zeros. With `mag(x)`,
+//! the bits of a value below its sign as 128ths of an octave ([`s4_planes::FloatBits`]), the **class** of a weight `p` of
+//! the parent with the moments `m` and `v` is
+//!
+//! ```text
+//! min(15, max(0, (max(mag(m) - (mag(v) >> 1), floor) - (mag(p) & 7f80) + offset) >> 6))
+//! ```
+//!
+//! All planes of layout `bytes` have 16 tables, and the class is the context of every symbol of a value.
+
+use s4_format::side::SideKind;
+use s4_format::{DType, Error, LayoutId, Result};
+use s4_planes::{FloatBits, Kernels, Width};
+
+use crate::{ContextModel, Known};
+
+/// Classes of updates, and tables of a plane.
+const CLASSES: usize = 16;
+
+/// Contexts `update`: see [the module](self).
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Updates;
+
+/// How updates become classes, and of which dtypes the moments are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Update {
+    /// No update counts as smaller, in 128ths of an octave.
+    pub floor: i16,
+    /// What is added before classes are counted from 0, in 128ths of an octave.
+    pub offset: i16,
+    /// Dtypes of the first moment and of the second.
+    pub moments: [DType; 2],
+}
+
+/// How the bits of a dtype are divided, if weights and moments may be of it.
+pub fn float_bits(dtype: DType) -> Option<FloatBits> {
+    match dtype {
+        DType::BFloat16 => Some(FloatBits::BFloat16),
+        DType::Float16 => Some(FloatBits::Float16),
+        DType::Float32 => Some(FloatBits::Float32),
+        _ => None,
+    }
+}
+
+fn bits(dtype: DType) -> Result<FloatBits> {
+    let what = || Error::corrupt(format!("contexts `update` of dtype {dtype}"));
+    float_bits(dtype).ok_or_else(what)
+}
+
+impl Update {
+    /// Reads side data.
+    ///
+    /// # Errors
+    /// `Corrupt` if it is none.
+    pub fn parse(side: &[u8]) -> Result<Self> {
+        let none = || Error::corrupt("side data of contexts `update`");
+        let &[a, b, c, d, first, second, 0, 0] = side else { return Err(none()) };
+        let dtype = |code| DType::from_code(code).ok().filter(|d| float_bits(*d).is_some());
+        let (first, second) = dtype(first).zip(dtype(second)).ok_or_else(none)?;
+        let (floor, offset) = (i16::from_le_bytes([a, b]), i16::from_le_bytes([c, d]));
+        Ok(Self { floor, offset, moments: [first, second] })
+    }
+
+    /// As side data keeps it.
+    pub fn to_bytes(self) -> Vec<u8> {
+        let [first, second] = self.moments.map(|dtype| dtype as u8);
+        let mut out = [self.floor.to_le_bytes(), self.offset.to_le_bytes()].concat();
+        out.extend([first, second, 0, 0]);
+        out
+    }
+
+    /// The bytes of an input's value: the parent's is of `dtype`, the others are moments.
+    pub fn input_width(&self, input: usize, dtype: DType) -> usize {
+        match input {
+            0 => dtype.value_width(),
+            i => self.moments[(i - 1).min(1)].value_width(),
+        }
+    }
+
+    /// The class of each of the parent's values, which are of `dtype`, by moments.
+    ///
+    /// # Errors
+    /// `Corrupt` if the dtype has no such contexts, or the numbers of values differ.
+    pub fn classes(
+        &self,
+        kernels: Kernels,
+        dtype: DType,
+        [weights, first, second]: [&[u8]; 3],
+        out: &mut [u8],
+    ) -> Result<()> {
+        let [m, v] = self.moments;
+        let values = [(bits(dtype)?, weights), (bits(m)?, first), (bits(v)?, second)];
+        let fits =
+            |(bits, values): &(FloatBits, &[u8])| values.len() == out.len() * bits.width().bytes();
+        if !values.iter().all(fits) {
+            return Err(Error::corrupt("contexts of other values than the inputs'"));
+        }
+        kernels.update_classes(values, (self.floor, self.offset), out);
+        Ok(())
+    }
+
+    /// Negates differences, in place, where the first moment is positive: of values of `dtype`.
+    ///
+    /// # Errors
+    /// As [`Update::classes`].
+    pub fn turn(
+        &self,
+        kernels: Kernels,
+        width: Width,
+        differences: &mut [u8],
+        first: &[u8],
+    ) -> Result<()> {
+        let other = bits(self.moments[0])?.width();
+        if differences.len() / width.bytes() != first.len() / other.bytes() {
+            return Err(Error::corrupt("differences of other values than the inputs'"));
+        }
+        kernels.negate_where_positive(width, differences, (other, first));
+        Ok(())
+    }
+}
+
+impl ContextModel for Updates {
+    fn tables(&self, layout: LayoutId, _: usize) -> usize {
+        if layout == LayoutId::BYTES { CLASSES } else { 1 }
+    }
+
+    fn contexts(&self, known: &Known<'_>, out: &mut [u8]) -> Result<()> {
+        let update = Update::parse(known.tensor.side.get(SideKind::CONTEXTS))?;
+        let &[weights, first, second] = known.inputs else {
+            return Err(Error::corrupt("contexts `update` without both moments"));
+        };
+        update.classes(known.kernels, known.tensor.dtype, [weights, first, second], out)
+    }
+
+    fn depends_on_planes(&self) -> bool {
+        false
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn side_data_is_read_back_and_anything_else_refused() {
+        for [first, second] in [
+            [DType::BFloat16, DType::Float32],
+            [DType::Float32, DType::Float32],
+            [DType::Float16, DType::BFloat16],
+        ] {
+            let update = Update { floor: -300, offset: 12345, moments: [first, second] };
+            assert_eq!(Update::parse(&update.to_bytes()), Ok(update));
+            assert_eq!(update.input_width(0, DType::BFloat16), 2);
+            assert_eq!(update.input_width(1, DType::BFloat16), first.value_width());
+            assert_eq!(update.input_width(2, DType::BFloat16), second.value_width());
+        }
+        let good = [0xd4, 0xfe, 0x39, 0x30, 3, 1, 0, 0];
+        assert!(Update::parse(&good).is_ok());
+        for (at, byte) in [(4, 4), (4, 0), (4, 200), (5, 11), (6, 1), (7, 1)] {
+            let mut bad = good;
+            bad[at] = byte;
+            assert!(matches!(Update::parse(&bad), Err(Error::Corrupt { .. })), "{at} {byte}");
+        }
+        assert!(Update::parse(&good[..7]).is_err() && Update::parse(&[]).is_err());
+        assert!(Update::parse(&[&good[..], &[0; 8]].concat()).is_err());
+    }
+
+    #[test]
+    fn inputs_of_other_sizes_or_dtypes_are_refused() {
+        let moments = [DType::Float32, DType::BFloat16];
+        let update = Update { floor: 0, offset: 0, moments };
+        let (kernels, bytes) = (Kernels::default(), [0u8; 40]);
+        let mut out = [0; 10];
+        let mut classes = |dtype, sizes: [usize; 3]| {
+            update.classes(kernels, dtype, sizes.map(|n| &bytes[..n]), &mut out)
+        };
+        assert_eq!(classes(DType::BFloat16, [20, 40, 20]), Ok(()));
+        assert_eq!(classes(DType::Float32, [40, 40, 20]), Ok(()));
+        for (dtype, sizes) in [
+            (DType::BFloat16, [20, 20, 20]),
+            (DType::BFloat16, [20, 40, 18]),
+            (DType::Float32, [20, 40, 20]),
+            (DType::Float64, [40, 40, 20]),
+        ] {
+            assert!(matches!(classes(dtype, sizes), Err(Error::Corrupt { .. })), "{sizes:?}");
+        }
+        let mut differences = [0; 20];
+        assert!(update.turn(kernels, Width::B2, &mut differences, &bytes).is_ok());
+        assert!(update.turn(kernels, Width::B2, &mut differences, &bytes[..20]).is_err());
+    }
+}

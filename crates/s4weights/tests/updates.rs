@@ -1,0 +1,317 @@
+//! Weights whose differences are told from the moments of their optimizer.
+
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use common::{Memory, Owned};
+use s4weights::format::limits::MAX_UPDATES;
+use s4weights::format::manifest::RoleKind::{self, ExpAvg, ExpAvgSq, Master, Weight};
+use s4weights::format::manifest::{Role, Roles};
+use s4weights::{
+    Contents, DType, Preset, ReadOptions, Reader, Simd, Slice, Source, Target, WriteOptions,
+    Writer, adversarial,
+};
+
+const ROWS: u64 = 300;
+const COLS: u64 = 500;
+const F32: DType = DType::Float32;
+const BF16: DType = DType::BFloat16;
+const F16: DType = DType::Float16;
+
+/// About a normal distribution, by number.
+fn bell(seed: u64) -> f32 {
+    let mut x = seed;
+    let mut sum = 0.0;
+    for _ in 0..4 {
+        x = (x.wrapping_add(0x9e37_79b9_7f4a_7c15)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        x ^= x >> 31;
+        sum += (x >> 40) as f32 / (1u32 << 24) as f32 - 0.5;
+    }
+    1.7 * sum
+}
+
+fn bytes(dtype: DType, values: impl Iterator<Item = f32>) -> Vec<u8> {
+    let wide: Vec<u8> = values.flat_map(f32::to_le_bytes).collect();
+    let kernels = s4_planes::Kernels::default();
+    let mut narrow = vec![0; wide.len() / 2];
+    match dtype {
+        DType::BFloat16 => kernels.to_bf16(&wide, &mut narrow),
+        DType::Float16 => kernels.to_fp16(&wide, &mut narrow),
+        _ => return wide,
+    }
+    narrow
+}
+
+fn first(step: u64, i: u64) -> f32 {
+    1e-2 * bell(i ^ (step << 40)) * bell((i / COLS) ^ 0xabc_0000).exp()
+}
+
+fn second(step: u64, i: u64) -> f32 {
+    let old = 1e-4 * (2.0 * bell((i / COLS) ^ 0xabc_0000) + bell(i ^ 0x7777_0000)).exp();
+    old * (1.0 + 0.02 * step as f32 * bell(i ^ (step << 44)))
+}
+
+/// A weight and its moments, of these dtypes, after some steps of AdamW.
+fn state([weight, m, v]: [DType; 3], steps: u64) -> Vec<Owned> {
+    let value = |i: u64| {
+        let update = |step: u64| 3e-4 * first(step, i) / second(step, i).sqrt();
+        0.05 * bell(i) - (1..=steps).map(update).sum::<f32>()
+    };
+    let tensor = |name: &str, dtype, of: &dyn Fn(u64) -> f32| {
+        Owned::new(name, dtype, &[ROWS, COLS], bytes(dtype, (0..ROWS * COLS).map(of)))
+    };
+    vec![
+        tensor("w", weight, &value),
+        tensor("w.m", m, &|i| first(steps, i)),
+        tensor("w.v", v, &|i| second(steps, i)),
+    ]
+}
+
+fn roles(kinds: &[(u32, RoleKind)]) -> Roles {
+    let row = |&(tensor, kind)| Role { tensor, parameter: 0, kind, group: 0 };
+    Roles { tensors: kinds.iter().map(row).collect(), groups: vec![BTreeMap::new()] }
+}
+
+fn all_roles() -> Roles {
+    roles(&[(0, Weight), (1, ExpAvg), (2, ExpAvgSq)])
+}
+
+fn options(parent: Option<&Arc<Reader>>) -> WriteOptions {
+    let parent = parent.map(|p| Arc::clone(p) as _);
+    WriteOptions { preset: Preset::Balanced, parent, ..WriteOptions::default() }
+}
+
+fn save(tensors: &[Owned], roles: Roles, options: WriteOptions) -> Vec<u8> {
+    let memory = Memory::default();
+    let mut writer = Writer::create(Target::Stream(Box::new(memory.clone())), options).unwrap();
+    writer.declare(roles).unwrap();
+    writer.write(&tensors.iter().map(Owned::source).collect::<Vec<_>>()).unwrap();
+    writer.finish(Contents::default()).unwrap();
+    std::mem::take(&mut *memory.0.lock().unwrap())
+}
+
+fn open(file: Vec<u8>, parent: Option<&Arc<Reader>>) -> Arc<Reader> {
+    let reader = Reader::open(Source::Bytes(file.into()), ReadOptions::default()).unwrap();
+    if let Some(parent) = parent.filter(|_| reader.parent_digest().is_some()) {
+        reader.set_parent(Arc::clone(parent)).unwrap();
+    }
+    Arc::new(reader)
+}
+
+fn plan(reader: &Reader, name: &str) -> String {
+    let tensors = reader.inspect(false).unwrap().tensors;
+    tensors.into_iter().find(|t| t.name == name).unwrap().plan
+}
+
+fn is_told(reader: &Reader) -> bool {
+    plan(reader, "w").starts_with("parent descent bytes")
+}
+
+/// Reads every tensor by itself, all of them, a part, and checks the file.
+fn check(reader: &Reader, tensors: &[Owned]) {
+    for t in tensors {
+        assert!(reader.read(&t.name).unwrap() == t.data, "{}", t.name);
+    }
+    let mut values: Vec<_> = tensors.iter().map(|t| vec![7; t.data.len()]).collect();
+    let mut requests: Vec<_> = tensors
+        .iter()
+        .zip(&mut values)
+        .map(|(t, to)| (reader.find(&t.name).unwrap(), to.as_mut_slice()))
+        .collect();
+    reader.read_into(&mut requests).unwrap();
+    assert!(tensors.iter().zip(&values).all(|(t, v)| t.data == *v));
+    if let [t, ..] = tensors
+        && let [rows, cols] = t.shape[..]
+    {
+        let rows = rows / 3..rows / 3 + 2;
+        let part = reader.read_slice(&t.name, &Slice(vec![rows.clone(), 0..cols])).unwrap();
+        let byte = |row: u64| row as usize * cols as usize * t.dtype.size();
+        assert!(part == t.data[byte(rows.start)..byte(rows.end)]);
+    }
+    reader.verify().unwrap();
+}
+
+#[test]
+fn a_step_is_told_by_moments_of_any_dtypes_that_are_worth_reading() {
+    for (dtypes, told) in [
+        ([F32, F32, F32], true),
+        ([F32, BF16, BF16], true),
+        ([F32, BF16, F32], true),
+        ([BF16, BF16, BF16], true),
+        ([BF16, F32, BF16], true),
+        ([F16, F16, F32], true),
+        // Five times the weight's own bytes.
+        ([BF16, F32, F32], false),
+        ([F16, F32, F32], false),
+    ] {
+        let (before, after) = (state(dtypes, 0), state(dtypes, 1));
+        let base = open(save(&before, all_roles(), options(None)), None);
+        let file = save(&after, all_roles(), options(Some(&base)));
+        let reader = open(file.clone(), Some(&base));
+        assert_eq!(is_told(&reader), told, "{dtypes:?}: {}", plan(&reader, "w"));
+        check(&reader, &after);
+        let untold = save(&after, Roles::default(), options(Some(&base)));
+        assert!(!is_told(&open(untold.clone(), Some(&base))));
+        if told {
+            let weight = after[0].data.len() / 20;
+            assert!(file.len() + weight < untold.len(), "{dtypes:?}");
+        }
+        for threads in [1, 3] {
+            for simd in Simd::available() {
+                let options = WriteOptions {
+                    threads: Some(threads),
+                    simd: Some(simd),
+                    ..options(Some(&base))
+                };
+                assert!(save(&after, all_roles(), options) == file, "{threads} {simd}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_chain_is_read_from_its_base_and_applied_step_by_step() {
+    let dtypes = [BF16, BF16, BF16];
+    let states: Vec<_> = (0..5).map(|step| state(dtypes, step)).collect();
+    let mut chain = vec![open(save(&states[0], all_roles(), options(None)), None)];
+    for state in &states[1..] {
+        let parent = chain.last().cloned();
+        let reader = open(save(state, all_roles(), options(parent.as_ref())), parent.as_ref());
+        assert!(is_told(&reader), "{}", plan(&reader, "w"));
+        check(&reader, state);
+        chain.push(reader);
+    }
+    // All tensors, of which none has a parent to be opened.
+    let mut values = states[0].clone();
+    for (reader, state) in chain.iter().zip(&states).skip(1) {
+        let numbers = state.iter().map(|t| reader.find(&t.name).unwrap());
+        let mut requests: Vec<_> =
+            numbers.zip(&mut values).map(|(n, t)| (n, t.data.as_mut_slice())).collect();
+        reader.apply_into(&mut requests).unwrap();
+        assert!(values.iter().zip(state).all(|(a, b)| a.data == b.data));
+    }
+    // The weight alone.
+    let mut weight = states[0][0].data.clone();
+    for (reader, state) in chain.iter().zip(&states).skip(1) {
+        reader.apply_into(&mut [(reader.find("w").unwrap(), &mut weight)]).unwrap();
+        assert!(weight == state[0].data);
+    }
+}
+
+#[test]
+fn chains_as_long_as_readers_allow_are_not_told_beyond() {
+    let dtypes = [F32, BF16, BF16];
+    let mut parent = open(save(&state(dtypes, 0), all_roles(), options(None)), None);
+    for depth in 2..=MAX_UPDATES + 2 {
+        // Every other step goes back: the size of the change is known, and so is its sign.
+        let mut state = state(dtypes, 1);
+        state[0] = self::state(dtypes, u64::from((depth + 1) % 2)).remove(0);
+        let file = save(&state, all_roles(), options(Some(&parent)));
+        let reader = open(file, Some(&parent));
+        assert_eq!(is_told(&reader), depth <= MAX_UPDATES, "{depth}: {}", plan(&reader, "w"));
+        if depth >= MAX_UPDATES {
+            assert!(reader.read("w").unwrap() == state[0].data);
+        }
+        parent = reader;
+    }
+}
+
+#[test]
+fn wrong_and_missing_roles_cost_size_alone() {
+    let dtypes = [F32, F32, F32];
+    let (before, after) = (state(dtypes, 0), state(dtypes, 1));
+    for before_roles in [all_roles(), roles(&[(0, ExpAvg), (1, Weight), (2, ExpAvgSq)])] {
+        let base = open(save(&before, before_roles, options(None)), None);
+        for wrong in [
+            roles(&[(0, Weight), (1, ExpAvgSq), (2, ExpAvg)]),
+            roles(&[(0, ExpAvg), (1, Weight), (2, ExpAvgSq)]),
+            roles(&[(0, ExpAvgSq), (1, ExpAvg), (2, Master)]),
+            roles(&[(0, Weight), (1, ExpAvg)]),
+            roles(&[(0, Weight), (1, ExpAvg), (1, ExpAvgSq), (9, ExpAvgSq)]),
+            roles(&[(0, Weight), (0, ExpAvg), (0, ExpAvgSq)]),
+        ] {
+            let reader = open(save(&after, wrong.clone(), options(Some(&base))), Some(&base));
+            check(&reader, &after);
+            // What was a weight that moments told may be a moment now, and the other way round.
+            let next = open(save(&before, all_roles(), options(Some(&reader))), Some(&reader));
+            check(&next, &before);
+            let swapped = open(save(&after, wrong, options(Some(&next))), Some(&next));
+            check(&swapped, &after);
+        }
+    }
+}
+
+#[test]
+fn moments_of_other_sizes_or_stored_elsewhere_tell_nothing() {
+    let dtypes = [F32, F32, F32];
+    let (before, mut after) = (state(dtypes, 0), state(dtypes, 1));
+    let base = open(save(&before, all_roles(), options(None)), None);
+    // Moments in a call of their own.
+    let memory = Memory::default();
+    let target = Target::Stream(Box::new(memory.clone()));
+    let mut writer = Writer::create(target, options(Some(&base))).unwrap();
+    writer.declare(roles(&[(0, ExpAvg), (1, ExpAvgSq), (2, Weight)])).unwrap();
+    writer.write(&[after[1].source(), after[2].source()]).unwrap();
+    writer.write(&[after[0].source()]).unwrap();
+    writer.finish(Contents::default()).unwrap();
+    let file = std::mem::take(&mut *memory.0.lock().unwrap());
+    let reader = open(file, Some(&base));
+    assert!(!is_told(&reader));
+    check(&reader, &after);
+    // A moment with a row less.
+    after[2].data.truncate((4 * (ROWS - 1) * COLS) as usize);
+    after[2].shape[0] -= 1;
+    let reader = open(save(&after, all_roles(), options(Some(&base))), Some(&base));
+    assert!(!is_told(&reader));
+    check(&reader, &after);
+}
+
+#[test]
+fn rounded_copies_of_weights_that_moments_tell_are_read_in_their_order() {
+    let states = [0, 1, 2].map(|step| {
+        let mut all = state([F32, F32, F32], step);
+        let values = all[0].data.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x));
+        let model = Owned::new("model.w", BF16, &[ROWS, COLS], bytes(BF16, values));
+        all.insert(0, model);
+        all
+    });
+    let roles = || roles(&[(0, Weight), (1, Master), (2, ExpAvg), (3, ExpAvgSq)]);
+    let base = open(save(&states[0], roles(), options(None)), None);
+    let first = open(save(&states[1], roles(), options(Some(&base))), Some(&base));
+    let second = open(save(&states[2], roles(), options(Some(&first))), Some(&first));
+    for (reader, state) in [(&first, &states[1]), (&second, &states[2])] {
+        assert!(is_told(reader) && plan(reader, "model.w").starts_with("cast"));
+        check(reader, state);
+    }
+    let mut values = states[0].clone();
+    let numbers = values.iter().map(|t| first.find(&t.name).unwrap()).collect::<Vec<_>>();
+    let targets = values.iter_mut().map(|t| t.data.as_mut_slice());
+    first.apply_into(&mut numbers.into_iter().zip(targets).collect::<Vec<_>>()).unwrap();
+    assert!(values.iter().zip(&states[1]).all(|(a, b)| a.data == b.data));
+}
+
+#[test]
+fn adversarial_weights_and_moments_come_back() {
+    for dtype in [F32, BF16, F16] {
+        let n = 150 * 120;
+        let all: Vec<_> = adversarial(dtype, n).map(|(_, data)| data).collect();
+        for i in 0..all.len() {
+            let at = |k: usize| &all[(i + k) % all.len()];
+            let tensors = |weight: &Vec<u8>| -> Vec<Owned> {
+                let named = [("w", weight), ("w.m", at(3)), ("w.v", at(5))];
+                let owned = |(name, data): (&str, &Vec<u8>)| {
+                    Owned::new(name, dtype, &[150, 120], data.clone())
+                };
+                named.map(owned).into()
+            };
+            let base = open(save(&tensors(at(0)), all_roles(), options(None)), None);
+            let after = tensors(at(1));
+            let reader = open(save(&after, all_roles(), options(Some(&base))), Some(&base));
+            check(&reader, &after);
+        }
+    }
+}
