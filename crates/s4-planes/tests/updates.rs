@@ -32,8 +32,8 @@ fn size(bits: FloatBits, x: u32) -> i64 {
     let x = i64::from(x);
     match bits {
         FloatBits::BFloat16 => x % (1 << 15),
-        FloatBits::Float16 => (x % (1 << 15) >> 3) + (112 << 7),
-        FloatBits::Float32 => x % (1 << 31) >> 16,
+        FloatBits::Float16 => ((x % (1 << 15)) >> 3) + (112 << 7),
+        FloatBits::Float32 => (x % (1 << 31)) >> 16,
     }
 }
 

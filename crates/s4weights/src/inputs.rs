@@ -227,6 +227,11 @@ impl Inputs<Failure> for ParentInputs<'_> {
         Some((self.parent?.digest(), self.numbers[tensor]?))
     }
 
+    #[cfg(feature = "cuda")]
+    fn memory(&self) -> Vec<s4_engine::DeviceMemory> {
+        self.moments.iter().flatten().flatten().filter_map(|m| m.values.memory()).collect()
+    }
+
     fn moments(&self, tensor: usize) -> Option<&[Moment<'_>; 2]> {
         self.moments.get(tensor)?.as_ref()
     }

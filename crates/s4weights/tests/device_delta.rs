@@ -10,6 +10,8 @@ mod copies;
 mod emulated;
 #[path = "common/gpu.rs"]
 mod gpu;
+#[path = "device/updates.rs"]
+mod updates;
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};

@@ -8,11 +8,13 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use common::{Memory, Owned};
+use s4weights::format::file::Footer;
 use s4weights::format::limits::MAX_UPDATES;
 use s4weights::format::manifest::RoleKind::{self, ExpAvg, ExpAvgSq, Master, Weight};
 use s4weights::format::manifest::{Role, Roles};
+use s4weights::format::{Digest, Error as FormatError};
 use s4weights::{
-    Contents, DType, Preset, ReadOptions, Reader, Simd, Slice, Source, Target, WriteOptions,
+    Contents, DType, Error, Preset, ReadOptions, Reader, Simd, Slice, Source, Target, WriteOptions,
     Writer, adversarial,
 };
 
@@ -210,8 +212,8 @@ fn chains_as_long_as_readers_allow_are_not_told_beyond() {
         // Every other step goes back: the size of the change is known, and so is its sign.
         let mut state = state(dtypes, 1);
         state[0] = self::state(dtypes, u64::from((depth + 1) % 2)).remove(0);
-        let file = save(&state, all_roles(), options(Some(&parent)));
-        let reader = open(file, Some(&parent));
+        let options = WriteOptions { max_chain: Some(64), ..options(Some(&parent)) };
+        let reader = open(save(&state, all_roles(), options), Some(&parent));
         assert_eq!(is_told(&reader), depth <= MAX_UPDATES, "{depth}: {}", plan(&reader, "w"));
         if depth >= MAX_UPDATES {
             assert!(reader.read("w").unwrap() == state[0].data);
@@ -314,4 +316,91 @@ fn adversarial_weights_and_moments_come_back() {
             check(&reader, &after);
         }
     }
+}
+
+/// A file with another text in its manifest, and the checksums mended.
+fn with_manifest(file: &[u8], change: impl Fn(String) -> String) -> Vec<u8> {
+    let Footer { offset, len, .. } = Footer::parse(file, file.len() as u64).unwrap();
+    let (start, end) = (offset as usize, (offset + len) as usize);
+    let before = String::from_utf8(file[start..end].to_vec()).unwrap();
+    let manifest = change(before.clone());
+    assert!(manifest != before, "nothing was changed in {manifest}");
+    let (len, digest) = (manifest.len() as u64, Digest::of(manifest.as_bytes()));
+    let footer = Footer { offset, len, digest };
+    [&file[..start], manifest.as_bytes(), &footer.to_bytes()].concat()
+}
+
+/// What reading everything ends with.
+fn refusal(file: Vec<u8>, parent: &Arc<Reader>) -> FormatError {
+    let read = || {
+        let reader = Reader::open(Source::Bytes(file.into()), ReadOptions::default())?;
+        reader.set_parent(Arc::clone(parent))?;
+        reader.read("w")?;
+        reader.verify()
+    };
+    match read() {
+        Err(Error::Format { source, .. }) => source,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn moments_that_are_none_are_refused() {
+    let dtypes = [F32, BF16, F32];
+    let two = |step| {
+        let mut all = state(dtypes, step);
+        let more = state(dtypes, step);
+        all.extend(more.into_iter().map(|t| Owned { name: format!("{}2", t.name), ..t }));
+        // Of other values than the weights'.
+        all.push(Owned::new("short", F32, &[20_000], all[2].data[..80_000].to_vec()));
+        all
+    };
+    let mut roles = all_roles();
+    roles.tensors.extend((3..6).map(|tensor| Role {
+        tensor,
+        parameter: 1,
+        kind: [Weight, ExpAvg, ExpAvgSq][tensor as usize - 3],
+        group: 0,
+    }));
+    let base = open(save(&two(0), roles.clone(), options(None)), None);
+    let file = save(&two(1), roles.clone(), options(Some(&base)));
+    let reader = open(file.clone(), Some(&base));
+    assert!(is_told(&reader) && plan(&reader, "w2").starts_with("parent descent"));
+    let inputs = |a: u32, b: u32| format!(r#"{{"tensor":{a}}},{{"tensor":{b}}}"#);
+    let with = |a, b| with_manifest(&file, |m| m.replace(&inputs(1, 2), &inputs(a, b)));
+    let refused = |file| refusal(file, &base);
+    // Not there, itself, each other.
+    assert!(matches!(refused(with(1, 99)), FormatError::Corrupt { .. }));
+    assert!(matches!(refused(with(1, 0)), FormatError::Limit { .. }));
+    let each_other = with_manifest(&with(1, 3), |m| m.replace(&inputs(4, 5), &inputs(4, 0)));
+    assert!(matches!(refused(each_other), FormatError::Limit { .. }));
+    // Of another dtype, of other values, and one that is told from moments itself.
+    for (a, b) in [(2, 1), (2, 2), (1, 6), (1, 3)] {
+        let e = refused(with(a, b));
+        let text = e.to_string();
+        assert!(matches!(e, FormatError::Corrupt { .. }) && text.contains("no moment"), "{text}");
+    }
+    // The other weight's would do, but say something else: a checksum tells.
+    let mut other = two(1);
+    for t in &mut other[4..6] {
+        t.data.rotate_left(4 * 1000);
+    }
+    let file = save(&other, roles, options(Some(&base)));
+    let swapped = with_manifest(&file, |m| m.replace(&inputs(1, 2), &inputs(4, 5)));
+    assert!(matches!(refusal(swapped, &base), FormatError::Corrupt { .. }));
+}
+
+#[test]
+fn moments_whose_ancestors_need_other_tensors_are_refused() {
+    let dtypes = [BF16, BF16, BF16];
+    let base = open(save(&state(dtypes, 0), all_roles(), options(None)), None);
+    let first = save(&state(dtypes, 1), all_roles(), options(Some(&base)));
+    let first = open(first, Some(&base));
+    let second = save(&state(dtypes, 2), all_roles(), options(Some(&first)));
+    assert!(is_told(&first) && is_told(&open(second.clone(), Some(&first))));
+    // The second moment as a difference from the weight before, which is told from moments itself.
+    let above = |number: u32| format!(r#"[{{"manifest":"{}","tensor":{number}}}]"#, first.digest());
+    let branching = with_manifest(&second, |m| m.replace(&above(2), &above(0)));
+    let e = refusal(branching, &first);
+    assert!(e.to_string().contains("needs other tensors"), "{e}");
 }

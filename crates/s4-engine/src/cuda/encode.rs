@@ -24,8 +24,9 @@ use super::worker::{SLOTS, Session};
 use super::{Counters, Host};
 use crate::encode::plain;
 use crate::engine::{Chunk, ChunkQueue};
+use crate::inputs::missing_moments;
 use crate::{
-    EncodeJob, EncodedChunk, EncodedFrame, Input, Inputs, Scratch, TensorPlan, TensorView,
+    EncodeJob, EncodedChunk, EncodedFrame, Input, Inputs, Moment, Scratch, TensorPlan, TensorView,
 };
 
 /// One device's chunks, in order.
@@ -404,7 +405,7 @@ impl<'a> EncodeQueue<'a> {
                 let bytes = unsafe { self.session.worker.slots[slot].pinned.slice(offset, len) };
                 EncodedFrame { tensor: member.tensor, chunk: member.chunk, encoded, bytes }
             }
-            None => self.encode_on_host(&member, input)?,
+            None => self.encode_on_host(&member, input, inputs.moments(member.tensor))?,
         }))
     }
 
@@ -465,6 +466,7 @@ impl<'a> EncodeQueue<'a> {
         &mut self,
         member: &Member,
         input: Option<Input<'_>>,
+        moments: Option<&[Moment<'_>; 2]>,
     ) -> Result<EncodedFrame<'_>> {
         let values = if member.scale > 0 { Some(self.input_on_host(member, input)?) } else { None };
         let &Member { tensor, chunk, .. } = member;
@@ -472,8 +474,22 @@ impl<'a> EncodeQueue<'a> {
         let view = TensorView { dtype: t.dtype, shape: t.shape, data: &self.values };
         self.frame.clear();
         let values = values.as_deref();
-        let job = EncodeJob { view: &view, plan, chunk, inputs: values.as_slice() };
-        let encoded = if plan_has_own_input(plan) && values.is_some_and(<[u8]>::is_empty) {
+        let mut given = values.as_slice().to_vec();
+        let mut gone = plan_has_own_input(plan) && values.is_some_and(<[u8]>::is_empty);
+        let mut read = [vec![], vec![]];
+        if plan.plan.moments().is_some() {
+            let moments = moments.ok_or_else(|| missing_moments(tensor, chunk))?;
+            let count = (self.values.len() / t.dtype.value_width()) as u64;
+            let range = (chunk << plan.chunk_log2, count);
+            for (moment, buffer) in moments.iter().zip(&mut read) {
+                match self.moment_on_host(tensor, moment, range, buffer)? {
+                    Some(wanted) => given.push(&buffer[wanted]),
+                    None => gone = true,
+                }
+            }
+        }
+        let job = EncodeJob { view: &view, plan, chunk, inputs: &given };
+        let encoded = if gone {
             // What is stored of the input is other than what it holds now.
             Ok(plain(&self.values, &mut self.frame))
         } else {

@@ -1,5 +1,6 @@
 //! Plans of device tensors: samples of them are fetched, and planned on the threads of the caller.
 
+use std::collections::HashMap;
 use std::ops::Range;
 
 use rayon::ThreadPool;
@@ -8,7 +9,7 @@ use s4_format::{Digest, Error};
 use s4_predict::rank1::Grid;
 
 use super::CudaEngine;
-use super::error::{CudaError, Result};
+use super::error::{CudaError, Of, Result};
 use crate::engine::{TensorError, TensorValues, each};
 use crate::planner::{About, Sample};
 use crate::{DeviceMemory, Inputs, ParentSample, Preset, Scratch, TensorPlan, planner};
@@ -26,6 +27,16 @@ struct Waiting {
     bytes: Vec<u8>,
 }
 
+/// Tensors that are planned, and what of.
+struct Given<'a, E> {
+    preset: Preset,
+    tensors: &'a [TensorValues<'a>],
+    inputs: &'a dyn Inputs<E>,
+    pool: Option<&'a ThreadPool>,
+    /// What is looked at of moments, of each tensor that has some.
+    moments: &'a HashMap<usize, [Vec<u8>; 2]>,
+}
+
 impl CudaEngine {
     /// The plan that the CPU engine chooses for the same values.
     pub(super) fn plan_tensors<E: From<CudaError> + Send>(
@@ -35,6 +46,8 @@ impl CudaEngine {
         inputs: &dyn Inputs<E>,
         pool: Option<&ThreadPool>,
     ) -> Result<Vec<TensorPlan>, E> {
+        let moments = self.moment_samples(tensors, inputs)?;
+        let given = Given { preset, tensors, inputs, pool, moments: &moments };
         let mut runs = vec![];
         for (tensor, t) in tensors.iter().enumerate() {
             let memory = device_memory(t)?;
@@ -52,9 +65,9 @@ impl CudaEngine {
             });
             drop(wait);
             let now = now.into_iter().map(|(tensor, sample)| (tensor, None, sample));
-            self.plan_fetched(preset, tensors, inputs, pool, now.collect(), &mut plans)
+            self.plan_fetched(&given, now.collect(), &mut plans)
         })?;
-        self.plan_waiting(preset, tensors, inputs, pool, waiting, &mut plans)?;
+        self.plan_waiting(&given, waiting, &mut plans)?;
         let none = |tensor| TensorError { tensor, source: Error::corrupt("no plan was made") };
         let planned = plans.into_iter().enumerate();
         let all = planned.map(|(i, plan)| plan.ok_or_else(|| CudaError::from(none(i)).into()));
@@ -64,13 +77,11 @@ impl CudaEngine {
     /// Plans tensors whose samples were fetched, and of some the values of their grids behind those.
     fn plan_fetched<E: From<CudaError> + Send>(
         &self,
-        preset: Preset,
-        tensors: &[TensorValues<'_>],
-        inputs: &dyn Inputs<E>,
-        pool: Option<&ThreadPool>,
+        given: &Given<'_, E>,
         fetched: Vec<(usize, Option<Grid>, &[u8])>,
         plans: &mut [Option<TensorPlan>],
     ) -> Result<(), E> {
+        let Given { preset, tensors, inputs, pool, moments } = *given;
         let numbers: Vec<_> = fetched.iter().map(|f| f.0).collect();
         let parents = inputs.samples(&numbers)?;
         let mut work: Vec<_> = fetched.into_iter().zip(parents).map(|w| (w, None)).collect();
@@ -80,7 +91,9 @@ impl CudaEngine {
                 manifest,
                 tensor: number,
                 values: parent,
-                moments: None,
+                moments: inputs.moments(tensor).zip(moments.get(&tensor)).map(|(m, samples)| {
+                    [m[0].with_sample(&samples[0]), m[1].with_sample(&samples[1])]
+                }),
             });
             let planned = self.host.cpu.idle.with(|scratch| {
                 let parent = parent.as_ref();
@@ -97,13 +110,11 @@ impl CudaEngine {
     /// Fetches the values of grids, with the samples once more, and plans each tensor that has all of them.
     fn plan_waiting<E: From<CudaError> + Send>(
         &self,
-        preset: Preset,
-        tensors: &[TensorValues<'_>],
-        inputs: &dyn Inputs<E>,
-        pool: Option<&ThreadPool>,
+        given: &Given<'_, E>,
         mut waiting: Vec<Waiting>,
         plans: &mut [Option<TensorPlan>],
     ) -> Result<(), E> {
+        let Given { tensors, inputs, .. } = *given;
         let (mut items, mut owners) = (vec![], vec![]);
         for (i, w) in waiting.iter_mut().enumerate() {
             let t = &tensors[w.tensor];
@@ -127,8 +138,40 @@ impl CudaEngine {
                 }
             }
             let fetched = ready.iter().map(|(tensor, grid, b)| (*tensor, Some(*grid), &b[..]));
-            self.plan_fetched(preset, tensors, inputs, pool, fetched.collect(), plans)
+            self.plan_fetched(given, fetched.collect(), plans)
         })
+    }
+
+    /// What is looked at of moments, of each tensor that has some.
+    fn moment_samples<E: From<CudaError> + Send>(
+        &self,
+        tensors: &[TensorValues<'_>],
+        inputs: &dyn Inputs<E>,
+    ) -> Result<HashMap<usize, [Vec<u8>; 2]>, E> {
+        let mut out: HashMap<usize, [Vec<u8>; 2]> = HashMap::new();
+        let (mut items, mut owners) = (vec![], vec![]);
+        for (tensor, t) in tensors.iter().enumerate() {
+            let Some(moments) = inputs.moments(tensor) else { continue };
+            let samples = out.entry(tensor).or_default();
+            for (which, moment) in moments.iter().enumerate() {
+                let Some(memory) = moment.values.memory() else {
+                    let sample = moment.sample(t.dtype);
+                    samples[which] = sample.of(tensor)?;
+                    continue;
+                };
+                let parts = moment.probes(t.dtype).map(|r| memory.part(r.start, r.end - r.start));
+                items.push(parts.collect::<Result<Vec<_>, _>>().map_err(CudaError::from)?);
+                owners.push((tensor, which));
+            }
+        }
+        self.fetch::<E>(&items, |batch| {
+            for (item, bytes) in batch {
+                let (tensor, which) = owners[*item];
+                out.entry(tensor).or_default()[which] = bytes.to_vec();
+            }
+            Ok(())
+        })?;
+        Ok(out)
     }
 
     /// The grid of a tensor whose samples were fetched.

@@ -49,7 +49,7 @@ fn write(path: &Path, sources: &[TensorSource<'_>], options: WriteOptions) -> s4
 }
 
 /// Sources on the device where a bit of `places` is set, else on the host.
-fn mixed<'a>(
+pub(super) fn mixed<'a>(
     tensors: &'a [Tensor],
     buffers: &[DeviceBuffer],
     places: usize,
@@ -62,14 +62,14 @@ fn mixed<'a>(
     all.map(|(i, t)| TensorSource::new(&t.name, t.dtype, &t.shape, place(i))).collect()
 }
 
-fn read_on(gpu: &Gpu, reader: &Reader, tensors: &[Tensor]) -> Vec<Vec<u8>> {
+pub(super) fn read_on(gpu: &Gpu, reader: &Reader, tensors: &[Tensor]) -> Vec<Vec<u8>> {
     let to: Vec<_> = tensors.iter().map(|t| gpu.upload(&vec![0xee; t.data.len()])).collect();
     let requests: Vec<_> = to.iter().map(memory).enumerate().rev().collect();
     reader.read_into_device(&gpu.engine, &requests).unwrap();
     to.iter().map(|b| gpu.download(b)).collect()
 }
 
-fn plans(reader: &Reader) -> Vec<String> {
+pub(super) fn plans(reader: &Reader) -> Vec<String> {
     reader.inspect(false).unwrap().tensors.into_iter().map(|t| t.plan).collect()
 }
 

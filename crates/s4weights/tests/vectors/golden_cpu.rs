@@ -199,6 +199,34 @@ fn the_golden_predictions_are_what_is_written() {
     compare(&folder, "testdata/golden/predicted");
 }
 
+/// A weight and its moments at step 0 or 1, in bf16.
+fn updated(step: u64) -> (Vec<Owned>, Roles) {
+    let run = format!("gpt34m_bf16_s{step}");
+    let kinds = [RoleKind::Weight, RoleKind::ExpAvg, RoleKind::ExpAvgSq];
+    let names = ["model", "optimizer.exp_avg", "optimizer.exp_avg_sq"];
+    let tensors = names.map(|name| {
+        let data = slice(&run, &format!("{name}.h.4.fc.weight"), 2 * 40 * 512);
+        Owned::new(format!("{name}.fc"), DType::BFloat16, &[40, 512], data)
+    });
+    let role = |(tensor, kind)| Role { tensor, parameter: 0, kind, group: 0 };
+    let groups = vec![BTreeMap::from([("lr".to_owned(), 0.000_329)])];
+    (tensors.into(), Roles { tensors: (0..).zip(kinds).map(role).collect(), groups })
+}
+
+#[test]
+fn the_golden_update_is_what_is_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = kept().unwrap_or_else(|| dir.path().to_owned()).join("golden/updated");
+    write_chain(&folder, Preset::Small, |step| {
+        let (tensors, roles) = updated(step);
+        (tensors, Some(roles), Contents::default())
+    });
+    let path = folder.join("delta.s4w");
+    let reader = Reader::open(Source::from(path.as_path()), Default::default()).unwrap();
+    assert!(reader.manifest().plans.iter().any(|p| p.moments() == Some([1, 2])));
+    compare(&folder, "testdata/golden/updated");
+}
+
 /// Makes the golden store: four checkpoints, each a delta of the one before; the third is rebased,
 /// so that the fourth is a delta of something that is gone.
 #[test]

@@ -147,6 +147,17 @@ impl Parts {
 
 type Change = fn(&mut Parts);
 
+/// The small file's only plan.
+const NO_PLAN: &str = r#"{"predictor":0,"residual":0,"layout":3}"#;
+
+/// A plan with contexts `update`, with these moments.
+fn update_plan(moments: &[u32]) -> String {
+    let own: String = moments.iter().map(|n| format!(r#",{{"tensor":{n}}}"#)).collect();
+    let parent = format!(r#"{{"manifest":"{}","tensor":0}}"#, Digest::of(b""));
+    let plan = r#"{"predictor":1,"residual":4,"layout":1"#;
+    format!(r#"{plan},"inputs":[{parent}{own}],"contexts":2}}"#)
+}
+
 /// Of the small file: four bfloat16 values in a pack, one plain chunk.
 const PLAIN: &[(&str, &str, &str, Change)] = &[
     (
@@ -234,6 +245,21 @@ const PLAIN: &[(&str, &str, &str, Change)] = &[
     }),
     ("plan-cast-without-input", "corrupt", "predictor `cast` without an input", |p| {
         p.json(r#""predictor":0,"residual":0"#, r#""predictor":3,"residual":1"#);
+    }),
+    ("plan-update-without-moments", "corrupt", "contexts `update` with one moment", |p| {
+        p.json(NO_PLAN, &update_plan(&[0]));
+    }),
+    ("plan-update-of-fields", "corrupt", "contexts `update` with layout `fields`", |p| {
+        p.json(NO_PLAN, &update_plan(&[0, 0]).replace(r#""layout":1"#, r#""layout":2"#));
+    }),
+    ("plan-descent-without-contexts", "corrupt", "residual `descent` without contexts", |p| {
+        p.json(NO_PLAN, &update_plan(&[0, 0]).replace(r#","contexts":2"#, ""));
+    }),
+    ("manifest-update-too-deep", "limit", "contexts `update` at depth 17", |p| {
+        p.json(NO_PLAN, &format!("{NO_PLAN},{}", update_plan(&[0, 0])));
+        let hash = Digest::of(b"").to_string();
+        let parent = format!(r#""form":"tensors","parent":{{"manifest":"{hash}","depth":16}}"#);
+        p.json(r#""form":"tensors""#, &parent);
     }),
     ("table-pack-has-inputs", "corrupt", "the pack's plan has an input", |p| {
         let plan = r#""predictor":3,"residual":1,"inputs":[{"tensor":0}]"#;

@@ -1,5 +1,7 @@
 //! What a group of chunks is predicted from, uploaded before the group.
 
+use std::ops::Range;
+
 use bytes::Bytes;
 use s4_codec_gpu::{DecodeBatch, GpuError, abi};
 use s4_format::limits::ALIGN;
@@ -9,6 +11,7 @@ use crate::cuda::error::{CudaError, Of, Result};
 use crate::cuda::parent::{self, LevelPlaces, Levels, Target};
 use crate::engine::each;
 use crate::inputs::{Input, InputFrame, InputSize, Inputs, decode_frames, missing};
+use crate::moments::{Cover, Moment};
 
 /// What decodes a group's parents.
 pub(super) struct Decoding {
@@ -168,6 +171,30 @@ impl<'a> EncodeQueue<'a> {
             Input::Frames(frames) => self.decode_frames(member, &frames),
             Input::Late => Err(more_than_said()),
         }
+    }
+}
+
+impl EncodeQueue<'_> {
+    /// Copies values of a tensor's moment to `buffer`, wherever they are: first number and count. Gives where they lie
+    /// there; `None`: they are no longer what was stored.
+    pub(super) fn moment_on_host(
+        &self,
+        tensor: usize,
+        moment: &Moment<'_>,
+        range: (u64, u64),
+        buffer: &mut Vec<u8>,
+    ) -> Result<Option<Range<usize>>> {
+        let Some(memory) = moment.values.memory() else {
+            return moment.read(range, buffer).of(tensor);
+        };
+        let Cover { parts, wanted } = moment.cover(range.0, range.1).of(tensor)?;
+        let (first, last) = (parts.first().map_or(0, |p| p.0.start), parts.last());
+        let end = last.map_or(first, |p| p.0.end);
+        // A chunk, or two.
+        self.copy_to_host(memory.address() + first, (end - first) as usize, buffer)?;
+        let of = |r: &Range<u64>| (r.start - first) as usize..(r.end - first) as usize;
+        let stored = parts.iter().all(|(r, crc)| s4_format::crc32c(&buffer[of(r)]) == *crc);
+        Ok(stored.then_some(wanted))
     }
 }
 

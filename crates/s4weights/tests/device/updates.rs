@@ -1,0 +1,90 @@
+//! Weights that are told from their moments, wherever all of them lie.
+
+use std::collections::BTreeMap;
+
+use s4weights::format::manifest::{Role, RoleKind, Roles};
+
+use super::copies::{mixed, plans, read_on};
+use super::*;
+
+/// Weights and moments after some steps, in fp32 and in bf16.
+fn state(steps: u32) -> Vec<Tensor> {
+    let mut out = weight("a", DType::Float32, 0, steps);
+    out.extend(weight("b", DType::BFloat16, 1 << 24, steps));
+    out
+}
+
+/// A weight and its moments, of which the first is in bf16.
+fn weight(name: &str, dtype: DType, seed: u32, steps: u32) -> [Tensor; 3] {
+    let noise = |i: u32, k: u32| {
+        let x = u64::from(i + seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ u64::from(k) << 40;
+        ((x ^ x >> 29).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 40) as f32 / (1 << 24) as f32 - 0.5
+    };
+    let first = |i: u32, step: u32| 0.01 * noise(i, 10 + step) * (6.0 * noise(i, 1)).exp();
+    let second = |i: u32| 1e-5 * (3.0 * noise(i, 2)).exp();
+    let weight = |i: u32| {
+        let update = |step| 3e-4 * first(i, step) / second(i).sqrt();
+        0.1 * noise(i, 3) - (1..=steps).map(update).sum::<f32>()
+    };
+    let n = 300_000u32;
+    let tensor = |name: &str, dtype, of: &dyn Fn(u32) -> f32| {
+        let mut data: Vec<u8> = (0..n).flat_map(|i| of(i).to_le_bytes()).collect();
+        if dtype == DType::BFloat16 {
+            let wide = std::mem::replace(&mut data, vec![0; 2 * n as usize]);
+            s4_planes::Kernels::default().to_bf16(&wide, &mut data);
+        }
+        Tensor { name: name.into(), dtype, shape: vec![600, 500], data }
+    };
+    [
+        tensor(name, dtype, &weight),
+        tensor(&format!("{name}.m"), DType::BFloat16, &|i| first(i, steps)),
+        tensor(&format!("{name}.v"), dtype, &second),
+    ]
+}
+
+fn roles() -> Roles {
+    let kinds = [RoleKind::Weight, RoleKind::ExpAvg, RoleKind::ExpAvgSq];
+    let row = |i: u32| Role { tensor: i, parameter: i / 3, kind: kinds[i as usize % 3], group: 0 };
+    Roles { tensors: (0..6).map(row).collect(), groups: vec![BTreeMap::new()] }
+}
+
+fn write(path: &Path, sources: &[TensorSource<'_>], options: WriteOptions) {
+    let mut writer = Writer::create(path.into(), options).unwrap();
+    writer.declare(roles()).unwrap();
+    writer.write(sources).unwrap();
+    writer.finish(Default::default()).unwrap();
+}
+
+#[test]
+fn weights_are_told_from_their_moments_wherever_they_are() {
+    let Some(gpu) = gpu() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name);
+    let (tensors, later) = (state(0), state(1));
+    write(&path("base"), &mixed(&tensors, &[], 0), WriteOptions::default());
+    let base = Arc::new(Reader::open(path("base").as_path().into(), Default::default()).unwrap());
+    let against = || WriteOptions { parent: Some(Arc::clone(&base) as _), ..Default::default() };
+    write(&path("host"), &mixed(&later, &[], 0), against());
+    let reader = Reader::open(path("host").as_path().into(), Default::default()).unwrap();
+    reader.set_parent(Arc::clone(&base)).unwrap();
+    let told = plans(&reader).iter().filter(|p| p.starts_with("parent descent")).count();
+    assert_eq!(told, 2, "{:?}", plans(&reader));
+    let buffers: Vec<_> = later.iter().map(|t| gpu.upload(&t.data)).collect();
+    for places in [0b111111, 0b110110, 0b001001, 0b010101] {
+        write(&path("there"), &mixed(&later, &buffers, places), gpu.with(against()));
+        let same = std::fs::read(path("host")).unwrap() == std::fs::read(path("there")).unwrap();
+        assert!(same, "{places:06b}");
+    }
+    for (t, back) in later.iter().zip(read_on(&gpu, &reader, &later)) {
+        assert!(back == t.data, "{}: to the device", t.name);
+    }
+    // In place: what the device leaves is read as it would be otherwise.
+    let there: Vec<_> = tensors.iter().map(|t| gpu.upload(&t.data)).collect();
+    let requests: Vec<_> = there.iter().map(memory).enumerate().collect();
+    let left = reader.apply_into_device(&gpu.engine, &requests).unwrap();
+    let rest: Vec<_> = left.iter().map(|&i| requests[i]).collect();
+    reader.read_into_device(&gpu.engine, &rest).unwrap();
+    for (t, buffer) in later.iter().zip(&there) {
+        assert!(gpu.download(buffer) == t.data, "{}: applied", t.name);
+    }
+}
