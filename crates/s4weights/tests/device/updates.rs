@@ -9,7 +9,7 @@ use super::*;
 
 /// Weights and moments after some steps, in fp32 and in bf16.
 fn state(steps: u32) -> Vec<Tensor> {
-    let mut out = weight("a", DType::Float32, 0, steps);
+    let mut out = Vec::from(weight("a", DType::Float32, 0, steps));
     out.extend(weight("b", DType::BFloat16, 1 << 24, steps));
     out
 }
