@@ -203,7 +203,8 @@ impl CpuEngine {
             let mut buffer = std::mem::take(&mut scratch.streams[i]);
             let coding = plan.coding(i);
             let rans = coding.codec == CodecId::RANS;
-            let several = prediction.filter(|p| rans && p.has_contexts(layout, i));
+            let contexts_used = rans && plan.one_table >> i & 1 == 0;
+            let several = prediction.filter(|p| contexts_used && p.has_contexts(layout, i));
             if let Some(prediction) = several {
                 let mut planes = [&[][..]; MAX_PLANES];
                 (0..i).for_each(|j| planes[j] = scratch.plane(layout, sizes, j));
@@ -218,7 +219,8 @@ impl CpuEngine {
                     tables,
                     contexts: if several.is_some() { &contexts } else { &[] },
                 },
-                own_tables: true,
+                // With so many contexts a chunk's own tables take more time than they save bytes.
+                own_tables: tables.is_empty() || !prediction.is_some_and(Prediction::is_told),
                 behind: match i + 1 < sizes.len() {
                     true => scratch.stream(layout, sizes, i + 1),
                     false => &[],

@@ -48,6 +48,8 @@ pub struct TensorPlan {
     pub chunk_log2: u8,
     /// Side data that the chunks need, but for shared tables.
     pub side: Side,
+    /// Planes, a bit each, whose symbols use one table whatever their contexts.
+    pub(crate) one_table: u8,
     /// For each plane the tables that all chunks may share, as they stand in the side data; empty if
     /// there are none.
     pub(crate) shared: Vec<Vec<u8>>,
@@ -56,7 +58,7 @@ pub struct TensorPlan {
 impl TensorPlan {
     /// A plan that no planner made, without side data or shared tables.
     pub fn new(plan: Plan, planes: Vec<PlaneCoding>, chunk_log2: u8) -> Self {
-        Self { plan, planes, chunk_log2, side: Side::default(), shared: vec![] }
+        Self { plan, planes, chunk_log2, side: Side::default(), one_table: 0, shared: vec![] }
     }
 
     /// The side data that the index keeps. `shared`: whether a chunk used the shared tables.

@@ -229,6 +229,11 @@ impl Prediction<'_> {
         self.predictor.is_sparse()
     }
 
+    /// Whether contexts are told from moments.
+    pub(crate) fn is_told(&self) -> bool {
+        self.update.is_some()
+    }
+
     /// Whether the symbols of a plane are coded with several tables.
     pub(crate) fn has_contexts(&self, layout: LayoutId, plane: usize) -> bool {
         self.contexts.tables(layout, plane) > 1

@@ -10,6 +10,7 @@ use s4_format::{
     crc32c,
 };
 use s4_planes::Simd;
+use s4_predict::Update;
 
 use crate::input::{Input, expand, sets};
 use crate::memory::bounded;
@@ -52,6 +53,8 @@ pub(crate) struct Sample {
     pub(crate) frame: Vec<u8>,
     /// The parent's values, as many as the chunk has.
     pub(crate) parent: Vec<u8>,
+    /// With contexts `update`: the moments' values.
+    moments: Vec<Vec<u8>>,
     shape: Vec<u64>,
     chunk: u64,
     crc_encoded: u32,
@@ -61,7 +64,7 @@ impl Sample {
     /// A chunk of fewer than `most` values; `None` for a plan that no manifest may hold.
     pub(crate) fn read(input: &mut Input<'_>, codecs: &[CodecId], most: usize) -> Option<Self> {
         let dtype = input.pick(DType::ALL);
-        let plan = plan(input)?;
+        let mut plan = plan(input)?;
         let n = input.len() % most;
         let (flags, chunk) = (input.u8(), u64::from(input.u8() % 4));
         let width = dtype.value_width();
@@ -76,8 +79,20 @@ impl Sample {
         if flags & 2 == 2 {
             shape.splice(0..0, [3, u64::from(input.u8())]);
         }
+        let mut moments = vec![];
+        let contexts = side.get(SideKind::CONTEXTS);
+        if !contexts.is_empty() && plan.is_delta() && plan.layout == LayoutId::BYTES {
+            plan = Plan::update(Digest([0; 32]), 0, [1, 2]);
+            // Moments of any sizes, mostly of the right ones.
+            let widths = Update::parse(contexts).map(|u| u.moments.map(|d| d.value_width()));
+            moments = widths.unwrap_or([2, 4]).map(|w| expand(input.take(24), n * w)).into();
+            if flags & 12 == 12 {
+                moments.pop();
+            }
+        }
         let parent = expand(input.rest(), n * width);
-        Some(Self { dtype, plan, side, plain, frame, parent, shape, chunk, crc_encoded: crc })
+        let crc_encoded = crc;
+        Some(Self { dtype, plan, side, plain, frame, parent, moments, shape, chunk, crc_encoded })
     }
 
     pub(crate) fn record(&self, crc_raw: u32) -> ChunkRecord {
@@ -97,13 +112,15 @@ impl Sample {
         let spec = TensorSpec { dtype: *dtype, shape: &self.shape, plan, side, chunk_log2: 16 };
         let (record, mut values) = (self.record(crc_raw), self.parent.clone());
         let engine = engine(simd);
+        let moments = self.moments.iter().map(|values| InputValues::Slice(values));
+        let inputs: Vec<_> = [InputValues::Destination].into_iter().chain(moments).collect();
         let done = engine.decode(
             &DecodeJob {
                 spec: &spec,
                 chunk: *chunk,
                 record: &record,
                 frame: &self.frame,
-                inputs: &[InputValues::Destination],
+                inputs: &inputs,
             },
             scratch,
             &mut values,
@@ -140,7 +157,7 @@ fn plan(input: &mut Input<'_>) -> Option<Plan> {
     plan.require_open().is_ok().then_some(plan)
 }
 
-/// Side data: nothing, tables, offsets of `rank1`, or both, of any bytes.
+/// Side data: nothing, tables, offsets of `rank1`, contexts `update`, or several, of any bytes.
 fn side(input: &mut Input<'_>, width: usize, n: usize) -> Side {
     let mut side = Side::default();
     let kinds = input.u8();
@@ -159,6 +176,13 @@ fn side(input: &mut Input<'_>, width: usize, n: usize) -> Side {
         let len = 2 * (rows + cols) as usize;
         bytes.extend(expand(input.take(16), if kinds & 4 == 4 { len } else { len / 2 }));
         let _ = side.push(SideKind::OFFSETS, bytes);
+    }
+    if kinds & 16 == 16 {
+        let numbers: [u8; 4] = input.array();
+        let dtypes = [(); 3].map(|()| input.u8() % 5);
+        let end = if kinds & 32 == 32 { dtypes[2] } else { 0 };
+        let bytes = [&numbers[..], &dtypes[..2], &[0, end]].concat();
+        let _ = side.push(SideKind::CONTEXTS, bytes);
     }
     side
 }

@@ -3,6 +3,7 @@
 use s4_codec_cpu::rans::{Counts, Precision, cost, entropy};
 use s4_codec_cpu::{Context, Symbols};
 use s4_format::dtype::Form;
+use s4_format::limits::MAX_TABLES;
 use s4_format::{CodecId, DType, LayoutId, Result};
 use s4_predict::{ContextModel, Known, Tensor};
 
@@ -26,6 +27,8 @@ const PAIRS_LOSS: u64 = 50;
 /// As [`PAIRS_LOSS`] for a delta, of the bits of all its planes: coarse frequencies waste a larger part of
 /// planes that take few bits.
 const PAIRS_LOSS_OF_ALL: u64 = 128;
+/// Contexts of a plane must save this part of all planes' bits: one table is faster.
+const CONTEXTS_LOSS: u64 = 256;
 /// What entropy coding costs, as a part of a bit for each value: it is most of a decoder's work.
 const RANS_WORK: u64 = 8;
 
@@ -57,6 +60,8 @@ pub(super) struct PlannedPlane {
     pub(super) coding: PlaneCoding,
     /// Of each context, or of all symbols.
     pub(super) counts: Vec<Counts>,
+    /// Whether there are contexts that are not used.
+    pub(super) one_table: bool,
     noise: bool,
 }
 
@@ -149,7 +154,8 @@ impl CpuEngine {
                 (Of::InContext { values, .. }, [_, ..]) => {
                     // Of the last plane even symbols say another thing than odd ones.
                     let alike = if i + 1 == planes { 2 } else { 1 };
-                    let smooth = (layout == LayoutId::BYTES).then_some(alike);
+                    let smooth =
+                        (layout == LayoutId::BYTES).then_some((alike, all / CONTEXTS_LOSS));
                     choose_in_context(plane, &contexts, dense, (values, smooth))
                 }
                 _ => choose(plane, dense, may_lose),
@@ -216,7 +222,7 @@ pub(super) fn precision(coding: PlaneCoding) -> Option<Precision> {
 
 /// A plane of differences that is constant in the sample may have some elsewhere: few, as a rule.
 fn expect_changes(plane: &mut PlannedPlane) {
-    let PlannedPlane { coding, counts, noise } = plane;
+    let PlannedPlane { coding, counts, noise, .. } = plane;
     let constant = |c: &Counts| (0..=255).any(|s| c.get(s) == c.total());
     if *coding == PlaneCoding::RAW && !*noise && counts.iter().all(constant) {
         *coding = PlaneCoding::RANS8;
@@ -261,16 +267,16 @@ fn choose(plane: &[u8], dense: bool, may_lose: impl Fn(u64) -> u64) -> (PlannedP
         if is_worth(cost, raw) { (coding, cost) } else { (noise, raw) }
     };
     let noise = cost == 8 * plane.len() as u64;
-    (PlannedPlane { coding, counts: vec![counts], noise }, cost)
+    (PlannedPlane { coding, counts: vec![counts], one_table: false, noise }, cost)
 }
 
 /// As [`choose`], with the contexts of the symbols. A tensor of so many values keeps the tables once. `smooth`: symbols
-/// that are so far apart are about as frequent, if both are large.
+/// that are so far apart are about as frequent, if both are large; and one table may lose so many bits, which is faster.
 fn choose_in_context(
     plane: &[u8],
     contexts: &[u8],
     dense: bool,
-    (values, smooth): (u64, Option<usize>),
+    (values, smooth): (u64, Option<(usize, u64)>),
 ) -> (PlannedPlane, u64) {
     let (raw, noise) = noise(plane, dense);
     let tables = 1 + usize::from(contexts.iter().fold(0, |a, b| a.max(*b)));
@@ -278,20 +284,39 @@ fn choose_in_context(
     for (symbol, context) in plane.iter().zip(contexts) {
         counts[usize::from(*context)].add_symbol(*symbol, 1);
     }
+    let bits = |counts: &[Counts], expected: &[Counts]| -> u64 {
+        let each =
+            counts.iter().zip(expected).filter(|(c, _)| c.total() > 0).map(|(c, expected)| {
+                let table = expected.table(Precision::P8);
+                let stored = 8 * table.encoded_len() as u64 * plane.len() as u64 / values.max(1);
+                cost(c, &table) + stored
+            });
+        each.sum()
+    };
     let expected = match smooth {
-        Some(alike) => counts.iter().map(|c| smoothed(c, alike)).collect(),
+        Some((alike, _)) => {
+            // Chunks have no other tables than the tensor's, which must do for any context.
+            counts.resize(MAX_TABLES, Counts::new());
+            counts.iter().map(|c| smoothed(c, alike)).collect()
+        }
         None => counts.clone(),
     };
-    let each = counts.iter().zip(&expected).filter(|(c, _)| c.total() > 0).map(|(c, expected)| {
-        let table = expected.table(Precision::P8);
-        let stored = 8 * table.encoded_len() as u64 * plane.len() as u64 / values.max(1);
-        cost(c, &table) + stored
-    });
-    let (cost, counts) = (each.sum(), expected);
+    let (mut cost, mut counts, mut one_table) = (bits(&counts, &expected), expected, false);
+    if let Some((alike, may_lose)) = smooth {
+        let all = [Counts::of_all(plane)];
+        let expected = vec![smoothed(&all[0], alike)];
+        let single = bits(&all, &expected);
+        if single <= cost + may_lose {
+            (cost, counts, one_table) = (single, expected, true);
+        }
+    }
     match is_worth(cost, raw) {
-        true => (PlannedPlane { coding: PlaneCoding::RANS8, counts, noise: false }, cost),
+        true => {
+            (PlannedPlane { coding: PlaneCoding::RANS8, counts, one_table, noise: false }, cost)
+        }
         false => {
-            (PlannedPlane { coding: noise, counts, noise: raw == 8 * plane.len() as u64 }, raw)
+            let is_noise = raw == 8 * plane.len() as u64;
+            (PlannedPlane { coding: noise, counts, one_table, noise: is_noise }, raw)
         }
     }
 }

@@ -441,6 +441,8 @@ fn finish(
     let (layout, planes) = best.map_or((LayoutId::WHOLE, vec![]), |b| (b.layout, b.planes));
     let chunk_log2 = chunk_log2(about.dtype);
     let several = about.values() > 1 << chunk_log2;
+    let one_table = (0u8..).zip(&planes).filter(|(_, plane)| plane.one_table);
+    let one_table = one_table.fold(0, |bits, (i, _)| bits | 1 << i);
     let shared = planes.iter().map(|plane| match precision(plane.coding) {
         Some(p) if several => write_tables(&shared_tables(&plane.counts, p)),
         _ => vec![],
@@ -455,6 +457,7 @@ fn finish(
         plan: plan(layout),
         chunk_log2,
         side,
+        one_table,
     })
 }
 
