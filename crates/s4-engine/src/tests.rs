@@ -177,6 +177,7 @@ fn delta_plan(residual: ResidualId, layout: LayoutId, width: usize) -> TensorPla
         planes: vec![PlaneCoding::RANS8; planes],
         chunk_log2: 16,
         side: Side::default(),
+        one_table: 0,
         shared: vec![],
     }
 }

@@ -17,13 +17,11 @@ fn hex(cell: &str) -> u32 {
 
 #[test]
 fn the_example_of_the_specification() {
-    let side_data: Vec<u8> = PAGE
-        .lines()
-        .find(|line| line.starts_with("    "))
-        .unwrap()
-        .split_whitespace()
-        .map(|byte| u8::from_str_radix(byte, 16).unwrap())
-        .collect();
+    let bytes = |line: &str| -> Option<Vec<u8>> {
+        let bytes = line.strip_prefix("    ")?.split_whitespace();
+        bytes.map(|byte| u8::from_str_radix(byte, 16).ok()).collect()
+    };
+    let side_data = PAGE.lines().find_map(bytes).unwrap();
     let update = Update::parse(&side_data).unwrap();
     let moments = [DType::Float32, DType::BFloat16];
     assert_eq!(update, Update { floor: 7800, offset: 8000, moments });
