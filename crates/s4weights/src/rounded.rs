@@ -18,6 +18,8 @@ use crate::inputs::Failure;
 const RUNS: u64 = 16;
 const RUN: u64 = 4;
 const MAY_DIFFER: usize = 4;
+/// Bytes of a run of narrow values.
+const RUN_BYTES: usize = 2 * RUN as usize;
 
 /// The values that are compared, of a tensor that has more.
 fn compared(values: u64) -> impl Iterator<Item = Range<u64>> {
@@ -82,14 +84,13 @@ impl Candidates {
             looks.into_iter().map(|(i, bytes)| (i, Look::of(tensors[i].dtype, bytes))).collect();
         let mut out = vec![None; tensors.len()];
         for [wide, narrow] in self.by_values.values() {
+            let runs = Runs::of(wide, &looks);
             for &i in narrow {
                 let t = &tensors[i];
                 let own = t.role.map(|r| r.row.parameter);
-                let is_copy = |w: &usize| {
-                    let looked = looks.get(&i).zip(looks.get(w));
-                    looked.is_some_and(|(a, b)| a.is_copy(b, t.dtype))
-                };
-                out[i] = wide.iter().copied().filter(is_copy).min_by_key(|&w| {
+                let Some(look) = looks.get(&i) else { continue };
+                let is_copy = |w: &usize| looks.get(w).is_some_and(|b| look.is_copy(b, t.dtype));
+                out[i] = runs.with(look, t.dtype).into_iter().filter(is_copy).min_by_key(|&w| {
                     let master = tensors[w].role.is_some_and(|r| {
                         r.row.kind == RoleKind::Master && Some(r.row.parameter) == own
                     });
@@ -100,6 +101,40 @@ impl Candidates {
         }
         out
     }
+}
+
+/// Wider tensors by what is looked at of them first: a copy and what it is a copy of have one of more runs than there
+/// are values that may differ in common.
+struct Runs([HashMap<(usize, [u8; RUN_BYTES]), Vec<usize>>; 2]);
+
+impl Runs {
+    fn of(wide: &[usize], looks: &HashMap<usize, Look>) -> Self {
+        let mut by_run = [HashMap::<_, Vec<usize>>::new(), HashMap::new()];
+        for &w in wide {
+            let Some(Look::Wide { bf16, fp16 }) = looks.get(&w) else { continue };
+            for (rounded, by_run) in [bf16, fp16].into_iter().zip(&mut by_run) {
+                first_runs(rounded).for_each(|run| by_run.entry(run).or_default().push(w));
+            }
+        }
+        Self(by_run)
+    }
+
+    /// Those that a tensor may be a copy of, in ascending order.
+    fn with(&self, look: &Look, dtype: DType) -> Vec<usize> {
+        let Look::Narrow(own) = look else { return vec![] };
+        let by_run = &self.0[usize::from(dtype != DType::BFloat16)];
+        let mut found: Vec<_> =
+            first_runs(own).filter_map(|run| by_run.get(&run)).flatten().copied().collect();
+        found.sort_unstable();
+        found.dedup();
+        found
+    }
+}
+
+/// Runs of narrow values, with their numbers.
+fn first_runs(values: &[u8]) -> impl Iterator<Item = (usize, [u8; RUN_BYTES])> {
+    let runs = values.as_chunks::<RUN_BYTES>().0.iter().copied();
+    runs.enumerate().take(MAY_DIFFER + 1)
 }
 
 /// Bytes that two names end with alike.
