@@ -23,6 +23,7 @@ from ._roles import find_roles
 from ._sources import FileLike, is_url
 from ._staging import Budget, Stage, check_stage, stage_values
 from ._storages import StorageWriter, write_sources
+from ._torch import OURS, call_original
 from ._tree import NotPlain, TreeEncoder
 
 logger = logging.getLogger("s4weights")
@@ -141,6 +142,10 @@ def save(
     compute = Compute(device, gpu_scratch)
     require_little_endian()
     if torch.serialization._serialization_tls.skip_data:
+        if torch.save is not torch.serialization.save:
+            # In place of PyTorch's: a file without data, to be filled later, is of its format only.
+            nothing: dict[str, Any] = call_original("save", obj, f, pickle_module, pickle_protocol)
+            return nothing
         raise UnsupportedFormatError("torch.serialization.skip_data: .s4w files hold their data")
     torch.serialization._check_dill_version(pickle_module)
     check_stage(stage, blocking)
@@ -202,6 +207,10 @@ def save(
     pending._start(lambda: write(writer, write_values))
     pending._wait_returnable()
     return pending
+
+
+# `torch.save = s4weights.save` is not to call itself.
+setattr(save, OURS, True)
 
 
 def describe(

@@ -440,7 +440,7 @@ class TreeDecoder:
         place = self._place(number, dtype, shape, nbytes, node) if tensor is None else None
         try:
             if place is not None:
-                tensor = view(*place)
+                tensor = self._storages.on_fake_device(view(*place), node.get("device", "cpu"))
             grad = node.get("grad") is True
             if node.get("parameter") is True:
                 tensor = self._torch.nn.Parameter(tensor, grad)
