@@ -21,7 +21,7 @@ from ._save import require_little_endian
 from ._select import select
 from ._sources import FileLike, Foreign, open_source, require_s4w
 from ._storages import StorageReader
-from ._torch import OURS, call_original
+from ._torch import OURS, call_original, require_torch
 from ._tree import TreeDecoder
 
 logger = logging.getLogger("s4weights")
@@ -84,6 +84,7 @@ def load(
         UnsupportedFormatError: the file was written by another version.
         S4Error: another of its kinds.
     """
+    require_torch("load")
     compute = Compute(device, gpu_scratch)
     require_little_endian()
     recorder = Recorder("load", f)

@@ -16,6 +16,7 @@ from ._progress import Progress
 from ._save import require_little_endian
 from ._sources import FileLike, is_url, open_source, require_s4w
 from ._storages import StorageReader
+from ._torch import require_torch
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +94,9 @@ class File(Mapping[str, Any]):
             close = difflib.get_close_matches(str(key), self._saved, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise KeyError(f"{self._name}: no tensor is at {key!r}{hint}")
+        return self._part(key)
+
+    def _part(self, key: str) -> Slice:
         return Slice(self, key, self._saved[key])
 
     def _open(self) -> _core.Reader:
@@ -127,7 +131,7 @@ class Slice:
 
         saved, number = self._saved
         item = saved.element_size()
-        ranges, rest = _ranges(index, saved.shape, self._key)
+        ranges, rest = ranges_of(index, saved.shape, self._key)
         if not saved.is_contiguous():
             # Strides of its own: all of its storage is read.
             nbytes = saved.untyped_storage().nbytes()
@@ -160,7 +164,7 @@ class Slice:
             self._file._open().read_view(number, array, part, memory)
 
 
-def _ranges(
+def ranges_of(
     index: Any, shape: Sequence[int], key: str
 ) -> tuple[list[tuple[int, int]], tuple[Any, ...]]:
     """The range of each dimension that an index needs, and what is left to do to what was read."""
@@ -224,12 +228,13 @@ def open(
         UnsupportedFormatError: it is no ``.s4w`` file.
         S4Error: another of its kinds, as `load`.
     """
+    require_torch("open")
     require_little_endian()
     source = require_s4w(open_source(f, storage_options, threads, trusted))
-    return File(_name_of(f), source, device, weights_only)
+    return File(name_of(f), source, device, weights_only)
 
 
-def _name_of(f: FileLike) -> str:
+def name_of(f: FileLike) -> str:
     if not isinstance(f, (str, os.PathLike)):
         return type(f).__name__
     if not is_url(f):

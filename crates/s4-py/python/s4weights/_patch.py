@@ -9,7 +9,7 @@ from typing import Any
 
 from ._load import get_unsafe_globals, load
 from ._save import save
-from ._torch import OURS, original
+from ._torch import OURS, original, require_torch
 
 _lock = threading.Lock()
 #: What `unpatch` puts back, the innermost patch last: modules, names and functions.
@@ -51,8 +51,7 @@ def patch(**options: Any) -> Patch:
     Raises:
         TypeError: an option is not one of those.
     """
-    import torch
-
+    torch = require_torch("patch")
     unknown = options.keys() - {"preset", "threads", "device", "gpu_scratch"}
     if unknown:
         raise TypeError(f"patch() got an unexpected keyword argument {min(unknown)!r}")

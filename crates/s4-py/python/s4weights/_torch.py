@@ -1,4 +1,4 @@
-"""`torch.save` and `torch.load` as they are where they were not replaced by ours."""
+"""PyTorch, where it is needed; and `torch.save` and `torch.load` as they are if not replaced by ours."""
 
 from __future__ import annotations
 
@@ -63,3 +63,15 @@ def _gone(name: str) -> str:
         f"torch.{name} and torch.serialization.{name} were both replaced by s4weights.{name}: "
         "PyTorch's own is gone; s4weights.patch() keeps it"
     )
+
+
+def require_torch(name: str) -> Any:
+    """PyTorch, for the function of this name."""
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        what = f"s4weights.{name} needs PyTorch; s4weights.numpy does without, for arrays"
+        raise ModuleNotFoundError(what, name="torch") from None
+    return torch
