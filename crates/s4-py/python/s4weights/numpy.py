@@ -200,7 +200,9 @@ class ArraySlice(Slice):
         return self._layout.dtype
 
     def __getitem__(self, index: Any) -> _Array:
-        """Integers, slices (with any step) and ``...``, as an array takes them; nothing else."""
+        """Integers, lists of them, slices (with positive steps), ``None`` and ``...``, as an array takes
+        them; nothing else. A list reads all from its smallest to its largest number.
+        """
         layout = self._layout
         item = layout.dtype.itemsize
         ranges, rest = ranges_of(index, layout.shape, self._key)
