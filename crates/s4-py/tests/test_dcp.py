@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import shutil
@@ -25,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import s4weights
-from s4weights.dcp import LoadPlanner, StorageReader, StorageWriter
+from s4weights.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="PyTorch without distributed")
 
@@ -488,3 +489,35 @@ def test_a_step_that_is_there_is_refused_on_request(tmp_path: Path) -> None:
     run_ranks(2, _overwrite, url)
     with s4weights.CheckpointStore(url) as store:
         assert [entry.step for entry in store.list()] == [1, 1, 2, 3, 3, 4, 4]
+
+
+class Many:
+    """A pickle of a few bytes that asks for gigabytes."""
+
+    def __reduce__(self) -> Any:
+        return (bytes, (1 << 33,))
+
+
+@pytest.mark.parametrize("planner", [None, SavePlanner()])
+def test_bytes_and_streams_come_back_without_running_code(tmp_path: Path, planner: Any) -> None:
+    url = str(tmp_path / "run")
+    stream = io.BytesIO(b"what a data loader noted")
+    stream.seek(4)
+    state = {"data": {"raw": b"\0\xff", "stream": stream, "empty": io.BytesIO()}}
+    many: Any = {"data": Many()}
+    arguments: dict[str, Any] = {"planner": planner, "no_dist": True}
+    before = set(torch.serialization.get_safe_globals())
+    dcp.save(state, storage_writer=StorageWriter(url, step=1), **arguments)
+    with s4weights.patch():
+        dcp.save(state, storage_writer=StorageWriter(url, step=2), **arguments)
+    for step in (1, 2):
+        found: Any = {"data": {"raw": b"", "stream": None, "empty": None}}
+        reader = StorageReader(url, step=step)
+        dcp.load(found, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
+        data = found["data"]
+        assert data["raw"] == b"\0\xff" and data["empty"].getvalue() == b""
+        assert data["stream"].tell() == 4 and data["stream"].getvalue() == stream.getvalue()
+    assert set(torch.serialization.get_safe_globals()) == before
+    dcp.save(many, storage_writer=StorageWriter(url, step=3), **arguments)
+    with pytest.raises(CheckpointException, match="Weights only load failed"):
+        dcp.load(many, storage_reader=StorageReader(url), planner=LoadPlanner(), no_dist=True)
