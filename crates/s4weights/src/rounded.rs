@@ -105,11 +105,14 @@ impl Candidates {
 
 /// Wider tensors by what is looked at of them first: a copy and what it is a copy of have one of more runs than there
 /// are values that may differ in common.
-struct Runs([HashMap<(usize, [u8; RUN_BYTES]), Vec<usize>>; 2]);
+struct Runs([HashMap<Run, Vec<usize>>; 2]);
+
+/// A run of narrow values, with its number.
+type Run = (usize, [u8; RUN_BYTES]);
 
 impl Runs {
     fn of(wide: &[usize], looks: &HashMap<usize, Look>) -> Self {
-        let mut by_run = [HashMap::<_, Vec<usize>>::new(), HashMap::new()];
+        let mut by_run = [HashMap::<Run, Vec<usize>>::new(), HashMap::new()];
         for &w in wide {
             let Some(Look::Wide { bf16, fp16 }) = looks.get(&w) else { continue };
             for (rounded, by_run) in [bf16, fp16].into_iter().zip(&mut by_run) {
@@ -131,8 +134,8 @@ impl Runs {
     }
 }
 
-/// Runs of narrow values, with their numbers.
-fn first_runs(values: &[u8]) -> impl Iterator<Item = (usize, [u8; RUN_BYTES])> {
+/// The first runs of values.
+fn first_runs(values: &[u8]) -> impl Iterator<Item = Run> {
     let runs = values.as_chunks::<RUN_BYTES>().0.iter().copied();
     runs.enumerate().take(MAY_DIFFER + 1)
 }
