@@ -261,3 +261,57 @@ impl Inputs<Failure> for WiderInputs<'_> {
         Ok(buffer)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As many values as are compared: all of them are.
+    const VALUES: usize = (RUNS * RUN) as usize;
+
+    fn wide(number: usize) -> Vec<u8> {
+        let value = |i| ((number * VALUES + i) as f32 * 0.37).sin();
+        (0..VALUES).flat_map(|i| value(i).to_le_bytes()).collect()
+    }
+
+    fn rounded(number: usize, changed: &[usize]) -> Vec<u8> {
+        let mut out = vec![0; 2 * VALUES];
+        Kernels::default().to_bf16(&wide(number), &mut out);
+        changed.iter().for_each(|i| out[2 * i] ^= 1);
+        out
+    }
+
+    #[test]
+    fn copies_are_found_among_many_though_some_values_differ() {
+        let spread = [0, 5, 10, 63];
+        let cases = [
+            (7, vec![], true),
+            (0, vec![0, 1, 2, 3], true),
+            // In each of four of the runs that are looked for first.
+            (31, vec![0, 4, 8, 12], true),
+            (20, spread.to_vec(), true),
+            (20, [&spread[..], &[17]].concat(), false),
+            (3, vec![0, 4, 8, 12, 16], false),
+        ];
+        let mut data: Vec<_> = (0..40).map(wide).collect();
+        data.extend(cases.iter().map(|(number, changed, _)| rounded(*number, changed)));
+        let shape = [VALUES as u64];
+        let dtype = |i| if i < 40 { DType::Float32 } else { DType::BFloat16 };
+        let tensors: Vec<_> = data
+            .iter()
+            .enumerate()
+            .map(|(i, d)| TensorValues::new(dtype(i), &shape, &d[..]))
+            .collect();
+        let candidates = Candidates::of(&tensors);
+        assert_eq!(candidates.looks(&tensors).len(), tensors.len());
+        let found = candidates.copies(
+            &tensors,
+            &vec![""; tensors.len()],
+            data.iter().cloned().enumerate().collect(),
+        );
+        assert!(found[..40].iter().all(Option::is_none));
+        for ((number, changed, is_copy), found) in cases.iter().zip(&found[40..]) {
+            assert_eq!(*found, is_copy.then_some(*number), "{changed:?}");
+        }
+    }
+}
