@@ -1,6 +1,8 @@
-//! `cargo xtask kernels`: the PTX that the GPU engine loads, made from the kernels' sources.
+//! `cargo xtask kernels`: what the GPU engine loads, made from the kernels' sources: PTX, which every driver
+//! translates for its device, and machine code for the devices of today, for which nothing has to be translated.
 //!
-//! An old compiler on purpose: what it makes is read by every driver from 525 on.
+//! PTX comes from an old compiler on purpose: what it makes is read by every driver from 525 on. Machine code is read by
+//! every driver of the same major version of CUDA, and a newer assembler makes faster one.
 
 use std::fs;
 use std::path::Path;
@@ -9,52 +11,72 @@ use crate::error::{Error, Result};
 use crate::proc;
 use crate::python::Venv;
 
-/// What compiles, and where the environment that holds it lies below the target folder.
-const COMPILER: &str = "nvidia-cuda-nvrtc-cu12==12.0.140";
-const FOLDER: &str = "kernels-nvrtc";
+/// What compiles and assembles, and where the environment that holds it lies below the target folder.
+const COMPILERS: [&str; 2] = ["nvidia-cuda-nvrtc-cu12==12.0.140", "nvidia-cuda-nvcc-cu12==12.9.86"];
+const FOLDER: &str = "kernels-compilers";
+
+/// Says where the assembler is.
+const ASSEMBLER: &str = "import importlib.util as u; \
+    print(next(iter(u.find_spec('nvidia.cuda_nvcc').submodule_search_locations)) + '/bin/ptxas')";
 
 const SOURCES: &str = "crates/s4-codec-gpu/kernels";
-const PTX: &str = "crates/s4-codec-gpu/kernels/s4.ptx";
+const PTX: &str = "s4.ptx";
 
-/// What to do with the PTX.
+/// What machine code is made for: it runs on devices of that generation that are no older.
+const ARCHITECTURES: [&str; 3] = ["sm_80", "sm_89", "sm_90"];
+
+/// What to do with the files.
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Compare with the file in the tree, and change nothing
+    /// Compare with the files in the tree, and change nothing
     #[arg(long)]
     check: bool,
 }
 
-/// Checks the PTX, where there is a compiler for it.
+/// Checks the files, where there is a compiler for them.
 ///
 /// # Errors
 /// As [`run`].
 pub(crate) fn check(root: &Path) -> Result<String> {
     if cfg!(not(target_os = "linux")) {
-        return Ok("PTX unchecked: its compiler is for Linux".into());
+        return Ok("kernels unchecked: their compiler is for Linux".into());
     }
     run(root, &Args { check: true })
 }
 
-/// Makes the PTX, or checks that it is what its sources make.
+/// Makes the files, or checks that they are what their sources make.
 ///
 /// # Errors
-/// If the compiler cannot be installed or refuses the sources; with `--check`, if the PTX differs.
+/// If the compiler cannot be installed or refuses the sources; with `--check`, if a file differs.
 pub(crate) fn run(root: &Path, args: &Args) -> Result<String> {
-    let target = proc::target_folder(root)?;
-    let venv = Venv::with_packages(root, &target.join(FOLDER), &[COMPILER])?;
-    let made = target.join(FOLDER).join("s4.ptx");
+    let folder = proc::target_folder(root)?.join(FOLDER);
+    let venv = Venv::with_packages(root, &folder, &COMPILERS)?;
+    let ptx = folder.join(PTX);
     let mut compile = proc::command(root, venv.python());
-    compile.args(["xtask/src/kernels/nvrtc.py", SOURCES]).arg(&made);
-    proc::run(&mut compile)?;
-    let read = |path: &Path| fs::read_to_string(path).map_err(|e| Error::at(path, &e));
-    let (made, kept) = (read(&made)?, root.join(PTX));
-    let size = format!("{} KB of PTX", made.len() / 1024);
-    if !args.check {
-        fs::write(&kept, made).map_err(|e| Error::at(&kept, &e))?;
-        return Ok(size);
+    proc::run(compile.args(["xtask/src/kernels/nvrtc.py", SOURCES]).arg(&ptx))?;
+    let mut find = proc::command(root, venv.python());
+    let assembler = proc::output(find.args(["-c", ASSEMBLER]))?;
+    let mut made = vec![PTX.to_owned()];
+    for architecture in ARCHITECTURES {
+        let name = format!("s4.{architecture}.cubin");
+        let mut assemble = proc::command(root, assembler.trim());
+        assemble.arg(format!("-arch={architecture}")).arg(&ptx).arg("-o").arg(folder.join(&name));
+        proc::run(&mut assemble)?;
+        made.push(name);
     }
-    if read(&kept)? == made {
-        return Ok(format!("{size}, as the sources make it"));
+    let read = |path: &Path| fs::read(path).map_err(|e| Error::at(path, &e));
+    let mut size = 0;
+    for name in made {
+        let (made, kept) = (read(&folder.join(&name))?, root.join(SOURCES).join(&name));
+        size += made.len();
+        if !args.check {
+            fs::write(&kept, made).map_err(|e| Error::at(&kept, &e))?;
+        } else if read(&kept)? != made {
+            let kept = kept.display();
+            let what = format!("{kept} is not what its sources make: run `cargo xtask kernels`");
+            return Err(Error::new(what));
+        }
     }
-    Err(Error::new(format!("{PTX} is not what its sources make: run `cargo xtask kernels`")))
+    let size = format!("{} KB of kernels", size / 1024);
+    Ok(if args.check { format!("{size}, as the sources make them") } else { size })
 }

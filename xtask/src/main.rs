@@ -47,7 +47,7 @@ enum Verb {
     Demo,
     /// Measure the kernels, and s4weights beside its peers
     Bench(bench::Args),
-    /// Make the PTX of the GPU kernels from their sources, or check that it is what they make
+    /// Make PTX and machine code of the GPU kernels from their sources, or check that they are what these make
     Kernels(kernels::Args),
     /// Check what compilers do not: crate directions, file sizes, specifications, formatting
     Tidy,

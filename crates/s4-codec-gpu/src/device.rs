@@ -1,6 +1,7 @@
 //! One device: its primary context, streams and events.
 
 use std::marker::PhantomData;
+use std::ops::Range;
 use std::sync::Arc;
 
 use cudarc::driver::{result, sys};
@@ -57,7 +58,7 @@ impl Device {
         let mut device = Self { info, handle, context, pools, kernels: None };
         let kernels = {
             let _current = device.enter()?;
-            Kernels::load(number)?
+            Kernels::load(number, device.info.capability)?
         };
         device.kernels = Some(kernels);
         Ok(Arc::new(device))
@@ -111,13 +112,14 @@ impl Device {
         Ok((free as u64, total as u64))
     }
 
-    /// Checks that `bytes` bytes at `address` are memory of this device.
+    /// Checks that `bytes` bytes at `address` are memory of this device. Gives the addresses around them that
+    /// are, as far as that is known.
     ///
     /// # Errors
     /// `Argument` if they are not: memory of the host, of another device, or too few.
-    pub fn check_pointer(&self, address: u64, bytes: u64) -> Result<()> {
+    pub fn check_pointer(&self, address: u64, bytes: u64) -> Result<Range<u64>> {
         if bytes == 0 {
-            return Ok(());
+            return Ok(address..address);
         }
         let _current = self.enter()?;
         let bad = |what: &str| {
@@ -153,10 +155,18 @@ impl Device {
         }
         // Memory mapped piece by piece reports the piece: there a range may continue after it.
         let end = start.saturating_add(size as u64);
-        if size > 0 && address.checked_add(bytes).is_none_or(|e| e > end) && !self.goes_on(end) {
-            return bad("more than was allocated there on");
+        let own = address..address.saturating_add(bytes);
+        if size == 0 {
+            return Ok(own);
         }
-        Ok(())
+        if address.checked_add(bytes).is_none_or(|e| e > end) {
+            return if self.goes_on(end) {
+                Ok(own)
+            } else {
+                bad("more than was allocated there on")
+            };
+        }
+        Ok(start..end)
     }
 
     /// Whether device memory follows at an address.

@@ -8,8 +8,17 @@ use crate::abi::{Route, threads};
 use crate::device::Stream;
 use crate::error::{GpuError, On, Result};
 
-/// The committed PTX, which the driver translates for its device (and remembers).
+/// The committed PTX, which the driver translates for its device: that takes some ten seconds, once on a machine
+/// that keeps the driver's cache, and in each new container.
 const PTX: &str = include_str!("../kernels/s4.ptx");
+
+/// Machine code, by the oldest compute capability that runs it: it runs on what has the same first number, and no
+/// smaller second one.
+const CUBINS: [((u32, u32), &[u8]); 3] = [
+    ((9, 0), include_bytes!("../kernels/s4.sm_90.cubin")),
+    ((8, 9), include_bytes!("../kernels/s4.sm_89.cubin")),
+    ((8, 0), include_bytes!("../kernels/s4.sm_80.cubin")),
+];
 
 /// The entry points of the module.
 #[derive(Debug, Clone, Copy)]
@@ -36,8 +45,28 @@ pub(crate) struct Kernels {
 }
 
 impl Kernels {
-    /// Loads the module into the current context.
-    pub(crate) fn load(device: u32) -> Result<Self> {
+    /// Loads the module into the current context, of a device of some compute capability.
+    pub(crate) fn load(device: u32, capability: (u32, u32)) -> Result<Self> {
+        let runs = |least: (u32, u32)| least.0 == capability.0 && least.1 <= capability.1;
+        let cubin = CUBINS.iter().find(|(least, _)| runs(*least)).map(|(_, cubin)| cubin);
+        // A driver that refuses machine code has a compiler of its own.
+        // SAFETY: `cubin` is machine code as the compiler wrote it, which says how long it is.
+        let module = cubin
+            .and_then(|cubin| unsafe { result::module::load_data(cubin.as_ptr().cast()) }.ok());
+        let module = match module {
+            Some(module) => module,
+            None => Self::translate(device)?,
+        };
+        let kernels = Self::resolve(device, module);
+        if kernels.is_err() {
+            // SAFETY: loaded above, and nothing of it is in use.
+            let _ = unsafe { result::module::unload(module) };
+        }
+        kernels
+    }
+
+    /// Has the driver translate the PTX.
+    fn translate(device: u32) -> Result<sys::CUmodule> {
         let image = CString::new(PTX).map_err(|e| GpuError::Driver {
             device,
             action: "load the kernels",
@@ -45,13 +74,7 @@ impl Kernels {
         })?;
         // SAFETY: `image` is PTX that ends with a NUL.
         let module = unsafe { result::module::load_data(image.as_ptr().cast()) };
-        let module = module.on(device, "load the kernels")?;
-        let kernels = Self::resolve(device, module);
-        if kernels.is_err() {
-            // SAFETY: loaded above, and nothing of it is in use.
-            let _ = unsafe { result::module::unload(module) };
-        }
-        kernels
+        module.on(device, "load the kernels")
     }
 
     fn resolve(device: u32, module: sys::CUmodule) -> Result<Self> {

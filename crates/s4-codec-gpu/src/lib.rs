@@ -3,8 +3,8 @@
 //! - [`Cuda`] finds the driver and its devices at run time; where there is none it says why. A
 //!   [`Device`] is used on its primary context, a framework's [`Stream`]s are borrowed, [`Pool`]s hand
 //!   out scratch within a budget, [`Pinned`] memory is the host's end of copies.
-//! - `kernels/` holds the CUDA sources and `s4.ptx`, which is compiled from them and runs on every driver of
-//!   CUDA 12.0 and later. [`abi`] mirrors what `kernels/abi.h` says of calling them; a [`Stream`] queues
+//! - `kernels/` holds the CUDA sources and what is compiled from them: machine code for generations 8 and 9 of
+//!   devices, and `s4.ptx`, which every driver of CUDA 12.0 and later translates for others. [`abi`] mirrors what `kernels/abi.h` says of calling them; a [`Stream`] queues
 //!   the encoding and decoding of batches of chunks, the same bytes as the CPU's.
 //! - [`nvcomp`] has the codecs of nvCOMP.
 //!

@@ -43,9 +43,11 @@ fn main() -> Result<(), CudaError> {
     let tensors = [TensorValues::new(DType::Float32, shape, memory)];
     let plans = engine.plan::<CudaError>(Preset::Fast, &tensors, &NoInputs, None)?;
     let (mut chunks, mut bytes) = (0, 0);
-    engine.encode(&Jobs::<CudaError>::new(&tensors, &plans), |frame| {
-        // A frame lies in pinned memory that is used again: who keeps it copies or writes it here.
-        (chunks, bytes) = (chunks + 1, bytes + frame.bytes.len());
+    engine.encode(&Jobs::<CudaError>::new(&tensors, &plans), |frames| {
+        for frame in frames {
+            // A frame lies in pinned memory that is used again: who keeps it copies or writes it here.
+            (chunks, bytes) = (chunks + 1, bytes + frame.bytes.len());
+        }
         Ok(())
     })?;
     let most = engine.scratch_high_water(0)?;

@@ -31,15 +31,16 @@ pub trait Engine {
     where
         E: From<Self::Error> + From<TensorError> + Send;
 
-    /// Encodes tensors by their plans. `sink` gets every chunk, in order of tensors and chunks, on the
-    /// calling thread, while later ones are encoded; when it returns an error the work ends with that error.
+    /// Encodes tensors by their plans. `sink` gets every chunk, in order of tensors and chunks, some at a
+    /// time, on the calling thread, while later ones are encoded; when it returns an error the work ends with
+    /// that error.
     ///
     /// # Errors
     /// The engine's own; those of the jobs' inputs and of `sink`.
     fn encode<E>(
         &self,
         jobs: &Jobs<'_, E>,
-        sink: impl FnMut(EncodedFrame<'_>) -> Result<(), E>,
+        sink: impl FnMut(&[EncodedFrame<'_>]) -> Result<(), E>,
     ) -> Result<(), E>
     where
         E: From<Self::Error> + From<TensorError> + Send;

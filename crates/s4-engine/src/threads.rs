@@ -90,7 +90,7 @@ impl Engine for CpuEngine {
     fn encode<E>(
         &self,
         jobs: &Jobs<'_, E>,
-        mut sink: impl FnMut(EncodedFrame<'_>) -> Result<(), E>,
+        mut sink: impl FnMut(&[EncodedFrame<'_>]) -> Result<(), E>,
     ) -> Result<(), E>
     where
         E: From<TensorError> + Send,
@@ -108,14 +108,26 @@ impl Engine for CpuEngine {
             }
             let following = queue.take(jobs.window.max(1));
             let mut hand_on = || {
-                current.iter().zip(&*now).zip(&mut done).try_for_each(|((chunk, frame), done)| {
+                let mut frames = Vec::with_capacity(current.len());
+                let mut failed = Ok(());
+                for ((chunk, frame), done) in current.iter().zip(&*now).zip(&mut done) {
                     let Chunk { tensor, chunk, .. } = *chunk;
                     let encoded = done.take().unwrap_or_else(|| {
                         let source = Error::corrupt("chunk was not encoded").in_chunk(chunk);
                         Err(TensorError { tensor, source }.into())
-                    })?;
-                    sink(EncodedFrame { tensor, chunk, encoded, bytes: &frame.bytes })
-                })
+                    });
+                    match encoded {
+                        Ok(encoded) => {
+                            let bytes = &frame.bytes[..];
+                            frames.push(EncodedFrame { tensor, chunk, encoded, bytes });
+                        }
+                        Err(e) => {
+                            failed = Err(e);
+                            break;
+                        }
+                    }
+                }
+                if frames.is_empty() { failed } else { sink(&frames).and(failed) }
             };
             let (list, to, told) = (&following, &mut *next, &mut following_done);
             let handed = match jobs.pool {

@@ -138,9 +138,11 @@ fn alone(
 
 fn encode(cpu: &CpuEngine, jobs: &Jobs<'_, TensorError>) -> Result<Vec<Frame>, TensorError> {
     let mut frames = vec![];
-    Engine::encode(cpu, jobs, |f| {
-        assert_eq!(f.encoded.len, f.bytes.len());
-        frames.push((f.tensor, f.chunk, f.bytes.to_vec()));
+    Engine::encode(cpu, jobs, |some| {
+        for f in some {
+            assert_eq!(f.encoded.len, f.bytes.len());
+            frames.push((f.tensor, f.chunk, f.bytes.to_vec()));
+        }
         Ok(())
     })?;
     Ok(frames)

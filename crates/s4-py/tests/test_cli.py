@@ -16,9 +16,8 @@ from s4weights import _cli, _core  # noqa: E402
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    code = "import sys; from s4weights._cli import main; sys.exit(main())"
     return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "s4weights", *arguments], capture_output=True, text=True, check=False
     )
 
 

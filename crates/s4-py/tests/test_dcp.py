@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import shutil
@@ -25,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import s4weights
-from s4weights.dcp import LoadPlanner, StorageReader, StorageWriter
+from s4weights.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="PyTorch without distributed")
 
@@ -440,3 +441,83 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
         assert what in str(failed.value), failed.value
     with pytest.raises(CheckpointException, match="no step was given"):
         dcp.save(state, storage_writer=StorageWriter(store), no_dist=True)
+
+
+def test_the_metadata_says_which_checkpoint_it_is_of(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    state = {"w": values(1, 4, 6), "turned": values(2, 4, 6).T}
+    writer = StorageWriter(url, step=3)
+    made = dcp.save(state, storage_writer=writer, no_dist=True).storage_meta
+    assert writer.entry is not None
+    assert (made.checkpoint_id, made.save_id) == (f"{url}/step-3", writer.entry.id)
+    for reader in (StorageReader(url), StorageReader(url, step=3)):
+        metadata = reader.read_metadata()
+        found = metadata.storage_meta
+        assert (found.save_id, found.load_id) == (writer.save_id, reader.load_id)
+        assert pickle.loads(pickle.dumps(reader)).checkpoint_id == found.checkpoint_id
+        for name, tensor in state.items():
+            kept = metadata.state_dict_metadata[name].properties
+            assert getattr(kept, "strides", tensor.stride()) == tensor.stride()
+    assert found.checkpoint_id == f"{url}/step-3"
+    # What it says can be given to a call of DCP, and one that a call gave is kept as it is.
+    other = str(tmp_path / "other" / "ck_07")
+    dcp.save(state, checkpoint_id=other, storage_writer=StorageWriter(), no_dist=True)
+    reader, loaded = StorageReader(), {"w": torch.zeros(4, 6)}
+    dcp.load(loaded, checkpoint_id=other, storage_reader=reader, no_dist=True)
+    assert reader.checkpoint_id == other and same(loaded["w"], state["w"])
+    before = reader.load_id
+    dcp.load(loaded, checkpoint_id=found.checkpoint_id, storage_reader=reader, no_dist=True)
+    assert reader.checkpoint_id == f"{url}/step-3" and reader.load_id != before
+
+
+def _overwrite(rank: int, url: str) -> None:
+    state = {"w": values(rank, 5)}
+    for collectives in (True, False):
+        steps = [(1, False), (1, True), (2, False)] if collectives else [(3, False), (4, False)]
+        for step, overwrite in steps:
+            writer = StorageWriter(url, step=step, overwrite=overwrite)
+            dcp.save(state, storage_writer=writer, use_collectives=collectives)
+        writer = StorageWriter(url, step=steps[-1][0], overwrite=False)
+        failure = CheckpointException if collectives else s4weights.ConflictError
+        with pytest.raises(failure, match="Checkpoint already exists"):
+            dcp.save(state, storage_writer=writer, use_collectives=collectives)
+        dist.barrier()
+
+
+def test_a_step_that_is_there_is_refused_on_request(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    run_ranks(2, _overwrite, url)
+    with s4weights.CheckpointStore(url) as store:
+        assert [entry.step for entry in store.list()] == [1, 1, 2, 3, 3, 4, 4]
+
+
+class Many:
+    """A pickle of a few bytes that asks for gigabytes."""
+
+    def __reduce__(self) -> Any:
+        return (bytes, (1 << 33,))
+
+
+@pytest.mark.parametrize("planner", [None, SavePlanner()])
+def test_bytes_and_streams_come_back_without_running_code(tmp_path: Path, planner: Any) -> None:
+    url = str(tmp_path / "run")
+    stream = io.BytesIO(b"what a data loader noted")
+    stream.seek(4)
+    state = {"data": {"raw": b"\0\xff", "stream": stream, "empty": io.BytesIO()}}
+    many: Any = {"data": Many()}
+    arguments: dict[str, Any] = {"planner": planner, "no_dist": True}
+    before = set(torch.serialization.get_safe_globals())
+    dcp.save(state, storage_writer=StorageWriter(url, step=1), **arguments)
+    with s4weights.patch():
+        dcp.save(state, storage_writer=StorageWriter(url, step=2), **arguments)
+    for step in (1, 2):
+        found: Any = {"data": {"raw": b"", "stream": None, "empty": None}}
+        reader = StorageReader(url, step=step)
+        dcp.load(found, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
+        data = found["data"]
+        assert data["raw"] == b"\0\xff" and data["empty"].getvalue() == b""
+        assert data["stream"].tell() == 4 and data["stream"].getvalue() == stream.getvalue()
+    assert set(torch.serialization.get_safe_globals()) == before
+    dcp.save(many, storage_writer=StorageWriter(url, step=3), **arguments)
+    with pytest.raises(CheckpointException, match="Weights only load failed"):
+        dcp.load(many, storage_reader=StorageReader(url), planner=LoadPlanner(), no_dist=True)

@@ -100,10 +100,19 @@ def test_meta_as_torch_does(path: Path) -> None:
 def test_fake_tensors(path: Path) -> None:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    s4weights.save({"a": torch.ones(3, 2)}, path)
-    with FakeTensorMode():
-        loaded = s4weights.load(path)
-    assert type(loaded["a"]) is FakeTensor and loaded["a"].shape == (3, 2)
+    obj = {"a": torch.ones(3, 2), "view": torch.arange(6.0)[2:]}
+    for saved in (obj, {**obj, "pickled": range(2)}):
+        s4weights.save(saved, path)
+        with FakeTensorMode():
+            loaded = s4weights.load(path, weights_only=False)
+            moved = s4weights.load(path, {"cpu": "cuda:1"}, weights_only=False)
+            named = s4weights.load(path, "cuda:0", weights_only=False)
+        assert type(loaded["a"]) is FakeTensor and loaded["a"].shape == (3, 2)
+        # They say where they would be.
+        for name in obj:
+            assert loaded[name].device == torch.device("cpu")
+            assert moved[name].device == torch.device("cuda:1")
+            assert named[name].device == torch.device("cuda:0")
 
 
 def test_skip_data(path: Path) -> None:

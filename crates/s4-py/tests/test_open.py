@@ -3,6 +3,7 @@
 import collections
 import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,6 +65,16 @@ INDICES = [
     (..., 3),
     (0, ...),
     (slice(-8, -2), ..., slice(-3, None)),
+    None,
+    (None, 1, None),
+    [0, 2],
+    [5, -1, 3, 5],
+    [],
+    range(1, 6, 2),
+    ([0, 2], slice(1, 4)),
+    (slice(1, 9, 2), [3, 0]),
+    ([0, 1], [2, 3]),
+    (..., [1, 0], None),
 ]
 
 
@@ -93,15 +104,26 @@ def test_parts_are_those_of_the_tensor(path, name):
         ((..., ...), IndexError),
         (slice(None, None, -1), ValueError),
         ("x", TypeError),
-        (None, TypeError),
         (True, TypeError),
-        (torch.tensor([1, 2]), TypeError),
+        ([True, False], TypeError),
+        (torch.tensor([True, False]), TypeError),
+        ([0, 700], IndexError),
+        ([[0, 1]], TypeError),
+        (torch.tensor([[0, 1]]), TypeError),
+        ([0.5], TypeError),
         (1.0, TypeError),
     ],
 )
 def test_other_indices_are_refused(path, index, error):
     with s4weights.open(path) as f, pytest.raises(error):
         f.get_slice("model.w")[index]
+
+
+def test_arrays_of_indices(path):
+    tensor = state()["model"]["w"]
+    with s4weights.open(path) as f:
+        for numbers in (torch.tensor([4, 1]), np.array([4, 1]), torch.tensor(3), np.int64(3)):
+            assert torch.equal(f.get_slice("model.w")[numbers], tensor[numbers])
 
 
 def test_what_is_not_there_and_what_was_closed(path, tmp_path):

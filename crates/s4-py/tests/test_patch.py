@@ -1,5 +1,6 @@
 """`patch`: unmodified programs that call `torch.save` and `torch.load`."""
 
+import functools
 import io
 import subprocess
 import sys
@@ -78,6 +79,41 @@ def test_functions_that_were_assigned_by_hand_do_not_call_themselves(tmp_path, m
     monkeypatch.setattr(torch.serialization, "load", s4weights.load)
     with pytest.raises(RuntimeError, match=r"s4weights\.patch\(\) keeps it"):
         torch.load(path)
+
+
+def test_functions_that_wrap_ours_do_not_call_themselves(tmp_path, monkeypatch):
+    path = tmp_path / "old.pt"
+    torch.save(state(), path)
+    wrapped = functools.partial(s4weights.load, weights_only=True)
+    monkeypatch.setattr(torch, "load", wrapped)
+    assert_identical(torch.load(path), state())
+    monkeypatch.setattr(torch.serialization, "load", wrapped)
+    with pytest.raises(RuntimeError, match=r"s4weights\.patch\(\) keeps it"):
+        torch.load(path)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: lambda *args: f(*args)])
+def test_a_save_that_was_assigned_by_hand_writes_files_without_data_too(
+    wrap, tmp_path, monkeypatch
+):
+    path = tmp_path / "skipped"
+    monkeypatch.setattr(torch, "save", wrap(s4weights.save))
+    with torch.serialization.skip_data():
+        torch.save(state(), path)
+    assert not is_s4w(path)
+    torch.save(state(), path)
+    assert is_s4w(path)
+
+
+def test_what_a_file_would_need_is_told_of_both_formats(tmp_path):
+    obj = {"a": torch.ones(2), "b": slice(1)}
+    for save, name in ((s4weights.save, "ours"), (torch.save, "theirs")):
+        path = tmp_path / name
+        save(obj, path)
+        with s4weights.patch():
+            assert torch.serialization.get_unsafe_globals_in_checkpoint(path) == ["builtins.slice"]
+    with pytest.raises(ValueError, match=r"torch\.save"):
+        torch.serialization.get_unsafe_globals_in_checkpoint(tmp_path / "ours")
 
 
 TRAINING = """

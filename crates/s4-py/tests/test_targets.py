@@ -104,6 +104,37 @@ def test_write_only_streams(most: int | None) -> None:
     assert_identical(OBJ, s4weights.load(ReadOnly(stream.data)))  # type: ignore[arg-type]
 
 
+class Filling(ReadOnly):
+    """A stream of somebody's own, which fills memory that it is given, a little at a time."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.seek, self.tell = self._data.seek, self._data.tell
+
+    def read(self, size: int = -1) -> bytes:
+        assert size >= 0, "read as a whole"
+        return super().read(size)
+
+    def readinto(self, memory: memoryview) -> int:
+        return self._data.readinto(memory[:1_500_000])
+
+
+def test_streams_that_fill_memory_are_not_asked_for_new_memory() -> None:
+    for obj in (OBJ, {"large": torch.randn(1 << 20)}):
+        data = saved(obj)
+        stream: Any = Filling(b"xx" + data + data)
+        stream.seek(2)
+        assert_identical(obj, s4weights.load(stream))
+        assert stream.tell() == 2 + len(data)
+        assert_identical(obj, s4weights.load(stream))
+
+
+def test_other_bytes_from_a_stream_that_cannot_seek() -> None:
+    # As `torch.load`.
+    with pytest.raises(AttributeError, match=r"file that is seekable.*io\.BytesIO"):
+        s4weights.load(ReadOnly(b"data"))  # type: ignore[arg-type]
+
+
 def test_open_files(path: Path) -> None:
     with open(path, "wb") as file:
         s4weights.save(OBJ, file)

@@ -3,6 +3,9 @@
 use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
 use std::thread::JoinHandle;
 
+use rayon::ThreadPool;
+
+use crate::buffers::append;
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::io::OpenSink;
@@ -71,22 +74,33 @@ impl Behind {
         Ok(Self { piece: vec![], room, full: Some(full), empty, thread: Some(thread) })
     }
 
-    /// Takes bytes to be hashed and written. [`Behind::finish`] reports what fails.
-    pub(crate) fn put(&mut self, mut bytes: &[u8]) -> Result<()> {
-        while !bytes.is_empty() {
-            if self.piece.capacity() == 0 {
-                self.piece.reserve_exact(PIECE);
-            }
-            let (now, later) = bytes.split_at(bytes.len().min(self.room));
-            self.piece.extend_from_slice(now);
-            bytes = later;
-            self.room -= now.len();
-            if self.room == 0 {
-                self.send()?;
-                self.room = PIECE;
+    /// Takes bytes to be hashed and written, part after part, with the threads of a pool. [`Behind::finish`]
+    /// reports what fails.
+    pub(crate) fn put(&mut self, parts: &[&[u8]], pool: Option<&ThreadPool>) -> Result<()> {
+        let mut fit = Vec::with_capacity(parts.len());
+        for mut part in parts.iter().copied() {
+            while !part.is_empty() {
+                let (now, later) = part.split_at(part.len().min(self.room));
+                fit.push(now);
+                part = later;
+                self.room -= now.len();
+                if self.room == 0 {
+                    self.fill(&mut fit, pool);
+                    self.send()?;
+                    self.room = PIECE;
+                }
             }
         }
+        self.fill(&mut fit, pool);
         Ok(())
+    }
+
+    fn fill(&mut self, parts: &mut Vec<&[u8]>, pool: Option<&ThreadPool>) {
+        if self.piece.capacity() == 0 {
+            self.piece.reserve_exact(PIECE);
+        }
+        append(&mut self.piece, parts, pool);
+        parts.clear();
     }
 
     fn send(&mut self) -> Result<()> {
@@ -160,7 +174,8 @@ mod tests {
         let sink = OpenSink::Other(Box::new(Kept { bytes: Arc::clone(&bytes), limit }));
         let back = HashedSink { sink, hasher: Box::default() };
         let mut behind = Behind::start(back, written, threads).unwrap();
-        let put = parts.iter().try_for_each(|p| behind.put(p));
+        let helpers = pool(threads).unwrap();
+        let put = behind.put(parts, helpers.as_ref()).and_then(|()| behind.put(&[], None));
         let done = behind.finish().map(|back| back.hasher.finalize());
         assert!(put.is_ok() || done.is_err());
         let kept = bytes.lock().unwrap().clone();

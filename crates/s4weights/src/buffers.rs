@@ -1,16 +1,48 @@
 //! Buffers of many megabytes that are used again. The system gives memory page by page, each filled with
 //! zeros first, which costs as much as copying into it or more.
 
-#![expect(unsafe_code, reason = "advice about memory")]
+#![expect(unsafe_code, reason = "advice about memory, and memory that threads fill")]
 
 use std::mem::MaybeUninit;
 use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use bytes::Bytes;
+use rayon::ThreadPool;
+use rayon::prelude::*;
 
 /// Smaller buffers are left to the allocator, which keeps them by itself.
 const LARGE: usize = 1 << 20;
+
+/// Fewer bytes are copied before threads have started.
+const MUCH: usize = 1 << 20;
+
+/// Appends parts to a buffer, with the threads of a pool: one copies less than a device sends.
+pub(crate) fn append(to: &mut Vec<u8>, parts: &[&[u8]], pool: Option<&ThreadPool>) {
+    let bytes = parts.iter().map(|p| p.len()).sum();
+    let Some(pool) = pool.filter(|_| bytes >= MUCH) else {
+        parts.iter().for_each(|p| to.extend_from_slice(p));
+        return;
+    };
+    to.reserve(bytes);
+    let mut room = to.spare_capacity_mut();
+    let mut copies = Vec::with_capacity(parts.len());
+    for &part in parts {
+        let (own, rest) = room.split_at_mut(part.len());
+        copies.push((own, part));
+        room = rest;
+    }
+    pool.install(|| {
+        copies.into_par_iter().for_each(|(to, from)| {
+            // SAFETY: as many bytes, of a buffer that is borrowed to be written and has no place among the parts.
+            unsafe {
+                std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_mut_ptr().cast(), from.len())
+            };
+        });
+    });
+    // SAFETY: there is room for them, and each was written.
+    unsafe { to.set_len(to.len() + bytes) };
+}
 
 /// Buffers that wait for their next use. The system may take their memory back meanwhile (on Linux), if
 /// it runs short. Clones share them.
@@ -198,7 +230,8 @@ pub(crate) fn expect_writes<'a>(_: impl Iterator<Item = &'a mut [u8]>) {}
 mod tests {
     use bytes::Bytes;
 
-    use super::{LARGE, LargeBuffers, expect_writes, lock};
+    use super::{LARGE, LargeBuffers, MUCH, append, expect_writes, lock};
+    use crate::parallel::pool;
 
     fn idle(buffers: &LargeBuffers) -> (usize, usize) {
         let idle = lock(&buffers.0);
@@ -216,6 +249,22 @@ mod tests {
                 assert!(buffer.is_empty() && buffer.capacity() >= len);
                 buffer.extend_from_slice(&bytes);
                 assert!(**buffer == bytes, "{len}");
+            }
+        }
+    }
+
+    #[test]
+    fn parts_are_appended_in_order_by_any_number_of_threads() {
+        let whole: Vec<u8> = (0..3 * MUCH + 77).map(|i| (i % 251) as u8).collect();
+        let (first, rest) = whole.split_at(1000);
+        let (middle, last) = rest.split_at(MUCH - 1);
+        for threads in [1, 3] {
+            let pool = pool(threads).unwrap();
+            for parts in [&[][..], &[first], &[first, &[], middle, last]] {
+                let mut to = vec![9; 5];
+                append(&mut to, parts, pool.as_ref());
+                append(&mut to, &[&[7]], pool.as_ref());
+                assert!(to == [&[9; 5], &parts.concat()[..], &[7]].concat(), "{threads}");
             }
         }
     }

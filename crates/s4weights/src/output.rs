@@ -1,5 +1,7 @@
 //! Where a writer's bytes go: chunks, then the index, after them or apart from them.
 
+use std::sync::mpsc::{Receiver, sync_channel};
+
 use bytes::Bytes;
 use rayon::ThreadPool;
 use s4_format::Digest;
@@ -8,7 +10,7 @@ use s4_format::limits::{ALIGN, MAX_OBJECTS};
 use s4_format::manifest::Object;
 
 use crate::behind::{Behind, HashedSink};
-use crate::buffers::{LargeBuffer, LargeBuffers};
+use crate::buffers::{LargeBuffer, LargeBuffers, append};
 use crate::error::{Error, Result};
 use crate::io::OpenSink;
 use crate::objects::{DataObject, ObjectOptions, ObjectSink};
@@ -16,6 +18,12 @@ use crate::parallel::pool;
 
 /// Most groups of tensors: each may hold a partly filled object in memory.
 pub(crate) const MAX_GROUPS: u8 = 4;
+
+/// The zeros between what ends at an offset and the chunk that follows it.
+fn gap_at(offset: u64) -> &'static [u8] {
+    const ZEROS: [u8; ALIGN] = [0; ALIGN];
+    &ZEROS[..(offset.next_multiple_of(ALIGN as u64) - offset) as usize]
+}
 
 /// One file, or objects and an index. Chunks are put first, then everything else.
 pub(crate) struct Output {
@@ -56,12 +64,17 @@ struct Objects {
     options: ObjectOptions,
     /// Threads that hash together; `None`: the caller's own.
     hashers: Option<ThreadPool>,
+    /// The object that was closed last, which is not handed on yet.
+    hashing: Option<Hashing>,
     buffers: LargeBuffers,
     open: Vec<Open>,
     /// By number; absent while an object is open.
     done: Vec<Option<Object>>,
     index: Vec<u8>,
 }
+
+/// What an object and its hash come through.
+type Hashing = Receiver<(Open, Digest)>;
 
 /// An object that is being filled.
 struct Open {
@@ -89,23 +102,32 @@ impl Output {
     ) -> Result<Self> {
         let index = file::header().to_vec();
         let (options, hashers) = (options.check()?, pool(threads)?);
-        let (open, done) = (vec![], vec![]);
-        let to = To::Objects(Objects { sink, options, hashers, buffers, open, done, index });
+        let (open, done, hashing) = (vec![], vec![], None);
+        let objects = Objects { sink, options, hashers, hashing, buffers, open, done, index };
+        let to = To::Objects(objects);
         Ok(Self { to, chunk_bytes: 0 })
     }
 
-    /// Writes a chunk: the number of its object, and its offset there. In objects, chunks of one
-    /// group only lie together.
-    pub(crate) fn chunk(&mut self, group: u8, bytes: &[u8]) -> Result<(u32, u64)> {
-        match &mut self.to {
-            To::Objects(objects) => objects.chunk(group, bytes),
-            To::File { .. } => {
-                self.align()?;
-                let at = self.offset();
-                self.put(bytes)?;
-                Ok((0, at))
-            }
+    /// Writes chunks, each with its group, with the threads of a pool: gives the number of each one's object,
+    /// and its offset there. In objects, chunks of one group only lie together.
+    pub(crate) fn chunks(
+        &mut self,
+        chunks: &[(u8, &[u8])],
+        pool: Option<&ThreadPool>,
+    ) -> Result<Vec<(u32, u64)>> {
+        let mut at = self.offset();
+        if let To::Objects(objects) = &mut self.to {
+            return objects.chunks(chunks, pool);
         }
+        let (mut parts, mut places) = (Vec::with_capacity(2 * chunks.len()), vec![]);
+        for (_, bytes) in chunks {
+            let gap = gap_at(at);
+            places.push((0, at + gap.len() as u64));
+            at += (gap.len() + bytes.len()) as u64;
+            parts.extend([gap, bytes]);
+        }
+        self.put_all(&parts, pool)?;
+        Ok(places)
     }
 
     /// Hashes and writes a file on background threads from now on, if its sink may move between threads, so
@@ -155,19 +177,25 @@ impl Output {
 
     /// Writes part of the index.
     pub(crate) fn put(&mut self, bytes: &[u8]) -> Result<()> {
+        self.put_all(&[bytes], None)
+    }
+
+    fn put_all(&mut self, parts: &[&[u8]], pool: Option<&ThreadPool>) -> Result<()> {
         match &mut self.to {
             To::File { end, offset } => {
                 match end {
                     End::Caller(HashedSink { sink, hasher }) => {
-                        hasher.update(bytes);
-                        sink.write(bytes)?;
+                        for part in parts {
+                            hasher.update(part);
+                            sink.write(part)?;
+                        }
                     }
-                    End::Background(behind) => behind.put(bytes)?,
+                    End::Background(behind) => behind.put(parts, pool)?,
                     End::Failed => return Err(failed()),
                 }
-                *offset += bytes.len() as u64;
+                *offset += parts.iter().map(|p| p.len() as u64).sum::<u64>();
             }
-            To::Objects(objects) => objects.index.extend_from_slice(bytes),
+            To::Objects(objects) => parts.iter().for_each(|p| objects.index.extend_from_slice(p)),
         }
         Ok(())
     }
@@ -194,23 +222,46 @@ impl Output {
     }
 
     fn align(&mut self) -> Result<()> {
-        let gap = self.offset().next_multiple_of(ALIGN as u64) - self.offset();
-        self.put(&[0; ALIGN][..gap as usize])
+        self.put(gap_at(self.offset()))
     }
 }
 
 impl Objects {
-    fn chunk(&mut self, group: u8, bytes: &[u8]) -> Result<(u32, u64)> {
-        if let Some(i) = self.open.iter().position(|o| o.group == group) {
-            let open = &mut self.open[i];
-            let at = open.bytes.len().next_multiple_of(ALIGN);
-            if at + bytes.len() <= self.options.bytes {
-                open.bytes.resize(at, 0);
-                open.bytes.extend_from_slice(bytes);
-                return Ok((open.number, at as u64));
+    fn chunks(
+        &mut self,
+        mut chunks: &[(u8, &[u8])],
+        pool: Option<&ThreadPool>,
+    ) -> Result<Vec<(u32, u64)>> {
+        let mut places = Vec::with_capacity(chunks.len());
+        while let Some(&(group, _)) = chunks.first() {
+            let i = self.open_of(group)?;
+            let Open { number, bytes: object, .. } = &mut self.open[i];
+            let (mut at, mut parts) = (object.len(), vec![]);
+            for (_, bytes) in chunks.iter().take_while(|c| c.0 == group) {
+                let gap = gap_at(at as u64);
+                // An object holds one chunk at least.
+                if at > 0 && at + gap.len() + bytes.len() > self.options.bytes {
+                    break;
+                }
+                at += gap.len();
+                places.push((*number, at as u64));
+                at += bytes.len();
+                parts.extend([gap, bytes]);
             }
-            let full = self.open.swap_remove(i);
-            self.close(full)?;
+            append(object, &parts, pool);
+            chunks = &chunks[parts.len() / 2..];
+            if parts.is_empty() {
+                let full = self.open.swap_remove(i);
+                self.close(full)?;
+            }
+        }
+        Ok(places)
+    }
+
+    /// The place of the object that is being filled with chunks of a group.
+    fn open_of(&mut self, group: u8) -> Result<usize> {
+        if let Some(i) = self.open.iter().position(|o| o.group == group) {
+            return Ok(i);
         }
         let number = self.done.len();
         if number == MAX_OBJECTS || group >= MAX_GROUPS {
@@ -218,21 +269,40 @@ impl Objects {
             return Err(Error::Argument(what));
         }
         self.done.push(None);
-        let number = number as u32;
-        let mut open = Open { group, number, bytes: self.buffers.take(self.options.bytes) };
-        open.bytes.extend_from_slice(bytes);
-        self.open.push(open);
-        Ok((number, 0))
+        let (number, bytes) = (number as u32, self.buffers.take(self.options.bytes));
+        self.open.push(Open { group, number, bytes });
+        Ok(self.open.len() - 1)
     }
 
+    /// Begins to hash an object, and hands on the one before it: no thread waits for a hash while the next object
+    /// is filled.
     fn close(&mut self, open: Open) -> Result<()> {
-        let Open { group, number, bytes } = open;
-        let mut hasher = blake3::Hasher::new();
-        match &self.hashers {
-            None => hasher.update(&bytes),
-            Some(pool) => pool.install(|| hasher.update_rayon(&bytes)),
+        let Some(pool) = &self.hashers else {
+            let blake3 = Digest::of(&open.bytes);
+            return self.hand_on(open, blake3);
         };
-        let blake3 = Digest(*hasher.finalize().as_bytes());
+        let (tell, told) = sync_channel(1);
+        pool.spawn(move || {
+            let mut hasher = blake3::Hasher::new();
+            hasher.update_rayon(&open.bytes);
+            let blake3 = Digest(*hasher.finalize().as_bytes());
+            // Who began it may have failed meanwhile.
+            let _ = tell.send((open, blake3));
+        });
+        match self.hashing.replace(told) {
+            Some(before) => self.hand_on_hashed(&before),
+            None => Ok(()),
+        }
+    }
+
+    fn hand_on_hashed(&mut self, hashing: &Hashing) -> Result<()> {
+        let stopped = |e| Error::io("threads", "hash on", std::io::Error::other(e));
+        let (open, blake3) = hashing.recv().map_err(stopped)?;
+        self.hand_on(open, blake3)
+    }
+
+    fn hand_on(&mut self, open: Open, blake3: Digest) -> Result<()> {
+        let Open { group, number, bytes } = open;
         let (name, len) = (Some(number.to_string()), bytes.len() as u64);
         self.done[number as usize] = Some(Object { name, bytes: len, blake3 });
         self.sink.put(DataObject { number, group, bytes: bytes.into(), blake3 })
@@ -242,6 +312,9 @@ impl Objects {
         let mut open = std::mem::take(&mut self.open);
         open.sort_unstable_by_key(|o| o.number);
         open.into_iter().try_for_each(|o| self.close(o))?;
+        if let Some(last) = self.hashing.take() {
+            self.hand_on_hashed(&last)?;
+        }
         Ok(std::mem::take(&mut self.done).into_iter().flatten().collect())
     }
 }

@@ -23,6 +23,9 @@ use crate::writer::Writer;
 /// From so many threads and bytes of values on, others than this one hash and write.
 const BEHIND: (usize, u64) = (4, 64 << 20);
 
+/// So many threads encode faster than one copies what they made.
+const COPIERS: usize = 8;
+
 /// Bytes of values that take longer to encode than a thread takes to start.
 const THREAD_BYTES: u64 = 1 << 20;
 
@@ -64,12 +67,11 @@ pub(crate) struct Coded {
     pub(crate) shared: bool,
 }
 
-/// What a chunk's place in the file and in the totals depends on.
+/// What a chunk's part of the totals depends on.
 struct ChunkOf<'a> {
     dtype: DType,
     /// Bytes of the tensor.
     bytes: u64,
-    group: u8,
     plan: &'a TensorPlan,
     /// Number of the chunk.
     chunk: u64,
@@ -179,23 +181,29 @@ impl Writer {
         if on_device || much && self.memory() >= 2 * Behind::BUFFERS {
             self.out.write_behind(threads)?;
         }
+        // Where few threads encode, this one copies as fast.
+        let copiers = pool.filter(|_| on_device || threads >= COPIERS);
         let threads = if pool.is_some() { threads } else { 1 };
         let parent = self.options.parent.clone();
         let window = self.window(parent.as_deref(), threads).min(chunks.max(1));
         let mut coded: Vec<(Vec<_>, bool)> = tensors.iter().map(|_| (vec![], false)).collect();
         let jobs = Jobs { tensors, plans: &plans, inputs, pool, window };
-        let done = engine.encode(&jobs, |frame: EncodedFrame<'_>| {
-            let of = ChunkOf {
-                dtype: tensors[frame.tensor].dtype,
-                bytes: tensors[frame.tensor].values.bytes(),
-                group: groups[frame.tensor],
-                plan: &plans[frame.tensor],
-                chunk: frame.chunk,
-            };
-            let record = self.put_chunk(&of, &frame.encoded, frame.bytes, meter)?;
-            let (records, shared) = &mut coded[frame.tensor];
-            records.push(record);
-            *shared |= frame.encoded.shared;
+        let done = engine.encode(&jobs, |frames: &[EncodedFrame<'_>]| {
+            let parts: Vec<_> = frames.iter().map(|f| (groups[f.tensor], f.bytes)).collect();
+            let places = self.out.chunks(&parts, copiers)?;
+            for (frame, place) in frames.iter().zip(places) {
+                let t = &tensors[frame.tensor];
+                let of = ChunkOf {
+                    dtype: t.dtype,
+                    bytes: t.values.bytes(),
+                    plan: &plans[frame.tensor],
+                    chunk: frame.chunk,
+                };
+                let record = self.count_chunk(&of, &frame.encoded, place, meter)?;
+                let (records, shared) = &mut coded[frame.tensor];
+                records.push(record);
+                *shared |= frame.encoded.shared;
+            }
             Ok(())
         });
         // What the sink says comes before what came of it.
@@ -244,15 +252,14 @@ impl Writer {
         wanted.max(threads)
     }
 
-    /// Writes the frame of a chunk; gives its record.
-    fn put_chunk(
+    /// Counts a chunk whose frame is at a place, an object and an offset there; gives its record.
+    fn count_chunk(
         &mut self,
         of: &ChunkOf<'_>,
         chunk: &EncodedChunk,
-        frame: &[u8],
+        (object, offset): (u32, u64),
         meter: &mut Meter,
     ) -> Result<ChunkRecord> {
-        let (object, offset) = self.out.chunk(of.group, frame)?;
         let width = of.dtype.value_width();
         let size = (width as u64) << of.plan.chunk_log2;
         let bytes = size.min(of.bytes - of.chunk * size);

@@ -18,6 +18,8 @@ use crate::inputs::Failure;
 const RUNS: u64 = 16;
 const RUN: u64 = 4;
 const MAY_DIFFER: usize = 4;
+/// Bytes of a run of narrow values.
+const RUN_BYTES: usize = 2 * RUN as usize;
 
 /// The values that are compared, of a tensor that has more.
 fn compared(values: u64) -> impl Iterator<Item = Range<u64>> {
@@ -82,14 +84,13 @@ impl Candidates {
             looks.into_iter().map(|(i, bytes)| (i, Look::of(tensors[i].dtype, bytes))).collect();
         let mut out = vec![None; tensors.len()];
         for [wide, narrow] in self.by_values.values() {
+            let runs = Runs::of(wide, &looks);
             for &i in narrow {
                 let t = &tensors[i];
                 let own = t.role.map(|r| r.row.parameter);
-                let is_copy = |w: &usize| {
-                    let looked = looks.get(&i).zip(looks.get(w));
-                    looked.is_some_and(|(a, b)| a.is_copy(b, t.dtype))
-                };
-                out[i] = wide.iter().copied().filter(is_copy).min_by_key(|&w| {
+                let Some(look) = looks.get(&i) else { continue };
+                let is_copy = |w: &usize| looks.get(w).is_some_and(|b| look.is_copy(b, t.dtype));
+                out[i] = runs.with(look, t.dtype).into_iter().filter(is_copy).min_by_key(|&w| {
                     let master = tensors[w].role.is_some_and(|r| {
                         r.row.kind == RoleKind::Master && Some(r.row.parameter) == own
                     });
@@ -100,6 +101,43 @@ impl Candidates {
         }
         out
     }
+}
+
+/// Wider tensors by what is looked at of them first: a copy and what it is a copy of have one of more runs than there
+/// are values that may differ in common.
+struct Runs([HashMap<Run, Vec<usize>>; 2]);
+
+/// A run of narrow values, with its number.
+type Run = (usize, [u8; RUN_BYTES]);
+
+impl Runs {
+    fn of(wide: &[usize], looks: &HashMap<usize, Look>) -> Self {
+        let mut by_run = [HashMap::<Run, Vec<usize>>::new(), HashMap::new()];
+        for &w in wide {
+            let Some(Look::Wide { bf16, fp16 }) = looks.get(&w) else { continue };
+            for (rounded, by_run) in [bf16, fp16].into_iter().zip(&mut by_run) {
+                first_runs(rounded).for_each(|run| by_run.entry(run).or_default().push(w));
+            }
+        }
+        Self(by_run)
+    }
+
+    /// Those that a tensor may be a copy of, in ascending order.
+    fn with(&self, look: &Look, dtype: DType) -> Vec<usize> {
+        let Look::Narrow(own) = look else { return vec![] };
+        let by_run = &self.0[usize::from(dtype != DType::BFloat16)];
+        let mut found: Vec<_> =
+            first_runs(own).filter_map(|run| by_run.get(&run)).flatten().copied().collect();
+        found.sort_unstable();
+        found.dedup();
+        found
+    }
+}
+
+/// The first runs of values.
+fn first_runs(values: &[u8]) -> impl Iterator<Item = Run> {
+    let runs = values.as_chunks::<RUN_BYTES>().0.iter().copied();
+    runs.enumerate().take(MAY_DIFFER + 1)
 }
 
 /// Bytes that two names end with alike.
@@ -221,5 +259,59 @@ impl Inputs<Failure> for WiderInputs<'_> {
             }
         }
         Ok(buffer)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As many values as are compared: all of them are.
+    const VALUES: usize = (RUNS * RUN) as usize;
+
+    fn wide(number: usize) -> Vec<u8> {
+        let value = |i| ((number * VALUES + i) as f32 * 0.37).sin();
+        (0..VALUES).flat_map(|i| value(i).to_le_bytes()).collect()
+    }
+
+    fn rounded(number: usize, changed: &[usize]) -> Vec<u8> {
+        let mut out = vec![0; 2 * VALUES];
+        Kernels::default().to_bf16(&wide(number), &mut out);
+        changed.iter().for_each(|i| out[2 * i] ^= 1);
+        out
+    }
+
+    #[test]
+    fn copies_are_found_among_many_though_some_values_differ() {
+        let spread = [0, 5, 10, 63];
+        let cases = [
+            (7, vec![], true),
+            (0, vec![0, 1, 2, 3], true),
+            // In each of four of the runs that are looked for first.
+            (31, vec![0, 4, 8, 12], true),
+            (20, spread.to_vec(), true),
+            (20, [&spread[..], &[17]].concat(), false),
+            (3, vec![0, 4, 8, 12, 16], false),
+        ];
+        let mut data: Vec<_> = (0..40).map(wide).collect();
+        data.extend(cases.iter().map(|(number, changed, _)| rounded(*number, changed)));
+        let shape = [VALUES as u64];
+        let dtype = |i| if i < 40 { DType::Float32 } else { DType::BFloat16 };
+        let tensors: Vec<_> = data
+            .iter()
+            .enumerate()
+            .map(|(i, d)| TensorValues::new(dtype(i), &shape, &d[..]))
+            .collect();
+        let candidates = Candidates::of(&tensors);
+        assert_eq!(candidates.looks(&tensors).len(), tensors.len());
+        let found = candidates.copies(
+            &tensors,
+            &vec![""; tensors.len()],
+            data.iter().cloned().enumerate().collect(),
+        );
+        assert!(found[..40].iter().all(Option::is_none));
+        for ((number, changed, is_copy), found) in cases.iter().zip(&found[40..]) {
+            assert_eq!(*found, is_copy.then_some(*number), "{changed:?}");
+        }
     }
 }

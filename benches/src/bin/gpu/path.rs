@@ -157,13 +157,15 @@ impl Coded {
         let (mut frames, mut bytes, mut stored) = (vec![], vec![], 0);
         let (tensors, plans) = (jobs.tensors, jobs.plans);
         let mut shared = vec![false; tensors.len()];
-        engine.encode(jobs, |f| {
-            shared[f.tensor] |= f.encoded.shared;
-            let (tensor, chunk, encoded) = (f.tensor, f.chunk, f.encoded);
-            frames.push(Frame { tensor, chunk, encoded, at: bytes.len() });
-            bytes.extend_from_slice(f.bytes);
-            bytes.resize(bytes.len().next_multiple_of(ALIGN), 0);
-            stored += f.bytes.len() as u64 + 24;
+        engine.encode(jobs, |encoded| {
+            for f in encoded {
+                shared[f.tensor] |= f.encoded.shared;
+                let (tensor, chunk, encoded) = (f.tensor, f.chunk, f.encoded);
+                frames.push(Frame { tensor, chunk, encoded, at: bytes.len() });
+                bytes.extend_from_slice(f.bytes);
+                bytes.resize(bytes.len().next_multiple_of(ALIGN), 0);
+                stored += f.bytes.len() as u64 + 24;
+            }
             Ok(())
         })?;
         let sides = plans.iter().zip(shared).map(|(p, s)| p.side_data(s));

@@ -43,7 +43,8 @@ pub(super) struct EncodeQueue<'a> {
     free: Vec<usize>,
     scratch: Scratch,
     values: Vec<u8>,
-    frame: Vec<u8>,
+    /// Frames that the host encoded, of the chunks that were taken last.
+    frames: Vec<Vec<u8>>,
 }
 
 impl<'a> EncodeQueue<'a> {
@@ -64,7 +65,7 @@ impl<'a> EncodeQueue<'a> {
             free: (0..SLOTS).rev().collect(),
             scratch: Scratch::default(),
             values: vec![],
-            frame: vec![],
+            frames: vec![],
         }
     }
 
@@ -373,11 +374,12 @@ impl<'a> EncodeQueue<'a> {
         Ok(())
     }
 
-    /// The next chunk of this device's tensors; `None` after the last one.
-    pub(super) fn next<E: From<CudaError>>(
+    /// Sees to it that the next chunks of this device's tensors are there; gives their tensors and numbers: none
+    /// after the last one.
+    pub(super) fn ready<E: From<CudaError>>(
         &mut self,
         inputs: &'a dyn Inputs<E>,
-    ) -> Result<Option<EncodedFrame<'_>>, E> {
+    ) -> Result<Vec<(usize, u64)>, E> {
         if self.in_flight.front().is_some_and(|g| self.handed == g.members.len()) {
             if let Some(done) = self.in_flight.pop_front() {
                 self.free.push(done.slot);
@@ -394,19 +396,48 @@ impl<'a> EncodeQueue<'a> {
                 copied.map_err(CudaError::from)?;
             }
         }
-        let Some(group) = self.in_flight.front_mut() else { return Ok(None) };
-        let member = group.members[self.handed];
-        let input = group.inputs.get_mut(self.handed).and_then(Option::take);
-        let slot = group.slot;
-        self.handed += 1;
-        Ok(Some(match self.locate(&member)? {
-            Some((offset, len, encoded)) => {
-                // SAFETY: the copy that wrote it is done; the slot is free only after the next call.
-                let bytes = unsafe { self.session.worker.slots[slot].pinned.slice(offset, len) };
-                EncodedFrame { tensor: member.tensor, chunk: member.chunk, encoded, bytes }
-            }
-            None => self.encode_on_host(&member, input, inputs.moments(member.tensor))?,
-        }))
+        let left = self.in_flight.front().map_or(&[][..], |group| &group.members[self.handed..]);
+        Ok(left.iter().map(|m| (m.tensor, m.chunk)).collect())
+    }
+
+    /// The next `count` of those that are there.
+    pub(super) fn take<E>(
+        &mut self,
+        count: usize,
+        inputs: &dyn Inputs<E>,
+    ) -> Result<Vec<EncodedFrame<'_>>> {
+        let done = self.handed..self.handed + count;
+        self.handed = done.end;
+        self.frames.clear();
+        let mut found = Vec::with_capacity(count);
+        for number in done {
+            let Some(group) = self.in_flight.front_mut() else { break };
+            let member = group.members[number];
+            let input = group.inputs.get_mut(number).and_then(Option::take);
+            let (place, encoded) = match self.locate(&member)? {
+                Some((offset, len, encoded)) => (Some((offset, len)), encoded),
+                None => {
+                    let (mut frame, moments) = (vec![], inputs.moments(member.tensor));
+                    let encoded = self.encode_on_host(&member, input, moments, &mut frame)?;
+                    self.frames.push(frame);
+                    (None, encoded)
+                }
+            };
+            found.push((member, place, encoded));
+        }
+        let slot = self.in_flight.front().map_or(0, |group| group.slot);
+        let mut own = self.frames.iter();
+        let frame = |(member, place, encoded): (Member, Option<(usize, usize)>, _)| {
+            let bytes = match place {
+                // SAFETY: the copy that wrote it is done; the slot is free only after a later call.
+                Some((offset, len)) => unsafe {
+                    self.session.worker.slots[slot].pinned.slice(offset, len)
+                },
+                None => own.next().map_or(&[][..], Vec::as_slice),
+            };
+            EncodedFrame { tensor: member.tensor, chunk: member.chunk, encoded, bytes }
+        };
+        Ok(found.into_iter().map(frame).collect())
     }
 
     /// Where the frame of a chunk of the first group lies in its slot; `None`: there is none, and its
@@ -461,18 +492,18 @@ impl<'a> EncodeQueue<'a> {
         Ok(())
     }
 
-    /// Encodes a chunk whose values are in `self.values`.
+    /// Encodes a chunk whose values are in `self.values`, and appends its frame.
     fn encode_on_host(
         &mut self,
         member: &Member,
         input: Option<Input<'_>>,
         moments: Option<&[Moment<'_>; 2]>,
-    ) -> Result<EncodedFrame<'_>> {
+        frame: &mut Vec<u8>,
+    ) -> Result<EncodedChunk> {
         let values = if member.scale > 0 { Some(self.input_on_host(member, input)?) } else { None };
         let &Member { tensor, chunk, .. } = member;
         let (t, plan) = (&self.chunks.tensors[tensor], &self.chunks.plans[tensor]);
         let view = TensorView { dtype: t.dtype, shape: t.shape, data: &self.values };
-        self.frame.clear();
         let values = values.as_deref();
         let mut given = values.as_slice().to_vec();
         let mut gone = plan_has_own_input(plan) && values.is_some_and(<[u8]>::is_empty);
@@ -491,13 +522,12 @@ impl<'a> EncodeQueue<'a> {
         let job = EncodeJob { view: &view, plan, chunk, inputs: &given };
         let encoded = if gone {
             // What is stored of the input is other than what it holds now.
-            Ok(plain(&self.values, &mut self.frame))
+            Ok(plain(&self.values, frame))
         } else {
             let own = (chunk << plan.chunk_log2, &self.values[..]);
-            self.host.cpu.encode_values(&job, own, &mut self.scratch, &mut self.frame)
+            self.host.cpu.encode_values(&job, own, &mut self.scratch, frame)
         };
-        let encoded = encoded.map_err(|e| e.in_chunk(chunk)).of(tensor)?;
-        Ok(EncodedFrame { tensor, chunk, encoded, bytes: &self.frame })
+        encoded.map_err(|e| e.in_chunk(chunk)).of(tensor)
     }
 }
 

@@ -33,8 +33,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use rayon::ThreadPool;
 pub use s4_codec_gpu::{Cuda, DeviceInfo, GpuError, Pinned};
-use s4_format::PredictorId;
 use s4_format::manifest::ClosedCodec;
+use s4_format::{Error, PredictorId};
 use s4_planes::Simd;
 
 pub use decode::Decoder;
@@ -140,13 +140,22 @@ impl<'a> DeviceQueue<'a> {
         }
     }
 
-    fn next<E: From<CudaError>>(
+    /// Waits for the next chunks of this device; gives their tensors and numbers: none after the last one.
+    fn ready<E: From<CudaError>>(
         &mut self,
         inputs: &'a dyn Inputs<E>,
-    ) -> Result<Option<EncodedFrame<'_>>, E> {
+    ) -> Result<Vec<(usize, u64)>, E> {
         match self {
-            Self::Kernels(queue) => queue.next(inputs),
-            Self::Library(queue) => Ok(queue.next()?),
+            Self::Kernels(queue) => queue.ready(inputs),
+            Self::Library(queue) => Ok(queue.ready()?),
+        }
+    }
+
+    /// The next `count` of those that are there.
+    fn take<E>(&mut self, count: usize, inputs: &dyn Inputs<E>) -> Result<Vec<EncodedFrame<'_>>> {
+        match self {
+            Self::Kernels(queue) => queue.take(count, inputs),
+            Self::Library(queue) => Ok(queue.take(count)),
         }
     }
 }
@@ -170,7 +179,7 @@ impl Engine for CudaEngine {
     fn encode<E>(
         &self,
         jobs: &Jobs<'_, E>,
-        mut sink: impl FnMut(EncodedFrame<'_>) -> Result<(), E>,
+        mut sink: impl FnMut(&[EncodedFrame<'_>]) -> Result<(), E>,
     ) -> Result<(), E>
     where
         E: From<CudaError> + From<TensorError> + Send,
@@ -242,7 +251,7 @@ impl CudaEngine {
         &self,
         jobs: &Jobs<'_, E>,
         run: Range<usize>,
-        sink: &mut impl FnMut(EncodedFrame<'_>) -> Result<(), E>,
+        sink: &mut impl FnMut(&[EncodedFrame<'_>]) -> Result<(), E>,
     ) -> Result<(), E> {
         let library = self.coding_library(jobs.plans, run.clone())?;
         let given = jobs.inputs.memory();
@@ -272,12 +281,23 @@ impl CudaEngine {
         queues.values_mut().try_for_each(|queue| queue.launch(jobs.inputs))?;
         let mut all = jobs.queue(run.clone());
         while let Some(chunk) = all.peek() {
-            all.advance();
             let ordinal = memory[chunk.tensor - run.start].ordinal();
-            let Some(queue) = queues.get_mut(&ordinal) else { continue };
-            if let Some(frame) = queue.next(jobs.inputs)? {
-                sink(frame)?;
+            let Some(queue) = queues.get_mut(&ordinal) else { break };
+            // As many as come before the next one of another device.
+            let ready = queue.ready(jobs.inputs)?;
+            let mut is_next = |c: &(usize, u64)| {
+                let next = all.peek().is_some_and(|chunk| chunk.name() == *c);
+                if next {
+                    all.advance();
+                }
+                next
+            };
+            let count = ready.iter().take_while(|c| is_next(c)).count();
+            if count == 0 {
+                let source = Error::corrupt("a chunk was not encoded").in_chunk(chunk.chunk);
+                return Err(CudaError::from(TensorError { tensor: chunk.tensor, source }).into());
             }
+            sink(&queue.take(count, jobs.inputs)?)?;
         }
         Ok(())
     }
@@ -388,7 +408,7 @@ fn check<E>(jobs: &Jobs<'_, E>) -> Result<()> {
         Some(tensor) => {
             let predictor = jobs.plans[tensor].plan.predictor;
             let what = format!("predictor `{predictor}` in the CUDA engine");
-            Err(s4_format::Error::unsupported(what)).of(tensor)
+            Err(Error::unsupported(what)).of(tensor)
         }
     }
 }

@@ -1,5 +1,6 @@
 //! Plans of device tensors: samples of them are fetched, and planned on the threads of the caller.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ops::Range;
 
@@ -57,15 +58,20 @@ impl CudaEngine {
         let mut plans: Vec<Option<TensorPlan>> = tensors.iter().map(|_| None).collect();
         let mut waiting = vec![];
         self.fetch::<E>(&runs, |batch| {
-            let (wait, now) = batch.iter().partition::<Vec<_>, _>(|(tensor, sample)| {
-                let grid = self.grid(preset, &tensors[*tensor], inputs.parent(*tensor), sample);
-                let (tensor, items, bytes) = (*tensor, 0, vec![]);
-                waiting.extend(grid.map(|grid| Waiting { tensor, grid, items, bytes }));
-                grid.is_some()
+            let mut grids: Vec<_> = batch.iter().map(|item| (*item, None)).collect();
+            each(pool, &mut grids, |((tensor, sample), grid)| {
+                *grid = self.grid(preset, &tensors[*tensor], inputs.parent(*tensor), sample);
             });
-            drop(wait);
-            let now = now.into_iter().map(|(tensor, sample)| (tensor, None, sample));
-            self.plan_fetched(&given, now.collect(), &mut plans)
+            let mut now = vec![];
+            for ((tensor, sample), grid) in grids {
+                match grid {
+                    Some(grid) => {
+                        waiting.push(Waiting { tensor, grid, items: 0, bytes: vec![] });
+                    }
+                    None => now.push((tensor, None, sample)),
+                }
+            }
+            self.plan_fetched(&given, now, &mut plans)
         })?;
         self.plan_waiting(&given, waiting, &mut plans)?;
         let none = |tensor| TensorError { tensor, source: Error::corrupt("no plan was made") };
@@ -128,13 +134,19 @@ impl CudaEngine {
             }
         }
         self.fetch::<E>(&items, |batch| {
-            let mut ready = vec![];
-            for (item, bytes) in batch {
-                let w = &mut waiting[owners[*item]];
-                w.bytes.extend_from_slice(bytes);
+            let mut ready: Vec<(usize, Grid, Cow<'_, [u8]>)> = vec![];
+            for &(item, bytes) in batch {
+                let w = &mut waiting[owners[item]];
                 w.items -= 1;
-                if w.items == 0 {
-                    ready.push((w.tensor, w.grid, std::mem::take(&mut w.bytes)));
+                // Most tensors are one item, which is looked at where it lies.
+                match (w.items, w.bytes.is_empty()) {
+                    (0, true) => ready.push((w.tensor, w.grid, Cow::Borrowed(bytes))),
+                    (left, _) => {
+                        w.bytes.extend_from_slice(bytes);
+                        if left == 0 {
+                            ready.push((w.tensor, w.grid, std::mem::take(&mut w.bytes).into()));
+                        }
+                    }
                 }
             }
             let fetched = ready.iter().map(|(tensor, grid, b)| (*tensor, Some(*grid), &b[..]));

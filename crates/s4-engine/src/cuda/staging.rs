@@ -138,7 +138,7 @@ impl Stager {
             let (is, own) = (m.ordinal(), self.device.ordinal());
             return Err(GpuError::Argument(format!("memory of CUDA device {is} on device {own}")));
         }
-        self.device.check_pointer(m.address(), m.bytes())
+        self.device.check_pointer(m.address(), m.bytes()).map(drop)
     }
 
     /// Pinned memory for what the kernel is told.

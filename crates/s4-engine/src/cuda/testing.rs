@@ -167,8 +167,10 @@ impl<'a> Copies<'a> {
             pairs.map(|(t, b)| TensorValues::new(t.dtype, t.shape, self.memory(b))).collect();
         let plans = self.engine.plan::<CudaError>(preset, &on_device, &NoInputs, None)?;
         let mut chunks: Vec<Vec<_>> = tensors.iter().map(|_| vec![]).collect();
-        self.engine.encode(&Jobs::<CudaError>::new(&on_device, &plans), |frame| {
-            chunks[frame.tensor].push((frame.encoded, frame.bytes.to_vec()));
+        self.engine.encode(&Jobs::<CudaError>::new(&on_device, &plans), |frames| {
+            for frame in frames {
+                chunks[frame.tensor].push((frame.encoded, frame.bytes.to_vec()));
+            }
             Ok(())
         })?;
         let coded = plans.into_iter().zip(chunks).enumerate();

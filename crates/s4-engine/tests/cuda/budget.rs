@@ -83,10 +83,12 @@ fn little_free_memory_means_less_scratch_and_no_detour() {
         let plans = engine.plan::<CudaError>(Preset::Fast, &tensors, &NoInputs, None).unwrap();
         let mut least = u64::MAX;
         engine
-            .encode(&Jobs::<CudaError>::new(&tensors, &plans), |frame| {
-                least = least.min(free());
-                let expected = &cpu[frame.tensor].chunks[frame.chunk as usize].1;
-                assert!(frame.bytes == expected, "{}", hosts[frame.tensor].name);
+            .encode(&Jobs::<CudaError>::new(&tensors, &plans), |frames| {
+                for frame in frames {
+                    least = least.min(free());
+                    let expected = &cpu[frame.tensor].chunks[frame.chunk as usize].1;
+                    assert!(frame.bytes == expected, "{}", hosts[frame.tensor].name);
+                }
                 Ok(())
             })
             .unwrap();
@@ -130,12 +132,14 @@ fn an_error_of_the_sink_ends_the_work_and_the_engine_goes_on() {
     let tensors = [host.on(&upload)];
     let plans = engine.plan::<CudaError>(Preset::Fast, &tensors, &NoInputs, None).unwrap();
     let mut seen = 0;
-    let stopped = engine.encode(&Jobs::<CudaError>::new(&tensors, &plans), |_| {
-        seen += 1;
-        match seen {
-            2 => Err(GpuError::Argument("enough".into()).into()),
-            _ => Ok(()),
+    let stopped = engine.encode(&Jobs::<CudaError>::new(&tensors, &plans), |frames| {
+        for _ in frames {
+            seen += 1;
+            if seen == 2 {
+                return Err(GpuError::Argument("enough".into()).into());
+            }
         }
+        Ok(())
     });
     assert_eq!(stopped, Err(GpuError::Argument("enough".into()).into()));
     assert_eq!(seen, 2);

@@ -148,9 +148,11 @@ fn encode(gpu: &Gpu, engine: &CudaEngine, copies: &[Copy], given: Given) -> Vec<
     let plans: Vec<_> = copies.iter().map(|c| c.coded.plan.clone()).collect();
     let inputs = Wider::new(gpu, copies, given);
     let mut chunks: Vec<Vec<_>> = copies.iter().map(|_| vec![]).collect();
-    let done = engine.encode(&Jobs { inputs: &inputs, ..Jobs::new(&tensors, &plans) }, |frame| {
-        assert_eq!(frame.chunk, chunks[frame.tensor].len() as u64);
-        chunks[frame.tensor].push((frame.encoded, frame.bytes.to_vec()));
+    let done = engine.encode(&Jobs { inputs: &inputs, ..Jobs::new(&tensors, &plans) }, |frames| {
+        for frame in frames {
+            assert_eq!(frame.chunk, chunks[frame.tensor].len() as u64);
+            chunks[frame.tensor].push((frame.encoded, frame.bytes.to_vec()));
+        }
         Ok(())
     });
     done.unwrap();

@@ -212,9 +212,11 @@ pub(crate) fn encode(
     let plan = || engine.plan(Preset::Fast, &tensors, parents, None);
     let plans = plans.map_or_else(plan, Ok)?;
     let mut chunks: Vec<Vec<_>> = lines.iter().map(|_| vec![]).collect();
-    engine.encode(&Jobs { inputs: parents, ..Jobs::new(&tensors, &plans) }, |frame| {
-        assert_eq!(frame.chunk, chunks[frame.tensor].len() as u64);
-        chunks[frame.tensor].push((frame.encoded, frame.bytes.to_vec()));
+    engine.encode(&Jobs { inputs: parents, ..Jobs::new(&tensors, &plans) }, |frames| {
+        for frame in frames {
+            assert_eq!(frame.chunk, chunks[frame.tensor].len() as u64);
+            chunks[frame.tensor].push((frame.encoded, frame.bytes.to_vec()));
+        }
         Ok(())
     })?;
     Ok(plans.into_iter().zip(chunks).map(|(p, c)| Encoded::new(p, c)).collect())

@@ -218,10 +218,13 @@ fn frames_of_changing_differences_decode() {
         for _ in 0..if gpu.is_slow() { 6 } else { 60 } {
             let given = Parents(&plans, &tensors, parents.clone());
             let mut chunks: Vec<Vec<_>> = tensors.iter().map(|_| vec![]).collect();
-            let done = engine.encode(&Jobs { inputs: &given, ..Jobs::new(&on, &plans) }, |frame| {
-                chunks[frame.tensor].push((frame.encoded, frame.bytes.to_vec()));
-                Ok(())
-            });
+            let done =
+                engine.encode(&Jobs { inputs: &given, ..Jobs::new(&on, &plans) }, |frames| {
+                    for frame in frames {
+                        chunks[frame.tensor].push((frame.encoded, frame.bytes.to_vec()));
+                    }
+                    Ok(())
+                });
             done.unwrap();
             let encoded: Vec<_> =
                 plans.iter().cloned().zip(chunks).map(|(p, c)| Encoded::new(p, c)).collect();

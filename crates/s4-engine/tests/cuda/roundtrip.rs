@@ -201,9 +201,11 @@ fn tensors_of_several_devices_are_encoded_in_their_order() {
     let cpu = on_cpu(&host, None);
     let mut seen = vec![];
     engine
-        .encode(&Jobs::<CudaError>::new(&tensors, &plans), |frame| {
-            assert!(frame.bytes == cpu.chunks[frame.chunk as usize].1, "{}", frame.tensor);
-            seen.push((frame.tensor, frame.chunk));
+        .encode(&Jobs::<CudaError>::new(&tensors, &plans), |frames| {
+            for frame in frames {
+                assert!(frame.bytes == cpu.chunks[frame.chunk as usize].1, "{}", frame.tensor);
+                seen.push((frame.tensor, frame.chunk));
+            }
             Ok(())
         })
         .unwrap();

@@ -109,8 +109,10 @@ fn copies_are_encoded_to_the_frames_of_the_originals() {
     let plans: Vec<_> = expected.iter().map(|e| e.plan.clone()).collect();
     let mut frames: Vec<Vec<Vec<u8>>> = hosts.iter().map(|_| vec![]).collect();
     engine
-        .encode(&Jobs::<CudaError>::new(&tensors, &plans), |frame| {
-            frames[frame.tensor].push(frame.bytes.to_vec());
+        .encode(&Jobs::<CudaError>::new(&tensors, &plans), |encoded| {
+            for frame in encoded {
+                frames[frame.tensor].push(frame.bytes.to_vec());
+            }
             Ok(())
         })
         .unwrap();
@@ -180,8 +182,10 @@ fn a_stream_of_its_own_comes_after_the_owners() {
     let mut bytes = 0;
     let engine = gpu.engine(CudaOptions::default());
     engine
-        .encode(&Jobs::<CudaError>::new(&tensors, &plans), |frame| {
-            bytes += frame.bytes.len();
+        .encode(&Jobs::<CudaError>::new(&tensors, &plans), |frames| {
+            for frame in frames {
+                bytes += frame.bytes.len();
+            }
             Ok(())
         })
         .unwrap();

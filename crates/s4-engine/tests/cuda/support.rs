@@ -222,11 +222,13 @@ pub(crate) fn on_gpu(
     };
     let mut chunks: Vec<Vec<_>> = hosts.iter().map(|_| vec![]).collect();
     let mut last = None;
-    engine.encode(&Jobs::<CudaError>::new(&tensors, &plans), |frame| {
-        assert!(last < Some((frame.tensor, frame.chunk)), "chunks are out of order");
-        last = Some((frame.tensor, frame.chunk));
-        assert_eq!(frame.chunk, chunks[frame.tensor].len() as u64);
-        chunks[frame.tensor].push((frame.encoded, frame.bytes.to_vec()));
+    engine.encode(&Jobs::<CudaError>::new(&tensors, &plans), |frames| {
+        for frame in frames {
+            assert!(last < Some((frame.tensor, frame.chunk)), "chunks are out of order");
+            last = Some((frame.tensor, frame.chunk));
+            assert_eq!(frame.chunk, chunks[frame.tensor].len() as u64);
+            chunks[frame.tensor].push((frame.encoded, frame.bytes.to_vec()));
+        }
         Ok(())
     })?;
     Ok(plans.into_iter().zip(chunks).map(|(p, c)| Encoded::new(p, c)).collect())

@@ -14,7 +14,8 @@
         ...
         checkpoint = store.load_checkpoint()
 
-`open` reads single tensors of a file, and parts of them. `patch` has programs that call
+`open` reads single tensors of a file, and parts of them. `s4weights.numpy` does all this with arrays of
+NumPy, without PyTorch. `patch` has programs that call
 `torch.save` and `torch.load` use ``.s4w`` files as they are.
 
 Tensors on CUDA devices are encoded and decoded where they are. `load_into` fills tensors that are

@@ -96,12 +96,15 @@ def _entry(fqn: str, value: Any) -> dict[str, Any]:
     p = value.properties
     if p.layout is not torch.strided:
         raise UnsupportedFormatError(f"{fqn!r} has the layout {p.layout}")
+    # Older versions of PyTorch do not know them.
+    strides = getattr(p, "strides", None)
     return {
         "kind": "tensor",
         "dtype": str(p.dtype).removeprefix("torch."),
         "requires_grad": p.requires_grad,
         "memory_format": str(p.memory_format).removeprefix("torch."),
         "pin_memory": p.pin_memory,
+        **({} if strides is None else {"strides": list(strides)}),
         "size": list(value.size),
         "chunks": [[list(c.offsets), list(c.sizes)] for c in value.chunks],
     }
@@ -119,6 +122,8 @@ def _metadata(entry: dict[str, Any]) -> BytesStorageMetadata | TensorStorageMeta
         memory_format=_MEMORY_FORMATS[entry["memory_format"]],
         pin_memory=bool(entry["pin_memory"]),
     )
+    if "strides" in entry:
+        properties.strides = tuple(int(stride) for stride in entry["strides"])
     chunks = [
         ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
         for offsets, sizes in entry["chunks"]

@@ -49,6 +49,8 @@ class Place:
         self._given = store is not None
         self._options = dict(options)
         self.step = step
+        #: What a call of DCP named, if it was store and step.
+        self._id: str | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
         """Takes the place that a call of DCP names: a step, in a store that was given; or else the
@@ -66,6 +68,14 @@ class Place:
             above = above or ("/" if url.startswith("/") else ".")
             if self._store is None or self._store.url != above:
                 self._store = _shared_store(above, self._options)
+            self._id = url
+
+    @property
+    def id(self) -> str:
+        """A ``checkpoint_id`` that names it; that of the store, if no step was given."""
+        if self._id is not None:
+            return self._id
+        return self.store.url if self.step is None else f"{self.store.url}/step-{self.step}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A process that saves in the background keeps one store for all writers that it is given.
@@ -74,7 +84,7 @@ class Place:
         else:
             options = {**self._store._arguments, "retention": self._store.retention}
             url = options.pop("url")
-        return _make, (url, self.step, options, self._given)
+        return _make, (url, self.step, options, self._given, self._id)
 
     @property
     def store(self) -> CheckpointStore:
@@ -86,9 +96,11 @@ class Place:
         return f"{self.store.url}: step {'newest' if self.step is None else self.step}"
 
 
-def _make(url: str | None, step: int | None, options: Mapping[str, Any], given: bool) -> Place:
+def _make(
+    url: str | None, step: int | None, options: Mapping[str, Any], given: bool, name: str | None
+) -> Place:
     place = Place(url, step, options)
-    place._given = given
+    place._given, place._id = given, name
     return place
 
 

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
 
 from ._errors import CorruptDataError, UnsafeLoadError
+from ._load import load
 
 #: What a value that is stored as JSON begins with; no file of `torch.save` does.
 _JSON = b"s4w-json\n"
@@ -34,7 +35,8 @@ class SavePlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
 
 class LoadPlanner(dcp.DefaultLoadPlanner):  # type: ignore[misc]
     """DCP's default planner, which runs no code of a checkpoint: values that are not tensors are
-    loaded as by ``torch.load(weights_only=True)``, those of `SavePlanner` from JSON.
+    loaded as by ``torch.load(weights_only=True)``, `io.BytesIO` included, those of `SavePlanner` from
+    JSON.
     """
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -83,6 +85,13 @@ def _from_json(fqn: str, value: io.BytesIO) -> Any:
 
 def _from_pickle(fqn: str, value: io.BytesIO) -> Any:
     try:
-        return torch.load(value, weights_only=True)
+        # Trainers keep bytes in streams. A pickle calls `bytes` for none, and could for any number.
+        with torch.serialization.safe_globals([io.BytesIO, (_no_bytes, "builtins.bytes")]):
+            # Under `patch` it is no file of PyTorch's.
+            return load(value, weights_only=True)
     except Exception as error:
         raise UnsafeLoadError(f"Weights only load failed: {fqn!r}: {error}") from None
+
+
+def _no_bytes() -> bytes:
+    return b""

@@ -21,7 +21,7 @@ from ._save import require_little_endian
 from ._select import select
 from ._sources import FileLike, Foreign, open_source, require_s4w
 from ._storages import StorageReader
-from ._torch import OURS, original
+from ._torch import OURS, call_original, require_torch
 from ._tree import TreeDecoder
 
 logger = logging.getLogger("s4weights")
@@ -84,6 +84,7 @@ def load(
         UnsupportedFormatError: the file was written by another version.
         S4Error: another of its kinds.
     """
+    require_torch("load")
     compute = Compute(device, gpu_scratch)
     require_little_endian()
     recorder = Recorder("load", f)
@@ -95,7 +96,7 @@ def load(
         if source.is_safetensors:
             return _load_safetensors(source.file, map_location)
         arguments = dict(pickle_load_args, weights_only=weights_only, mmap=mmap)
-        return original("load")(source.file, map_location, pickle_module, **arguments)
+        return call_original("load", source.file, map_location, pickle_module, **arguments)
     check_pickle_arguments("load", pickle_module, pickle_load_args)
     if mmap:
         warnings.warn(
@@ -207,13 +208,11 @@ def get_unsafe_globals(
     `torch.serialization.get_unsafe_globals_in_checkpoint` tells of files of `torch.save`. Loads
     nothing.
     """
-    import torch
-
     source = open_source(f, storage_options, None)
     if isinstance(source, Foreign):
         if source.is_safetensors:
             return []
-        return list(torch.serialization.get_unsafe_globals_in_checkpoint(source.file))
+        return list(call_original("get_unsafe_globals_in_checkpoint", source.file))
     return _pickled.unsafe_globals(source.blob("pickle")) if source.form() == "pickle" else []
 
 
@@ -235,8 +234,8 @@ def choose_unpickler(
         weights_only = True
     elif force_not and asked is None:
         warnings.warn(
-            "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set and `weights_only` was not passed: "
-            "weights_only=False",
+            "Environment variable TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD detected, and `weights_only` was "
+            "not passed: forcing weights_only=False.",
             UserWarning,
             stacklevel=3,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -16,6 +17,7 @@ from ._progress import Progress
 from ._save import require_little_endian
 from ._sources import FileLike, is_url, open_source, require_s4w
 from ._storages import StorageReader
+from ._torch import require_torch
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +95,9 @@ class File(Mapping[str, Any]):
             close = difflib.get_close_matches(str(key), self._saved, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise KeyError(f"{self._name}: no tensor is at {key!r}{hint}")
+        return self._part(key)
+
+    def _part(self, key: str) -> Slice:
         return Slice(self, key, self._saved[key])
 
     def _open(self) -> _core.Reader:
@@ -122,12 +127,14 @@ class Slice:
         return self._saved.tensor.dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Integers, slices (with any step) and ``...``, as a tensor takes them; nothing else."""
+        """Integers, lists of them, slices (with positive steps), ``None`` and ``...``, as a tensor takes
+        them; nothing else. A list reads all from its smallest to its largest number.
+        """
         import torch
 
         saved, number = self._saved
         item = saved.element_size()
-        ranges, rest = _ranges(index, saved.shape, self._key)
+        ranges, rest = ranges_of(index, saved.shape, self._key)
         if not saved.is_contiguous():
             # Strides of its own: all of its storage is read.
             nbytes = saved.untyped_storage().nbytes()
@@ -160,39 +167,58 @@ class Slice:
             self._file._open().read_view(number, array, part, memory)
 
 
-def _ranges(
-    index: Any, shape: Sequence[int], key: str
+def ranges_of(
+    what: Any, shape: Sequence[int], key: str
 ) -> tuple[list[tuple[int, int]], tuple[Any, ...]]:
     """The range of each dimension that an index needs, and what is left to do to what was read."""
-    items = list(index) if isinstance(index, tuple) else [index]
-    if items.count(...) > 1:
+    items = list(what) if isinstance(what, tuple) else [what]
+    dots = [at for at, one in enumerate(items) if one is ...]
+    if len(dots) > 1:
         raise IndexError("an index can only have a single ellipsis ('...')")
-    missing = len(shape) - (len(items) - items.count(...))
+    missing = len(shape) - sum(one is not None and one is not ... for one in items)
     if missing < 0:
         raise IndexError(f"too many indices for `{key}` of {len(shape)} dimensions")
-    at = items.index(...) if ... in items else len(items)
-    items[at : at + items.count(...)] = [slice(None)] * missing
+    at = dots[0] if dots else len(items)
+    items[at : at + len(dots)] = [slice(None)] * missing
     ranges: list[tuple[int, int]] = []
     rest: list[Any] = []
-    for dimension, (one, size) in enumerate(zip(items, shape, strict=True)):
-        if isinstance(one, slice):
-            start, stop, step = one.indices(size)
-            if step <= 0:
-                raise ValueError("step must be greater than zero")
-            ranges.append((start, max(start, stop)))
-            rest.append(slice(None, None, step))
-        elif hasattr(one, "__index__") and not isinstance(one, bool):
-            number = one.__index__()
-            if not -size <= number < size:
-                raise IndexError(
-                    f"index {number} is out of bounds for dimension {dimension} with size {size}"
-                )
-            number %= size
-            ranges.append((number, number + 1))
-            rest.append(0)
-        else:
-            raise TypeError(f"integers, slices and ... expected, not {type(one).__name__}")
+    for one in items:
+        if one is None:
+            rest.append(None)
+            continue
+        bounds, left = _range_of(one, shape[len(ranges)], len(ranges))
+        ranges.append(bounds)
+        rest.append(left)
     return ranges, tuple(rest)
+
+
+def _range_of(one: Any, size: int, dimension: int) -> tuple[tuple[int, int], Any]:
+    """The same of one dimension."""
+    if isinstance(one, slice):
+        start, stop, step = one.indices(size)
+        if step <= 0:
+            raise ValueError("step must be greater than zero")
+        return (start, max(start, stop)), slice(None, None, step)
+    if isinstance(one, (list, range)) or getattr(one, "ndim", 0) == 1:
+        numbers = [_number(n, size, dimension) for n in one]
+        first, last = min(numbers, default=0), max(numbers, default=-1)
+        return (first, last + 1), [number - first for number in numbers]
+    number = _number(one, size, dimension)
+    return (number, number + 1), 0
+
+
+def _number(one: Any, size: int, dimension: int) -> int:
+    try:
+        number = None if str(getattr(one, "dtype", type(one).__name__)).endswith("bool") else index(one)
+    except TypeError:
+        number = None
+    if number is None:
+        what = f"integers, lists of them, slices, None and ... expected, not {type(one).__name__}"
+        raise TypeError(what)
+    if not -size <= number < size:
+        where = f"dimension {dimension} with size {size}"
+        raise IndexError(f"index {number} is out of bounds for {where}")
+    return number % size
 
 
 def open(
@@ -224,12 +250,13 @@ def open(
         UnsupportedFormatError: it is no ``.s4w`` file.
         S4Error: another of its kinds, as `load`.
     """
+    require_torch("open")
     require_little_endian()
     source = require_s4w(open_source(f, storage_options, threads, trusted))
-    return File(_name_of(f), source, device, weights_only)
+    return File(name_of(f), source, device, weights_only)
 
 
-def _name_of(f: FileLike) -> str:
+def name_of(f: FileLike) -> str:
     if not isinstance(f, (str, os.PathLike)):
         return type(f).__name__
     if not is_url(f):

@@ -7,13 +7,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ._load import load
+from ._load import get_unsafe_globals, load
 from ._save import save
-from ._torch import OURS, original
+from ._torch import OURS, original, require_torch
 
 _lock = threading.Lock()
-#: What `unpatch` puts back, the innermost patch last: (save, load) of torch and torch.serialization.
-_before: list[tuple[Any, Any, Any, Any]] = []
+#: What `unpatch` puts back, the innermost patch last: modules, names and functions.
+_before: list[list[tuple[Any, str, Any]]] = []
 
 
 class Patch:
@@ -27,7 +27,8 @@ class Patch:
 
 
 def patch(**options: Any) -> Patch:
-    """Replaces `torch.save` and `torch.load` by `save` and `load`, in this process.
+    """Replaces `torch.save` and `torch.load` by `save` and `load`, in this process, and
+    `torch.serialization.get_unsafe_globals_in_checkpoint` by `get_unsafe_globals`.
 
     Programs that look them up when they call them (``torch.save(...)``) then write ``.s4w`` files,
     under the names that they chose, and read those and files of `torch.save` and safetensors. One
@@ -50,30 +51,39 @@ def patch(**options: Any) -> Patch:
     Raises:
         TypeError: an option is not one of those.
     """
-    import torch
-
+    torch = require_torch("patch")
     unknown = options.keys() - {"preset", "threads", "device", "gpu_scratch"}
     if unknown:
         raise TypeError(f"patch() got an unexpected keyword argument {min(unknown)!r}")
     of_load = {name: value for name, value in options.items() if name != "preset"}
     new_save = _replacing("save", save, options)
     new_load = _replacing("load", load, of_load)
+    look = torch.serialization.get_unsafe_globals_in_checkpoint
+
+    @functools.wraps(look)
+    def new_look(f: Any) -> list[str]:
+        return get_unsafe_globals(f)
+
+    setattr(new_look, OURS, True)
+    new: list[tuple[Any, str, Any]] = [
+        (torch, "save", new_save),
+        (torch, "load", new_load),
+        (torch.serialization, "save", new_save),
+        (torch.serialization, "load", new_load),
+        (torch.serialization, look.__name__, new_look),
+    ]
     with _lock:
-        modules: tuple[Any, Any] = (torch, torch.serialization)
-        _before.append(tuple(getattr(m, n) for m in modules for n in ("save", "load")))
-        for module in modules:
-            module.save, module.load = new_save, new_load
+        _before.append([(module, name, getattr(module, name)) for module, name, _ in new])
+        for module, name, function in new:
+            setattr(module, name, function)
     return Patch()
 
 
 def unpatch() -> None:
     """Takes the last `patch` back. Does nothing if there is none."""
-    import torch
-
     with _lock:
-        if _before:
-            saved = _before.pop()
-            torch.save, torch.load, torch.serialization.save, torch.serialization.load = saved
+        for module, name, function in _before.pop() if _before else ():
+            setattr(module, name, function)
 
 
 def _replacing(name: str, ours: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:

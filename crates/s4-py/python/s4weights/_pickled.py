@@ -215,7 +215,8 @@ def _unsafe(stream: bytes, error: pickle.UnpicklingError) -> UnsafeLoadError:
     said = str(error)
     said = said if len(said) <= MAX_SAID else f"{said[:MAX_SAID]}..."
     if not refused:
-        return UnsafeLoadError(f"Weights only load failed. weights_only=True: {said}")
+        lines = ["Weights only load failed. weights_only=True cannot load this.", *_advice(said)]
+        return UnsafeLoadError("\n".join([*lines, f"PyTorch's unpickler says: {said}"]))
     key_path, name = refused[0]
     place = f"`{key_path}`" if key_path else "the saved object itself"
     shown = name if len(name) <= MAX_SAID else f"{name[:MAX_SAID]}..."
@@ -228,9 +229,24 @@ def _unsafe(stream: bytes, error: pickle.UnpicklingError) -> UnsafeLoadError:
     if name.startswith(f"{module}.") and module not in sys.modules:
         lines.append(f"  `import {module}` before loading allows it: nothing else is needed")
     lines += [f"  also `{path}` needs `{other[:MAX_SAID]}`" for path, other in refused[1:8]]
-    lines += [
+    lines += [*_advice(said), f"PyTorch's unpickler says: {said}"]
+    return UnsafeLoadError("\n".join(lines), key_path=key_path, global_name=name)
+
+
+def _advice(said: str) -> list[str]:
+    """What can be done about a refusal: not every one is of a global that can be allowed."""
+    if "Unsupported operand" in said:
+        return [
+            "If you trust the file, load it with weights_only=False, which can run any code that the file",
+            "holds, and save it again with pickle_protocol=2. Or, as PyTorch has it: please file an issue "
+            "with the following so that we can make `weights_only=True` compatible with your use case.",
+        ]
+    if "is blocked" in said:
+        return [
+            "It cannot be allowed. If you trust the file,",
+            "load with weights_only=False, which can run any code that the file holds.",
+        ]
+    return [
         "If you trust the file, allow them with torch.serialization.add_safe_globals([...]) or",
         "load with weights_only=False, which can run any code that the file holds.",
-        f"PyTorch's unpickler says: {said}",
     ]
-    return UnsafeLoadError("\n".join(lines), key_path=key_path, global_name=name)

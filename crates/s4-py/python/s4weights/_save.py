@@ -23,6 +23,7 @@ from ._roles import find_roles
 from ._sources import FileLike, is_url
 from ._staging import Budget, Stage, check_stage, stage_values
 from ._storages import StorageWriter, write_sources
+from ._torch import OURS, call_original, require_torch
 from ._tree import NotPlain, TreeEncoder
 
 logger = logging.getLogger("s4weights")
@@ -136,11 +137,14 @@ def save(
         StorageError: the target cannot be written.
         S4Error: another of its kinds.
     """
-    import torch
-
+    torch = require_torch("save")
     compute = Compute(device, gpu_scratch)
     require_little_endian()
     if torch.serialization._serialization_tls.skip_data:
+        if torch.save is not torch.serialization.save:
+            # In place of PyTorch's: a file without data, to be filled later, is of its format only.
+            nothing: dict[str, Any] = call_original("save", obj, f, pickle_module, pickle_protocol)
+            return nothing
         raise UnsupportedFormatError("torch.serialization.skip_data: .s4w files hold their data")
     torch.serialization._check_dill_version(pickle_module)
     check_stage(stage, blocking)
@@ -175,7 +179,7 @@ def save(
 
     def open_writer() -> _core.Writer:
         try:
-            return _open_writer(f, preset, threads, storage_options, roles)
+            return new_writer(f, preset, threads, storage_options, roles)
         except BaseException as error:
             tracker.close()
             recorder.finish(error)
@@ -204,6 +208,10 @@ def save(
     return pending
 
 
+# `torch.save = s4weights.save` is not to call itself.
+setattr(save, OURS, True)
+
+
 def describe(
     obj: object, pickle_module: Any, protocol: int
 ) -> tuple[StorageWriter, str | None, bytes | None]:
@@ -218,7 +226,7 @@ def describe(
     return storages, None, _pickled.dump(obj, storages, pickle_module, protocol)
 
 
-def _open_writer(
+def new_writer(
     f: FileLike,
     preset: str,
     threads: int | None,

@@ -19,6 +19,12 @@ _HEAD = 9
 _TAIL = 64
 _MAX_SAFETENSORS_HEADER = 100_000_000
 
+#: What files of `torch.save` begin with: a zip, or a pickle.
+_TORCH = (b"PK", b"\x80")
+
+#: Bytes that are read at once from a stream that fills memory of the caller's: at first, and at most.
+_FIRST_STEP, _MOST_STEP = 1 << 20, 64 << 20
+
 
 class Foreign(NamedTuple):
     """A file of another format, for that format's own reader."""
@@ -90,9 +96,13 @@ def _open_stream(
         )
     if not _is_seekable(f):
         data = f.read()
-        if _core.is_s4w(data[:_HEAD]):
+        head = data[:_HEAD]
+        if _core.is_s4w(head):
             return _core.Reader(None, None, data, threads, options, trusted)
-        return Foreign(io.BytesIO(data), _is_safetensors(data[:_HEAD]))
+        if not head.startswith(_TORCH) and not _is_safetensors(head):
+            # PyTorch says what it wants of a stream.
+            return Foreign(f, False)
+        return Foreign(io.BytesIO(data), _is_safetensors(head))
     start = f.tell()
     head = f.read(_HEAD)
     path = _path_of(f) if start == 0 else None
@@ -105,11 +115,31 @@ def _open_stream(
         f.seek(0, os.SEEK_END)
         return _core.Reader(path, None, None, threads, options, trusted)
     # There may be other objects behind this one. The bytes of a `BytesIO` are lent, not copied.
-    data, at = (f.getvalue(), start) if type(f) is io.BytesIO else (f.read(), 0)
+    data, at = (f.getvalue(), start) if type(f) is io.BytesIO else (_read_all(f), 0)
     length = _core.first_len(data, at)
     end = len(data) if length is None else at + length
     f.seek(start + end - at)
     return _core.Reader(None, None, data, threads, options, trusted, at, end)
+
+
+def _read_all(f: Any) -> bytes:
+    """The rest of a stream. Those that are not Python's own often join what they read: as PyTorch, this
+    has them fill its memory if they can.
+    """
+    if isinstance(f, io.IOBase) or not callable(getattr(f, "readinto", None)):
+        rest: bytes = f.read()
+        return rest
+    buffer, size, step = io.BytesIO(), 0, _FIRST_STEP
+    while True:
+        buffer.seek(size + step - 1)
+        buffer.write(b"\0")
+        with buffer.getbuffer() as memory, memory[size:] as free:
+            got = f.readinto(free)
+        if not got:
+            break
+        size, step = size + got, min(max(step, size), _MOST_STEP)
+    buffer.truncate(size)
+    return buffer.getvalue()
 
 
 def _tail(f: IO[bytes]) -> bytes:

@@ -247,6 +247,7 @@ class StorageReader:
         self._tls = torch.serialization._serialization_tls
         self._fake = torch._guards.detect_fake_mode(None) is not None
         self._cpu = torch.device("cpu")
+        self._map_location = map_location
         self._restore = torch.serialization._get_restore_location(map_location)
         self._meta = (
             isinstance(map_location, (str, torch.device))
@@ -318,6 +319,21 @@ class StorageReader:
             or self._device_of("cpu") != self._cpu
             or torch.are_deterministic_algorithms_enabled()
         )
+
+    def on_fake_device(self, tensor: torch.Tensor, location: str) -> torch.Tensor:
+        """The tensor; under a `FakeTensorMode`, with the device that it would be on."""
+        if self._fake:
+            import torch
+
+            where = self._map_location
+            if isinstance(where, dict):
+                where = where.get(location, location)
+            elif callable(where):
+                raise RuntimeError(
+                    "a callable map_location is not supported under a FakeTensorMode"
+                )
+            tensor.fake_device = torch.device(location if where is None else where)
+        return tensor
 
     def check_sizes(self) -> None:
         """Refuses views that PyTorch has made room for, with whatever was in memory there."""

@@ -361,7 +361,7 @@ def kind_of(node: dict[str, Any]) -> str:
     kinds = [member for member in node if member in _KINDS]
     if len(kinds) == 1 and (len(node) == 1 or node.keys() - kinds <= _KINDS[kinds[0]]):
         return kinds[0]
-    raise CorruptDataError(f"corrupt data (tree): no node has the members {_brief(list(node))}")
+    raise CorruptDataError(f"corrupt data (tree): no node has the members {brief(list(node))}")
 
 
 class TreeDecoder:
@@ -381,7 +381,7 @@ class TreeDecoder:
         except (LookupError, TypeError, ValueError, RecursionError, struct.error) as error:
             if isinstance(error, CorruptDataError):
                 raise
-            raise CorruptDataError(f"corrupt data (tree): {_brief(error)}") from error
+            raise CorruptDataError(f"corrupt data (tree): {brief(error)}") from error
 
     def tensors(self) -> dict[str, Any]:
         """A file without a tree: its tensors by name."""
@@ -419,18 +419,21 @@ class TreeDecoder:
     def _dtype(self, name: Any) -> Any:
         dtype = _dtypes().get(name) if type(name) is str else None
         if dtype is None:
-            raise CorruptDataError(f"this version of PyTorch has no dtype {_brief(name)}")
+            raise CorruptDataError(f"this version of PyTorch has no dtype {brief(name)}")
         return dtype
 
     def _device(self, name: Any) -> Any:
         try:
             return self._torch.device(_string(name))
         except RuntimeError as error:
-            message = f"this version of PyTorch has no device {_brief(name)}"
+            message = f"this version of PyTorch has no device {brief(name)}"
             raise CorruptDataError(message) from error
 
+    def _size(self, sizes: tuple[int, ...]) -> Any:
+        return self._torch.Size(sizes)
+
     def _tensor(self, value: Any, node: dict[str, Any]) -> Any:
-        number = _natural(value)
+        number = natural(value)
         _, stored, shape, nbytes = self._storages.info(number)
         dtype = self._dtype(node.get("dtype", "uint8" if stored == "bytes" else stored))
         tensor: Any = None
@@ -440,7 +443,7 @@ class TreeDecoder:
         place = self._place(number, dtype, shape, nbytes, node) if tensor is None else None
         try:
             if place is not None:
-                tensor = view(*place)
+                tensor = self._storages.on_fake_device(view(*place), node.get("device", "cpu"))
             grad = node.get("grad") is True
             if node.get("parameter") is True:
                 tensor = self._torch.nn.Parameter(tensor, grad)
@@ -460,20 +463,29 @@ class TreeDecoder:
         node: dict[str, Any],
     ) -> tuple[Any, Any, int, tuple[int, ...], tuple[int, ...]]:
         """What `view` makes a tensor of, on a storage that others may be on, too."""
+        shape, offset, stride = self._extent(dtype, shape, nbytes, node)
+        storage = self._storages.get(number, _string(node.get("device", "cpu")))
+        return storage, dtype, offset, shape, stride
+
+    def _extent(
+        self, dtype: Any, shape: tuple[int, ...], nbytes: int, node: dict[str, Any]
+    ) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+        """The shape of a view, and its offset and strides in elements."""
         if "shape" in node:
             shape = _dimensions(node["shape"])
         stride = _dimensions(node["stride"]) if "stride" in node else row_major(shape)
-        offset = _natural(node.get("offset", 0))
+        offset = natural(node.get("offset", 0))
         if len(shape) != len(stride) or not fits(nbytes, dtype.itemsize, offset, shape, stride):
-            message = f"corrupt data (tree): {_brief(node)} lies outside of {nbytes} bytes"
+            message = f"corrupt data (tree): {brief(node)} lies outside of {nbytes} bytes"
             raise CorruptDataError(message)
-        storage = self._storages.get(number, _string(node.get("device", "cpu")))
-        return storage, dtype, offset, shape, stride
+        if math.prod(shape) * dtype.itemsize >= MAX_SIZE:
+            raise CorruptDataError(f"corrupt data (tree): {brief(node)} has too many elements")
+        return shape, offset, stride
 
 
 #: What makes an object of a node, by its kind.
 _DECODERS: dict[str, Callable[[TreeDecoder, Any, dict[str, Any]], Any]] = {
-    "tensor": TreeDecoder._tensor,
+    "tensor": lambda self, value, node: self._tensor(value, node),
     "dict": lambda self, value, node: dict(self._pairs(value)),
     "odict": TreeDecoder._odict,
     "tuple": lambda self, value, node: tuple(self._items(value)),
@@ -484,10 +496,10 @@ _DECODERS: dict[str, Callable[[TreeDecoder, Any, dict[str, Any]], Any]] = {
     "complex": TreeDecoder._complex,
     "bytes": lambda self, value, node: base64.b64decode(value, validate=True),
     "bytearray": lambda self, value, node: bytearray(base64.b64decode(value, validate=True)),
-    "torch.Size": lambda self, value, node: self._torch.Size(_naturals(value)),
+    "torch.Size": lambda self, value, node: self._size(_naturals(value)),
     "torch.dtype": lambda self, value, node: self._dtype(value),
     "torch.device": lambda self, value, node: self._device(value),
-    "same": lambda self, value, node: self._tensors[_natural(value)],
+    "same": lambda self, value, node: self._tensors[natural(value)],
 }
 
 
@@ -540,18 +552,18 @@ def _array(value: Any) -> list[Any]:
 
 def _string(value: Any) -> str:
     if type(value) is not str:
-        raise CorruptDataError(f"corrupt data (tree): {_brief(value)} is no text")
+        raise CorruptDataError(f"corrupt data (tree): {brief(value)} is no text")
     return value
 
 
-def _natural(value: Any) -> int:
+def natural(value: Any) -> int:
     if type(value) is not int or not 0 <= value < MAX_SIZE:
-        raise CorruptDataError(f"corrupt data (tree): {_brief(value)} is no size")
+        raise CorruptDataError(f"corrupt data (tree): {brief(value)} is no size")
     return value
 
 
 def _naturals(value: Any) -> tuple[int, ...]:
-    return tuple(_natural(item) for item in _array(value))
+    return tuple(natural(item) for item in _array(value))
 
 
 def _dimensions(value: Any) -> tuple[int, ...]:
@@ -560,6 +572,6 @@ def _dimensions(value: Any) -> tuple[int, ...]:
     return _naturals(value)
 
 
-def _brief(value: Any) -> str:
+def brief(value: Any) -> str:
     """What was read, for a message: files may hold any amount of it."""
     return _short_repr.repr(value)

@@ -25,6 +25,7 @@ import dataclasses
 import io
 import json
 import os
+import uuid
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -50,7 +51,7 @@ from ._dcp_read import StoredTensors
 from ._dcp_stager import Stager, device_copies
 from ._device import HOST, Places
 from ._entries import CheckpointEntry
-from ._errors import NotFoundError, UnsupportedFormatError
+from ._errors import ConflictError, NotFoundError, UnsupportedFormatError
 from ._progress import Progress, ProgressArgument
 from ._report import Recorder
 from ._storages import dtype_name
@@ -105,11 +106,14 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
             so for ``tags`` and ``base``.
         tags: as there.
         base: write no delta.
+        overwrite: ``False``: refuse a step that the store lists already. Else both are listed, and
+            the newer one is what is loaded by the step.
         progress: as in `save`, of what rank 0 stores, on rank 0 alone.
         options: arguments of `CheckpointStore`, if ``store`` is none.
 
     Raises (all of them on every rank, inside of DCP's `CheckpointException`):
         StorageError: the store cannot be written.
+        ConflictError: there is such a checkpoint, and ``overwrite`` is false.
         UnsupportedFormatError: the planner made something that is no tensor of a dtype that the
             format has, or metadata that is not JSON.
     """
@@ -122,11 +126,13 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         metrics: Mapping[str, float] | None = None,
         tags: Mapping[str, str] | None = None,
         base: bool = False,
+        overwrite: bool = True,
         progress: ProgressArgument = None,
         **options: Any,
     ) -> None:
         super().__init__()
         self._place = Place(store, step, options)
+        self._overwrite = overwrite
         self._progress = progress
         self._metrics = {str(name): float(value) for name, value in (metrics or {}).items()}
         self._tags = {str(name): str(value) for name, value in (tags or {}).items()}
@@ -139,8 +145,13 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
 
     @property
     def checkpoint_id(self) -> str:
-        """Store and step, for messages."""
-        return str(self._place)
+        """Store and step, as a call of DCP names them."""
+        return self._place.id
+
+    @property
+    def save_id(self) -> str | None:
+        """The id of what the store lists, on the coordinating rank, after a save."""
+        return None if self.entry is None else self.entry.id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._place.reset(checkpoint_id)
@@ -166,11 +177,20 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         raw = sum(_nbytes(item) for plan in plans for item in plan.items)
         native = self._place.store._open("open_or_create")
+        if not self._overwrite:
+            self._require_new()
         self._part_of = _core.begin_parts(native, raw, self._base)
         return [
             dataclasses.replace(plan, storage_data=_Share(self._part_of, rank))
             for rank, plan in enumerate(plans)
         ]
+
+    def _require_new(self) -> None:
+        place, rank = self._place, self._alone.get(_RANK)
+        for entry in place.store.list():
+            if entry.step == place.step and entry.tags.get(_RANK) == rank:
+                what = f"Checkpoint already exists: {place} is {entry.id}, and overwrite=False"
+                raise ConflictError(what)
 
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         share: _Share = plan.storage_data
@@ -228,10 +248,10 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
             metrics=self._metrics,
             tags={**self._tags, **self._alone},
         )
-        metadata.storage_data = names
-        metadata.storage_meta = self.storage_meta()
         self._part_of = None
         self.entry = store._saved(json.loads(done))
+        metadata.storage_data = names
+        metadata.storage_meta = StorageMeta(self.checkpoint_id, save_id=self.save_id)
 
 
 class StorageReader(dcp.StorageReader):  # type: ignore[misc]
@@ -264,18 +284,21 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         self._metadata: Metadata | None = None
         self._step: int | None = None
         self._names: dict[MetadataIndex, str] = {}
+        #: Names what is loaded through this reader, until it is reset, in DCP's metadata.
+        self.load_id = str(uuid.uuid4())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_reader": None, "_metadata": None, "_names": {}}
 
     @property
     def checkpoint_id(self) -> str:
-        """Store and step, for messages."""
-        return str(self._place)
+        """Store and step, as a call of DCP names them."""
+        return self._place.id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._place.reset(checkpoint_id)
         self._reader, self._metadata, self._names = None, None, {}
+        self.load_id = str(uuid.uuid4())
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -293,6 +316,8 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
                 what = f"{where} was not saved by torch.distributed.checkpoint: use load_checkpoint"
                 raise NotFoundError(what) from None
             self._metadata, self._names = from_json(text, where)
+            ids = {"save_id": entry.id, "load_id": self.load_id}
+            self._metadata.storage_meta = StorageMeta(self.checkpoint_id, **ids)
             self._step = entry.step
             self._reader = reader
         return self._metadata

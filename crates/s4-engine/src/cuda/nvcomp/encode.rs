@@ -378,8 +378,9 @@ impl<'a> LibraryQueue<'a> {
         bytes.chunks_exact(size).map(bytemuck::pod_read_unaligned).collect()
     }
 
-    /// The next chunk of this device's tensors; `None` after the last one.
-    pub(in crate::cuda) fn next(&mut self) -> Result<Option<EncodedFrame<'_>>> {
+    /// Sees to it that the next chunks of this device's tensors are there; gives their tensors and numbers: none
+    /// after the last one.
+    pub(in crate::cuda) fn ready(&mut self) -> Result<Vec<(usize, u64)>> {
         if self.in_flight.front().is_some_and(|g| self.handed == g.chunks.len()) {
             self.in_flight.pop_front();
             self.handed = 0;
@@ -387,15 +388,24 @@ impl<'a> LibraryQueue<'a> {
         if self.handed == 0 {
             self.fetch()?;
         }
-        let Some(group) = self.in_flight.front() else { return Ok(None) };
-        let (chunk, result) = (group.chunks[self.handed], self.results[self.handed]);
-        self.handed += 1;
-        self.host.chunks.device.fetch_add(1, Ordering::Relaxed);
-        let (at, len) = (result.offset as usize, result.len as usize);
-        // SAFETY: the copy that wrote it is done; the next one is made by a later call.
-        let bytes = unsafe { self.session.worker.slots[0].pinned.slice(at, len) };
-        let encoded = encoded(&result);
-        Ok(Some(EncodedFrame { tensor: chunk.tensor, chunk: chunk.chunk, encoded, bytes }))
+        let left = self.in_flight.front().map_or(&[][..], |group| &group.chunks[self.handed..]);
+        Ok(left.iter().map(Chunk::name).collect())
+    }
+
+    /// The next `count` of those that are there.
+    pub(in crate::cuda) fn take(&mut self, count: usize) -> Vec<EncodedFrame<'_>> {
+        let Some(group) = self.in_flight.front() else { return vec![] };
+        let done = self.handed..self.handed + count;
+        self.handed = done.end;
+        self.host.chunks.device.fetch_add(count as u64, Ordering::Relaxed);
+        let frame = |(chunk, result): (&Chunk, &EncodeResult)| {
+            let (at, len) = (result.offset as usize, result.len as usize);
+            // SAFETY: the copy that wrote it is done; the next one is made by a later call.
+            let bytes = unsafe { self.session.worker.slots[0].pinned.slice(at, len) };
+            let encoded = encoded(result);
+            EncodedFrame { tensor: chunk.tensor, chunk: chunk.chunk, encoded, bytes }
+        };
+        group.chunks[done.clone()].iter().zip(&self.results[done]).map(frame).collect()
     }
 }
 

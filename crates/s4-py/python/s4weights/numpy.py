@@ -1,0 +1,396 @@
+"""Files as arrays of NumPy, without PyTorch: tensors of a file are arrays, and arrays become tensors.
+
+::
+
+    import s4weights.numpy
+
+    s4weights.numpy.save({"w": weights, "step": 100}, "step100.s4w")
+    state = s4weights.numpy.load("step100.s4w")
+    with s4weights.numpy.open("step100.s4w") as f:
+        rows = f.get_slice("w")[1000:2000]
+
+The files are those of `s4weights.save` and `s4weights.load`. Dtypes that NumPy lacks, such as bfloat16,
+are those of `ml_dtypes`, if it is installed. Arrays of JAX are taken, too, and come back as NumPy's.
+An object that was pickled takes PyTorch to be loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import _core
+from ._collection import NoCollection
+from ._device import is_array
+from ._errors import CorruptDataError, LimitError, UnsupportedFormatError
+from ._names import UniqueNames, join
+from ._open import File, Slice, name_of, ranges_of
+from ._progress import Progress, ProgressArgument
+from ._save import new_writer, require_little_endian
+from ._select import select
+from ._sources import FileLike, open_source, require_s4w
+from ._tree import NotPlain, TreeDecoder, TreeEncoder, brief, natural, row_major
+
+__all__ = ["ArrayFile", "ArraySlice", "load", "open", "save"]
+
+_Array = np.ndarray[Any, Any]
+
+
+def save(
+    obj: object,
+    f: FileLike,
+    *,
+    preset: str = "balanced",
+    threads: int | None = None,
+    progress: ProgressArgument = None,
+    storage_options: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Saves arrays, in dicts, lists and tuples with plain values, as `s4weights.save` saves tensors.
+
+    An array that occurs twice is stored once; other arrays that share memory are stored each.
+
+    Args:
+        obj: what to save. Scalars of NumPy are arrays of no dimensions.
+        f: as in `s4weights.save`, and so for the rest. The preset is not ``"nvcomp"``.
+
+    Returns:
+        What was written: sizes and times.
+
+    Raises:
+        UnsupportedFormatError: something in the object is neither an array of numbers nor plain; it
+            says what and where.
+        S4Error: another of its kinds, as there.
+    """
+    require_little_endian()
+    encoder = _Encoder()
+    try:
+        with NoCollection():
+            tree = encoder.encode(obj)
+    except (NotPlain, RecursionError):
+        raise UnsupportedFormatError(
+            "only s4weights.save, with PyTorch, can keep such an object: a list or dict that occurs "
+            "twice, keys that are not plain, or more than a million values"
+        ) from None
+    total = sum(source[4] for source in encoder.sources)
+    with contextlib.closing(Progress(progress, total, "save")) as tracker:
+        writer = new_writer(f, preset, threads, storage_options, None)
+        try:
+            writer.write(encoder.sources, bytes(len(encoder.sources)), tracker.native())
+            tracker.advance(total)
+            report: dict[str, Any] = json.loads(writer.finish(tree, {}, dict(metadata or {})))
+        except BaseException:
+            writer.abort()
+            raise
+        tracker.finish()
+    return report
+
+
+def load(
+    f: FileLike,
+    *,
+    threads: int | None = None,
+    progress: ProgressArgument = None,
+    storage_options: Mapping[str, str] | None = None,
+    keys: Iterable[str] | None = None,
+) -> Any:
+    """Loads a ``.s4w`` file, with arrays for its tensors. Arrays share memory where the tensors did.
+
+    Args:
+        f: as in `s4weights.load`, and so for the rest.
+
+    Returns:
+        The object. Of PyTorch's own types, sizes are tuples, and dtypes and devices their names.
+
+    Raises:
+        UnsupportedFormatError: it is no ``.s4w`` file, its object was pickled, or NumPy has no such
+            dtype.
+        S4Error: another of its kinds, as there.
+    """
+    reader, infos = _open(f, threads, storage_options)
+    tree, wanted = reader.tree(), None
+    if keys is not None:
+        if tree is None:
+            raise UnsupportedFormatError("keys=: the file holds no object, but tensors by name")
+        tree, wanted = select(tree, keys)
+    total = sum(info[3] for n, info in enumerate(infos) if wanted is None or n in wanted)
+    storages = _Storages(infos)
+    with contextlib.closing(Progress(progress, total, "load")) as tracker:
+        with NoCollection():
+            decoder = _Decoder(storages)
+            obj = decoder.tensors() if tree is None else decoder.decode(tree)
+        reader.read_into(storages.requests(), tracker.native(), True)
+        tracker.advance(total)
+        tracker.finish()
+    return obj
+
+
+def open(
+    f: FileLike,
+    *,
+    threads: int | None = None,
+    storage_options: Mapping[str, str] | None = None,
+) -> ArrayFile:
+    """Opens a ``.s4w`` file, of which arrays are then read one by one, or in part: as `s4weights.open`.
+
+    Raises what `load` raises.
+    """
+    reader, infos = _open(f, threads, storage_options)
+    return ArrayFile(name_of(f), reader, infos)
+
+
+class _Layout(NamedTuple):
+    """What a file says of an array, without its values."""
+
+    number: int
+    dtype: Any
+    shape: tuple[int, ...]
+    offset: int
+    stride: tuple[int, ...]
+
+    def on(self, storage: _Array) -> _Array:
+        """The array in the bytes of its storage."""
+        item = self.dtype.itemsize
+        if 0 in self.shape:
+            return np.empty(self.shape, self.dtype)
+        strides = [step * item for step in self.stride]
+        array: _Array = np.ndarray(self.shape, self.dtype, storage, self.offset * item, strides)
+        return array
+
+
+class ArrayFile(File):
+    """A ``.s4w`` file whose tensors can be read one by one, and in part, as arrays.
+
+    Any thread may call any method, several at once. As a mapping it gives whole arrays by their key
+    paths.
+    """
+
+    def __init__(self, name: str, reader: _core.Reader, infos: list[_core.TensorInfo]) -> None:
+        self._name = name
+        self._reader: _core.Reader | None = reader
+        decoder, tree = _LayoutDecoder(_Storages(infos)), reader.tree()
+        obj = decoder.tensors() if tree is None else decoder.decode(tree)
+        self._saved: dict[str, Any] = dict(_layouts(obj, ""))
+
+    def _part(self, key: str) -> Slice:
+        return ArraySlice(self, key, self._saved[key])
+
+
+class ArraySlice(Slice):
+    """An array that is read when it is indexed, and no more of it than that takes.
+
+    Chunks are decoded whole: each has 64 Ki or 128 Ki values.
+    """
+
+    def __init__(self, file: ArrayFile, key: str, saved: _Layout) -> None:
+        self._file, self._key, self._layout = file, key, saved
+
+    def get_shape(self) -> list[int]:
+        """Sizes of the dimensions."""
+        return list(self._layout.shape)
+
+    def get_dtype(self) -> Any:
+        """Type of the elements."""
+        return self._layout.dtype
+
+    def __getitem__(self, index: Any) -> _Array:
+        """Integers, lists of them, slices (with positive steps), ``None`` and ``...``, as an array takes
+        them; nothing else. A list reads all from its smallest to its largest number.
+        """
+        layout = self._layout
+        item = layout.dtype.itemsize
+        ranges, rest = ranges_of(index, layout.shape, self._key)
+        reader = self._file._open()
+        part: _Array
+        if layout.stride == row_major(layout.shape):
+            part = np.empty([end - start for start, end in ranges], layout.dtype)
+            if part.nbytes:
+                array = (layout.offset * item, item, layout.shape)
+                memory = (part.ctypes.data, part.nbytes)
+                reader.read_view(layout.number, array, ranges, memory)
+        else:
+            # Strides of its own: all of its storage is read.
+            storage = np.empty(reader.tensors()[layout.number][3], np.uint8)
+            if storage.nbytes:
+                reader.read_into([(layout.number, storage.ctypes.data, storage.nbytes)], None, True)
+            part = layout.on(storage)[tuple(slice(*r) for r in ranges)]
+        # With the dots it is an array even if no dimension is left.
+        every = (*rest, ...)
+        values: _Array = part[every].copy(order="C")
+        return values
+
+
+def _open(
+    f: FileLike, threads: int | None, storage_options: Mapping[str, str] | None
+) -> tuple[_core.Reader, list[_core.TensorInfo]]:
+    require_little_endian()
+    reader = require_s4w(open_source(f, storage_options, threads))
+    if reader.form() == "pickle":
+        raise UnsupportedFormatError(
+            f"{name_of(f)}: the object was saved as a pickle, which takes PyTorch to be loaded"
+        )
+    return reader, reader.tensors()
+
+
+class _Encoder(TreeEncoder):
+    """Writes an object as a tree and lists its arrays."""
+
+    def __init__(self) -> None:
+        # Nothing of the base class's, which is about tensors.
+        self._seen: set[int] = set()
+        self._nodes = 0
+        self._kinds = {
+            **dict.fromkeys((type(None), bool, str), TreeEncoder._same),
+            int: TreeEncoder._int,
+            float: TreeEncoder._float,
+            complex: TreeEncoder._complex,
+            bytes: TreeEncoder._bytes,
+            bytearray: TreeEncoder._bytearray,
+            list: TreeEncoder._list,
+            tuple: TreeEncoder._tuple,
+            set: TreeEncoder._set,
+            frozenset: TreeEncoder._frozenset,
+            dict: TreeEncoder._dict,
+            OrderedDict: TreeEncoder._odict,
+        }
+        self._names = UniqueNames()
+        self._numbers: dict[int, int] = {}
+        #: Whose memory is to be read, and whose identity was noted.
+        self._kept: list[Any] = []
+        self.sources: list[_core.TensorSource] = []
+
+    def _scan(self, root: object) -> None:
+        """Arrays are not touched before they are met."""
+
+    def _node(self, obj: Any, path: str, depth: int) -> Any:
+        if type(obj) in self._kinds:
+            return super()._node(obj, path, depth)
+        # Subclasses may be more than their values, as masked arrays are.
+        array = type(obj) in (np.ndarray, np.memmap) or isinstance(obj, np.generic)
+        if not array and not (is_array(obj) and hasattr(obj, "__array__")):
+            raise UnsupportedFormatError(
+                f"`{path}` is of type {type(obj).__name__}: arrays and plain values are kept"
+            )
+        known = self._numbers.get(id(obj))
+        if known is None:
+            known = self._numbers[id(obj)] = self._add(obj, path)
+            return {"tensor": known}
+        return {"same": known}
+
+    def _add(self, obj: Any, path: str) -> int:
+        array = np.asarray(obj)
+        name = array.dtype.name
+        if array.dtype.kind not in "biufcV" or name not in _core.dtypes():
+            raise UnsupportedFormatError(f"`{path}`: the format has no dtype {name}")
+        if not array.flags.c_contiguous or not array.dtype.isnative:
+            array = array.astype(array.dtype.newbyteorder("="), order="C")
+        self._kept += (obj, array)
+        address = array.ctypes.data if array.nbytes else 0
+        place = (tuple(array.shape), address, array.nbytes)
+        self.sources.append((self._names.take(path), name, *place))
+        return len(self.sources) - 1
+
+
+class _Storages:
+    """The bytes that arrays are in, which are read once all arrays are made."""
+
+    def __init__(self, infos: list[_core.TensorInfo]) -> None:
+        self._infos = infos
+        self._found: dict[int, _Array] = {}
+
+    def __len__(self) -> int:
+        return len(self._infos)
+
+    def info(self, number: int) -> _core.TensorInfo:
+        if number >= len(self._infos):
+            raise CorruptDataError(f"object refers to tensor {number} of {len(self._infos)}")
+        return self._infos[number]
+
+    def get(self, number: int) -> _Array:
+        found = self._found.get(number)
+        if found is None:
+            nbytes = self.info(number)[3]
+            try:
+                found = self._found[number] = np.empty(nbytes, np.uint8)
+            except MemoryError as error:
+                raise LimitError(f"no memory for a tensor of {nbytes} bytes: {error}") from error
+        return found
+
+    def requests(self) -> list[tuple[int, int, int]]:
+        found = sorted(self._found.items())
+        return [(n, bytes_.ctypes.data, bytes_.nbytes) for n, bytes_ in found if bytes_.nbytes]
+
+
+class _LayoutDecoder(TreeDecoder):
+    """Builds the object that a tree describes, with layouts for its arrays."""
+
+    def __init__(self, storages: _Storages) -> None:
+        # Nothing of the base class's, which is about tensors.
+        self._arrays = storages
+        self._storages: Any = storages
+        self._tensors: list[Any] = []
+
+    def _size(self, sizes: tuple[int, ...]) -> Any:
+        return sizes
+
+    def _dtype(self, name: Any) -> Any:
+        if type(name) is not str:
+            raise CorruptDataError(f"corrupt data (tree): {brief(name)} is no dtype")
+        return name
+
+    def _device(self, name: Any) -> Any:
+        if type(name) is not str:
+            raise CorruptDataError(f"corrupt data (tree): {brief(name)} is no device")
+        return name
+
+    def _tensor(self, value: Any, node: dict[str, Any]) -> Any:
+        number = natural(value)
+        _, stored, shape, nbytes = self._arrays.info(number)
+        dtype = _numpy_dtype(
+            self._dtype(node.get("dtype", "uint8" if stored == "bytes" else stored))
+        )
+        made = self._made(_Layout(number, dtype, *self._extent(dtype, shape, nbytes, node)))
+        self._tensors.append(made)
+        return made
+
+    def _made(self, layout: _Layout) -> Any:
+        return layout
+
+
+class _Decoder(_LayoutDecoder):
+    """Builds the object that a tree describes, with arrays whose values are still to be read."""
+
+    def _made(self, layout: _Layout) -> Any:
+        return layout.on(self._arrays.get(layout.number))
+
+
+def _layouts(obj: Any, path: str) -> Iterator[tuple[str, _Layout]]:
+    """All layouts in an object, by key path."""
+    if isinstance(obj, _Layout):
+        yield path, obj
+    elif isinstance(obj, dict):
+        for key, value in obj.items():
+            yield from _layouts(value, join(path, key))
+    elif isinstance(obj, (list, tuple)):
+        for key, value in enumerate(obj):
+            yield from _layouts(value, join(path, key))
+
+
+@functools.cache
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    # Of them NumPy knows others by the same names.
+    kept = name in _core.dtypes() and not name.startswith(("q", "bits"))
+    with contextlib.suppress(ImportError):
+        import ml_dtypes  # noqa: F401  NumPy knows its dtypes then.
+    try:
+        if kept:
+            return np.dtype(name)
+    except TypeError:
+        pass
+    raise UnsupportedFormatError(f"NumPy has no dtype {name}; ml_dtypes, if installed, adds some")
