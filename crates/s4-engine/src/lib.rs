@@ -54,7 +54,7 @@ pub enum Preset {
     /// The default: predictions from rows and columns and from the parent where they save enough.
     #[default]
     Balanced,
-    /// The smallest. Until it has predictors of its own, the same as `Balanced`.
+    /// The smallest: deltas of weights are told from their moments, too, which the CPU codes wherever they are.
     Small,
     /// Exponents by nvCOMP's ANS, which is closed, everything else by its GDeflate, which is open; on a
     /// GPU, for tools that expect nvCOMP. Never chosen by itself.

@@ -135,8 +135,7 @@ mod tests {
 
     #[test]
     fn moments_are_used_where_reading_takes_at_most_four_times_the_bytes() {
-        let fits =
-            |weight, first, second| may_use_moments(Preset::Balanced, weight, [first, second]);
+        let fits = |weight, first, second| may_use_moments(Preset::Small, weight, [first, second]);
         let (b, h, f) = (DType::BFloat16, DType::Float16, DType::Float32);
         for moments in [[b, b], [h, b], [b, f], [f, f]] {
             assert!(fits(f, moments[0], moments[1]), "{moments:?}");
@@ -147,7 +146,9 @@ mod tests {
         for other in [DType::Float64, DType::UInt16, DType::Complex64, DType::Float8E4M3Fn] {
             assert!(!fits(other, b, b) && !fits(f, other, f) && !fits(f, f, other), "{other}");
         }
-        assert!(!may_use_moments(Preset::Fast, f, [f, f]));
+        for preset in [Preset::Fast, Preset::Balanced] {
+            assert!(!may_use_moments(preset, f, [f, f]));
+        }
     }
 
     #[test]

@@ -84,7 +84,7 @@ fn all_roles() -> Roles {
 
 fn options(parent: Option<&Arc<Reader>>) -> WriteOptions {
     let parent = parent.map(|p| Arc::clone(p) as _);
-    WriteOptions { preset: Preset::Balanced, parent, ..WriteOptions::default() }
+    WriteOptions { preset: Preset::Small, parent, ..WriteOptions::default() }
 }
 
 fn save(tensors: &[Owned], roles: Roles, options: WriteOptions) -> Vec<u8> {

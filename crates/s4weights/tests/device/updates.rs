@@ -63,7 +63,9 @@ fn weights_are_told_from_their_moments_wherever_they_are() {
     let (tensors, later) = (state(0), state(1));
     write(&path("base"), &mixed(&tensors, &[], 0), WriteOptions::default());
     let base = Arc::new(Reader::open(path("base").as_path().into(), Default::default()).unwrap());
-    let against = || WriteOptions { parent: Some(Arc::clone(&base) as _), ..Default::default() };
+    let preset = Preset::Small;
+    let against =
+        || WriteOptions { preset, parent: Some(Arc::clone(&base) as _), ..Default::default() };
     write(&path("host"), &mixed(&later, &[], 0), against());
     let reader = Reader::open(path("host").as_path().into(), Default::default()).unwrap();
     reader.set_parent(Arc::clone(&base)).unwrap();
