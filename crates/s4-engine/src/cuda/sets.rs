@@ -71,6 +71,9 @@ impl<'a> TensorSet<'a> {
         let mut set = Self::default();
         let bytes = SharedTables::parse(spec.side.get(SideKind::TABLES))?;
         for i in 0..MAX_PLANES {
+            if bytes.plane(i).is_empty() {
+                continue;
+            }
             // The streams say which precision it is; a table is of one only.
             let parse = |precision| parse_tables(precision, bytes.plane(i)).ok();
             let tables = [Precision::P8, Precision::P12].into_iter().find_map(parse);
