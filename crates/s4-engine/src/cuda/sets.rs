@@ -53,10 +53,11 @@ impl<'a> TensorSet<'a> {
     pub(super) fn of_plan(plan: &'a TensorPlan, t: &TensorValues<'a>) -> Result<Self> {
         let mut set = Self::default();
         for i in 0..MAX_PLANES {
-            let Ok(precision) = Precision::from_param(plan.coding(i).param) else { continue };
-            if !plan.tables(i).is_empty() {
-                set.add(i, &parse_tables(precision, plan.tables(i))?);
+            if plan.tables(i).is_empty() {
+                continue;
             }
+            let Ok(precision) = Precision::from_param(plan.coding(i).param) else { continue };
+            set.add(i, &parse_tables(precision, plan.tables(i))?);
         }
         let tensor = Tensor { dtype: t.dtype, shape: t.shape, side: &plan.side };
         set.columns = offsets(plan.plan.predictor, &tensor)?.map_or(&[][..], |o| o.col_offsets());
