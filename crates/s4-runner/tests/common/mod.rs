@@ -12,7 +12,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use s4_runner::{Config, Hooks};
@@ -70,6 +70,15 @@ pub(crate) struct Setup {
     pub(crate) more: String,
 }
 
+/// A port that nobody listens on, below those that the system gives away: whoever connects to one of these again and
+/// again is given it for its own end some day, and connects to itself.
+fn free_port() -> u16 {
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    let first = 15_000 + (std::process::id() % 15_000) as u16;
+    let mut ports = std::iter::repeat_with(|| first + NEXT.fetch_add(1, Ordering::Relaxed) % 2_000);
+    ports.find(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok()).unwrap()
+}
+
 impl Default for Setup {
     fn default() -> Self {
         Self::new("")
@@ -79,8 +88,8 @@ impl Default for Setup {
 impl Setup {
     /// `more`: lines of the configuration.
     pub(crate) fn new(more: &str) -> Self {
-        let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-        Self { dir: tempfile::tempdir().unwrap(), http: free.to_string(), more: more.to_owned() }
+        let http = format!("127.0.0.1:{}", free_port());
+        Self { dir: tempfile::tempdir().unwrap(), http, more: more.to_owned() }
     }
 
     pub(crate) fn path(&self, name: &str) -> PathBuf {
