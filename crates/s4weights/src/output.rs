@@ -232,6 +232,11 @@ impl Objects {
         mut chunks: &[(u8, &[u8])],
         pool: Option<&ThreadPool>,
     ) -> Result<Vec<(u32, u64)>> {
+        // An upload begins as soon as it can.
+        if let Some(Ok((open, blake3))) = self.hashing.as_ref().map(Receiver::try_recv) {
+            self.hashing = None;
+            self.hand_on(open, blake3)?;
+        }
         let mut places = Vec::with_capacity(chunks.len());
         while let Some(&(group, _)) = chunks.first() {
             let i = self.open_of(group)?;
@@ -274,8 +279,8 @@ impl Objects {
         Ok(self.open.len() - 1)
     }
 
-    /// Begins to hash an object, and hands on the one before it: no thread waits for a hash while the next object
-    /// is filled.
+    /// Begins to hash an object, and hands on the one before it if that was not done yet: no thread waits for a hash
+    /// while the next object is filled.
     fn close(&mut self, open: Open) -> Result<()> {
         let Some(pool) = &self.hashers else {
             let blake3 = Digest::of(&open.bytes);
