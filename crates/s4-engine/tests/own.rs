@@ -2,10 +2,13 @@
 
 #![expect(clippy::unwrap_used, reason = "tests, and what they share")]
 
+mod common;
+
+use common::encode;
 use s4_codec_cpu::{Codec, Context, Encoded, Symbols, Workspace, open_codecs};
 use s4_engine::{
-    CpuEngine, DecodeJob, EncodeJob, InputValues, PlanJob, PlaneCoding, Preset, Scratch,
-    TensorPlan, TensorSpec, TensorView,
+    CpuEngine, DecodeJob, InputValues, PlanJob, PlaneCoding, Preset, Scratch, TensorPlan,
+    TensorSpec, TensorView,
 };
 use s4_format::{
     ChunkRecord, CodecId, DType, Error, LayoutId, Plan, PredictorId, ResidualId, Result,
@@ -80,27 +83,6 @@ fn plan(view: &TensorView<'_>, change: impl FnOnce(&mut TensorPlan)) -> TensorPl
     let mut plan = engine().plan(&job, &mut Scratch::default()).unwrap();
     change(&mut plan);
     plan
-}
-
-/// Encodes the one chunk of a tensor.
-fn encode(
-    engine: &CpuEngine,
-    view: &TensorView<'_>,
-    plan: &TensorPlan,
-    inputs: &[&[u8]],
-) -> Result<(ChunkRecord, Vec<u8>)> {
-    let mut frame = vec![];
-    let job = EncodeJob { view, plan, chunk: 0, inputs };
-    let e = engine.encode(&job, &mut Scratch::default(), &mut frame)?;
-    let record = ChunkRecord {
-        offset: 0,
-        object: 0,
-        len: frame.len() as u32,
-        plain: e.plain,
-        crc_encoded: e.crc_encoded,
-        crc_raw: e.crc_raw,
-    };
-    Ok((record, frame))
 }
 
 /// Decodes it over what `to` holds.

@@ -2,9 +2,11 @@
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
+mod common;
+
+use common::encode;
 use s4_engine::{
-    CpuEngine, DecodeJob, EncodeJob, InputValues, PlaneCoding, Scratch, TensorPlan, TensorSpec,
-    TensorView,
+    CpuEngine, DecodeJob, InputValues, PlaneCoding, Scratch, TensorPlan, TensorSpec, TensorView,
 };
 use s4_format::side::SideKind;
 use s4_format::{ChunkRecord, DType, Digest, Error, Plan};
@@ -22,27 +24,6 @@ fn plan(dtype: DType, update: Update, coding: PlaneCoding) -> TensorPlan {
     let mut plan = TensorPlan::new(plan, planes, s4_engine::chunk_log2(dtype));
     plan.side.push(SideKind::CONTEXTS, update.to_bytes()).unwrap();
     plan
-}
-
-/// A chunk, encoded.
-fn encode(
-    engine: &CpuEngine,
-    view: &TensorView<'_>,
-    plan: &TensorPlan,
-    inputs: &[&[u8]],
-) -> Result<(ChunkRecord, Vec<u8>), Error> {
-    let mut frame = vec![];
-    let job = EncodeJob { view, plan, chunk: 0, inputs };
-    let e = engine.encode(&job, &mut Scratch::default(), &mut frame)?;
-    let record = ChunkRecord {
-        offset: 0,
-        object: 0,
-        len: frame.len() as u32,
-        plain: e.plain,
-        crc_encoded: e.crc_encoded,
-        crc_raw: e.crc_raw,
-    };
-    Ok((record, frame))
 }
 
 /// The chunk decoded over the parent's values, and beside them.

@@ -7,7 +7,7 @@ mod common;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use common::{Memory, Owned};
+use common::{Memory, Owned, bell};
 use proptest::prelude::*;
 use s4weights::format::manifest::RoleKind::{ExpAvg, ExpAvgSq, Master, Weight};
 use s4weights::format::manifest::{Role, RoleKind, Roles};
@@ -15,18 +15,6 @@ use s4weights::{
     Contents, DType, Preset, ReadOptions, Reader, Simd, Slice, Source, Target, WriteOptions,
     Writer, adversarial,
 };
-
-/// About a normal distribution, by number.
-fn bell(seed: u64) -> f32 {
-    let mut x = seed;
-    let mut sum = 0.0;
-    for _ in 0..4 {
-        x = (x.wrapping_add(0x9e37_79b9_7f4a_7c15)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        x ^= x >> 31;
-        sum += (x >> 40) as f32 / (1u32 << 24) as f32 - 0.5;
-    }
-    1.7 * sum
-}
 
 fn to_bf16(x: f32) -> u16 {
     let x = x.to_bits();

@@ -7,7 +7,7 @@ mod common;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use common::{Memory, Owned};
+use common::{Memory, Owned, bell};
 use s4weights::format::file::Footer;
 use s4weights::format::limits::MAX_UPDATES;
 use s4weights::format::manifest::RoleKind::{self, ExpAvg, ExpAvgSq, Master, Weight};
@@ -23,18 +23,6 @@ const COLS: u64 = 500;
 const F32: DType = DType::Float32;
 const BF16: DType = DType::BFloat16;
 const F16: DType = DType::Float16;
-
-/// About a normal distribution, by number.
-fn bell(seed: u64) -> f32 {
-    let mut x = seed;
-    let mut sum = 0.0;
-    for _ in 0..4 {
-        x = (x.wrapping_add(0x9e37_79b9_7f4a_7c15)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        x ^= x >> 31;
-        sum += (x >> 40) as f32 / (1u32 << 24) as f32 - 0.5;
-    }
-    1.7 * sum
-}
 
 fn bytes(dtype: DType, values: impl Iterator<Item = f32>) -> Vec<u8> {
     let wide: Vec<u8> = values.flat_map(f32::to_le_bytes).collect();

@@ -34,6 +34,18 @@ impl Owned {
     }
 }
 
+/// About a normal distribution, by number.
+pub fn bell(seed: u64) -> f32 {
+    let mut x = seed;
+    let mut sum = 0.0;
+    for _ in 0..4 {
+        x = (x.wrapping_add(0x9e37_79b9_7f4a_7c15)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        x ^= x >> 31;
+        sum += (x >> 40) as f32 / (1u32 << 24) as f32 - 0.5;
+    }
+    1.7 * sum
+}
+
 /// A stream into memory.
 #[derive(Clone, Default)]
 pub struct Memory(pub Arc<Mutex<Vec<u8>>>);
