@@ -55,9 +55,10 @@ pub(crate) fn sampled_runs(values: u64) -> impl Iterator<Item = Range<u64>> {
 pub(super) fn gather(
     data: &[u8],
     width: usize,
-    runs: impl IntoIterator<Item = Range<u64>>,
+    runs: impl Iterator<Item = Range<u64>> + Clone,
 ) -> Vec<u8> {
-    let mut out = vec![];
+    let values: u64 = runs.clone().map(|run| run.end - run.start).sum();
+    let mut out = Vec::with_capacity(values as usize * width);
     for run in runs {
         out.extend_from_slice(&data[run.start as usize * width..run.end as usize * width]);
     }

@@ -64,7 +64,7 @@ impl Grid {
     }
 
     /// The values that offsets are made from, as ranges of value numbers, one for each row.
-    pub fn ranges(self) -> impl Iterator<Item = Range<u64>> {
+    pub fn ranges(self) -> impl Iterator<Item = Range<u64>> + Clone {
         (0..self.rows).map(move |row| {
             let first = row * self.cols + self.first(row % self.parts());
             first..first + self.run
@@ -100,17 +100,43 @@ pub fn fit(width: Width, grid: &Grid, values: &[u8]) -> Result<Vec<u8>> {
         _ => 0,
     };
     let sums = match width {
-        Width::B1 => sums::<1>(grid, values, shift),
-        Width::B2 => sums::<2>(grid, values, shift),
-        Width::B4 => sums::<4>(grid, values, shift),
-        Width::B8 => sums::<8>(grid, values, shift),
+        Width::B1 => sums::<1, u32>(grid, values, shift),
+        Width::B2 => sums::<2, u32>(grid, values, shift),
+        Width::B4 => sums::<4, u32>(grid, values, shift),
+        Width::B8 => sums::<8, u64>(grid, values, shift),
     };
     let (rows, cols) = adjust(grid, &sums);
     Ok(side_data(grid, width, shift, &sums, &rows, &cols))
 }
 
-/// Magnitudes without their low `shift` bits have at most 31: sums of 2^31 of them fit.
-fn sums<const W: usize>(grid: &Grid, values: &[u8], shift: u32) -> Sums {
+/// Bits of values, as wide as the processor adds them.
+trait Bits<const W: usize>: Copy {
+    /// The bits of a value below its sign, and those without the low `shift`, of which there are at most 31.
+    fn magnitude(value: [u8; W], shift: u32) -> (Self, i32);
+    fn is_zero(self) -> bool;
+}
+
+macro_rules! bits {
+    ($($width:literal: $bytes:ty => $bits:ty),*) => {$(
+        impl Bits<$width> for $bits {
+            #[inline(always)]
+            fn magnitude(value: [u8; $width], shift: u32) -> (Self, i32) {
+                let bits = <$bits>::from(<$bytes>::from_le_bytes(value) & (<$bytes>::MAX >> 1));
+                (bits, (bits >> shift) as i32)
+            }
+
+            #[inline(always)]
+            fn is_zero(self) -> bool {
+                self == 0
+            }
+        }
+    )*};
+}
+
+bits!(1: u8 => u32, 2: u16 => u32, 4: u32 => u32, 8: u64 => u64);
+
+/// Sums of 2^31 magnitudes fit.
+fn sums<const W: usize, B: Bits<W>>(grid: &Grid, values: &[u8], shift: u32) -> Sums {
     let (parts, run) = (grid.parts() as usize, grid.run as usize);
     let mut out = Sums {
         rows: Vec::with_capacity(grid.rows as usize),
@@ -120,17 +146,14 @@ fn sums<const W: usize>(grid: &Grid, values: &[u8], shift: u32) -> Sums {
     };
     let mut magnitudes = vec![0i32; run];
     for (row, values) in values.as_chunks::<W>().0.chunks_exact(run).enumerate() {
-        let (mut sum, mut zeros) = (0i64, 0usize);
+        let mut zeros = 0u32;
         for (to, value) in magnitudes.iter_mut().zip(values) {
-            let mut all = [0; 8];
-            all[..W].copy_from_slice(value);
-            let bits = u64::from_le_bytes(all) & (u64::MAX >> (65 - 8 * W as u32));
-            *to = (bits >> shift) as i32;
-            zeros += usize::from(bits == 0);
-            sum += i64::from(*to);
+            let (bits, magnitude) = B::magnitude(*value, shift);
+            *to = magnitude;
+            zeros += u32::from(bits.is_zero());
         }
-        out.rows.push(sum);
-        out.zeros.push((zeros > 0).then_some(zeros == run));
+        out.rows.push(magnitudes.iter().map(|m| i64::from(*m)).sum());
+        out.zeros.push((zeros > 0).then_some(zeros as usize == run));
         if zeros == 0 {
             let part = row % parts;
             out.counts[part] += 1;
@@ -143,9 +166,15 @@ fn sums<const W: usize>(grid: &Grid, values: &[u8], shift: u32) -> Sums {
 }
 
 /// `a / b`, rounded to the nearest, with [`FRACTION`] more bits; 0 if `b` is.
-fn mean(a: i128, b: i64) -> i64 {
-    let b = i128::from(b);
-    if b == 0 { 0 } else { ((a << FRACTION) + b / 2).div_euclid(b) as i64 }
+fn mean(a: i64, b: i64) -> i64 {
+    if b == 0 {
+        return 0;
+    }
+    // Nearly always there is room for the bits; wide divisions take long.
+    match a.checked_mul(1 << FRACTION).and_then(|a| a.checked_add(b / 2)) {
+        Some(a) => a.div_euclid(b),
+        None => ((i128::from(a) << FRACTION) + i128::from(b / 2)).div_euclid(b.into()) as i64,
+    }
 }
 
 /// The means of rows and columns, less those of the others: with [`FRACTION`] fractional bits.
@@ -157,7 +186,7 @@ fn adjust(grid: &Grid, sums: &Sums) -> (Vec<i64>, Vec<i64>) {
         let firsts: Vec<usize> = (0..parts).map(|p| grid.first(p as u64) as usize).collect();
         let of_part: Vec<i64> = firsts.iter().map(|f| cols[*f..f + run].iter().sum()).collect();
         for (i, (row, sum)) in rows.iter_mut().zip(&sums.rows).enumerate() {
-            *row = mean(i128::from(*sum), grid.run as i64) - of_part[i % parts] / grid.run as i64;
+            *row = mean(*sum, grid.run as i64) - of_part[i % parts] / grid.run as i64;
         }
         let mut row_sums = vec![0i128; parts];
         for (i, row) in rows.iter().enumerate().filter(|(i, _)| sums.zeros[*i].is_none()) {
@@ -165,9 +194,9 @@ fn adjust(grid: &Grid, sums: &Sums) -> (Vec<i64>, Vec<i64>) {
         }
         for (part, first) in firsts.into_iter().enumerate() {
             let count = sums.counts[part];
+            let rows = if count == 0 { 0 } else { (row_sums[part] / i128::from(count)) as i64 };
             for (col, sum) in cols[first..first + run].iter_mut().zip(&sums.cols[part]) {
-                let rows = if count == 0 { 0 } else { row_sums[part] / i128::from(count) };
-                *col = mean(i128::from(*sum), count) - rows as i64;
+                *col = mean(*sum, count) - rows;
             }
         }
         // What no row tells, as where all of a part hold zeros, is 0 already.
