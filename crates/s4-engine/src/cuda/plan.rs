@@ -6,6 +6,7 @@ use std::ops::Range;
 
 use rayon::ThreadPool;
 use s4_codec_gpu::GpuError;
+use s4_format::limits::MAX_CHUNK_BYTES;
 use s4_format::{Digest, Error};
 use s4_predict::rank1::Grid;
 
@@ -127,7 +128,7 @@ impl CudaEngine {
             let memory = device_memory(t)?;
             let runs = sampled(t, inputs.parent(w.tensor).is_some()).chain(w.grid.ranges());
             let parts = runs.map(|run| part(t, memory, run)).collect::<Result<Vec<_>, _>>()?;
-            for some in parts.chunks(RUNS) {
+            for some in in_items(&parts) {
                 items.push(some.to_vec());
                 owners.push(i);
                 w.items += 1;
@@ -229,6 +230,19 @@ impl CudaEngine {
         let probes = Sample::fetched(planner::parent_probes(t.dtype, values), probes);
         cpu.plan_difference(&about, probes, parent, offsets, scratch, &alone)
     }
+}
+
+/// Runs in items that every slot has room for.
+fn in_items(parts: &[DeviceMemory]) -> impl Iterator<Item = &[DeviceMemory]> {
+    let (mut runs, mut bytes) = (1, parts.first().map_or(0, DeviceMemory::bytes));
+    parts.chunk_by(move |_, next| {
+        (runs, bytes) = (runs + 1, bytes + next.bytes());
+        let fits = runs <= RUNS && bytes <= MAX_CHUNK_BYTES as u64;
+        if !fits {
+            (runs, bytes) = (1, next.bytes());
+        }
+        fits
+    })
 }
 
 fn about<'a>(preset: Preset, t: &TensorValues<'a>) -> About<'a> {

@@ -13,13 +13,15 @@ const SAMPLES: u64 = 64;
 const WHOLE: u64 = 1 << 18;
 /// Fewer rows, or columns, are not worth offsets.
 const FEW: u64 = 16;
+/// Rows that are looked at as a whole: the others of a part tell nothing of how its columns differ from other parts'.
+const WHOLE_ROWS: u64 = 8;
 /// Rounds in which rows and columns are adjusted to each other.
 const ROUNDS: usize = 4;
 /// Fractional bits of means.
 const FRACTION: u32 = 8;
 
-/// A tensor as rows and columns, and the values that offsets are made from: of each row a run of them.
-/// Row `r` takes part number `r mod parts` of the columns, so that all columns are covered.
+/// A tensor as rows and columns, and the values that offsets are made from: of each row a run of them, and some rows
+/// as a whole. Row `r` takes part number `r mod parts` of the columns, so that all columns are covered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Grid {
     rows: u64,
@@ -63,12 +65,23 @@ impl Grid {
         self.cols.div_ceil(self.run)
     }
 
-    /// The values that offsets are made from, as ranges of value numbers, one for each row.
+    /// Rows that are looked at as a whole: none if all are.
+    fn whole_rows(&self) -> u64 {
+        if self.parts() > 1 { WHOLE_ROWS } else { 0 }
+    }
+
+    /// The values that offsets are made from, as ranges of value numbers: one for each row, then those rows that are
+    /// looked at as a whole, evenly spaced.
     pub fn ranges(self) -> impl Iterator<Item = Range<u64>> + Clone {
-        (0..self.rows).map(move |row| {
+        let runs = (0..self.rows).map(move |row| {
             let first = row * self.cols + self.first(row % self.parts());
             first..first + self.run
-        })
+        });
+        let whole = (0..self.whole_rows()).map(move |i| {
+            let row = (2 * i + 1) * self.rows / (2 * WHOLE_ROWS);
+            row * self.cols..(row + 1) * self.cols
+        });
+        runs.chain(whole)
     }
 }
 
@@ -80,6 +93,9 @@ struct Sums {
     cols: Vec<Vec<i64>>,
     /// Rows of each part that are in those.
     counts: Vec<i64>,
+    /// How much larger the magnitudes of each part are on average than those of all columns, with [`FRACTION`]
+    /// fractional bits: by the rows that are looked at as a whole and hold no zero.
+    parts: Vec<i64>,
     /// Rows that hold a zero, which are in no column's sum, and whether they hold nothing else.
     zeros: Vec<Option<bool>>,
 }
@@ -89,7 +105,9 @@ struct Sums {
 /// # Errors
 /// `Corrupt` if there are not as many values.
 pub fn fit(width: Width, grid: &Grid, values: &[u8]) -> Result<Vec<u8>> {
-    let need = u128::from(grid.rows) * u128::from(grid.run) * width.bytes() as u128;
+    let need = u128::from(grid.rows) * u128::from(grid.run)
+        + u128::from(grid.whole_rows()) * u128::from(grid.cols);
+    let need = need * width.bytes() as u128;
     if values.len() as u128 != need {
         return Err(Error::corrupt(format!("{} bytes for offsets from {need}", values.len())));
     }
@@ -135,6 +153,41 @@ macro_rules! bits {
 
 bits!(1: u8 => u32, 2: u16 => u32, 4: u32 => u32, 8: u64 => u64);
 
+/// Writes the magnitudes of as many values; gives the number of zeros.
+fn magnitudes_of<const W: usize, B: Bits<W>>(
+    values: &[[u8; W]],
+    shift: u32,
+    to: &mut [i32],
+) -> usize {
+    let mut zeros = 0u32;
+    for (to, value) in to.iter_mut().zip(values) {
+        let (bits, magnitude) = B::magnitude(*value, shift);
+        *to = magnitude;
+        zeros += u32::from(bits.is_zero());
+    }
+    zeros as usize
+}
+
+/// [`Sums::parts`].
+fn part_means<const W: usize, B: Bits<W>>(grid: &Grid, whole: &[[u8; W]], shift: u32) -> Vec<i64> {
+    let (parts, run, cols) = (grid.parts(), grid.run as usize, grid.cols as usize);
+    let (mut sums, mut all, mut rows) = (vec![0i64; parts as usize], 0i64, 0i64);
+    let mut magnitudes = vec![0i32; cols];
+    for values in whole.chunks_exact(cols) {
+        if magnitudes_of::<W, B>(values, shift, &mut magnitudes) > 0 {
+            continue;
+        }
+        let sum = |of: &[i32]| of.iter().map(|m| i64::from(*m)).sum::<i64>();
+        for (part, to) in (0..parts).zip(&mut sums) {
+            *to += sum(&magnitudes[grid.first(part) as usize..][..run]);
+        }
+        all += sum(&magnitudes);
+        rows += 1;
+    }
+    let all = mean(all, rows * grid.cols as i64);
+    sums.into_iter().map(|sum| mean(sum, rows * grid.run as i64) - all).collect()
+}
+
 /// Sums of 2^31 magnitudes fit.
 fn sums<const W: usize, B: Bits<W>>(grid: &Grid, values: &[u8], shift: u32) -> Sums {
     let (parts, run) = (grid.parts() as usize, grid.run as usize);
@@ -142,18 +195,17 @@ fn sums<const W: usize, B: Bits<W>>(grid: &Grid, values: &[u8], shift: u32) -> S
         rows: Vec::with_capacity(grid.rows as usize),
         cols: vec![vec![0; run]; parts],
         counts: vec![0; parts],
+        parts: vec![0; parts],
         zeros: Vec::with_capacity(grid.rows as usize),
     };
+    let values = values.as_chunks::<W>().0;
+    let (runs, whole) = values.split_at(run * grid.rows as usize);
+    out.parts = part_means::<W, B>(grid, whole, shift);
     let mut magnitudes = vec![0i32; run];
-    for (row, values) in values.as_chunks::<W>().0.chunks_exact(run).enumerate() {
-        let mut zeros = 0u32;
-        for (to, value) in magnitudes.iter_mut().zip(values) {
-            let (bits, magnitude) = B::magnitude(*value, shift);
-            *to = magnitude;
-            zeros += u32::from(bits.is_zero());
-        }
+    for (row, values) in runs.chunks_exact(run).enumerate() {
+        let zeros = magnitudes_of::<W, B>(values, shift, &mut magnitudes);
         out.rows.push(magnitudes.iter().map(|m| i64::from(*m)).sum());
-        out.zeros.push((zeros > 0).then_some(zeros as usize == run));
+        out.zeros.push((zeros > 0).then_some(zeros == run));
         if zeros == 0 {
             let part = row % parts;
             out.counts[part] += 1;
@@ -182,8 +234,11 @@ fn adjust(grid: &Grid, sums: &Sums) -> (Vec<i64>, Vec<i64>) {
     let (parts, run) = (grid.parts() as usize, grid.run as usize);
     let mut cols = vec![0i64; grid.cols as usize];
     let mut rows = vec![0i64; grid.rows as usize];
+    let firsts: Vec<usize> = (0..parts).map(|p| grid.first(p as u64) as usize).collect();
+    for (first, mean) in firsts.iter().zip(&sums.parts) {
+        cols[*first..first + run].fill(*mean);
+    }
     for _ in 0..ROUNDS {
-        let firsts: Vec<usize> = (0..parts).map(|p| grid.first(p as u64) as usize).collect();
         let of_part: Vec<i64> = firsts.iter().map(|f| cols[*f..f + run].iter().sum()).collect();
         for (i, (row, sum)) in rows.iter_mut().zip(&sums.rows).enumerate() {
             *row = mean(*sum, grid.run as i64) - of_part[i % parts] / grid.run as i64;
@@ -192,14 +247,14 @@ fn adjust(grid: &Grid, sums: &Sums) -> (Vec<i64>, Vec<i64>) {
         for (i, row) in rows.iter().enumerate().filter(|(i, _)| sums.zeros[*i].is_none()) {
             row_sums[i % parts] += i128::from(*row);
         }
-        for (part, first) in firsts.into_iter().enumerate() {
+        for (part, &first) in firsts.iter().enumerate() {
             let count = sums.counts[part];
             let rows = if count == 0 { 0 } else { (row_sums[part] / i128::from(count)) as i64 };
             for (col, sum) in cols[first..first + run].iter_mut().zip(&sums.cols[part]) {
                 *col = mean(*sum, count) - rows;
             }
         }
-        // What no row tells, as where all of a part hold zeros, is 0 already.
+        // What no row tells, as where all of a part hold zeros, is 0.
     }
     (rows, cols)
 }
