@@ -126,8 +126,8 @@ ids! {
         NONE = 0, "none", Open;
         /// The same tensor in the parent checkpoint.
         PARENT = 1, "parent", Open;
-        /// Equal content, stored once.
-        SAME = 2, "same", Reserved;
+        /// A tensor of the same checkpoint with equal values.
+        SAME = 2, "same", Open;
         /// The rounded copy of a wider float tensor.
         CAST = 3, "cast", Open;
         /// Row and column offsets of the magnitude's integer.

@@ -91,6 +91,11 @@ impl Plan {
         Self { inputs, ..Self::alone(PredictorId::CAST, ResidualId::XOR, layout) }
     }
 
+    /// The plan of a tensor whose values are those of tensor number `tensor` of the same checkpoint.
+    pub fn same(layout: LayoutId, tensor: u32) -> Self {
+        Self { predictor: PredictorId::SAME, ..Self::cast(layout, tensor) }
+    }
+
     /// The plan of a tensor that is stored as its difference from tensor number `tensor` of the checkpoint whose
     /// manifest has the hash `manifest`, with contexts from its moments: the tensors of the same checkpoint with these
     /// numbers.
@@ -160,7 +165,7 @@ impl Plan {
                 }
                 _ => false,
             },
-            PredictorId::CAST => {
+            PredictorId::CAST | PredictorId::SAME => {
                 self.residual == ResidualId::XOR && matches!(self.inputs.as_slice(), [own!()])
             }
             _ => true,

@@ -2,7 +2,7 @@
 //!
 //! - [`Predict`]: the predicted bits of a range of a tensor's values, from other values and from side
 //!   data. [`Parent`] expects the values of the checkpoint before, [`Rank1`] an offset per row and one
-//!   per column, [`Cast`] the rounded values of a wider tensor.
+//!   per column, [`Cast`] the rounded values of a wider tensor, [`Same`] the values of another one.
 //! - [`Predictors`]: those that an engine uses, by the id that plans name.
 //! - [`ContextModel`]: a table for each symbol of a plane, from what a decoder knows before the plane is
 //!   decoded: [`Exponents`] from the exponents of an input, [`Updates`] from the moments, too.
@@ -21,6 +21,7 @@ pub mod exponent;
 mod parent;
 mod predict;
 pub mod rank1;
+mod same;
 pub mod update;
 
 pub use cast::Cast;
@@ -29,9 +30,10 @@ pub use exponent::Exponents;
 pub use parent::Parent;
 pub use predict::{InputKind, Predict, Predicted, Predictors, Tensor};
 pub use rank1::Rank1;
+pub use same::Same;
 pub use update::{Update, Updates};
 
 /// Every predictor of this crate. This is the one list of them.
 pub fn predictors() -> Predictors {
-    Predictors::none().with(Parent).with(Rank1).with(Cast)
+    Predictors::none().with(Parent).with(Rank1).with(Cast).with(Same)
 }

@@ -24,6 +24,8 @@ pub struct Tensor<'a> {
 pub enum InputKind {
     /// The same tensor in the parent checkpoint.
     Parent,
+    /// Another tensor of the same checkpoint, of the same dtype.
+    Equal,
     /// Another tensor of the same checkpoint, with values of 4 bytes for its own of 2.
     Wider,
 }
@@ -32,7 +34,7 @@ impl InputKind {
     /// Bytes of the input for each byte of the tensor.
     pub fn scale(self) -> usize {
         match self {
-            Self::Parent => 1,
+            Self::Parent | Self::Equal => 1,
             Self::Wider => 2,
         }
     }

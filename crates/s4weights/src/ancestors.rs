@@ -6,7 +6,7 @@ use std::sync::Arc;
 use s4_engine::moment_dtypes;
 use s4_format::index::TensorKind;
 use s4_format::side::Side;
-use s4_format::{DType, Digest};
+use s4_format::{DType, Digest, PredictorId};
 
 use crate::error::{At, Error, ParentProblem, Result};
 use crate::fetch::Want;
@@ -125,7 +125,7 @@ impl Reader {
     }
 
     /// The numbers of the tensors of this checkpoint that decoding a tensor needs, which have as many values: what it is
-    /// a rounded copy of, or its moments.
+    /// a copy of, or its moments.
     pub(crate) fn own_inputs(&self, tensor: usize, side: &Side) -> Result<Vec<usize>> {
         match self.manifest.plans[usize::from(self.tensors[tensor].plan)].moments() {
             Some(moments) => self.moments(tensor, moments, side).map(Vec::from),
@@ -154,22 +154,26 @@ impl Reader {
         Ok(numbers.map(|n| n as usize))
     }
 
-    /// The number of the tensor of this checkpoint that a tensor's plan predicts from, which must have as many values,
-    /// of twice the width; `None` if it predicts from none.
+    /// The number of the tensor of this checkpoint that a tensor's plan predicts from: as many values of
+    /// the same dtype, or of twice the width; `None` if it predicts from none.
     pub(crate) fn own_input(&self, tensor: usize) -> Result<Option<usize>> {
         let t = &self.tensors[tensor];
-        let Some(number) = self.manifest.plans[usize::from(t.plan)].own_input() else {
-            return Ok(None);
-        };
+        let plan = &self.manifest.plans[usize::from(t.plan)];
+        let Some(number) = plan.own_input() else { return Ok(None) };
         let input = self.tensors[..self.named()].get(number as usize);
         let bytes = t.bytes().at(&self.name)?;
         let fits = |input: &s4_format::index::Tensor| {
-            input.dtype == DType::Float32 && input.bytes().is_ok_and(|b| b == 2 * bytes)
+            let (dtype, all) = match plan.predictor {
+                PredictorId::SAME => (t.dtype, bytes),
+                _ => (DType::Float32, 2 * bytes),
+            };
+            input.dtype == dtype && input.bytes().is_ok_and(|b| b == all)
         };
-        if t.dtype.value_width() == 2 && input.is_some_and(fits) {
+        let may_be = plan.predictor == PredictorId::SAME || t.dtype.value_width() == 2;
+        if may_be && input.is_some_and(fits) {
             return Ok(Some(number as usize));
         }
-        let what = format!("tensor {number} is no wider copy of it");
+        let what = format!("it is no copy of tensor {number}");
         let e = s4_format::Error::corrupt(what).in_tensor(self.label(tensor));
         Err(e).at(&self.name)
     }

@@ -1,17 +1,17 @@
 //! Tensors with chunks of their own: first those that need no others, then weights that are told from their moments, then
-//! rounded copies.
+//! copies of other tensors.
 
 use std::collections::{HashMap, HashSet};
 
-use s4_engine::{Moment, TensorValues, Values, makes_rounded_copies, may_use_moments};
+use s4_engine::{Moment, TensorValues, Values, makes_copies, may_use_moments};
 use s4_format::ChunkRecord;
 use s4_format::limits::MAX_UPDATES;
 use s4_format::manifest::RoleKind;
 
+use crate::copies::{self, Candidates, Original};
 use crate::error::Result;
 use crate::options::Meter;
 use crate::pipeline::Run;
-use crate::rounded::{self, Candidates, Wider};
 use crate::write::{Awaited, Registered};
 use crate::writer::Writer;
 
@@ -26,12 +26,12 @@ fn place(t: &TensorValues<'_>) -> Place {
     t.values.memory().map(|m| m.ordinal())
 }
 
-/// Large tensors, and which are rounded copies.
+/// Large tensors, and which are copies.
 struct Large<'a> {
     registered: &'a [Registered<'a>],
     tensors: Vec<TensorValues<'a>>,
     /// For each that is to be stored as a copy the one that it is a copy of.
-    wider: Vec<Option<usize>>,
+    originals: Vec<Option<usize>>,
     /// For each whose contexts may be told from its moments, these.
     moments: Vec<Option<[usize; 2]>>,
     /// What became of those that others need, once they are written.
@@ -50,13 +50,13 @@ impl Large<'_> {
         place(&self.tensors[i])
     }
 
-    fn place_of_wider(&self, i: usize) -> Place {
-        self.wider[i].and_then(|w| self.place(w))
+    fn place_of_original(&self, i: usize) -> Place {
+        self.originals[i].and_then(|o| self.place(o))
     }
 
     /// Whether the tensor that another one is a copy of has to be fetched first: it is on a device, and not on the same.
     fn is_fetched(&self, i: usize) -> bool {
-        self.place_of_wider(i).is_some() && self.place_of_wider(i) != self.place(i)
+        self.place_of_original(i).is_some() && self.place_of_original(i) != self.place(i)
     }
 
     /// Whether the moments of a tensor have to be fetched first: one is on a device, and not on the same.
@@ -68,7 +68,7 @@ impl Large<'_> {
     /// The tensors in the order in which they are written, in runs that an engine encodes at once.
     fn runs(&self) -> Vec<Vec<usize>> {
         let (copies, others): (Vec<_>, Vec<_>) =
-            (0..self.tensors.len()).partition(|i| self.wider[*i].is_some());
+            (0..self.tensors.len()).partition(|i| self.originals[*i].is_some());
         let (weights, others): (Vec<_>, Vec<_>) =
             others.into_iter().partition(|i| self.moments[*i].is_some());
         let on_device = |i: usize| self.place(i).is_some();
@@ -77,14 +77,14 @@ impl Large<'_> {
             on_device(*a) == on_device(*b) && ![*a, *b].iter().any(|i| self.has_far_moments(*i))
         });
         let runs = others.chain(weights);
-        let places = |i: usize| (self.place(i), self.place_of_wider(i));
+        let places = |i: usize| (self.place(i), self.place_of_original(i));
         let copies = copies.chunk_by(|a, b| places(*a) == places(*b) && !self.is_fetched(*a));
         runs.chain(copies).map(<[_]>::to_vec).collect()
     }
 
     /// Whether a run needs values that are on devices.
     fn needs_device(&self, run: &[usize]) -> bool {
-        let needed = |i: usize| self.moments[i].into_iter().flatten().chain(self.wider[i]);
+        let needed = |i: usize| self.moments[i].into_iter().flatten().chain(self.originals[i]);
         run.iter().any(|&i| self.place(i).is_some() || needed(i).any(|n| self.place(n).is_some()))
     }
 }
@@ -105,14 +105,14 @@ impl Writer {
             let role = roles.as_ref().and_then(|r| r.of(t.number));
             tensors.push(TensorValues { dtype, shape, values, role });
         }
-        let wider = self.find_copies(registered, &tensors)?;
-        let moments = self.find_moments(registered, &tensors, &wider);
-        let mut large = Large { registered, tensors, wider, moments, stored: HashMap::new() };
+        let originals = self.find_copies(registered, &tensors)?;
+        let moments = self.find_moments(registered, &tensors, &originals);
+        let mut large = Large { registered, tensors, originals, moments, stored: HashMap::new() };
         let runs = large.runs();
         awaited.large = runs.iter().filter(|run| large.needs_device(run)).count();
         awaited.tell();
         for run in &runs {
-            match large.wider[run[0]] {
+            match large.originals[run[0]] {
                 None => self.write_others(&mut large, run, meter)?,
                 Some(_) => self.write_copies(&large, run, meter)?,
             }
@@ -124,13 +124,13 @@ impl Writer {
         Ok(())
     }
 
-    /// For each tensor the number of the one that it is to be stored as a rounded copy of.
+    /// For each tensor the number of the one that it is to be stored as a copy of.
     fn find_copies(
         &mut self,
         registered: &[Registered<'_>],
         tensors: &[TensorValues<'_>],
     ) -> Result<Vec<Option<usize>>> {
-        if !makes_rounded_copies(self.options.preset) {
+        if !makes_copies(self.options.preset) {
             return Ok(vec![None; tensors.len()]);
         }
         let candidates = Candidates::of(tensors);
@@ -147,11 +147,11 @@ impl Writer {
         }
         self.fetch_looks(registered, &fetched, &mut looks)?;
         let names: Vec<_> = registered.iter().map(|t| t.source.name).collect();
-        let mut wider = candidates.copies(tensors, &names, looks);
-        for found in wider.iter_mut().filter(|w| w.is_some()) {
+        let mut originals = candidates.copies(tensors, &names, looks);
+        for found in originals.iter_mut().filter(|o| o.is_some()) {
             *found = found.take().filter(|_| self.may_have_input());
         }
-        Ok(wider)
+        Ok(originals)
     }
 
     /// For each tensor the numbers of its moments, if it may be stored as a difference whose contexts they tell.
@@ -159,7 +159,7 @@ impl Writer {
         &self,
         registered: &[Registered<'_>],
         tensors: &[TensorValues<'_>],
-        wider: &[Option<usize>],
+        originals: &[Option<usize>],
     ) -> Vec<Option<[usize; 2]>> {
         let mut out = vec![None; tensors.len()];
         let parent = self.options.parent.as_ref().filter(|p| p.depth() < MAX_UPDATES);
@@ -172,7 +172,7 @@ impl Writer {
                 RoleKind::ExpAvgSq => 1,
                 _ => continue,
             };
-            if wider[i].is_none() {
+            if originals[i].is_none() {
                 moments.entry(role.parameter).or_default()[of].get_or_insert(i);
             }
         }
@@ -185,7 +185,7 @@ impl Writer {
             let dtypes = [m, v].map(|n| tensors[n].dtype);
             let fits = may_use_moments(self.options.preset, t.dtype, dtypes);
             let has_parent = || parent.find(registered[i].source.name).is_some();
-            if alike && fits && wider[i].is_none() && has_parent() {
+            if alike && fits && originals[i].is_none() && has_parent() {
                 out[i] = Some([m, v]);
             }
         }
@@ -230,7 +230,8 @@ impl Writer {
             run.moments.push(Self::moments_of(large, i, fetched.as_ref()));
         }
         let coded = self.encode(&run, meter)?;
-        let inputs = large.wider.iter().flatten().chain(large.moments.iter().flatten().flatten());
+        let inputs =
+            large.originals.iter().flatten().chain(large.moments.iter().flatten().flatten());
         let inputs: HashSet<_> = inputs.copied().collect();
         for (&i, coded) in numbers.iter().zip(coded) {
             if inputs.contains(&i) {
@@ -252,7 +253,7 @@ impl Writer {
         Ok(Some([copy(numbers[0])?, copy(numbers[1])?]))
     }
 
-    /// Writes rounded copies of tensors that are written: all in one place, and all of tensors in one place.
+    /// Writes copies of tensors that are written: all in one place, and all of tensors in one place.
     fn write_copies(
         &mut self,
         large: &Large<'_>,
@@ -261,21 +262,21 @@ impl Writer {
     ) -> Result<()> {
         let (mut run, mut plans, mut inputs) = (Run::default(), vec![], vec![]);
         let fetched = match numbers.first().filter(|i| large.is_fetched(**i)) {
-            Some(&i) => self.fetch_whole(large, large.wider[i])?,
+            Some(&i) => self.fetch_whole(large, large.originals[i])?,
             None => vec![],
         };
         for &i in numbers {
-            let Some(wide) = large.wider[i] else { continue };
+            let Some(from) = large.originals[i] else { continue };
             run.push(&large.registered[i].source, large.tensors[i], None);
             // A tensor table has at most 2^22 records.
-            let number = large.registered[wide].number as u32;
-            plans.push(rounded::plan(large.tensors[i].dtype, number));
-            let TensorValues { dtype, mut values, .. } = large.tensors[wide];
+            let number = large.registered[from].number as u32;
+            plans.push(copies::plan(large.tensors[i].dtype, large.tensors[from].dtype, number));
+            let TensorValues { dtype, mut values, .. } = large.tensors[from];
             if large.is_fetched(i) {
                 values = Values::Host(&fetched);
             }
-            let records = large.stored.get(&wide).map_or(&[][..], |s| &s.records);
-            inputs.push(Wider { values, dtype, records });
+            let records = large.stored.get(&from).map_or(&[][..], |s| &s.records);
+            inputs.push(Original { values, dtype, records });
         }
         let coded = self.encode_copies(&run, plans, inputs, meter)?;
         for (&i, coded) in numbers.iter().zip(coded) {

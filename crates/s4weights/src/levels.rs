@@ -42,7 +42,7 @@ impl<'a> Levels<'a> {
         let (mut reader, mut tensor) = (reader, tensor);
         loop {
             let t = &reader.tensors[tensor];
-            // That is a rounded copy. Moments are no part of the chain.
+            // That is a copy. Moments are no part of the chain.
             let alone = reader.manifest.plans[usize::from(t.plan)].own_input().is_none();
             let chunks = alone && matches!(t.kind, TensorKind::Chunks { .. });
             let Some(block) = reader.blocks(&[tensor])?.remove(&tensor).filter(|_| chunks) else {

@@ -41,6 +41,7 @@ mod ancestors;
 mod apply;
 mod behind;
 mod buffers;
+mod copies;
 pub mod copy;
 #[cfg(feature = "cuda")]
 mod device;
@@ -64,7 +65,6 @@ mod pipeline;
 mod reader;
 mod report;
 mod roles;
-mod rounded;
 mod slice;
 mod spans;
 pub mod store;

@@ -11,12 +11,12 @@ use s4_format::layout::Planes;
 use s4_format::{ChunkRecord, CodecId, DType};
 
 use crate::behind::Behind;
+use crate::copies::{Original, Originals};
 use crate::error::{At, Result};
 use crate::inputs::{Failure, ParentInputs};
 use crate::options::{Meter, thread_count};
 use crate::parallel::{pool, worth};
 use crate::parent::Parent;
-use crate::rounded::{Wider, WiderInputs};
 use crate::write::TensorSource;
 use crate::writer::Writer;
 
@@ -90,13 +90,13 @@ impl Writer {
         &mut self,
         run: &Run<'_>,
         plans: Vec<TensorPlan>,
-        wider: Vec<Wider<'_>>,
+        originals: Vec<Original<'_>>,
         meter: &mut Meter,
     ) -> Result<Vec<Coded>> {
         if run.tensors.is_empty() {
             return Ok(vec![]);
         }
-        let inputs = WiderInputs { tensors: &run.tensors, wider };
+        let inputs = Originals { tensors: &run.tensors, originals };
         let on_device = run.tensors.iter().any(|t| t.values.memory().is_some());
         let threads = self.encoding_threads(on_device);
         let chunks = run.tensors.iter().map(chunks_of).sum::<u64>();

@@ -107,12 +107,15 @@ pub(crate) mod tests {
         let target = Target::Sink("a test".into(), Box::new(first.clone()));
         let mut writer = Writer::create(target, options).unwrap();
         writer.declare(roles()).unwrap();
-        let data = noise(4 * 5000);
-        let source = |name, values: u64, shape| {
-            TensorSource::new(name, DType::Float32, shape, &data[..4 * values as usize])
+        let data = noise(4 * 5002);
+        // No two have the same values.
+        let source = |name, first: usize, shape: &'static [u64]| {
+            let values = &data[4 * first..][..4 * shape[0] as usize];
+            TensorSource::new(name, DType::Float32, shape, values)
         };
-        let large = |name| source(name, 5000, &[5000]);
-        let tensors = [large("weight"), source("bias", 10, &[10]), large("other"), large("moment")];
+        let large = |name, first| source(name, first, &[5000]);
+        let (weight, bias) = (large("weight", 0), source("bias", 0, &[10]));
+        let tensors = [weight, bias, large("other", 1), large("moment", 2)];
         writer.write(&tensors).unwrap();
         assert!(matches!(writer.declare(Roles::default()), Err(Error::Argument(_))));
         writer.finish(Contents::default()).unwrap();

@@ -10,7 +10,7 @@ use rayon::ThreadPool;
 use s4_codec_gpu::abi::{self, CopySpan, CrcSpan, EncodeChunk, EncodeResult, status};
 use s4_codec_gpu::{EncodeBatch, GpuError, Pinned};
 use s4_format::limits::ALIGN;
-use s4_format::{CodecId, Plan, StreamEntry};
+use s4_format::{CodecId, Plan, PredictorId, StreamEntry};
 use s4_predict::Tensor;
 
 use group::{Check, Group, Member, PER_CHECK, PER_CHUNK, Room, SPAN, TOTAL};
@@ -104,6 +104,7 @@ impl<'a> EncodeQueue<'a> {
             bytes,
             route: encode_route(plan, bytes / width as u64, t.dtype),
             scale: scale(&plan.plan),
+            own_input: plan_has_own_input(plan),
             ..Member::default()
         })
     }
@@ -538,9 +539,9 @@ fn plan_has_own_input(plan: &TensorPlan) -> bool {
 
 /// Bytes of its input for each byte that is predicted by a plan; 0: it has no input.
 fn scale(plan: &Plan) -> u64 {
-    match (plan.is_delta(), plan.own_input()) {
-        (true, _) => 1,
-        (_, Some(_)) => 2,
+    match plan.predictor {
+        PredictorId::PARENT | PredictorId::SAME => 1,
+        PredictorId::CAST => 2,
         _ => 0,
     }
 }

@@ -400,8 +400,8 @@ impl CudaEngine {
 fn check<E>(jobs: &Jobs<'_, E>) -> Result<()> {
     jobs.check()?;
     let known = |plan: &TensorPlan| {
-        let cast = plan.plan.predictor == PredictorId::CAST;
-        plan.plan.inputs.is_empty() || plan.plan.is_delta() || cast
+        let copy = matches!(plan.plan.predictor, PredictorId::CAST | PredictorId::SAME);
+        plan.plan.inputs.is_empty() || plan.plan.is_delta() || copy
     };
     match jobs.plans.iter().position(|plan| !known(plan)) {
         None => Ok(()),

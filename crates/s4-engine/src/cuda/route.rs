@@ -34,6 +34,7 @@ fn prediction_of(plan: &Plan, dtype: DType) -> Option<Prediction> {
         (P::PARENT, R::XOR | R::SUB) if !contexts => Some(Prediction::Parent),
         (P::PARENT, R::SUB) => Some(Prediction::Other(prediction::INPUT)),
         (P::RANK1, R::MAGNITUDE) if !contexts => Some(Prediction::Other(prediction::OFFSETS)),
+        (P::SAME, R::XOR) if !contexts => Some(Prediction::Other(prediction::INPUT)),
         (P::CAST, R::XOR) if !contexts => match dtype {
             DType::BFloat16 => Some(Prediction::Other(prediction::BF16)),
             DType::Float16 => Some(Prediction::Other(prediction::F16)),

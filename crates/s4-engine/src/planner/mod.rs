@@ -56,8 +56,8 @@ pub(crate) struct Allowed {
     pub(crate) contexts: bool,
     /// Such differences with contexts from the optimizer's update.
     pub(crate) update: bool,
-    /// Copies of wider tensors, rounded.
-    pub(crate) cast: bool,
+    /// Copies of other tensors, as they are or rounded.
+    pub(crate) copies: bool,
 }
 
 /// The one place that says which preset uses which predictor.
@@ -65,12 +65,13 @@ pub(crate) fn allowed(preset: Preset) -> Allowed {
     let all = matches!(preset, Preset::Balanced | Preset::Small);
     // On devices there are no kernels for updates: the CPU codes such tensors, which takes long.
     let update = preset == Preset::Small;
-    Allowed { rank1: all, sub: all, contexts: all, update, cast: all }
+    Allowed { rank1: all, sub: all, contexts: all, update, copies: all }
 }
 
-/// Whether tensors that are rounded copies of wider ones are predicted from these. Who writes several tensors finds them.
-pub fn makes_rounded_copies(preset: Preset) -> bool {
-    allowed(preset).cast
+/// Whether tensors that are copies of others, as they are or rounded, are predicted from these. Who writes several
+/// tensors finds them.
+pub fn makes_copies(preset: Preset) -> bool {
+    allowed(preset).copies
 }
 
 /// The tensor of a parent checkpoint that a tensor may be stored as its difference from.

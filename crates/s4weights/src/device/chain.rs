@@ -28,7 +28,7 @@ pub(super) struct Chain<'a> {
     pub(super) steps: Vec<Step<'a>>,
     /// Requests, by place, that the host decodes.
     pub(super) here: Vec<usize>,
-    /// Rounded copies of tensors that are requested, too, for the same device.
+    /// Copies of tensors that are requested, too, for the same device.
     pub(super) copies: Vec<Wanted>,
 }
 
@@ -60,9 +60,14 @@ impl<'a> Chain<'a> {
                 chain.steps[0].wanted.push(wanted);
                 continue;
             }
-            let wider = reader.own_input(host)?.filter(|_| open);
+            // Copies are decoded all at once, so that none may be of another one.
+            let is_copy = |t: &usize| {
+                let plan = &reader.manifest.plans[usize::from(reader.tensors[*t].plan)];
+                plan.own_input().is_some()
+            };
+            let original = reader.own_input(host)?.filter(|t| open && !is_copy(t));
             let here =
-                |r: &&(usize, DeviceMemory)| Some(r.0) == wider && r.1.ordinal() == to.ordinal();
+                |r: &&(usize, DeviceMemory)| Some(r.0) == original && r.1.ordinal() == to.ordinal();
             if let Some(&(_, input)) = requests.iter().find(here) {
                 let (chunks, input) = (None, Some(input));
                 chain.copies.push(Wanted { tensor: number, request, to, chunks, input });

@@ -95,7 +95,7 @@ impl Reader {
     }
 
     /// Decodes chunks on the devices; `rest` is given the requests, by place, that they do not decode: first
-    /// those of all tensors but rounded copies, then those of copies.
+    /// those of all tensors but copies, then those of copies.
     fn decode_on(
         &self,
         engine: &CudaEngine,
@@ -216,7 +216,11 @@ impl Call<'_> {
             }
             let spec = self.reader.spec(host, &self.blocks[&host]);
             let first = (chunk * spec.dtype.value_width() as u64) << spec.chunk_log2;
-            let input = input.map(|m| m.part(2 * first, 2 * bytes)).transpose();
+            let input = input.map(|m| {
+                let scale = m.bytes() / to.bytes().max(1);
+                m.part(scale * first, scale * bytes)
+            });
+            let input = input.transpose();
             let input = input.map_err(Failure::Device)?;
             let job = jobs.entry((to.ordinal(), host, chunk)).or_insert_with(|| FrameJob {
                 tensor: self.base + host,

@@ -31,12 +31,13 @@ pub(crate) fn tensors() -> Vec<Racing> {
     ]
     .map(|(name, dtype, n, patterns)| Racing::new(name, dtype, n, patterns))
     .into_iter()
-    .chain(rounded())
+    .chain(copies())
     .collect()
 }
 
-/// Weights of an optimizer and the model's rounded copies. A few of both change, each by themselves.
-fn rounded() -> [Racing; 2] {
+/// Weights of an optimizer, an average that equals them and the model's rounded copies. A few of each change, each by
+/// themselves.
+fn copies() -> [Racing; 3] {
     let n = 150_000;
     let before = adversarial(DType::Float32, n).find(|p| p.0 == "like-weights").unwrap().1;
     let mut after = before.clone();
@@ -49,7 +50,8 @@ fn rounded() -> [Racing; 2] {
     let copies = versions.each_ref().map(|v| v.as_chunks().0.iter().flat_map(round).collect());
     let [masters, copies] = [versions, copies];
     [
-        Racing::of("masters", DType::Float32, n, masters),
+        Racing::of("masters", DType::Float32, n, masters.clone()),
+        Racing::of("averages", DType::Float32, n, masters),
         Racing::of("copies", DType::BFloat16, n, copies),
     ]
 }

@@ -246,6 +246,9 @@ const PLAIN: &[(&str, &str, &str, Change)] = &[
     ("plan-cast-without-input", "corrupt", "predictor `cast` without an input", |p| {
         p.json(r#""predictor":0,"residual":0"#, r#""predictor":3,"residual":1"#);
     }),
+    ("plan-same-without-input", "corrupt", "predictor `same` without an input", |p| {
+        p.json(r#""predictor":0,"residual":0"#, r#""predictor":2,"residual":1"#);
+    }),
     ("plan-update-without-moments", "corrupt", "contexts `update` with one moment", |p| {
         p.json(NO_PLAN, &update_plan(&[0]));
     }),

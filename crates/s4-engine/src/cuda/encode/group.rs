@@ -24,6 +24,8 @@ pub(super) struct Member {
     pub(super) scratch: u64,
     /// Bytes of the input's values for each of its own; 0: it has none.
     pub(super) scale: u64,
+    /// Whether its input is of the same checkpoint.
+    pub(super) own_input: bool,
     /// The address of the input's values; 0: they are not to be used. And which statuses say how they came there.
     pub(super) parent: u64,
     pub(super) statuses: (usize, usize),
@@ -98,7 +100,7 @@ impl Member {
 
     /// Whether the values of its input, of the same checkpoint, are no longer what was stored of it.
     pub(super) fn is_gone(&self, input: &Input<'_>) -> bool {
-        self.scale == 2 && matches!(input, Input::Host(values) if values.is_empty())
+        self.own_input && matches!(input, Input::Host(values) if values.is_empty())
     }
 
     /// Room for them.

@@ -1,4 +1,5 @@
-//! Tensors that are rounded copies of wider ones in the same checkpoint, as a model's are of the optimizer's weights.
+//! Tensors that are copies of others in the same checkpoint: equal ones, as averages of weights are at first, or rounded,
+//! as a model's are of the optimizer's weights.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -7,6 +8,7 @@ use std::ops::Range;
 use s4_engine::{
     Input, InputSize, Inputs, TensorError, TensorPlan, TensorValues, Values, chunk_log2, copy_once,
 };
+use s4_format::dtype::Form;
 use s4_format::index::chunk_count;
 use s4_format::manifest::RoleKind;
 use s4_format::{ChunkRecord, DType, Error, LayoutId, Plan};
@@ -37,49 +39,59 @@ enum Look {
 pub(crate) struct Candidates {
     /// Of each number of values, those that are wider and those that are not.
     by_values: HashMap<u64, [Vec<usize>; 2]>,
+    /// Those of one dtype and number of values, where these are several.
+    alike: HashMap<(DType, u64), Vec<usize>>,
 }
 
 impl Candidates {
     pub(crate) fn of(tensors: &[TensorValues<'_>]) -> Self {
         let mut by_values: HashMap<u64, [Vec<usize>; 2]> = HashMap::new();
+        let mut alike: HashMap<_, Vec<usize>> = HashMap::new();
         for (i, t) in tensors.iter().enumerate() {
+            let values = t.values.bytes() / t.dtype.value_width() as u64;
+            if values >= RUNS * RUN {
+                alike.entry((t.dtype, values)).or_default().push(i);
+            }
             let narrow = match t.dtype {
                 DType::Float32 => 0,
                 DType::BFloat16 | DType::Float16 => 1,
                 _ => continue,
             };
-            let values = t.values.bytes() / t.dtype.value_width() as u64;
             by_values.entry(values).or_default()[narrow].push(i);
         }
         by_values.retain(|values, [wide, narrow]| {
             *values >= RUNS * RUN && !wide.is_empty() && !narrow.is_empty()
         });
-        Self { by_values }
+        alike.retain(|_, list| list.len() > 1);
+        Self { by_values, alike }
     }
 
     /// The tensors, and their bytes that are looked at, in ascending order of tensors.
     pub(crate) fn looks(&self, tensors: &[TensorValues<'_>]) -> Vec<(usize, Vec<Range<u64>>)> {
         let mut out = vec![];
-        for (&values, lists) in &self.by_values {
-            for &i in lists.iter().flatten() {
-                let width = tensors[i].dtype.value_width() as u64;
-                let bytes = compared(values).map(|r| r.start * width..r.end * width);
-                out.push((i, bytes.collect()));
-            }
+        let lists = self.by_values.values().flatten().chain(self.alike.values());
+        let mut numbers: Vec<_> = lists.flatten().copied().collect();
+        numbers.sort_unstable();
+        numbers.dedup();
+        for i in numbers {
+            let width = tensors[i].dtype.value_width() as u64;
+            let values = compared(tensors[i].values.bytes() / width);
+            out.push((i, values.map(|r| r.start * width..r.end * width).collect()));
         }
-        out.sort_by_key(|look| look.0);
         out
     }
 
-    /// For each tensor the one of which it is a rounded copy, as its number in the list, if the bytes that were looked at
-    /// say so: of several the weights that the optimizer keeps for it first, then one of its shape, then the one whose
-    /// name ends most like its own.
+    /// For each tensor the one of which it is a copy, as its number in the list, if the bytes that were looked at say so:
+    /// one that is no copy itself. Of equal tensors that is the first. Of several that a tensor may be rounded from, the
+    /// weights that the optimizer keeps for it come first, then one of its shape, then the one whose name ends most like
+    /// its own.
     pub(crate) fn copies(
         &self,
         tensors: &[TensorValues<'_>],
         names: &[&str],
         looks: HashMap<usize, Vec<u8>>,
     ) -> Vec<Option<usize>> {
+        let equal = self.equal(tensors, &looks);
         let looks: HashMap<_, _> =
             looks.into_iter().map(|(i, bytes)| (i, Look::of(tensors[i].dtype, bytes))).collect();
         let mut out = vec![None; tensors.len()];
@@ -99,8 +111,39 @@ impl Candidates {
                 });
             }
         }
+        // What a copy is rounded from may be one of several that are equal.
+        let first = |wide: usize| equal.get(&wide).copied().unwrap_or(wide);
+        let original = |i: usize| match out[i] {
+            Some(wide) => Some(first(wide)),
+            None => equal.get(&i).copied().filter(|first| out[*first].is_none()),
+        };
+        (0..out.len()).map(original).collect()
+    }
+
+    /// For each tensor that equals an earlier one in what was looked at, which is not all the same, the first of these.
+    fn equal(
+        &self,
+        tensors: &[TensorValues<'_>],
+        looks: &HashMap<usize, Vec<u8>>,
+    ) -> HashMap<usize, usize> {
+        let mut out = HashMap::new();
+        for list in self.alike.values() {
+            let mut firsts: HashMap<&[u8], usize> = HashMap::new();
+            for i in list {
+                let Some(look) = looks.get(i) else { continue };
+                let first = *firsts.entry(look).or_insert(*i);
+                if first != *i && varies(look, tensors[*i].dtype.value_width()) {
+                    out.insert(*i, first);
+                }
+            }
+        }
         out
     }
+}
+
+/// Whether values are not all the same.
+fn varies(values: &[u8], width: usize) -> bool {
+    values.chunks_exact(width).any(|x| x != &values[..width])
 }
 
 /// Wider tensors by what is looked at of them first: a copy and what it is a copy of have one of more runs than there
@@ -162,42 +205,47 @@ impl Look {
         let rounded = if dtype == DType::BFloat16 { bf16 } else { fp16 };
         let pairs = own.chunks_exact(2).zip(rounded.chunks_exact(2));
         let differ = pairs.filter(|(a, b)| a != b).take(MAY_DIFFER + 1).count();
-        let varied = own.chunks_exact(2).any(|x| x != &own[..2]);
-        own.len() == rounded.len() && differ <= MAY_DIFFER && varied
+        own.len() == rounded.len() && differ <= MAY_DIFFER && varies(own, 2)
     }
 }
 
-/// The plan of a rounded copy of tensor number `tensor`.
-pub(crate) fn plan(dtype: DType, tensor: u32) -> TensorPlan {
+/// The plan of a copy of tensor number `tensor`, which is of dtype `of`.
+pub(crate) fn plan(dtype: DType, of: DType, tensor: u32) -> TensorPlan {
+    let (layout, planes) = match dtype.value_width() {
+        width if dtype.form() == Form::Float => (LayoutId::FIELDS, width),
+        1 => (LayoutId::WHOLE, 1),
+        width => (LayoutId::BYTES, width),
+    };
     // Planes of zeros are stored as such, in any coding; a value that differs is rare.
-    let planes = vec![s4_engine::PlaneCoding::RANS8; 2];
-    TensorPlan::new(Plan::cast(LayoutId::FIELDS, tensor), planes, chunk_log2(dtype))
+    let planes = vec![s4_engine::PlaneCoding::RANS8; planes];
+    let plan = if dtype == of { Plan::same(layout, tensor) } else { Plan::cast(layout, tensor) };
+    TensorPlan::new(plan, planes, chunk_log2(dtype))
 }
 
-/// What a rounded copy is made from: values, and what was stored of them.
-pub(crate) struct Wider<'a> {
+/// What a copy is made from: values, and what was stored of them.
+pub(crate) struct Original<'a> {
     pub(crate) values: Values<'a>,
     pub(crate) dtype: DType,
     pub(crate) records: &'a [ChunkRecord],
 }
 
-/// The inputs of rounded copies, by number: values of the host, or of the copy's device.
-pub(crate) struct WiderInputs<'a> {
+/// The inputs of copies, by number: values of the host, or of the copy's device.
+pub(crate) struct Originals<'a> {
     pub(crate) tensors: &'a [TensorValues<'a>],
-    pub(crate) wider: Vec<Wider<'a>>,
+    pub(crate) originals: Vec<Original<'a>>,
 }
 
-impl WiderInputs<'_> {
+impl Originals<'_> {
     /// The parts of the input of a chunk, which are chunks of its own: first byte, bytes, and checksum of what was stored.
     fn parts(&self, tensor: usize, chunk: u64) -> Result<Vec<(u64, u64, u32)>, Failure> {
-        let (own, wider) = (self.tensors[tensor].dtype, &self.wider[tensor]);
-        let (width, log2) = (wider.dtype.value_width() as u64, chunk_log2(wider.dtype));
-        let (size, bytes) = (width << log2, wider.values.bytes());
-        // Chunks of the narrower one are whole chunks of the wider one.
+        let (own, original) = (self.tensors[tensor].dtype, &self.originals[tensor]);
+        let (width, log2) = (original.dtype.value_width() as u64, chunk_log2(original.dtype));
+        let (size, bytes) = (width << log2, original.values.bytes());
+        // Chunks of a narrower one are whole chunks of a wider one.
         let each = 1u64 << (chunk_log2(own) - log2);
         let all = chunk_count(bytes / width, log2);
         let part = |number: u64| {
-            let record = wider.records.get(number as usize).ok_or_else(|| {
+            let record = original.records.get(number as usize).ok_or_else(|| {
                 let source = Error::corrupt("an input without its record").in_chunk(chunk);
                 Failure::from(TensorError { tensor, source })
             })?;
@@ -208,14 +256,14 @@ impl WiderInputs<'_> {
     }
 }
 
-impl Inputs<Failure> for WiderInputs<'_> {
+impl Inputs<Failure> for Originals<'_> {
     #[cfg(feature = "cuda")]
     fn memory(&self) -> Vec<s4_engine::DeviceMemory> {
-        self.wider.iter().filter_map(|w| w.values.memory()).collect()
+        self.originals.iter().filter_map(|o| o.values.memory()).collect()
     }
 
     fn size(&self, tensor: usize, chunk: u64) -> InputSize {
-        let parts = match self.wider[tensor].values {
+        let parts = match self.originals[tensor].values {
             Values::Host(_) => self.parts(tensor, chunk).unwrap_or_default(),
             Values::Device(_) => vec![],
         };
@@ -223,7 +271,7 @@ impl Inputs<Failure> for WiderInputs<'_> {
     }
 
     fn open(&self, chunks: &[(usize, u64)]) -> Result<Vec<Input<'_>>, Failure> {
-        let input = |place: &(usize, u64)| match self.wider[place.0].values {
+        let input = |place: &(usize, u64)| match self.originals[place.0].values {
             Values::Host(_) => Ok(Input::Late),
             #[cfg(feature = "cuda")]
             Values::Device(memory) => {
@@ -250,7 +298,7 @@ impl Inputs<Failure> for WiderInputs<'_> {
         buffer: &'b mut Vec<u8>,
     ) -> Result<&'b [u8], Failure> {
         buffer.clear();
-        let Values::Host(values) = self.wider[tensor].values else { return Ok(&[]) };
+        let Values::Host(values) = self.originals[tensor].values else { return Ok(&[]) };
         for (first, len, crc) in self.parts(tensor, chunk)? {
             // They are in memory.
             let part = &values[first as usize..(first + len) as usize];
