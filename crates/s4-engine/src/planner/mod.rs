@@ -63,9 +63,7 @@ pub(crate) struct Allowed {
 /// The one place that says which preset uses which predictor.
 pub(crate) fn allowed(preset: Preset) -> Allowed {
     let all = matches!(preset, Preset::Balanced | Preset::Small);
-    // On devices there are no kernels for updates: the CPU codes such tensors, which takes long.
-    let update = preset == Preset::Small;
-    Allowed { rank1: all, sub: all, contexts: all, update, cast: all }
+    Allowed { rank1: all, sub: all, contexts: all, update: all, cast: all }
 }
 
 /// Whether tensors that are rounded copies of wider ones are predicted from these. Who writes several tensors finds them.
