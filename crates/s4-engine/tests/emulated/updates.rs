@@ -231,7 +231,8 @@ fn weights_are_told_as_on_the_cpu() {
     }
     compare("updates", &cases);
     let tables = tables_of(&cases);
-    assert!([1, 2, 15, 16].iter().all(|t| tables.contains(t)), "{tables:?}");
+    assert!([1, 2, 16].iter().all(|t| tables.contains(t)), "{tables:?}");
+    assert!(tables.iter().any(|t| (3..16).contains(t)), "{tables:?}");
     assert!(cases.iter().any(|c| c.coded.plain));
 }
 
