@@ -151,8 +151,11 @@ impl<'a> EncodeQueue<'a> {
                 && used.meta + more.meta <= sizes.meta;
             if moments && !fits && group.members.is_empty() {
                 // Moments that are cut in an unusual way.
-                (member.route, set, rows) = (None, None, None);
+                member.route = None;
                 (more, sets) = self.room(&mut member, 0, inputs);
+            }
+            if member.route.is_none() {
+                (set, rows) = (None, None);
             }
             let sum = Room {
                 frames: used.frames + more.frames,
