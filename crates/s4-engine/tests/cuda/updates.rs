@@ -15,6 +15,7 @@ use s4_planes::{Kernels, Simd};
 use s4_predict::Update;
 
 use crate::delta::MANIFEST;
+use crate::racing::{Racing, while_changing};
 use crate::support::{Encoded, Gpu, Host, Upload, compare, gpu};
 
 const ALL: [(DType, Kind); 3] =
@@ -412,6 +413,45 @@ fn weights_whose_moments_changed_are_stored_as_they_are() {
         }
         let chunks = engine.chunks();
         assert_eq!((chunks.host, chunks.refused), (all.len() as u64, 0), "{given:?}");
+    }
+}
+
+/// Moments that change while weights are encoded: every frame decodes with what was stored of them.
+#[test]
+fn weights_whose_moments_change_meanwhile_decode_by_the_stored_ones() {
+    let Some(gpu) = gpu() else { return };
+    let dtypes = [DType::Float32, DType::BFloat16, DType::Float32];
+    let all = [step(dtypes, 200_000, None)];
+    let w = &all[0];
+    let records = records(&all, Given::Device);
+    let racing = [0, 1].map(|k| {
+        let (dtype, data) = &w.moments[k];
+        let host = Host::new("a moment", *dtype, data.clone());
+        // Signs and sizes differ in the first chunks alone.
+        let mut other = data.clone();
+        other[..70_000].iter_mut().for_each(|b| *b ^= 0x91);
+        Racing { upload: gpu.upload(data, 4), host, other }
+    });
+    let moment = |k: usize| {
+        let values = Values::Device(racing[k].upload.memory());
+        Moment { tensor: 4, dtype: w.moments[k].0, values, records: &records[0][k] }
+    };
+    let parents = vec![gpu.upload(&w.before, 0)];
+    let moments = vec![[moment(0), moment(1)]];
+    let inputs = Told { all: &all, parents, moments, given: Given::Device, _uploads: vec![] };
+    let mut coded = vec![];
+    while_changing(&gpu, &racing, || {
+        for _ in 0..3 {
+            let engine = gpu.engine(CudaOptions::default());
+            coded.extend(encode(&gpu, &engine, &inputs, false));
+            assert_eq!(engine.chunks().refused, 0);
+        }
+    });
+    assert!(coded.iter().any(|e| e.chunks.iter().any(|c| !c.0.plain)), "none was told");
+    for e in coded {
+        let engine = gpu.engine(CudaOptions::default());
+        let (values, undone) = decode(&gpu, &engine, &all, std::slice::from_ref(&e), true);
+        assert!(undone.is_empty() && values[0] == w.host.data);
     }
 }
 
