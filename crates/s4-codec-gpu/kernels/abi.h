@@ -15,10 +15,11 @@
 //      s4_encode_composed (c, r)                           grid = chunks of the run, block = kComposedThreads
 //      s4_encode_residual (c, r)                           grid = chunks of the run, block = kComposedThreads
 //      s4_encode_predicted (c, r)                          grid = chunks of the run, block = kComposedThreads
+//      s4_encode_update (c, r)                             grid = chunks of the run, block = kComposedThreads
 //   2. s4_frame_offsets (results, count, total)            grid = 1, block = kOffsetsThreads
 //   3. s4_gather_fused_w2 (c, r, frames, capacity)         grid and block as in 1.
 //      s4_gather_fused_w4 (c, r, frames, capacity)
-//      s4_gather_composed (c, r, frames, capacity)         composed, residual and predicted
+//      s4_gather_composed (c, r, frames, capacity)         all others
 //   4. s4_encode_crcs (chunks, results, frames, capacity)  grid = 2 x count, block = kCrcThreads
 //
 // Afterwards `results` holds one `EncodeResult` for each chunk, `*total` the bytes of `frames` in use, and
@@ -33,7 +34,9 @@
 //   composed       any chunk, up to kMaxPlaneBytes of values (slower where the fused kernels will do)
 //   residual       the same with residual `xor` or `sub`. Their planes are coded as the CPU's engine codes
 //                  differences: all symbols are counted, and long planes have longer segments.
-//   predicted      any `Prediction`, any residual, contexts (slower where the others will do)
+//   predicted      any `Prediction`, any residual but `descent`, contexts `exponent` (slower where the others will do)
+//   update         residual `descent` from an input, contexts `update`, layout `bytes`. A plane that has shared tables is
+//                  coded with these, whatever its own would be.
 //   neither        codecs and layouts that are not listed here (zstd, token): the CPU's
 //
 // DECODE a batch, sorted by kind alike:
@@ -43,6 +46,7 @@
 //      s4_decode_fused_w4 (c, s)                           grid = chunks of the run, block = kFusedThreads4
 //      s4_decode_composed (c, s)                           grid = chunks of the run, block = kComposedThreads
 //      s4_decode_predicted (c, s)                          grid = chunks of the run, block = kComposedThreads
+//      s4_decode_update (c, s)                             grid = chunks of the run, block = kComposedThreads
 //   3. s4_check_values (chunks, status)                    grid = count, block = kCrcThreads
 //
 // The parent of a chunk may be its `values` themselves, which are replaced then.
@@ -58,9 +62,10 @@
 //                  others `raw`, at most kFusedDecodeValues values
 //   composed       plain chunks, and any with streams raw, const, bits, rans (P = 8 or 12, one table), up to
 //                  kMaxDecodeBytes of values
-//   predicted      any `Prediction`, any residual, several tables a plane
+//   predicted      any `Prediction`, any residual but `descent`, several tables a plane
+//   update         residual `descent` from an input, contexts `update`, layout `bytes`
 //
-// The kernels `predicted` find what they predict from in the descriptors' last fields; the others use the parent
+// The kernels `predicted` and `update` find what they predict from in the descriptors' last fields; the others use the parent
 // (input 0) and one table a plane, and ignore the rest. docs/gpu-kernels.md says what they are instances of.
 //
 // OTHERS:
@@ -84,7 +89,7 @@ typedef unsigned long long u64;
 
 // Numbers of docs/format.md.
 enum Layout : u8 { kWhole = 0, kBytes = 1, kFields = 2, kFieldsSign = 3 };
-enum Residual : u8 { kId = 0, kXor = 1, kSub = 2, kMagnitude = 3 };
+enum Residual : u8 { kId = 0, kXor = 1, kSub = 2, kMagnitude = 3, kDescent = 4 };
 enum Codec : u8 { kRaw = 0, kConst = 1, kBits = 2, kRans = 3 };
 
 // What a value is expected to be, for the kernels `predicted`. They know a tensor's predictor by this alone.
@@ -98,6 +103,7 @@ enum Prediction : u8 {
 
 // Contexts of docs/format.md.
 constexpr u8 kContextsExponent = 1;
+constexpr u8 kContextsUpdate = 2;
 
 // How a plane is to be coded (`PlaneCoding` of the planner). A constant plane becomes `const`, and one
 // that does not get smaller stays raw, as in the CPU's encoder.
@@ -151,6 +157,9 @@ static_assert(sizeof(TableSet) == 16, "");
 constexpr u32 kParent = 0;    // the parent's values, n * width bytes at any address; null with residual `id`
 constexpr u32 kOffsets = 1;   // of kPredictOffsets: `Offsets`, 8-byte aligned
 constexpr u32 kColumns = 2;   // and the offsets of the columns, 16-byte aligned
+constexpr u32 kFirst = 1;     // of kContextsUpdate: the first moment's values, n of them at any address
+constexpr u32 kSecond = 2;    // those of the second
+constexpr u32 kUpdate = 3;    // and `Update`, 8-byte aligned
 
 // What the offsets of rows and columns are added to. Behind it are those of the rows, at least of those that the chunk
 // has values in. Offsets have 2 bytes, and a sign. Rows are a tensor's values, `cols` at a time.
@@ -165,6 +174,19 @@ struct Offsets {
 static_assert(sizeof(Offsets) == 32, "");
 constexpr int kNoRow = -32768;  // the offset of a row whose values are expected to be zero
 
+// Types of floats.
+constexpr u8 kBFloat16 = 1;
+constexpr u8 kFloat16 = 2;
+constexpr u8 kFloat32 = 3;
+
+// How updates become classes (docs/predictors/update.md), and of which types weights and moments are.
+struct Update {
+  short floor, offset;
+  u8 weight, first, second;
+  u8 one_table;  // planes that have no contexts, as bits; a stream says it itself
+};
+static_assert(sizeof(Update) == 8, "");
+
 constexpr u32 kKeepPlanes = 1;  // EncodeChunk::flags, fused: raw planes go through scratch (see below)
 
 // A chunk to encode, 8-byte aligned.
@@ -175,10 +197,10 @@ struct EncodeChunk {
   u8 width;                   // 1, 2, 4, 8
   u8 layout;                  // `Layout`
   u8 residual;                // `Residual`
-  u8 contexts;                // predicted: 0, or kContextsExponent
+  u8 contexts;                // predicted: 0, or kContextsExponent; update: kContextsUpdate
   u8 coding[kMaxPlanes];      // `Coding` of each plane
   u32 flags;
-  u8 prediction;              // predicted: `Prediction`
+  u8 prediction;              // predicted: `Prediction`; update: kPredictInput
   u8 sparse;                  // predicted: 1: counted and cut as differences from a parent are
   u8 class_top, class_shift;  // of contexts
   const u8* inputs[kMaxInputs];  // what the values are predicted from
@@ -290,8 +312,8 @@ S4_ANYWHERE constexpr u64 composed_decode_scratch(u64 n, u64 width, u64 frame_le
   return planes_bytes(n, width) + round_up64(frame_len, 16) + 3 * (round_up64(n * width / 64, 16) + 64);
 }
 
-// The kernels `predicted`: the same, the tables of a stream, to decode their entries with P = 12, and a class for each
-// value.
+// The kernels `predicted` and `update`: the same, the tables of a stream, to decode their entries with P = 12, and a
+// class for each value.
 S4_ANYWHERE constexpr u64 predicted_encode_scratch(u64 n, u64 width) {
   return residual_encode_scratch(n, width) + kMaxTables * sizeof(SharedTable) + n;
 }

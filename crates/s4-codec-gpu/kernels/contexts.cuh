@@ -1,7 +1,8 @@
 // Planes whose symbols have contexts (docs/codecs/rans.md): a table for each. Policies for the composed kernels
 // (plane_encode.cuh, plane_decode.cuh); those of one table are separate instances, which know nothing of this.
 //
-// `Source` says what the contexts are: `ExponentContexts` below, or `MemoryContexts` of the tests (tests/contexts.h).
+// `Source` says what the contexts are: `ExponentContexts` below, `UpdateContexts` (updates.cuh), or `MemoryContexts` of
+// the tests (tests/contexts.h).
 #pragma once
 
 #include "composed.cuh"
@@ -14,6 +15,7 @@ namespace s4 {
 // for the plane behind the exponents what these are, too. Classes lie in scratch memory.
 struct ExponentContexts {
   static constexpr u32 kMostTables = kClasses + 2;  // contexts of the plane behind the exponents
+  static constexpr bool kPrefersShared = false;     // whether a plane is coded with the tensor's tables if it has some
 
   template <class Chunk>
   __device__ __forceinline__ static bool suits(const Chunk& c, u32) {
@@ -211,6 +213,15 @@ struct EncodeContexts {
   __device__ __forceinline__ bool choose(const PlaneJob& job, Density density, Memory& shared) {
     constexpr u32 kSlots = 1u << kBits;
     Coders& coders = shared.coders;
+    if constexpr (Source::kPrefersShared) {
+      // There are as many as contexts may be.
+      const u32 most = contexts.classes == nullptr ? 1 : Source::kMostTables;
+      if (is_usable(job.tables, kBits, most)) {
+        list = job.tables.at, count = job.tables.count;
+        make_coders(coders);
+        return true;
+      }
+    }
     if (threadIdx.x == 0) coders.seen = 0, coders.counted = 0, coders.own_bits = 0, coders.shared_bits = 0;
     __syncthreads();
     atomicOr(&coders.seen, contexts.seen());
@@ -245,11 +256,16 @@ struct EncodeContexts {
     const auto scaled = [&](u64 bits) { return bits * job.size / max(coders.counted, 1u); };
     const bool tensors = usable && scaled(coders.shared_bits) < scaled(coders.own_bits) + 8 * own_len;
     if (tensors) list = job.tables.at, count = job.tables.count;
+    make_coders(coders);
+    return tensors;
+  }
+
+  // The coders of the tables that are used. All threads; ends with a barrier.
+  __device__ __forceinline__ void make_coders(Coders& coders) const {
 #pragma unroll 1
     for (u32 t = warp_id(); t < min(count, Source::kMostTables); t += kComposedWarps)
       make_list_coders(list[t], coders.of + 256 * t);
     __syncthreads();
-    return tensors;
   }
 
   __device__ __forceinline__ u32 padding(const Memory&) const {

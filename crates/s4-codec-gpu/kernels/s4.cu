@@ -11,6 +11,7 @@
 #include "crc32c.cuh"
 #include "fused.cuh"
 #include "fused_decode.cuh"
+#include "updates.cuh"
 
 namespace s4 {
 
@@ -120,6 +121,11 @@ s4_encode_predicted(const EncodeChunk* chunks, EncodeResult* results) {
   encode_composed<AnyPrediction, EncodeContexts<ExponentContexts>>(chunks[blockIdx.x], results[blockIdx.x]);
 }
 
+__global__ void __launch_bounds__(kComposedThreads, 3)
+s4_encode_update(const EncodeChunk* chunks, EncodeResult* results) {
+  encode_composed<Descent, EncodeContexts<UpdateContexts>>(chunks[blockIdx.x], results[blockIdx.x]);
+}
+
 __global__ void __launch_bounds__(kOffsetsThreads)
 s4_frame_offsets(EncodeResult* results, u32 count, u64* total) {
   place_frames(results, count, total);
@@ -188,6 +194,11 @@ s4_decode_composed(const DecodeChunk* chunks, u32* status) {
 __global__ void __launch_bounds__(kComposedThreads, 3)
 s4_decode_predicted(const DecodeChunk* chunks, u32* status) {
   decode_composed<AnyPrediction, DecodeContexts<ExponentContexts>>(chunks[blockIdx.x], status[blockIdx.x]);
+}
+
+__global__ void __launch_bounds__(kComposedThreads, 3)
+s4_decode_update(const DecodeChunk* chunks, u32* status) {
+  decode_composed<Descent, DecodeContexts<UpdateContexts>>(chunks[blockIdx.x], status[blockIdx.x]);
 }
 
 __global__ void __launch_bounds__(kCrcThreads) s4_check_values(const DecodeChunk* chunks, u32* status) {

@@ -52,6 +52,12 @@ pub const PARENT: usize = header("kParent") as usize;
 pub const OFFSETS: usize = header("kOffsets") as usize;
 /// Which one the offsets of columns are.
 pub const COLUMNS: usize = header("kColumns") as usize;
+/// Of [`Route::Update`]: which one the first moment's values are.
+pub const FIRST: usize = header("kFirst") as usize;
+/// Those of the second.
+pub const SECOND: usize = header("kSecond") as usize;
+/// And how both become contexts: [`Update`].
+pub const UPDATE: usize = header("kUpdate") as usize;
 /// Most tables of a stream.
 pub const MAX_TABLES: usize = header("kMaxTables") as usize;
 /// Most values of a chunk that the fused kernels encode, of 2 and of 4 bytes.
@@ -135,6 +141,36 @@ pub mod prediction {
 
 /// Contexts by the exponent of the input's values, as descriptors name them.
 pub const CONTEXTS_EXPONENT: u8 = header("kContextsExponent") as u8;
+/// Contexts by the optimizer's update, of [`Route::Update`].
+pub const CONTEXTS_UPDATE: u8 = header("kContextsUpdate") as u8;
+
+/// Types of floats.
+pub mod float {
+    use super::header;
+
+    /// bfloat16.
+    pub const BF16: u8 = header("kBFloat16") as u8;
+    /// float16.
+    pub const F16: u8 = header("kFloat16") as u8;
+    /// float32.
+    pub const F32: u8 = header("kFloat32") as u8;
+}
+
+/// How updates become classes, and of which types weights and moments are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+#[repr(C)]
+pub struct Update {
+    /// No update counts as smaller.
+    pub floor: i16,
+    /// What is added before classes are counted.
+    pub offset: i16,
+    /// [`float`] of the weights.
+    pub weight: u8,
+    /// Those of the first moment and of the second.
+    pub moments: [u8; 2],
+    /// Planes that have no contexts, as bits: for an encoder.
+    pub one_table: u8,
+}
 
 /// What the offsets of rows and columns are added to; those of the chunk's rows follow, 2 bytes each.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
@@ -234,7 +270,7 @@ pub struct EncodeChunk {
     pub layout: u8,
     /// Number of the residual.
     pub residual: u8,
-    /// 0 or [`CONTEXTS_EXPONENT`].
+    /// 0, [`CONTEXTS_EXPONENT`] or [`CONTEXTS_UPDATE`].
     pub contexts: u8,
     /// [`coding`] of each plane.
     pub coding: [u8; MAX_PLANES],
@@ -246,7 +282,8 @@ pub struct EncodeChunk {
     pub sparse: u8,
     /// Exponent of class 0, and the shift of what is below it, of contexts.
     pub class: [u8; 2],
-    /// Addresses of what the values are predicted from; see [`PARENT`], [`OFFSETS`], [`COLUMNS`].
+    /// Addresses of what the values are predicted from; see [`PARENT`], [`OFFSETS`], [`COLUMNS`], [`FIRST`], [`SECOND`],
+    /// [`UPDATE`].
     pub inputs: [u64; MAX_INPUTS],
     /// Index of the chunk's first value in its tensor.
     pub first: u64,
@@ -393,6 +430,7 @@ const _: () = {
     assert!(size_of::<DecodeStream>() == 12);
     assert!(size_of::<DecodeChunk>() == 328);
     assert!(size_of::<Offsets>() == 32);
+    assert!(size_of::<Update>() == 8);
     assert!(size_of::<CopySpan>() == 24);
     assert!(size_of::<CrcSpan>() == 16);
 };
@@ -406,8 +444,10 @@ pub enum Route {
     Fused4,
     /// Other layouts and codings. Decoding a difference from a parent, too.
     Composed,
-    /// Any prediction, any residual, contexts.
+    /// Any prediction, any residual but `descent`, contexts by exponents.
     Predicted,
+    /// Residual `descent` and contexts by updates.
+    Update,
     /// Encoding a difference from a parent.
     Residual,
 }
@@ -441,7 +481,7 @@ pub const fn encode_scratch(route: Route, n: u64, width: u64) -> u64 {
             2 * planes_bytes(n, width) + (n * width).div_ceil(2 * SEGMENT) * 2 * SEGMENT_SCRATCH
         }
         // The tables of a stream, and a class for each value.
-        Route::Predicted => {
+        Route::Predicted | Route::Update => {
             let tables = (MAX_TABLES * size_of::<SharedTable>()) as u64;
             encode_scratch(Route::Residual, n, width) + tables + n
         }
@@ -458,7 +498,7 @@ pub const fn decode_scratch(route: Route, n: u64, width: u64, frame_len: u64) ->
                 + 3 * ((n * width / 64).next_multiple_of(16) + 64)
         }
         // The entries of tables with P = 12, and a class for each value.
-        Route::Predicted => {
+        Route::Predicted | Route::Update => {
             let one = decode_scratch(Route::Composed, n, width, frame_len).next_multiple_of(16);
             one + (MAX_TABLES as u64) * (4 << 12) + n
         }

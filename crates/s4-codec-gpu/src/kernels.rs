@@ -28,6 +28,7 @@ pub(crate) struct Kernels {
     encode_composed: sys::CUfunction,
     encode_residual: sys::CUfunction,
     encode_predicted: sys::CUfunction,
+    encode_update: sys::CUfunction,
     pub(crate) split_planes: sys::CUfunction,
     pub(crate) place_streams: sys::CUfunction,
     pub(crate) gather_planes: sys::CUfunction,
@@ -39,6 +40,7 @@ pub(crate) struct Kernels {
     decode_fused: [sys::CUfunction; 2],
     decode_composed: sys::CUfunction,
     decode_predicted: sys::CUfunction,
+    decode_update: sys::CUfunction,
     pub(crate) check_values: sys::CUfunction,
     copy_spans: sys::CUfunction,
     crc_spans: sys::CUfunction,
@@ -95,6 +97,7 @@ impl Kernels {
             encode_composed: get("s4_encode_composed")?,
             encode_residual: get("s4_encode_residual")?,
             encode_predicted: get("s4_encode_predicted")?,
+            encode_update: get("s4_encode_update")?,
             split_planes: get("s4_split_planes")?,
             place_streams: get("s4_place_streams")?,
             gather_planes: get("s4_gather_planes")?,
@@ -106,6 +109,7 @@ impl Kernels {
             decode_fused,
             decode_composed: get("s4_decode_composed")?,
             decode_predicted: get("s4_decode_predicted")?,
+            decode_update: get("s4_decode_update")?,
             check_values: get("s4_check_values")?,
             copy_spans: get("s4_copy_spans")?,
             crc_spans: get("s4_crc_spans")?,
@@ -133,7 +137,7 @@ pub struct EncodeBatch {
     /// Bytes there: the sum of the chunks' bytes, each rounded up to 16, is always enough.
     pub capacity: u64,
     /// Chunks of each [`Route`], in the order of routes.
-    pub routes: [u32; 5],
+    pub routes: [u32; 6],
 }
 
 /// A batch of chunks to decode, in device memory.
@@ -143,12 +147,18 @@ pub struct DecodeBatch {
     pub chunks: u64,
     /// Address of a `u32` for each: its [`status`](crate::abi::status).
     pub status: u64,
-    /// Chunks of each [`Route`] up to [`Route::Predicted`], in the order of routes.
-    pub routes: [u32; 4],
+    /// Chunks of each [`Route`] up to [`Route::Update`], in the order of routes.
+    pub routes: [u32; 5],
 }
 
-const ROUTES: [Route; 5] =
-    [Route::Fused2, Route::Fused4, Route::Composed, Route::Predicted, Route::Residual];
+const ROUTES: [Route; 6] = [
+    Route::Fused2,
+    Route::Fused4,
+    Route::Composed,
+    Route::Predicted,
+    Route::Update,
+    Route::Residual,
+];
 
 /// Bytes of a chunk's descriptor, and of what becomes of it.
 const ENCODE: (u64, u64) =
@@ -202,7 +212,8 @@ impl Stream {
             self.each_route(&batch.routes, ENCODE, |route, n, (c, r)| {
                 let (at, threads) = (route as usize, route_threads(route));
                 let [w2, w4] = k.encode_fused;
-                let f = [w2, w4, k.encode_composed, k.encode_predicted, k.encode_residual][at];
+                let (predicted, update) = (k.encode_predicted, k.encode_update);
+                let f = [w2, w4, k.encode_composed, predicted, update, k.encode_residual][at];
                 self.launch(f, n, threads, &mut [batch.chunks + c, batch.results + r])
             })
         }
@@ -245,7 +256,7 @@ impl Stream {
             self.each_route(&batch.routes, DECODE, |route, n, (c, s)| {
                 let (at, threads) = (route as usize, route_threads(route));
                 let [w2, w4] = k.decode_fused;
-                let f = [w2, w4, k.decode_composed, k.decode_predicted][at];
+                let f = [w2, w4, k.decode_composed, k.decode_predicted, k.decode_update][at];
                 self.launch(f, n, threads, &mut [batch.chunks + c, batch.status + s])
             })
         }
@@ -333,7 +344,7 @@ fn route_threads(route: Route) -> u32 {
     match route {
         Route::Fused2 => threads::FUSED2,
         Route::Fused4 => threads::FUSED4,
-        Route::Composed | Route::Predicted | Route::Residual => threads::COMPOSED,
+        Route::Composed | Route::Predicted | Route::Update | Route::Residual => threads::COMPOSED,
     }
 }
 

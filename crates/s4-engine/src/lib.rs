@@ -51,10 +51,10 @@ pub use values::{DeviceMemory, Values};
 pub enum Preset {
     /// Planes, coded order 0: keeps up with the link.
     Fast,
-    /// The default: predictions from rows and columns and from the parent where they save enough.
+    /// The default: predictions from rows and columns, from the parent and from moments where they save enough.
     #[default]
     Balanced,
-    /// The smallest: deltas of weights are told from their moments, too, which the CPU codes wherever they are.
+    /// The smallest: today the same as [`Preset::Balanced`].
     Small,
     /// Exponents by nvCOMP's ANS, which is closed, everything else by its GDeflate, which is open; on a
     /// GPU, for tools that expect nvCOMP. Never chosen by itself.

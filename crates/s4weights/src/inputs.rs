@@ -128,7 +128,10 @@ impl<'a> ParentInputs<'a> {
                 }
                 None => None,
             };
-            let alike = |l: &Vec<Level<'_>>| l[0].spec().chunk_log2 == chunk_log2;
+            // What moments tell of a parent, its reader finds.
+            let alike = |l: &Vec<Level<'_>>| {
+                l[0].spec().chunk_log2 == chunk_log2 && !l.iter().any(Level::is_told)
+            };
             Ok(Some(match levels.filter(alike) {
                 Some(levels) => Place::Frames(levels),
                 None => Place::Values { tensor, chunk_log2 },

@@ -25,6 +25,11 @@ impl Level<'_> {
         let plain = self.block.records[chunk as usize].plain;
         !plain && self.spec().plan.is_delta()
     }
+
+    /// Whether chunks are told from moments of the same checkpoint.
+    pub(crate) fn is_told(&self) -> bool {
+        self.spec().plan.moments().is_some() && self.block.records.iter().any(|r| !r.plain)
+    }
 }
 
 /// A tensor with chunks of its own, the one that it is a delta of, and so on, down to one that is no
@@ -63,15 +68,13 @@ impl<'a> Levels<'a> {
     }
 
     /// What a tensor's chunks are decoded from on a device: the tensor itself, the one that it is a
-    /// difference from, and so on. `None`: a device does not.
+    /// difference from, and so on. Some may be told from moments. `None`: a device does not.
     pub(crate) fn for_device(self) -> Option<Vec<Level<'a>>> {
         let Self { chunked, packed } = self;
         let known = |level: &Level<'_>| {
-            let spec = level.spec();
-            let known = spec.plan.own_inputs().next().is_none();
             // Chunks are differences from chunks.
-            let cut_alike = chunked[0].spec().chunk_log2 == spec.chunk_log2;
-            known && cut_alike && level.reader.manifest.closed_codecs.is_empty()
+            let cut_alike = chunked[0].spec().chunk_log2 == level.spec().chunk_log2;
+            cut_alike && level.reader.manifest.closed_codecs.is_empty()
         };
         let all = packed.is_none() && chunked.iter().all(known);
         all.then_some(chunked)

@@ -25,7 +25,7 @@ pub(crate) fn measure(
     let width = tile.dtype.value_width();
     let route = Route::fused(width).ok_or("no fused kernels for this dtype")?;
     let count = values.bytes().div_ceil(CHUNK);
-    let mut routes = [0; 5];
+    let mut routes = [0; 6];
     routes[route as usize] = u32::try_from(count)?;
     let n = CHUNK / width as u64;
     let scratch =
@@ -72,7 +72,8 @@ pub(crate) fn measure(
         .collect();
     let chunks_there = lab.upload(bytemuck::cast_slice(&chunks))?;
     let status = lab.alloc(4 * count)?;
-    let routes = [routes[0], routes[1], routes[2], routes[3]];
+    let [a, b, c, d, e, _] = routes;
+    let routes = [a, b, c, d, e];
     let batch = DecodeBatch { chunks: chunks_there.address(), status: status.address(), routes };
     // SAFETY: as above.
     unsafe {

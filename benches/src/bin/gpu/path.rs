@@ -216,6 +216,7 @@ impl Coded {
                 bytes,
                 pieces: vec![Piece { from: 0, to: to[f.tensor].part(f.chunk * size, bytes)? }],
                 input: None,
+                moments: None,
             });
         }
         Ok(batches)

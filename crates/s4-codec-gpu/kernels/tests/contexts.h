@@ -12,6 +12,7 @@ constexpr u32 kMemoryContexts = kOffsets;
 
 struct MemoryContexts {
   static constexpr u32 kMostTables = kMaxTables;
+  static constexpr bool kPrefersShared = false;
 
   template <class Chunk>
   __device__ __forceinline__ static bool suits(const Chunk& c, u32 planes) {

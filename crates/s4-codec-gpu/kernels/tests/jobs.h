@@ -35,14 +35,15 @@ static void add_tables(Input& in, Memory& pool, const uint8_t* counts, s4::Table
 // ---- encode ----
 
 struct EncodeItem {
-  uint8_t kind;  // 2, 4: fused; 0: composed; 1: residual; 8, 9: those with contexts in memory; 10: predicted
+  uint8_t kind;  // 2, 4: fused; 0: composed; 1: residual; 8, 9: those with contexts in memory; 10: predicted;
+                 // 11: update
   uint8_t width, layout, residual;
   uint8_t coding[s4::kMaxPlanes];
   uint8_t tables[s4::kMaxPlanes];  // of each plane
   uint32_t n, flags, skew;
   uint8_t contexts, prediction, sparse, class_top, class_shift, reserved[3];
   uint32_t input_len, more_len, columns_len;  // bytes of the inputs
-  // then: tables, values, the inputs
+  // then: tables, values, the inputs; with kind 11 how updates become classes
 };
 static_assert(sizeof(EncodeItem) == 52, "");
 
@@ -50,8 +51,11 @@ static_assert(sizeof(EncodeItem) == 52, "");
 template <class Chunk, class Item>
 static void add_inputs(Input& in, Memory& pool, const Item& item, Chunk& c) {
   if (item.input_len > 0) c.inputs[s4::kParent] = pool.add(in.bytes(item.input_len), item.skew * 3 % 16);
-  if (item.more_len > 0) c.inputs[s4::kOffsets] = pool.add(in.bytes(item.more_len));
-  if (item.columns_len > 0) c.inputs[s4::kColumns] = pool.add(in.bytes(item.columns_len));
+  // Moments lie anywhere.
+  const uint32_t skew = item.kind == 11 ? item.skew % 16 : 0;
+  if (item.more_len > 0) c.inputs[s4::kOffsets] = pool.add(in.bytes(item.more_len), skew);
+  if (item.columns_len > 0) c.inputs[s4::kColumns] = pool.add(in.bytes(item.columns_len), skew * 5 % 16);
+  if (item.kind == 11) c.inputs[s4::kUpdate] = pool.add(in.bytes(sizeof(s4::Update)));
   c.contexts = item.contexts;
   c.prediction = item.prediction;
   c.class_top = item.class_top;
@@ -105,6 +109,7 @@ static void encode(Input& in, Output& out, uint32_t count) {
     else if (kind == 8) S4_LAUNCH(s4_encode_contexts, n, s4::kComposedThreads, c, r);
     else if (kind == 9) S4_LAUNCH(s4_encode_residual_contexts, n, s4::kComposedThreads, c, r);
     else if (kind == 10) S4_LAUNCH(s4_encode_predicted, n, s4::kComposedThreads, c, r);
+    else if (kind == 11) S4_LAUNCH(s4_encode_update, n, s4::kComposedThreads, c, r);
     else S4_LAUNCH(s4_encode_composed, n, s4::kComposedThreads, c, r);
   });
   S4_LAUNCH(s4_frame_offsets, 1, s4::kOffsetsThreads, results, count, total);
@@ -142,7 +147,7 @@ struct DecodeItem {
   s4::DecodeStream streams[s4::kMaxPlanes];
   uint8_t prediction, in_place, class_top, class_shift;  // in_place: the input is what lies in `values`
   uint32_t more_len, columns_len;
-  // then: tables, frame, the inputs
+  // then: tables, frame, the inputs; with kind 11 how updates become classes
 };
 static_assert(sizeof(DecodeItem) == 148, "");
 
@@ -190,6 +195,7 @@ static void decode(Input& in, Output& out, uint32_t count) {
     else if (kind == 4) S4_LAUNCH(s4_decode_fused_w4, n, s4::kFusedThreads4, c, s);
     else if (kind == 8) S4_LAUNCH(s4_decode_contexts, n, s4::kComposedThreads, c, s);
     else if (kind == 10) S4_LAUNCH(s4_decode_predicted, n, s4::kComposedThreads, c, s);
+    else if (kind == 11) S4_LAUNCH(s4_decode_update, n, s4::kComposedThreads, c, s);
     else S4_LAUNCH(s4_decode_composed, n, s4::kComposedThreads, c, s);
   });
   S4_LAUNCH(s4_check_values, count, s4::kCrcThreads, all, status);

@@ -273,6 +273,9 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
         else {
             return Ok(false);
         };
+        if route == abi::Route::Update && job.moments.is_none() {
+            return Ok(false);
+        }
         let mut set = None;
         let set_len = match busy.sets.get(&job.tensor) {
             Some(known) => known.len,
@@ -340,7 +343,8 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
             Some(input) if job.has_input() => input.address(),
             _ => 0,
         };
-        chunk.inputs = sets::inputs(parent, rows, place.columns());
+        let moments = job.moments.map_or([0; 2], |both| both.map(|m| m.address()));
+        chunk.inputs = sets::inputs(parent, rows, &place, moments);
         (chunk.first, chunk.cols) = (first, cols);
         chunk.tables = place.tables();
         if !direct {
@@ -387,7 +391,7 @@ impl<'s, 'a> DecodeQueue<'s, 'a> {
         let chunks = start + launch.extra_len;
         let spans = chunks + launch.chunks.len() * CHUNK;
         let answers = spans + launch.spans.len() * SPAN;
-        let mut routes = [0; 4];
+        let mut routes = [0; 5];
         launch.chunks.iter().for_each(|c| routes[c.1 as usize] += 1);
         let work =
             DecodeBatch { chunks: meta + chunks as u64, status: meta + answers as u64, routes };

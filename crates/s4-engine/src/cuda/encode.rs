@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 
 use rayon::ThreadPool;
-use s4_codec_gpu::abi::{self, CopySpan, CrcSpan, EncodeChunk, EncodeResult, status};
+use s4_codec_gpu::abi::{self, CopySpan, CrcSpan, EncodeChunk, EncodeResult, Route, status};
 use s4_codec_gpu::{EncodeBatch, GpuError, Pinned};
 use s4_format::limits::ALIGN;
 use s4_format::{CodecId, Plan, PredictorId, StreamEntry};
@@ -81,6 +81,7 @@ impl<'a> EncodeQueue<'a> {
                 return Ok(());
             }
             open_inputs(&mut group, inputs)?;
+            self.open_moments(&mut group, inputs)?;
             let decoding = self.upload_inputs(&mut group)?;
             self.start(&group, decoding)?;
             self.in_flight.push_back(group);
@@ -144,7 +145,19 @@ impl<'a> EncodeQueue<'a> {
             if extra_len as u64 > sizes.meta / 2 {
                 (member.route, set, rows) = (None, None, None);
             }
-            let (more, sets) = self.room(&member, extra_len as u64, inputs);
+            let (mut more, mut sets) = self.room(&mut member, extra_len as u64, inputs);
+            let moments = member.route == Some(Route::Update);
+            let fits = more.frames.max(more.parents) <= sizes.frames
+                && more.scratch <= sizes.scratch
+                && used.meta + more.meta <= sizes.meta;
+            if moments && !fits && group.members.is_empty() {
+                // Moments that are cut in an unusual way.
+                member.route = None;
+                (more, sets) = self.room(&mut member, 0, inputs);
+            }
+            if member.route.is_none() {
+                (set, rows) = (None, None);
+            }
             let sum = Room {
                 frames: used.frames + more.frames,
                 parents: used.parents + more.parents,
@@ -184,8 +197,9 @@ impl<'a> EncodeQueue<'a> {
         Ok(group)
     }
 
-    /// The room that a member takes, and how many sets of tables its parent has at most.
-    fn room<E>(&self, member: &Member, extra_len: u64, inputs: &dyn Inputs<E>) -> (Room, u32) {
+    /// The room that a member takes, and how many sets of tables its parent has at most. It loses its route if its moments
+    /// are not those of its values.
+    fn room<E>(&self, member: &mut Member, extra_len: u64, inputs: &dyn Inputs<E>) -> (Room, u32) {
         let frames = member.bytes.next_multiple_of(ALIGN as u64);
         let Some(route) = member.route else { return (Room { frames, ..Room::default() }, 0) };
         let width = self.chunks.tensors[member.tensor].dtype.value_width() as u64;
@@ -207,6 +221,16 @@ impl<'a> EncodeQueue<'a> {
                 let new = u64::from(sets.saturating_sub(self.parent_sets));
                 room.meta += u64::from(sets) * parent::PER_FRAME + new * parent::PER_TENSOR;
             }
+        }
+        if route == Route::Update {
+            let copies = inputs
+                .moments(member.tensor)
+                .and_then(|moments| self.room_of_moments(member, moments, &mut room));
+            let Some(copies) = copies else {
+                member.route = None;
+                return (Room { frames, ..Room::default() }, 0);
+            };
+            member.moments_room = copies;
         }
         (room, sets)
     }
@@ -301,7 +325,7 @@ impl<'a> EncodeQueue<'a> {
             let told = Told::of(&plan.plan, t.dtype, &plan.side).of(member.tensor)?;
             let chunk = EncodeChunk {
                 values: member.copy,
-                inputs: sets::inputs(member.parent, rows, set.columns()),
+                inputs: sets::inputs(member.parent, rows, &set, member.moments),
                 first,
                 cols,
                 tables: set.tables(),
@@ -310,7 +334,7 @@ impl<'a> EncodeQueue<'a> {
                 class: told.class,
                 sparse: told.sparse.into(),
                 // What it is predicted from may lie in front.
-                scratch: member.scratch + member.input_room(),
+                scratch: member.work(),
                 // At most 2^18 values of 1 to 8 bytes.
                 n: n as u32,
                 width: width as u8,
@@ -458,8 +482,9 @@ impl<'a> EncodeQueue<'a> {
         if !is_sound(&self.session, group, member) {
             // Values that changed are the caller's doing.
             let own = plan_has_own_input(self.chunks.plan(member.tensor));
+            let changed = own || has_changed(&self.session, group, member);
             let Counters { host, refused, .. } = &self.host.chunks;
-            if own { host } else { refused }.fetch_add(1, Ordering::Relaxed);
+            if changed { host } else { refused }.fetch_add(1, Ordering::Relaxed);
             return self.fetch(member).map(|()| None);
         }
         let result = result_of(&self.session, group, member);
@@ -565,14 +590,22 @@ fn is_sound(session: &Session<'_>, group: &Group<'_>, member: &Member) -> bool {
         let found = unsafe { pinned.slice(session.pinned_meta() + at, 4) };
         u32::from_le_bytes(found.try_into().unwrap_or_default()) == status::OK
     });
-    let (first, count) = member.checks;
+    let changed = has_changed(session, group, member);
+    decoded && !changed && u32::from(result_of(session, group, member).status) == status::OK
+}
+
+/// Whether values of the same checkpoint that a chunk is predicted from are no longer what was stored of them.
+fn has_changed(session: &Session<'_>, group: &Group<'_>, member: &Member) -> bool {
+    let pinned = &session.worker.slots[group.slot].pinned;
     let found = session.pinned_meta() + group.sums_at() as usize;
-    let stored = (first..first + count).all(|i| {
+    let mut checks = member.checks.iter().flat_map(|(first, count)| *first..first + count);
+    let stored = checks.all(|i| {
         // SAFETY: the copy that wrote it is done.
         let sum = unsafe { pinned.slice(found + 4 * i, 4) };
         u32::from_le_bytes(sum.try_into().unwrap_or_default()) == group.checks[i].crc
     });
-    decoded && stored && u32::from(result_of(session, group, member).status) == status::OK
+    let unknown = member.route == Some(Route::Update) && member.moments.contains(&0);
+    !stored || unknown
 }
 
 pub(super) fn encoded(r: &EncodeResult) -> EncodedChunk {

@@ -7,7 +7,7 @@ use s4_format::ChunkRecord;
 
 use super::error::{Of, Result};
 use crate::DeviceMemory;
-use crate::TensorSpec;
+use crate::{TensorSpec, moment_dtypes};
 
 /// Bytes of a decoded chunk that go somewhere.
 #[derive(Debug, Clone, Copy)]
@@ -39,6 +39,8 @@ pub struct FrameJob<'a> {
     pub pieces: Vec<Piece>,
     /// Of a rounded copy the values that it is a copy of, twice its bytes: there they lie already.
     pub input: Option<DeviceMemory>,
+    /// Of weights that are told from their moments: where the values of both lie already, as many as its own.
+    pub moments: Option<[DeviceMemory; 2]>,
 }
 
 impl FrameJob<'_> {
@@ -88,6 +90,16 @@ impl Frames {
     }
 }
 
+/// Whether moments of a chunk lie on a device, and have as many values as it.
+fn has_moments(job: &FrameJob<'_>, moments: [DeviceMemory; 2], ordinal: u32) -> bool {
+    let Ok(dtypes) = moment_dtypes(job.spec.side) else { return false };
+    let values = job.bytes / job.spec.dtype.value_width() as u64;
+    moments.iter().zip(dtypes).all(|(m, dtype)| {
+        let bytes = values.checked_mul(dtype.value_width() as u64);
+        m.ordinal() == ordinal && bytes == Some(m.bytes())
+    })
+}
+
 /// Checks what the caller says of jobs.
 pub(super) fn check(ordinal: u32, len: usize, room: usize, jobs: &[FrameJob<'_>]) -> Result<()> {
     if len > room {
@@ -113,7 +125,8 @@ pub(super) fn check(ordinal: u32, len: usize, room: usize, jobs: &[FrameJob<'_>]
         let input = job
             .input
             .is_none_or(|m| m.ordinal() == ordinal && job.bytes.checked_mul(2) == Some(m.bytes()));
-        if !whole || !input || !job.pieces.iter().all(inside) {
+        let moments = job.moments.is_none_or(|m| has_moments(job, m, ordinal));
+        if !whole || !input || !moments || !job.pieces.iter().all(inside) {
             let what = format!("pieces of a chunk of {} bytes for device {ordinal}", job.bytes);
             return Err(GpuError::Argument(what).into());
         }

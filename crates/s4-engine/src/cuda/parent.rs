@@ -85,7 +85,10 @@ impl<'a> Levels<'a> {
         let mut entries = vec![];
         for (level, (f, &address)) in frames.iter().zip(at).enumerate() {
             let routed = decode_route(&f.spec, &f.record, &f.bytes, to.bytes);
-            let Some((route, mut chunk)) = routed else { return false };
+            // Moments are not among what a caller gives of a parent.
+            let Some((route, mut chunk)) = routed.filter(|r| r.0 != Route::Update) else {
+                return false;
+            };
             let Some((set, rows)) = self.extras_of(f, &chunk, to.chunk) else { return false };
             // Only the first one is no delta; and scratch is for frames that became smaller.
             if is_delta(f) != (level > 0) || f.bytes.len() as u64 > to.bytes {
@@ -182,14 +185,14 @@ impl<'a> Levels<'a> {
         let (mut batches, mut jobs) = (vec![], vec![]);
         for level in &mut self.levels {
             level.sort_by_key(|e| e.route);
-            let mut routes = [0; 4];
+            let mut routes = [0; 5];
             let status = meta + (places.status + 4 * jobs.len()) as u64;
             let chunks = meta + at as u64;
             for entry in level {
                 let set = entry.set.moved_by(extras);
                 let rows = entry.rows.map_or(0, |at| extras + at);
                 let values = entry.chunk.inputs[abi::PARENT];
-                entry.chunk.inputs = sets::inputs(values, rows, set.columns());
+                entry.chunk.inputs = sets::inputs(values, rows, &set, [0; 2]);
                 entry.chunk.tables = set.tables();
                 to[at..at + CHUNK].copy_from_slice(bytemuck::bytes_of(&entry.chunk));
                 at += CHUNK;

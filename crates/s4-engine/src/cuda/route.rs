@@ -8,7 +8,7 @@ use s4_format::{
     StreamEntry,
 };
 
-use super::sets::class;
+use super::sets::{class, float};
 use crate::{PlaneCoding, TensorPlan, TensorSpec};
 
 /// What the kernels predict values from. `None`: in a way that they lack.
@@ -18,6 +18,8 @@ enum Prediction {
     Direct,
     /// From a parent, with one table a plane.
     Parent,
+    /// From a parent, with contexts and signs from moments.
+    Update,
     /// In another way, by its number; see [`prediction`].
     Other(u8),
 }
@@ -25,6 +27,13 @@ enum Prediction {
 fn prediction_of(plan: &Plan, dtype: DType) -> Option<Prediction> {
     type P = PredictorId;
     type R = ResidualId;
+    if plan.contexts == ContextsId::UPDATE {
+        let known = plan.predictor == P::PARENT
+            && plan.residual == R::DESCENT
+            && plan.layout == LayoutId::BYTES
+            && float(dtype).is_some();
+        return known.then_some(Prediction::Update);
+    }
     let contexts = plan.contexts == ContextsId::EXPONENT;
     if !contexts && !plan.contexts.is_none() {
         return None;
@@ -58,8 +67,13 @@ impl Told {
     /// # Errors
     /// `Corrupt` if side data that the plan needs is none.
     pub(super) fn of(plan: &Plan, dtype: DType, side: &Side) -> Result<Self> {
-        let Some(Prediction::Other(prediction)) = prediction_of(plan, dtype) else {
-            return Ok(Self::default());
+        let prediction = match prediction_of(plan, dtype) {
+            Some(Prediction::Other(prediction)) => prediction,
+            Some(Prediction::Update) => {
+                let (prediction, contexts) = (prediction::INPUT, abi::CONTEXTS_UPDATE);
+                return Ok(Self { prediction, contexts, class: [0; 2], sparse: true });
+            }
+            _ => return Ok(Self::default()),
         };
         // As the predictors themselves say it on the CPU.
         let sparse = !plan.inputs.is_empty();
@@ -82,6 +96,7 @@ pub(super) fn encode_route(plan: &TensorPlan, n: u64, dtype: DType) -> Option<Ro
     match prediction {
         Prediction::Direct => {}
         Prediction::Parent => return Some(Route::Residual),
+        Prediction::Update => return Some(Route::Update),
         Prediction::Other(_) => return Some(Route::Predicted),
     }
     let fused = Route::fused(width).filter(|&route| {
@@ -180,8 +195,10 @@ pub(super) fn decode_route(
         };
         at += stream.len();
     }
-    if matches!(prediction, Prediction::Other(_)) {
-        return Some((Route::Predicted, chunk));
+    match prediction {
+        Prediction::Other(_) => return Some((Route::Predicted, chunk)),
+        Prediction::Update => return Some((Route::Update, chunk)),
+        Prediction::Direct | Prediction::Parent => {}
     }
     let fused = Route::fused(width).filter(|_| {
         let (first, rest) = (&chunk.streams[0], &chunk.streams[1..planes]);

@@ -1,13 +1,14 @@
-//! What chunks need in device memory besides their values and frames: tables, and the offsets of rows and columns.
+//! What chunks need in device memory besides their values and frames: tables, the offsets of rows and columns, and how
+//! updates become contexts.
 
 use s4_codec_cpu::rans::{Precision, Table, parse_tables};
 use s4_codec_gpu::abi::{self, SharedTable, TableSet};
 use s4_format::layout::MAX_PLANES;
 use s4_format::limits::ALIGN;
 use s4_format::side::{Side, SideKind};
-use s4_format::{PredictorId, Result};
-use s4_predict::Tensor;
+use s4_format::{ContextsId, DType, Error, PredictorId, Result};
 use s4_predict::rank1::Offsets;
+use s4_predict::{Tensor, Update};
 
 use crate::tables::SharedTables;
 use crate::{TensorPlan, TensorSpec, TensorValues};
@@ -20,6 +21,8 @@ pub(super) struct TensorSet<'a> {
     counts: [u32; MAX_PLANES],
     /// The offsets of the columns.
     columns: &'a [u8],
+    /// How contexts are told from moments.
+    update: Option<abi::Update>,
 }
 
 /// Where a [`TensorSet`] lies.
@@ -31,6 +34,8 @@ pub(super) struct SetPlace {
     pub(super) len: usize,
     counts: [u32; MAX_PLANES],
     columns: bool,
+    /// How far from the start [`abi::Update`] lies, if there is one.
+    update: Option<usize>,
 }
 
 /// What a chunk alone needs: the offsets of its rows.
@@ -61,6 +66,7 @@ impl<'a> TensorSet<'a> {
         }
         let tensor = Tensor { dtype: t.dtype, shape: t.shape, side: &plan.side };
         set.columns = offsets(plan.plan.predictor, &tensor)?.map_or(&[][..], |o| o.col_offsets());
+        set.update = update(plan.plan.contexts, t.dtype, &plan.side, plan.one_table)?;
         Ok(set)
     }
 
@@ -82,6 +88,7 @@ impl<'a> TensorSet<'a> {
         }
         let tensor = Tensor { dtype: spec.dtype, shape: spec.shape, side: spec.side };
         set.columns = offsets(spec.plan.predictor, &tensor)?.map_or(&[][..], |o| o.col_offsets());
+        set.update = update(spec.plan.contexts, spec.dtype, spec.side, 0)?;
         Ok(set)
     }
 
@@ -93,21 +100,32 @@ impl<'a> TensorSet<'a> {
 
     /// Where it lies if it starts at `at`.
     pub(super) fn place(&self, at: u64) -> SetPlace {
-        SetPlace { at, len: self.len(), counts: self.counts, columns: !self.columns.is_empty() }
+        let (counts, columns) = (self.counts, !self.columns.is_empty());
+        let update = self.update.map(|_| self.tables_len() + self.columns_len());
+        SetPlace { at, len: self.len(), counts, columns, update }
     }
 
     fn tables_len(&self) -> usize {
         size_of_val(&self.tables[..]).next_multiple_of(ALIGN)
     }
 
+    fn columns_len(&self) -> usize {
+        self.columns.len().next_multiple_of(ALIGN)
+    }
+
     fn len(&self) -> usize {
-        self.tables_len() + self.columns.len().next_multiple_of(ALIGN)
+        let update = if self.update.is_some() { ALIGN } else { 0 };
+        self.tables_len() + self.columns_len() + update
     }
 
     fn write(&self, to: &mut [u8]) {
         let tables = bytemuck::cast_slice::<_, u8>(&self.tables);
         to[..tables.len()].copy_from_slice(tables);
         to[self.tables_len()..][..self.columns.len()].copy_from_slice(self.columns);
+        if let Some(update) = &self.update {
+            let at = self.tables_len() + self.columns_len();
+            to[at..at + size_of::<abi::Update>()].copy_from_slice(bytemuck::bytes_of(update));
+        }
     }
 }
 
@@ -126,6 +144,11 @@ impl SetPlace {
     pub(super) fn columns(&self) -> u64 {
         let tables = self.counts.iter().sum::<u32>() as usize * size_of::<SharedTable>();
         if self.columns { self.at + tables.next_multiple_of(ALIGN) as u64 } else { 0 }
+    }
+
+    /// Address of how contexts are told from moments; 0 if they are not.
+    pub(super) fn update(&self) -> u64 {
+        self.update.map_or(0, |at| self.at + at as u64)
     }
 }
 
@@ -198,10 +221,49 @@ fn offsets<'a>(predictor: PredictorId, tensor: &Tensor<'a>) -> Result<Option<Off
     if predictor == PredictorId::RANK1 { Offsets::of(tensor).map(Some) } else { Ok(None) }
 }
 
-/// The inputs of a descriptor: the values of its input, its rows and its columns, by address; 0: none.
-pub(super) fn inputs(values: u64, rows: u64, columns: u64) -> [u64; abi::MAX_INPUTS] {
+/// How contexts `update` of a tensor are told, if it has such.
+fn update(
+    contexts: ContextsId,
+    dtype: DType,
+    side: &Side,
+    one_table: u8,
+) -> Result<Option<abi::Update>> {
+    if contexts != ContextsId::UPDATE {
+        return Ok(None);
+    }
+    let Update { floor, offset, moments } = Update::parse(side.get(SideKind::CONTEXTS))?;
+    let [weight, first, second] = [dtype, moments[0], moments[1]].map(float);
+    let all = weight.zip(first).zip(second);
+    let ((weight, first), second) =
+        all.ok_or_else(|| Error::corrupt(format!("contexts `update` of dtype {dtype}")))?;
+    Ok(Some(abi::Update { floor, offset, weight, moments: [first, second], one_table }))
+}
+
+/// The number of a dtype that weights and moments may be of.
+pub(super) fn float(dtype: DType) -> Option<u8> {
+    match dtype {
+        DType::BFloat16 => Some(abi::float::BF16),
+        DType::Float16 => Some(abi::float::F16),
+        DType::Float32 => Some(abi::float::F32),
+        _ => None,
+    }
+}
+
+/// The inputs of a descriptor, by address: the values of its input, its rows, what its tensor's chunks share, and its
+/// moments if it has some.
+pub(super) fn inputs(
+    values: u64,
+    rows: u64,
+    set: &SetPlace,
+    moments: [u64; 2],
+) -> [u64; abi::MAX_INPUTS] {
     let mut inputs = abi::parent_input(values);
-    (inputs[abi::OFFSETS], inputs[abi::COLUMNS]) = (rows, columns);
+    if set.update() == 0 {
+        (inputs[abi::OFFSETS], inputs[abi::COLUMNS]) = (rows, set.columns());
+    } else {
+        [inputs[abi::FIRST], inputs[abi::SECOND]] = moments;
+        inputs[abi::UPDATE] = set.update();
+    }
     inputs
 }
 

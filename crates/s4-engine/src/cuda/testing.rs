@@ -243,6 +243,7 @@ impl<'a> Span<'a> {
             bytes,
             pieces: vec![Piece { from: 0, to: to.part((chunk * size) as u64, bytes)? }],
             input: None,
+            moments: None,
         });
         self.bytes.extend_from_slice(&coded.chunks[chunk].1);
         Ok(())

@@ -63,9 +63,7 @@ pub(crate) struct Allowed {
 /// The one place that says which preset uses which predictor.
 pub(crate) fn allowed(preset: Preset) -> Allowed {
     let all = matches!(preset, Preset::Balanced | Preset::Small);
-    // On devices there are no kernels for updates: the CPU codes such tensors, which takes long.
-    let update = preset == Preset::Small;
-    Allowed { rank1: all, sub: all, contexts: all, update, copies: all }
+    Allowed { rank1: all, sub: all, contexts: all, update: all, copies: all }
 }
 
 /// Whether tensors that are copies of others, as they are or rounded, are predicted from these. Who writes several

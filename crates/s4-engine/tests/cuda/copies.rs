@@ -188,6 +188,7 @@ fn decode(
                     bytes,
                     pieces: vec![Piece { from: 0, to: to[tensor].memory().part(first, bytes)? }],
                     input: given.then_some(input),
+                    moments: None,
                 };
                 first += bytes;
                 decoder.push::<CudaError>(gpu.device.ordinal(), frame.len(), vec![job], |to| {

@@ -170,6 +170,7 @@ fn decode_all(
                     bytes,
                     pieces: vec![Piece { from: 0, to: to.memory().part(places[i] as u64, bytes)? }],
                     input: None,
+                    moments: None,
                 };
                 // An error may be one of an earlier frame: then this one was not taken.
                 for attempt in 0.. {

@@ -17,6 +17,7 @@ mod racing;
 mod roundtrip;
 mod staging;
 mod support;
+mod updates;
 
 #[test]
 fn all_tests_pass_on_an_emulated_driver() {

@@ -20,7 +20,7 @@ use crate::support::{Encoded, Gpu, Host, Upload, gpu, on_gpu};
 pub(crate) struct Racing {
     pub(crate) host: Host,
     pub(crate) upload: Upload,
-    other: Vec<u8>,
+    pub(crate) other: Vec<u8>,
 }
 
 impl Racing {

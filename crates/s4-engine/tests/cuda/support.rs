@@ -314,6 +314,7 @@ impl<'a> Span<'a> {
             bytes,
             pieces,
             input: None,
+            moments: None,
         });
         self.bytes.extend(&e.chunks[chunk].1);
     }

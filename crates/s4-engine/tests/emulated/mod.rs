@@ -3,6 +3,7 @@
 
 mod contexts;
 mod predicted;
+mod updates;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -35,6 +36,8 @@ pub(crate) enum Kind {
     ResidualContexts,
     /// Any prediction, and contexts of its own.
     Predicted,
+    /// Told from moments.
+    Update,
 }
 
 impl Kind {
@@ -47,6 +50,7 @@ impl Kind {
             Self::Contexts => 8,
             Self::ResidualContexts => 9,
             Self::Predicted => 10,
+            Self::Update => 11,
         }
     }
 
@@ -138,6 +142,8 @@ pub(crate) struct Predicted {
     /// `Offsets` with those of rows, and those of columns; empty if there are none.
     offsets: Vec<u8>,
     columns: Vec<u8>,
+    /// How updates become classes; the moments are `offsets` and `columns` then.
+    update: Vec<u8>,
     /// Whether the input's values lie where the chunk's are decoded to.
     in_place: bool,
 }
@@ -252,6 +258,7 @@ impl Jobs {
             let lens = [c.parent.len(), more.len(), p.columns.len()];
             lens.into_iter().for_each(|len| self.put(len as u32));
             self.bytes.extend([&c.tables[..], &c.values, &c.parent, &more, &p.columns].concat());
+            self.bytes.extend(&p.update);
         }
         self.batches.push(Batch::Encode(chunks.len()));
     }
@@ -278,6 +285,7 @@ impl Jobs {
             let more = [&c.contexts.bytes[..], &p.offsets].concat();
             [more.len(), p.columns.len()].into_iter().for_each(|len| self.put(len as u32));
             self.bytes.extend([&c.tables[..], &c.frame, &c.parent, &more, &p.columns].concat());
+            self.bytes.extend(&p.update);
         }
         let lens = parsed.iter().map(|(i, _)| chunks[*i].n * chunks[*i].width).collect();
         self.batches.push(Batch::Decode(lens));

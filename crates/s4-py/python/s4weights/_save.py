@@ -110,9 +110,8 @@ def save(
         pickle_protocol: the protocol of that; `torch.load` and `load` want 2 for weights.
         _use_new_zipfile_serialization: taken for the sake of callers; there is one format.
         _disable_byteorder_record: likewise; files are little-endian.
-        preset: ``"fast"``, ``"balanced"`` or ``"small"``, which is ``"balanced"`` but for deltas of
-            weights (`CheckpointStore`); ``"nvcomp"`` needs a GPU and nvCOMP, also to read the file
-            again, with ``trusted=True``.
+        preset: ``"fast"``, ``"balanced"`` or ``"small"``, which is ``"balanced"`` today; ``"nvcomp"``
+            needs a GPU and nvCOMP, also to read the file again, with ``trusted=True``.
         threads: native threads; ``None`` means one for each core.
         device: where tensors on CUDA devices are encoded: ``"auto"`` and ``"cuda"``, where they
             are, so that encoded bytes are copied to the host; ``"cpu"``, on the host. If CUDA

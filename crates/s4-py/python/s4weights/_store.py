@@ -74,9 +74,9 @@ class CheckpointStore(Catalog):
         max_hops: most deltas that restoring a checkpoint reads besides its base (2). Each takes as
             long as the base, or up to twice as long. Fewer hops make larger deltas: with 1 all are
             deltas of the base, with ``max_chain - 1`` each is one of the previous checkpoint.
-        preset: ``"fast"``, ``"balanced"`` or ``"small"``. ``"small"`` makes deltas of weights by
-            their moments: after one step some 5 to 10% less than ``"balanced"``. The CPU codes them,
-            also where tensors are on a GPU, which takes long.
+        preset: ``"fast"``, ``"balanced"`` or ``"small"``, which is ``"balanced"`` today. These make
+            deltas of weights by the moments that are saved with them; reading the weights then reads
+            the moments, too.
         storage_options: settings of the object store, such as ``{"region": "eu-west-1"}``.
         threads: native threads; ``None`` means one for each core.
         parent_memory: bytes of host memory for the values that later saves are deltas of (1 GiB):

@@ -1,7 +1,7 @@
 //! Differences from the device's point of view: which frames of which checkpoints its values are
 //! decoded from.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 
 use s4_engine::cuda::DeviceMemory;
 
@@ -11,25 +11,56 @@ use crate::reader::Reader;
 
 /// Chunks of a tensor that are wanted, and where its values go.
 pub(super) struct Wanted {
-    /// Number of the tensor, and of the request that it is for.
+    /// Number of the tensor, and of the request that it is for; `None`: others are told from it, and it goes again.
     pub(super) tensor: usize,
-    pub(super) request: usize,
+    pub(super) request: Option<usize>,
     pub(super) to: DeviceMemory,
     /// Of a tensor of an ancestor: the chunks that are wanted, in ascending order.
     pub(super) chunks: Option<Vec<u64>>,
     /// Of a rounded copy: where the values lie that it is a copy of.
     pub(super) input: Option<DeviceMemory>,
+    /// Of weights that are told from moments: where the values of these lie.
+    pub(super) moments: Option<[DeviceMemory; 2]>,
+}
+
+impl Wanted {
+    fn new(tensor: usize, request: usize, to: DeviceMemory) -> Self {
+        let (chunks, input, moments) = Default::default();
+        Self { tensor, request: Some(request), to, chunks, input, moments }
+    }
 }
 
 /// Requests, cut into what is wanted of each checkpoint of a chain.
 #[derive(Default)]
 pub(super) struct Chain<'a> {
+    /// What ancestors' weights are told from, and these, in the order in which they are decoded. Where the values of the
+    /// checkpoint's own moments go is free until then, and those of its ancestors lie there.
+    pub(super) before: Vec<Step<'a>>,
     /// The checkpoint itself, its parent, and so on.
     pub(super) steps: Vec<Step<'a>>,
     /// Requests, by place, that the host decodes.
     pub(super) here: Vec<usize>,
+    /// Weights that are told from moments that are requested, too, for the same device.
+    pub(super) told: Vec<Wanted>,
     /// Copies of tensors that are requested, too, for the same device.
     pub(super) copies: Vec<Wanted>,
+}
+
+/// Weights that are told from moments, and what they are decoded from.
+struct Told<'a> {
+    request: usize,
+    to: DeviceMemory,
+    levels: Vec<Level<'a>>,
+    /// Of each level the moments, if it is told from some.
+    moments: Vec<Option<[Place<'a>; 2]>>,
+}
+
+/// A moment of some checkpoint, and where its values are to lie.
+struct Place<'a> {
+    tensor: usize,
+    to: DeviceMemory,
+    /// Of an ancestor's moment: what it is decoded from.
+    levels: Vec<Level<'a>>,
 }
 
 /// One checkpoint of a chain.
@@ -51,13 +82,12 @@ impl<'a> Chain<'a> {
         chain.steps.push(Step { reader, wanted: vec![] });
         // An ancestor's tensor is decoded to one place; who else wants it gets it from the host.
         let mut taken = HashSet::<(usize, usize)>::new();
+        let mut told = Told::finder(reader, requests);
         for (request, &(number, to)) in requests.iter().enumerate() {
             let host = reader.host(number);
             let plan = &reader.manifest.plans[usize::from(reader.tensors[host].plan)];
             if plan.inputs.is_empty() && open {
-                let (chunks, input) = (None, None);
-                let wanted = Wanted { tensor: number, request, to, chunks, input };
-                chain.steps[0].wanted.push(wanted);
+                chain.steps[0].wanted.push(Wanted::new(number, request, to));
                 continue;
             }
             // Copies are decoded all at once, so that none may be of another one.
@@ -69,8 +99,8 @@ impl<'a> Chain<'a> {
             let here =
                 |r: &&(usize, DeviceMemory)| Some(r.0) == original && r.1.ordinal() == to.ordinal();
             if let Some(&(_, input)) = requests.iter().find(here) {
-                let (chunks, input) = (None, Some(input));
-                chain.copies.push(Wanted { tensor: number, request, to, chunks, input });
+                let wanted = Wanted::new(number, request, to);
+                chain.copies.push(Wanted { input: Some(input), ..wanted });
                 continue;
             }
             let levels = match host == number {
@@ -80,15 +110,22 @@ impl<'a> Chain<'a> {
             let free = |levels: &Vec<Level<'_>>| {
                 (0..).zip(levels).all(|(depth, l)| !taken.contains(&(depth, l.tensor)))
             };
-            match levels.filter(free) {
-                Some(levels) => {
-                    taken
-                        .extend((0..).zip(&levels).map(|(depth, l): (usize, _)| (depth, l.tensor)));
-                    chain.add(request, to, &levels);
+            let Some(levels) = levels.filter(free) else {
+                chain.here.push(request);
+                continue;
+            };
+            let names = levels.iter().map(|l| l.tensor).enumerate().collect::<Vec<_>>();
+            if levels.iter().any(Level::is_told) {
+                if !told.add(request, to, levels)? {
+                    chain.here.push(request);
+                    continue;
                 }
-                None => chain.here.push(request),
+            } else {
+                chain.add(request, to, &levels, 0);
             }
+            taken.extend(names);
         }
+        chain.add_told(told.found);
         Ok(chain)
     }
 
@@ -98,7 +135,7 @@ impl<'a> Chain<'a> {
         reader: &'a Reader,
         requests: &[(usize, DeviceMemory)],
         trusted: bool,
-    ) -> Self {
+    ) -> Result<Self> {
         let mut chain = Self::default();
         let open = trusted || reader.manifest.closed_codecs.is_empty();
         let mut wanted = vec![];
@@ -107,28 +144,183 @@ impl<'a> Chain<'a> {
             let plan = &reader.manifest.plans[usize::from(reader.tensors[host].plan)];
             let alone = plan.own_inputs().next().is_none();
             let own = plan.inputs.is_empty() || (plan.is_delta() && alone && host == number);
-            match own && open {
+            let one = Wanted::new(number, request, to);
+            if own && open {
+                wanted.push(one);
+                continue;
+            }
+            let moments = match plan.moments().is_some() && open && host == number {
                 true => {
-                    let (chunks, input) = (None, None);
-                    wanted.push(Wanted { tensor: number, request, to, chunks, input });
+                    let block = &reader.blocks(&[host])?[&host];
+                    let numbers = reader.own_inputs(host, &block.side)?;
+                    let place = |n: &usize| request_of(requests, *n, to.ordinal());
+                    numbers.first().and_then(place).zip(numbers.last().and_then(place))
                 }
-                false => chain.here.push(request),
+                false => None,
+            };
+            match moments {
+                Some((m, v)) => chain.told.push(Wanted { moments: Some([m, v]), ..one }),
+                None => chain.here.push(request),
             }
         }
         chain.steps.push(Step { reader, wanted });
-        chain
+        Ok(chain)
     }
 
-    fn add(&mut self, request: usize, to: DeviceMemory, levels: &[Level<'a>]) {
-        let mut chunks: Vec<u64> = (0..levels[0].block.records.len() as u64).collect();
-        for (depth, level) in levels.iter().enumerate() {
+    /// Adds the levels of a tensor from some depth on.
+    fn add(&mut self, request: usize, to: DeviceMemory, levels: &[Level<'a>], first: usize) {
+        for (depth, (level, chunks)) in levels.iter().zip(wanted_chunks(levels)).enumerate() {
             if self.steps.len() == depth {
                 self.steps.push(Step { reader: level.reader, wanted: vec![] });
             }
-            let (tensor, some) = (level.tensor, Some(chunks.clone()));
-            let wanted = Wanted { tensor, request, to, chunks: some, input: None };
-            self.steps[depth].wanted.push(wanted);
-            chunks.retain(|&c| level.is_delta(c));
+            if depth >= first {
+                let wanted = Wanted::new(level.tensor, request, to);
+                self.steps[depth].wanted.push(Wanted { chunks: Some(chunks), ..wanted });
+            }
         }
+    }
+
+    /// Adds weights that are told from moments: ancestors' before all else, the checkpoint's own behind their moments.
+    fn add_told(&mut self, all: Vec<Told<'a>>) {
+        let mut early = vec![];
+        for told in all {
+            let Told { request, to, levels, moments } = &told;
+            let chunks = wanted_chunks(levels).into_iter().next();
+            let places = moments[0].as_ref().map(|m| m.each_ref().map(|place| place.to));
+            let own =
+                Wanted { chunks, moments: places, ..Wanted::new(levels[0].tensor, *request, *to) };
+            self.told.push(own);
+            match moments[1..].iter().any(Option::is_some) {
+                true => early.push(told),
+                false => self.add(*request, *to, levels, 1),
+            }
+        }
+        let deepest = early.iter().map(|t| t.levels.len()).max().unwrap_or(0);
+        for depth in (1..deepest).rev() {
+            let (mut known, mut passes, mut weights) =
+                (HashSet::new(), Vec::<Step<'a>>::new(), vec![]);
+            let mut reader = None;
+            for Told { request, to, levels, moments } in &early {
+                let Some(level) = levels.get(depth) else { continue };
+                reader = Some(level.reader);
+                let chunks = wanted_chunks(levels).into_iter().nth(depth);
+                let places = moments[depth].as_ref();
+                let moments = places.map(|m| m.each_ref().map(|place| place.to));
+                let own = Wanted::new(level.tensor, *request, *to);
+                weights.push(Wanted { chunks, moments, ..own });
+                for place in places.into_iter().flatten().filter(|p| known.insert(p.tensor)) {
+                    for (i, (level, chunks)) in
+                        place.levels.iter().zip(wanted_chunks(&place.levels)).enumerate()
+                    {
+                        if passes.len() == i {
+                            passes.push(Step { reader: level.reader, wanted: vec![] });
+                        }
+                        let wanted = Wanted::new(level.tensor, 0, place.to);
+                        let some = Some(chunks);
+                        passes[i].wanted.push(Wanted { request: None, chunks: some, ..wanted });
+                    }
+                }
+            }
+            self.before.extend(passes.into_iter().rev());
+            self.before.extend(reader.map(|reader| Step { reader, wanted: weights }));
+        }
+    }
+}
+
+/// The chunks that are wanted of each level: those of which the level above has differences.
+fn wanted_chunks(levels: &[Level<'_>]) -> Vec<Vec<u64>> {
+    let mut chunks: Vec<u64> = (0..levels[0].block.records.len() as u64).collect();
+    let of = |level: &Level<'_>| {
+        let wanted = chunks.clone();
+        chunks.retain(|&c| level.is_delta(c));
+        wanted
+    };
+    levels.iter().map(of).collect()
+}
+
+/// Where the values of a tensor are wanted on a device.
+fn request_of(
+    requests: &[(usize, DeviceMemory)],
+    tensor: usize,
+    ordinal: u32,
+) -> Option<DeviceMemory> {
+    requests.iter().find(|r| r.0 == tensor && r.1.ordinal() == ordinal).map(|r| r.1)
+}
+
+/// Finds where moments are to lie.
+struct Finder<'a, 'r> {
+    reader: &'a Reader,
+    requests: &'r [(usize, DeviceMemory)],
+    found: Vec<Told<'a>>,
+    /// By depth and address the moment whose values lie there then.
+    places: HashMap<(usize, u64), usize>,
+}
+
+impl<'a> Told<'a> {
+    fn finder<'r>(reader: &'a Reader, requests: &'r [(usize, DeviceMemory)]) -> Finder<'a, 'r> {
+        Finder { reader, requests, found: vec![], places: HashMap::new() }
+    }
+}
+
+impl<'a> Finder<'a, '_> {
+    /// Adds weights, if there is a place for all that they are told from.
+    fn add(&mut self, request: usize, to: DeviceMemory, levels: Vec<Level<'a>>) -> Result<bool> {
+        let (mut moments, mut places) = (vec![], vec![]);
+        for (depth, level) in levels.iter().enumerate() {
+            let found = match level.is_told() {
+                true => self.moments(depth, level, to.ordinal())?,
+                false => Some(None),
+            };
+            let Some(found) = found else { return Ok(false) };
+            for place in found.iter().flatten() {
+                let (key, tensor) = ((depth, place.to.address()), place.tensor);
+                if self.places.get(&key).is_some_and(|known| *known != tensor) {
+                    return Ok(false);
+                }
+                places.push((key, tensor));
+            }
+            moments.push(found);
+        }
+        self.places.extend(places);
+        self.found.push(Told { request, to, levels, moments });
+        Ok(true)
+    }
+
+    /// The moments of a level, and where their values are to lie: where those of the checkpoint itself are wanted.
+    fn moments(
+        &self,
+        depth: usize,
+        level: &Level<'a>,
+        ordinal: u32,
+    ) -> Result<Option<Option<[Place<'a>; 2]>>> {
+        let numbers = level.reader.own_inputs(level.tensor, &level.block.side)?;
+        let mut out = vec![];
+        for tensor in numbers {
+            let moment = &level.reader.tensors[tensor];
+            let top = match depth {
+                0 => Some(tensor),
+                _ => self.reader.find(&moment.name).ok(),
+            };
+            // It is decoded behind the weights of ancestors.
+            let alone = |&top: &usize| {
+                let t = &self.reader.tensors[self.reader.host(top)];
+                let plan = &self.reader.manifest.plans[usize::from(t.plan)];
+                plan.own_inputs().next().is_none()
+            };
+            let place = top.filter(alone).and_then(|t| request_of(self.requests, t, ordinal));
+            let fits = |to: &DeviceMemory| moment.bytes().is_ok_and(|bytes| bytes == to.bytes());
+            let Some(to) = place.filter(fits) else { return Ok(None) };
+            let levels = match depth {
+                0 => vec![],
+                _ => {
+                    let levels = Levels::of(level.reader, tensor)?.for_device();
+                    let levels = levels.filter(|l| !l.iter().any(Level::is_told));
+                    let Some(levels) = levels else { return Ok(None) };
+                    levels
+                }
+            };
+            out.push(Place { tensor, to, levels });
+        }
+        Ok(<[_; 2]>::try_from(out).ok().map(Some))
     }
 }

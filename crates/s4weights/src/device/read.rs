@@ -21,8 +21,10 @@ type Job<'a> = (u32, FrameJob<'a>);
 /// What is read of one checkpoint of a chain.
 struct Call<'a> {
     reader: &'a Reader,
-    /// What its tensors are numbered from: numbers are of the whole chain.
+    /// What its tensors are numbered from: numbers are of all calls.
     base: usize,
+    /// Whether its values are those that are asked for.
+    counted: bool,
     pool: Option<Arc<ThreadPool>>,
     wanted: Vec<Wanted>,
     blocks: HashMap<usize, Arc<LoadedBlock>>,
@@ -64,7 +66,7 @@ impl Reader {
         self.device_hosts(requests)?;
         self.each_once(requests.iter().map(|r| r.0))?;
         let trusted = self.trusted_by(engine);
-        let chain = Chain::top(self, requests, trusted.is_some());
+        let chain = Chain::top(self, requests, trusted.is_some())?;
         let mut left = vec![];
         self.decode_on(engine, requests, chain, trusted.as_ref(), |here, _, _| {
             left.extend(here);
@@ -94,8 +96,8 @@ impl Reader {
         Ok(hosts)
     }
 
-    /// Decodes chunks on the devices; `rest` is given the requests, by place, that they do not decode: first
-    /// those of all tensors but copies, then those of copies.
+    /// Decodes chunks on the devices; `rest` is given the requests, by place, that they do not decode: first those of
+    /// tensors that need no others, then weights that are told from moments, then copies.
     fn decode_on(
         &self,
         engine: &CudaEngine,
@@ -104,36 +106,38 @@ impl Reader {
         trusted: Option<&Trusted>,
         mut rest: impl FnMut(Vec<usize>, &mut Decoder<'_, '_>, &mut Meter) -> Result<(), Failure>,
     ) -> Result<()> {
-        let Chain { steps, mut here, copies } = chain;
-        let calls = self.calls(steps)?;
-        let copies = self.calls(vec![Step { reader: self, wanted: copies }])?;
+        let Chain { before, steps, mut here, told, copies } = chain;
+        let (early, chained) = (before.len(), steps.len());
+        let last = [told, copies].map(|wanted| Step { reader: self, wanted });
+        let mut calls = self.calls(before.into_iter().chain(steps).chain(last))?;
+        for call in &mut calls[early + 1..early + chained] {
+            call.counted = false;
+        }
+        calls[..early].iter_mut().for_each(|call| call.counted = false);
+        let (calls, (before, later)) = (&calls[..], calls.split_at(early));
+        let (steps, last) = later.split_at(chained);
         let mut meter = self.meter(requests.iter().map(|r| r.1.bytes()).sum());
         let memory: Vec<_> = requests.iter().map(|r| r.1).collect();
         let done = engine.decode::<Failure>(&memory, trusted, |decoder| {
+            for call in before {
+                call.push(call.spans(decoder.room())?, decoder, &mut meter)?;
+                // What the next one is told from is there, and what it replaces is no longer needed.
+                undone(calls, decoder, &mut here)?;
+            }
             // What others are differences from comes first.
-            for call in calls.iter().rev() {
+            for call in steps.iter().rev() {
                 call.push(call.spans(decoder.room())?, decoder, &mut meter)?;
             }
-            for number in decoder.undone()? {
-                let call = calls.iter().rfind(|c| c.base <= number);
-                let wanted =
-                    call.and_then(|c| c.wanted.iter().find(|w| c.base + w.tensor == number));
-                here.extend(wanted.map(|w| w.request));
+            undone(calls, decoder, &mut here)?;
+            rest(sorted(&mut here), decoder, &mut meter)?;
+            for call in last.iter().filter(|c| !c.wanted.is_empty()) {
+                // What they are told from, or copies of, is there.
+                decoder.undone()?;
+                call.push(call.spans(decoder.room())?, decoder, &mut meter)?;
+                undone(calls, decoder, &mut here)?;
+                rest(sorted(&mut here), decoder, &mut meter)?;
             }
-            here.sort_unstable();
-            here.dedup();
-            rest(std::mem::take(&mut here), decoder, &mut meter)?;
-            let Some(copies) = copies.first().filter(|c| !c.wanted.is_empty()) else {
-                return Ok(());
-            };
-            // What they are copies of is there.
-            decoder.undone()?;
-            copies.push(copies.spans(decoder.room())?, decoder, &mut meter)?;
-            for number in decoder.undone()? {
-                let wanted = copies.wanted.iter().find(|w| w.tensor == number);
-                here.extend(wanted.map(|w| w.request));
-            }
-            rest(here, decoder, &mut meter)
+            Ok(())
         });
         done.map_err(|e| {
             e.named(&self.name, |t| {
@@ -143,17 +147,17 @@ impl Reader {
         })
     }
 
-    fn calls<'a>(&self, steps: Vec<Step<'a>>) -> Result<Vec<Call<'a>>> {
+    fn calls<'a>(&self, steps: impl Iterator<Item = Step<'a>>) -> Result<Vec<Call<'a>>> {
         let pool = pool(thread_count(self.options.threads))?.map(Arc::new);
         let mut base = 0;
         let call = |Step { reader, wanted }: Step<'a>| {
             let hosts: Vec<_> = wanted.iter().map(|w| reader.host(w.tensor)).collect();
             let (blocks, pool) = (reader.blocks(&hosts)?, pool.clone());
-            let call = Call { reader, base, pool, wanted, blocks };
+            let call = Call { reader, base, counted: true, pool, wanted, blocks };
             base += reader.tensors.len();
             Ok(call)
         };
-        steps.into_iter().map(call).collect()
+        steps.map(call).collect()
     }
 
     /// Decodes a tensor on the host, as much as pinned memory has room for at a time.
@@ -184,6 +188,28 @@ impl Reader {
     }
 }
 
+/// Waits for all that was pushed, and adds the requests that the device left undone.
+fn undone(
+    calls: &[Call<'_>],
+    decoder: &mut Decoder<'_, '_>,
+    here: &mut Vec<usize>,
+) -> Result<(), Failure> {
+    for number in decoder.undone()? {
+        let call = calls.iter().rfind(|c| c.base <= number);
+        let wanted = call.and_then(|c| c.wanted.iter().find(|w| c.base + w.tensor == number));
+        here.extend(wanted.and_then(|w| w.request));
+    }
+    Ok(())
+}
+
+/// All of a list, each once.
+fn sorted(list: &mut Vec<usize>) -> Vec<usize> {
+    let mut list = std::mem::take(list);
+    list.sort_unstable();
+    list.dedup();
+    list
+}
+
 impl Call<'_> {
     /// The chunks that are wanted, in the order in which they lie, in spans of at most `room` bytes.
     fn spans<'b>(&'b self, room: usize) -> Result<Vec<Span<Job<'b>>>, Failure> {
@@ -202,7 +228,7 @@ impl Call<'_> {
     /// Cuts what is wanted of a tensor at the borders of chunks.
     fn add<'b>(
         &'b self,
-        &Wanted { tensor, to, ref chunks, input, .. }: &Wanted,
+        &Wanted { tensor, to, ref chunks, input, moments, .. }: &Wanted,
         jobs: &mut BTreeMap<(u32, usize, u64), FrameJob<'b>>,
     ) -> Result<(), Failure> {
         let mut done = 0;
@@ -222,6 +248,19 @@ impl Call<'_> {
             });
             let input = input.transpose();
             let input = input.map_err(Failure::Device)?;
+            let moments = match moments {
+                Some(both) => {
+                    // They have as many values as the tensor.
+                    let width = spec.dtype.value_width() as u64;
+                    let part = |m: DeviceMemory| {
+                        let each = m.bytes() / (to.bytes() / width).max(1);
+                        m.part(first / width * each, bytes / width * each)
+                    };
+                    let [first, second] = both.map(part);
+                    Some([first.map_err(Failure::Device)?, second.map_err(Failure::Device)?])
+                }
+                None => None,
+            };
             let job = jobs.entry((to.ordinal(), host, chunk)).or_insert_with(|| FrameJob {
                 tensor: self.base + host,
                 spec,
@@ -231,6 +270,7 @@ impl Call<'_> {
                 bytes,
                 pieces: vec![],
                 input,
+                moments,
             });
             job.pieces.push(Piece { from, to: part });
         }
@@ -246,7 +286,7 @@ impl Call<'_> {
     ) -> Result<(), Failure> {
         // Each value is counted once, as that of the checkpoint itself.
         let counted = |jobs: &[Job<'_>]| -> u64 {
-            let own = jobs.iter().filter(|_| self.base == 0);
+            let own = jobs.iter().filter(|_| self.counted);
             own.flat_map(|j| &j.1.pieces).map(|p| p.to.bytes()).sum()
         };
         let places: Vec<_> = spans.iter().map(|s| (s.object, s.first, counted(&s.jobs))).collect();

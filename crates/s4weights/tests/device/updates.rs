@@ -63,9 +63,7 @@ fn weights_are_told_from_their_moments_wherever_they_are() {
     let (tensors, later) = (state(0), state(1));
     write(&path("base"), &mixed(&tensors, &[], 0), WriteOptions::default());
     let base = Arc::new(Reader::open(path("base").as_path().into(), Default::default()).unwrap());
-    let preset = Preset::Small;
-    let against =
-        || WriteOptions { preset, parent: Some(Arc::clone(&base) as _), ..Default::default() };
+    let against = || WriteOptions { parent: Some(Arc::clone(&base) as _), ..Default::default() };
     write(&path("host"), &mixed(&later, &[], 0), against());
     let reader = Reader::open(path("host").as_path().into(), Default::default()).unwrap();
     reader.set_parent(Arc::clone(&base)).unwrap();
@@ -80,13 +78,56 @@ fn weights_are_told_from_their_moments_wherever_they_are() {
     for (t, back) in later.iter().zip(read_on(&gpu, &reader, &later)) {
         assert!(back == t.data, "{}: to the device", t.name);
     }
-    // In place: what the device leaves is read as it would be otherwise.
+    // In place.
     let there: Vec<_> = tensors.iter().map(|t| gpu.upload(&t.data)).collect();
     let requests: Vec<_> = there.iter().map(memory).enumerate().collect();
-    let left = reader.apply_into_device(&gpu.engine, &requests).unwrap();
-    let rest: Vec<_> = left.iter().map(|&i| requests[i]).collect();
-    reader.read_into_device(&gpu.engine, &rest).unwrap();
+    assert_eq!(reader.apply_into_device(&gpu.engine, &requests).unwrap(), [0; 0]);
     for (t, buffer) in later.iter().zip(&there) {
         assert!(gpu.download(buffer) == t.data, "{}: applied", t.name);
     }
+    let chunks = gpu.engine.chunks();
+    assert!(chunks.device > 0 && chunks.host + chunks.refused == 0, "{chunks:?}");
+    // Without their moments weights are the host's.
+    for wanted in [&[0, 3][..], &[0, 1], &[3, 5]] {
+        let there: Vec<_> = wanted.iter().map(|&i| gpu.upload(&tensors[i].data)).collect();
+        let requests: Vec<_> = wanted.iter().copied().zip(there.iter().map(memory)).collect();
+        let left = reader.apply_into_device(&gpu.engine, &requests).unwrap();
+        let weights = wanted.iter().enumerate().filter(|(_, i)| **i % 3 == 0).map(|(k, _)| k);
+        assert_eq!(left, weights.collect::<Vec<_>>());
+        reader.read_into_device(&gpu.engine, &requests).unwrap();
+        for (&i, buffer) in wanted.iter().zip(&there) {
+            assert!(gpu.download(buffer) == later[i].data, "{wanted:?}: {}", later[i].name);
+        }
+    }
+}
+
+/// Weights of every checkpoint of a chain are told from the moments of that checkpoint.
+#[test]
+fn chains_of_weights_that_are_told_come_back_on_the_device() {
+    let Some(gpu) = gpu() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let mut parent: Option<Arc<Reader>> = None;
+    for step in 0..4 {
+        let tensors = state(step);
+        let (host, there) = (dir.path().join(format!("{step}")), dir.path().join("there"));
+        let options =
+            || WriteOptions { parent: parent.clone().map(|p| p as _), ..WriteOptions::default() };
+        write(&host, &mixed(&tensors, &[], 0), options());
+        let buffers: Vec<_> = tensors.iter().map(|t| gpu.upload(&t.data)).collect();
+        write(&there, &mixed(&tensors, &buffers, 0b111111), gpu.with(options()));
+        assert!(std::fs::read(&host).unwrap() == std::fs::read(&there).unwrap(), "{step}");
+        let reader = Reader::open(host.as_path().into(), Default::default()).unwrap();
+        if let Some(parent) = parent {
+            reader.set_parent(parent).unwrap();
+            let told = plans(&reader).iter().filter(|p| p.starts_with("parent descent")).count();
+            assert_eq!(told, 2, "{:?}", plans(&reader));
+        }
+        for (t, back) in tensors.iter().zip(read_on(&gpu, &reader, &tensors)) {
+            assert!(back == t.data, "{}: step {step}", t.name);
+            assert!(reader.read(&t.name).unwrap() == t.data, "{}: step {step}, host", t.name);
+        }
+        parent = Some(Arc::new(reader));
+    }
+    let chunks = gpu.engine.chunks();
+    assert!(chunks.device > 0 && chunks.host + chunks.refused == 0, "{chunks:?}");
 }

@@ -1,5 +1,6 @@
 //! Chunks that are encoded together.
 
+use bytes::Bytes;
 use s4_codec_gpu::abi::{self, CopySpan, CrcSpan, EncodeChunk, EncodeResult, Route};
 use s4_format::limits::ALIGN;
 
@@ -20,7 +21,7 @@ pub(super) struct Member {
     /// With a route its place in the batch, else where its values lie in the slot.
     pub(super) at: usize,
     /// Where its scratch memory starts, behind the copy. That of a chunk with an input has room for the input's
-    /// values first.
+    /// values first, then for copies of its moments.
     pub(super) scratch: u64,
     /// Bytes of the input's values for each of its own; 0: it has none.
     pub(super) scale: u64,
@@ -29,8 +30,12 @@ pub(super) struct Member {
     /// The address of the input's values; 0: they are not to be used. And which statuses say how they came there.
     pub(super) parent: u64,
     pub(super) statuses: (usize, usize),
-    /// Which of the group's checks the input's values must pass.
-    pub(super) checks: (usize, usize),
+    /// Bytes that copies of its moments take, and the addresses of these, or of what the host has of them; 0: they are
+    /// not to be used.
+    pub(super) moments_room: u64,
+    pub(super) moments: [u64; 2],
+    /// Which of the group's checks its input's values must pass, and which its moments'.
+    pub(super) checks: [(usize, usize); 2],
     /// Where what its tensor's chunks share, and the offsets of its own rows, lie behind the descriptors.
     pub(super) set: SetPlace,
     pub(super) rows: Option<u64>,
@@ -43,8 +48,10 @@ pub(super) struct Group<'a> {
     pub(super) members: Vec<Member>,
     /// What deltas are predicted from, until their frames are known to be good.
     pub(super) inputs: Vec<Option<Input<'a>>>,
+    /// Moments that the host has: the chunk's number in the group, which of the two, and the values.
+    pub(super) moments: Vec<(usize, usize, Bytes)>,
     /// Chunks of each route.
-    pub(super) routes: [u32; 5],
+    pub(super) routes: [u32; 6],
     /// Bytes of frames at most; the values of the CPU's chunks follow.
     pub(super) capacity: u64,
     /// Pieces that the values are copied in, and inputs that may change.
@@ -107,6 +114,11 @@ impl Member {
     pub(super) fn input_room(&self) -> u64 {
         self.input_bytes().next_multiple_of(ALIGN as u64)
     }
+
+    /// Where the kernels' own scratch memory starts.
+    pub(super) fn work(&self) -> u64 {
+        self.scratch + self.input_room() + self.moments_room
+    }
 }
 
 impl<'a> Group<'a> {
@@ -150,8 +162,10 @@ impl<'a> Group<'a> {
 
     /// Gives each chunk its place: in the batch, which is sorted by route, or behind the frames.
     pub(super) fn place(&mut self) {
-        let [a, b, c, d, _] = self.routes;
-        let mut next = [0, a, a + b, a + b + c, a + b + c + d];
+        let mut next = [0; 6];
+        for route in 1..next.len() {
+            next[route] = next[route - 1] + self.routes[route - 1];
+        }
         let mut behind = self.capacity;
         for member in &mut self.members {
             match member.route {

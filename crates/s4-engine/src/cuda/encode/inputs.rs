@@ -3,14 +3,17 @@
 use std::ops::Range;
 
 use bytes::Bytes;
-use s4_codec_gpu::{DecodeBatch, GpuError, abi};
+use s4_codec_gpu::abi::{self, Route};
+use s4_codec_gpu::{DecodeBatch, GpuError};
 use s4_format::limits::ALIGN;
 
-use super::{Check, EncodeQueue, Group, Member};
+use super::{Check, EncodeQueue, Group, Member, PER_CHECK, Room};
 use crate::cuda::error::{CudaError, Of, Result};
 use crate::cuda::parent::{self, LevelPlaces, Levels, Target};
 use crate::engine::each;
-use crate::inputs::{Input, InputFrame, InputSize, Inputs, decode_frames, missing};
+use crate::inputs::{
+    Input, InputFrame, InputSize, Inputs, decode_frames, missing, missing_moments,
+};
 use crate::moments::{Cover, Moment};
 
 /// What decodes a group's parents.
@@ -63,6 +66,9 @@ impl<'a> EncodeQueue<'a> {
                 // Every input of a group was opened.
                 Input::Late => return Err(more_than_said()),
             };
+        }
+        for (number, which, values) in std::mem::take(&mut group.moments) {
+            group.members[number].moments[which] = incoming.values(values)?;
         }
         if any { self.upload(group, incoming) } else { Ok(None) }
     }
@@ -198,6 +204,98 @@ impl EncodeQueue<'_> {
     }
 }
 
+impl<'a> EncodeQueue<'a> {
+    /// Has the moments of a group's chunks copied and summed where they are on the device, and reads what the host has of
+    /// them. Those that are no longer what was stored stay unknown.
+    pub(super) fn open_moments<E>(
+        &self,
+        group: &mut Group<'a>,
+        inputs: &'a dyn Inputs<E>,
+    ) -> Result<()> {
+        let mut on_host = vec![];
+        for number in 0..group.members.len() {
+            let member = group.members[number];
+            if member.route != Some(Route::Update) {
+                continue;
+            }
+            let tensor = member.tensor;
+            let moments =
+                inputs.moments(tensor).ok_or_else(|| missing_moments(tensor, member.chunk))?;
+            let range = self.values_of(&member);
+            let mut at = member.scratch + member.input_room();
+            let first = group.checks.len();
+            for (which, moment) in moments.iter().enumerate() {
+                let Some(memory) = moment.values.memory() else {
+                    on_host.push((number, which, moment, None));
+                    continue;
+                };
+                if memory.ordinal() != self.session.worker.device.ordinal() {
+                    let what =
+                        format!("a moment on device {}, not with its weights", memory.ordinal());
+                    return Err(GpuError::Argument(what).into());
+                }
+                let Cover { parts, wanted } = moment.cover(range.0, range.1).of(tensor)?;
+                group.members[number].moments[which] = at + wanted.start as u64;
+                for (bytes, crc) in parts {
+                    let (from, len) = (memory.address() + bytes.start, bytes.end - bytes.start);
+                    group.checks.push(Check { from, to: at, len, crc });
+                    at += len;
+                }
+                at = at.next_multiple_of(ALIGN as u64);
+            }
+            if at > member.work() {
+                return Err(more_than_said());
+            }
+            group.members[number].checks[1] = (first, group.checks.len() - first);
+        }
+        each(self.pool, &mut on_host, |(number, _, moment, read)| {
+            let mut buffer = vec![];
+            let range = self.values_of(&group.members[*number]);
+            *read = Some(
+                moment
+                    .read(range, &mut buffer)
+                    .map(|wanted| wanted.map(|wanted| Bytes::from(buffer).slice(wanted))),
+            );
+        });
+        for (number, which, _, read) in on_host {
+            let tensor = group.members[number].tensor;
+            if let Some(values) = read.transpose().of(tensor)?.flatten() {
+                group.moments.push((number, which, values));
+            }
+        }
+        Ok(())
+    }
+
+    /// Number of a chunk's first value, and its values.
+    fn values_of(&self, member: &Member) -> (u64, u64) {
+        let (t, plan) = (self.chunks.tensor(member.tensor), self.chunks.plan(member.tensor));
+        (member.chunk << plan.chunk_log2, member.bytes / t.dtype.value_width() as u64)
+    }
+
+    /// Adds the room that copies of a chunk's moments take; `None`: they do not have its values.
+    pub(super) fn room_of_moments(
+        &self,
+        member: &Member,
+        moments: &[Moment<'_>; 2],
+        room: &mut Room,
+    ) -> Option<u64> {
+        let (first, count) = self.values_of(member);
+        let mut copies = 0;
+        for moment in moments {
+            let cover = moment.cover(first, count).ok()?;
+            if moment.values.memory().is_none() {
+                room.parents += (cover.wanted.len() as u64).next_multiple_of(ALIGN as u64);
+                continue;
+            }
+            let pieces = cover.parts.iter().map(|(bytes, _)| bytes.end - bytes.start);
+            copies += pieces.sum::<u64>().next_multiple_of(ALIGN as u64);
+            room.meta += cover.parts.len() as u64 * PER_CHECK;
+        }
+        room.scratch += copies;
+        Some(copies)
+    }
+}
+
 impl Group<'_> {
     /// Has the values of an input that may change copied and summed.
     fn add_checks(&mut self, number: usize, input: &Input<'_>) -> Result<()> {
@@ -211,7 +309,7 @@ impl Group<'_> {
         if bytes != Some(member.input_bytes()) || parts.len() as u64 > most {
             return Err(more_than_said());
         }
-        member.checks = (self.checks.len(), parts.len());
+        member.checks[0] = (self.checks.len(), parts.len());
         let mut at = 0;
         for &(len, crc) in parts {
             let (from, to) = (values.address() + at, member.scratch + at);
@@ -292,7 +390,7 @@ impl<'a> Incoming<'a> {
             tensor: member.tensor,
             chunk: member.chunk,
             values: member.scratch,
-            scratch: member.scratch + member.bytes.next_multiple_of(ALIGN as u64),
+            scratch: member.work(),
             bytes: member.bytes,
         };
         if on_host || end > self.most || !self.levels.add(&target, frames, &at) {

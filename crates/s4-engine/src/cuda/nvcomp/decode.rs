@@ -308,7 +308,7 @@ impl<'a> DecodeQueue<'_, 'a> {
         let work = DecodeBatch {
             chunks: on_device + chunks_at as u64,
             status: on_device + status_at as u64,
-            routes: [0, 0, chunks.len() as u32, 0],
+            routes: [0, 0, chunks.len() as u32, 0, 0],
         };
         // SAFETY: descriptors, arrays, answers and scratch are parts of the session's memory, used in the
         // order of one stream; blocks lie within frames whose checksums match, of a checkpoint that the

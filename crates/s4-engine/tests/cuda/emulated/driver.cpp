@@ -112,6 +112,7 @@ const std::map<std::string, Kernel> kernels = {
     {"s4_encode_composed", [](void** p) { encode(s4_encode_composed, p); }},
     {"s4_encode_residual", [](void** p) { encode(s4_encode_residual, p); }},
     {"s4_encode_predicted", [](void** p) { encode(s4_encode_predicted, p); }},
+    {"s4_encode_update", [](void** p) { encode(s4_encode_update, p); }},
     {"s4_split_planes", [](void** p) { encode(s4_split_planes, p); }},
     {"s4_place_streams",
      [](void** p) {
@@ -134,6 +135,7 @@ const std::map<std::string, Kernel> kernels = {
     {"s4_decode_fused_w4", [](void** p) { decode(s4_decode_fused_w4, p); }},
     {"s4_decode_composed", [](void** p) { decode(s4_decode_composed, p); }},
     {"s4_decode_predicted", [](void** p) { decode(s4_decode_predicted, p); }},
+    {"s4_decode_update", [](void** p) { decode(s4_decode_update, p); }},
     {"s4_check_values", [](void** p) { decode(s4_check_values, p); }},
     {"s4_copy_spans", [](void** p) { s4_copy_spans(arg<const CopySpan*>(p, 0)); }},
     {"s4_crc_spans", [](void** p) { s4_crc_spans(arg<const CrcSpan*>(p, 0), arg<u32*>(p, 1)); }},

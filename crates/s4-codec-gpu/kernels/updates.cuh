@@ -1,0 +1,177 @@
+// Differences that the optimizer's moments tell (docs/predictors/update.md): their sign by the first moment's, and the
+// table of each symbol by the size of the update. Policies for the composed kernels; all values are of 2 or 4 bytes, in
+// layout `bytes`.
+#pragma once
+
+#include "contexts.cuh"
+
+namespace s4 {
+
+// Eight values of a moment, or of the weights, in 128ths of an octave; the signs are bits of `signs`.
+struct EightSizes {
+  int of[8];
+  u32 signs;
+
+  template <int kWidth>
+  __device__ __forceinline__ void set(u32 type, const Uint<kWidth>* v) {
+    signs = 0;
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+      signs |= (v[k] >> (8 * kWidth - 1) & 1) << k;
+      const u32 half = kWidth == 4 ? v[k] >> 16 & 0x7fff : v[k] & 0x7fff;
+      of[k] = static_cast<int>(kWidth == 2 && type == kFloat16 ? (half >> 3) + 0x3800 : half);
+    }
+  }
+  __device__ __forceinline__ void load(u32 type, const u8* values, u32 at, u32 left) {
+    u32 v[8];
+    if (type == kFloat32) {
+      load_values8<4>(values, at, left, v);
+      set<4>(type, v);
+    } else {
+      load_values8<2>(values, at, left, v);
+      set<2>(type, v);
+    }
+  }
+};
+
+__device__ __forceinline__ u32 float_width(u32 type) { return type == kFloat32 ? 4 : 2; }
+
+__device__ __forceinline__ bool is_float(u32 type) {
+  return type == kBFloat16 || type == kFloat16 || type == kFloat32;
+}
+
+template <class Chunk>
+__device__ __forceinline__ const Update& update_of(const Chunk& c) {
+  return *reinterpret_cast<const Update*>(c.inputs[kUpdate]);
+}
+
+// The classes of eight values, a byte each.
+__device__ __forceinline__ uint2 update_classes(const Update& update, const EightSizes& weights,
+                                                const EightSizes& first, const EightSizes& second) {
+  u32 words[2] = {0, 0};
+#pragma unroll
+  for (int k = 0; k < 8; k++) {
+    const int size = max(first.of[k] - (second.of[k] >> 1), static_cast<int>(update.floor));
+    const int over = (size - (weights.of[k] & 0x7f80) + update.offset) >> 6;
+    words[k / 4] |= static_cast<u32>(min(15, max(0, over))) << (8 * (k % 4));
+  }
+  return make_uint2(words[0], words[1]);
+}
+
+// Where a chunk's classes are: a byte for each value.
+__device__ __forceinline__ u8* update_classes_at(const EncodeChunk& c) {
+  return c.scratch + residual_encode_scratch(c.n, c.width) + kMaxTables * sizeof(SharedTable);
+}
+__device__ __forceinline__ u8* update_classes_at(const DecodeChunk& c) {
+  return c.scratch + round_up64(composed_decode_scratch(c.n, c.width, c.frame_len), 16) + kMaxTables * (4u << 12);
+}
+
+__device__ __forceinline__ void store_classes(u8* to, u32 at, u32 left, const uint2& classes) {
+  const u32 words[2] = {classes.x, classes.y};
+  store_group<8>(to + at, true, words, left);
+}
+
+// ---- residual `descent` ----
+
+// The difference from the parent's values, negated where the first moment is positive: a policy as `Difference` is
+// (layouts.cuh). An encoder writes the classes with it, while all that they are told from is at hand.
+struct Descent {
+  const u8* parent;
+  const u8* first;
+  const u8* second;
+  Update update;
+  u8* classes;
+
+  template <class Chunk>
+  __device__ __forceinline__ static bool suits(const Chunk& c) {
+    if (c.residual != kDescent || c.prediction != kPredictInput || c.layout != kBytes) return false;
+    for (u32 i = 0; i < kMaxInputs; i++)
+      if (c.inputs[i] == nullptr) return false;
+    const Update& update = update_of(c);
+    return is_float(update.weight) && is_float(update.first) && is_float(update.second) &&
+           float_width(update.weight) == c.width;
+  }
+  __device__ __forceinline__ static Sparse density(const EncodeChunk&) { return Sparse{}; }
+  template <class Chunk>
+  __device__ __forceinline__ static Descent of(const Chunk& c) {
+    return Descent{c.inputs[kParent], c.inputs[kFirst], c.inputs[kSecond], update_of(c), update_classes_at(c)};
+  }
+
+  template <int kWidth>
+  __device__ __forceinline__ void take(u32 at, u32 left, Uint<kWidth>* v) const {
+    Uint<kWidth> p[8];
+    load_values8<kWidth>(parent, at, left, p);
+    EightSizes weights, m, s;
+    weights.set<kWidth>(update.weight, p);
+    m.load(update.first, first, at, left);
+    s.load(update.second, second, at, left);
+    store_classes(classes, at, left, update_classes(update, weights, m, s));
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+      const Uint<kWidth> d = ordered<kWidth>(v[k]) - ordered<kWidth>(p[k]);
+      const Uint<kWidth> turned = (m.signs >> k & 1 ? d : 0 - d) & kAllBits<kWidth>;
+      v[k] = (turned << 1 ^ (turned >> (8 * kWidth - 1) & 1 ? kAllBits<kWidth> : 0)) & kAllBits<kWidth>;
+    }
+  }
+  template <int kWidth>
+  __device__ __forceinline__ void give(u32 at, u32 left, Uint<kWidth>* v) const {
+    Uint<kWidth> p[8];
+    load_values8<kWidth>(parent, at, left, p);
+    EightSizes m;
+    m.load(update.first, first, at, left);
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+      const Uint<kWidth> d = v[k] >> 1 ^ (v[k] & 1 ? kAllBits<kWidth> : 0);
+      const Uint<kWidth> turned = m.signs >> k & 1 ? d : 0 - d;
+      v[k] = ordered<kWidth>((ordered<kWidth>(p[k]) + turned) & kAllBits<kWidth>);
+    }
+  }
+};
+
+// Layout `bytes` of two widths is all that there is: instead of those of layouts.cuh, for every shape.
+__device__ __forceinline__ void split_chunk(u32, u32 width, const ValueSpan& span, const Descent& predict,
+                                            const PlaneSet& to) {
+  if (width == 2) split_values<2, kBytes>(span, predict, to);
+  else split_values<4, kBytes>(span, predict, to);
+}
+__device__ __forceinline__ void merge_chunk(u32, u32 width, const PlaneSet& from, const Descent& predict, u32 n,
+                                            u8* values) {
+  if (width == 2) merge_values<2, kBytes>(from, predict, n, values);
+  else merge_values<4, kBytes>(from, predict, n, values);
+}
+
+// ---- contexts `update` ----
+
+// A source of contexts (contexts.cuh): every plane has the same ones, but for those that have one table.
+struct UpdateContexts {
+  static constexpr u32 kMostTables = kMaxTables;
+  static constexpr bool kPrefersShared = true;
+
+  template <class Chunk>
+  __device__ __forceinline__ static bool suits(const Chunk& c, u32) {
+    return c.contexts == kContextsUpdate;
+  }
+  // `Descent` has written them.
+  __device__ __forceinline__ static void prepare(const EncodeChunk&) {}
+  // Writes the classes. All threads; they are there after a barrier.
+  __device__ __forceinline__ static void prepare(const DecodeChunk& c) {
+    const Update update = update_of(c);
+    u8* const to = update_classes_at(c);
+#pragma unroll 1
+    for (u32 at = kOctet * threadIdx.x; at < c.n; at += kOctet * blockDim.x) {
+      const u32 left = values_left(at, c.n);
+      EightSizes weights, m, s;
+      weights.load(update.weight, c.inputs[kParent], at, left);
+      m.load(update.first, c.inputs[kFirst], at, left);
+      s.load(update.second, c.inputs[kSecond], at, left);
+      store_classes(to, at, left, update_classes(update, weights, m, s));
+    }
+  }
+  template <class Chunk>
+  __device__ __forceinline__ static PlaneContexts contexts_of(const Chunk& c, u32 i, const PlaneSet&) {
+    const bool one = update_of(c).one_table >> i & 1;
+    return PlaneContexts{one ? nullptr : update_classes_at(c), nullptr, plane_size(c.layout, c.width, c.n, i)};
+  }
+};
+
+}  // namespace s4
