@@ -41,6 +41,7 @@ mod ancestors;
 mod apply;
 mod behind;
 mod buffers;
+mod content;
 pub mod copy;
 #[cfg(feature = "cuda")]
 mod device;
