@@ -28,7 +28,7 @@ def test_cuda_that_is_not_there_is_an_error_that_says_why(path: Path) -> None:
     with pytest.raises(s4weights.S4Error, match="CUDA is not available"):
         s4weights.load_into([torch.ones(2)], path, device="cuda")
     with pytest.raises(s4weights.S4Error, match="CUDA is not available"):
-        _core.CudaEngine(1 << 28)
+        _core.CudaEngine(1 << 28, 0)
 
 
 @without_gpu

@@ -195,3 +195,97 @@ impl From<Content> for PutPayload {
         spans.into_iter().map(part).collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use s4_engine::EncodedChunk;
+    use s4_format::layout::MAX_PLANES;
+    use s4_format::{CodecId, StreamEntry};
+
+    use super::*;
+    use crate::parallel::pool;
+
+    const GAP: &[u8] = &[0; 16];
+
+    fn frame<'a>(bytes: &'a [u8], held: Option<&'a Bytes>) -> EncodedFrame<'a> {
+        let encoded = EncodedChunk {
+            len: bytes.len(),
+            plain: true,
+            crc_encoded: 0,
+            crc_raw: 0,
+            shared: false,
+            streams: [StreamEntry { codec: CodecId::RAW, param: 0, len: 0 }; MAX_PLANES],
+        };
+        EncodedFrame { tensor: 0, chunk: 0, encoded, bytes, held }
+    }
+
+    /// Chunks of these bytes behind zeros up to a multiple of 16, and what they become.
+    fn parts<'a>(frames: &[EncodedFrame<'a>]) -> (Vec<Part<'a>>, Vec<u8>) {
+        let (mut parts, mut whole) = (Parts::default(), vec![]);
+        for f in frames {
+            let gap = &GAP[..whole.len().next_multiple_of(16) - whole.len()];
+            parts.add(gap, f);
+            whole.extend([gap, f.bytes].concat());
+        }
+        (parts.finish(), whole)
+    }
+
+    #[test]
+    fn frames_that_follow_each_other_are_one_part() {
+        let piece: Vec<u8> =
+            [&[1; 40][..], &[0; 8], &[2; 16], &[3; 20], &[0; 12], &[4; 7]].concat();
+        let (piece, other) = (Bytes::from(piece), Bytes::from(vec![5; 64]));
+        let at = |start: usize, len: usize| frame(&piece[start..start + len], Some(&piece));
+        let held = |list: &[Part<'_>]| list.iter().filter(|p| matches!(p, Part::Held(_))).count();
+        let all = [at(0, 40), at(48, 16), at(64, 20), at(96, 7)];
+        let (list, whole) = parts(&all);
+        assert_eq!((list.len(), held(&list)), (1, 1));
+        assert!(list[0].bytes() == whole && list[0].bytes() == &piece[..]);
+        // Others, in another order, and copied ones between them.
+        let own = vec![6; 33];
+        let all =
+            [at(48, 16), at(0, 40), frame(&own, None), frame(&other[..5], Some(&other)), at(96, 7)];
+        let (list, whole) = parts(&all);
+        assert_eq!(list.iter().flat_map(Part::bytes).copied().collect::<Vec<_>>(), whole);
+        assert_eq!(list.iter().filter(|p| p.bytes().as_ptr() == own.as_ptr()).count(), 1);
+    }
+
+    #[test]
+    fn content_is_what_was_added_held_or_copied() {
+        let buffers = LargeBuffers::new(16 << 20);
+        let large: Vec<u8> = (0..3 << 20).map(|i: u32| (i % 253) as u8).collect();
+        let held = Bytes::from(large.clone());
+        let threads = pool(3).unwrap();
+        for order in [vec![0], vec![1], vec![0, 0, 1], vec![1, 0, 1, 1, 0], vec![2, 1, 2, 0, 2]] {
+            let (mut content, mut whole) = (Content::default(), vec![]);
+            for (i, kind) in order.iter().enumerate() {
+                let part = match kind {
+                    0 => Part::Copied(&large[i..]),
+                    1 => Part::Held(held.slice(i..)),
+                    _ => Part::Copied(&[]),
+                };
+                whole.extend_from_slice(part.bytes());
+                let (first, second) = part.clone().split_at(part.len() / 3);
+                assert_eq!([first.bytes(), second.bytes()].concat(), part.bytes());
+                content.append(&[first, second], (&buffers, 16 << 20), threads.as_ref());
+            }
+            assert_eq!(content.len(), whole.len());
+            assert!(content.slices().flatten().eq(&whole));
+            let hash = |content: &Content, in_pool: bool| {
+                let mut hasher = blake3::Hasher::new();
+                content.hash(&mut hasher, in_pool);
+                hasher.finalize()
+            };
+            assert_eq!(hash(&content, false), blake3::hash(&whole));
+            let pool = threads.as_ref().unwrap();
+            assert_eq!(pool.install(|| hash(&content, true)), blake3::hash(&whole));
+            let copied = order.iter().all(|kind| *kind != 1);
+            let before = content.slices().next().map(<[u8]>::as_ptr);
+            let content = content.copied_whole(&buffers);
+            assert_eq!(before == content.slices().next().map(<[u8]>::as_ptr), copied, "{order:?}");
+            assert_eq!((content.copied(), content.slices().count()), (whole.len(), 1));
+            let payload = PutPayload::from(content);
+            assert!(Bytes::from(payload) == whole);
+        }
+    }
+}

@@ -166,6 +166,11 @@ impl Writer {
         self.options.engine = Some(engine);
     }
 
+    /// Sets [`WriteOptions::ahead`].
+    pub fn set_ahead(&mut self, ahead: Option<usize>) {
+        self.options.ahead = ahead;
+    }
+
     /// The number of the parent's tensor that a tensor may be stored as its difference from: the
     /// one of its name, if it has its type and shape.
     pub(crate) fn parent_of(&mut self, name: &str, dtype: DType, shape: &[u64]) -> Option<u32> {
