@@ -163,8 +163,9 @@ fn objects_are_the_same_held_or_copied() {
         assert!(memory.taken <= budget && (budget == 0 || memory.taken > memory.idle));
         assert!(kept.parts() < 40, "{}: frames that follow each other are one part", kept.parts());
         // Objects are whole as long as somebody has them, and then their memory is free.
-        let (objects, bytes) = (kept.objects.lock().unwrap().clone(), kept.bytes());
-        drop((kept, gpu.engine.frame_memory()));
+        let bytes = kept.bytes();
+        let objects = std::mem::take(&mut *kept.objects.lock().unwrap());
+        drop(kept);
         for (object, bytes) in objects.values().zip(bytes) {
             assert!(object.bytes.iter().flatten().eq(&bytes));
         }
