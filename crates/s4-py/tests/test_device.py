@@ -50,9 +50,12 @@ def test_tensors_of_the_host_need_no_device(path: Path) -> None:
 
 
 def test_arguments(path: Path) -> None:
-    for bad in ({"device": "tpu"}, {"gpu_scratch": 0}, {"gpu_scratch": "1G"}):
+    numbers = ({"gpu_scratch": 0}, {"gpu_scratch": "1G"}, {"pinned_memory": -1})
+    for bad in ({"device": "tpu"}, *numbers):
         with pytest.raises(ValueError, match=str(next(iter(bad.values())))):
             s4weights.save([1], path, **bad)  # type: ignore[arg-type]
+    s4weights.save([1], path, pinned_memory=0)
+    s4weights.free_pinned_memory()
 
 
 def state() -> dict[str, Any]:

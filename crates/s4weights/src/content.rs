@@ -59,8 +59,10 @@ impl<'a> Parts<'a> {
             return;
         }
         self.close();
-        // No buffer is taken for so little.
-        self.list.push(Part::Held(Bytes::from_static(gap)));
+        if !gap.is_empty() {
+            // No buffer is taken for so little.
+            self.list.push(Part::Held(Bytes::from_static(gap)));
+        }
         self.open = Some((held, at..end));
     }
 

@@ -403,6 +403,11 @@ impl<'a> EncodeQueue<'a> {
             self.handed = 0;
         }
         if self.handed == 0 {
+            // What is encoded is on its way while the next group is prepared, for which parents may have to be read.
+            let slots = &self.session.worker.slots;
+            if self.in_flight.get(1).is_some_and(|group| slots[group.slot].worked.is_done()) {
+                self.send(1)?;
+            }
             self.launch(inputs)?;
             // The group behind it is sent while this one is handed on.
             self.send(0)?;

@@ -210,3 +210,37 @@ fn threads_that_encode_at_once_share_the_memory() {
     let memory = engine.frame_memory();
     assert!(memory.taken <= SMALL && memory.idle == memory.taken, "{memory:?}");
 }
+
+/// A child has no driver: it leaves the memory alone, also where it ends as its parent does.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_fork_leaves_the_memory_to_its_parent() {
+    unsafe extern "C" {
+        safe fn fork() -> i32;
+        safe fn _exit(status: i32) -> !;
+        safe fn waitpid(process: i32, status: &mut i32, options: i32) -> i32;
+    }
+    let Some(gpu) = gpu() else { return };
+    if !gpu.is_slow() {
+        println!("skipped: no child may use a real driver");
+        return;
+    }
+    let tensors = Tensors::new(&gpu);
+    let engine = engine(&gpu, SMALL);
+    let frames = tensors.encode(&engine).unwrap();
+    match fork() {
+        0 => {
+            drop(frames);
+            _exit(i32::from(engine.frame_memory().idle != 0));
+        }
+        child => {
+            let mut status = -1;
+            assert_eq!(waitpid(child, &mut status, 0), child);
+            assert_eq!(status, 0);
+        }
+    }
+    assert_eq!(tensors.check(&frames), frames.len());
+    assert_eq!(engine.frame_memory().idle, 0);
+    drop(frames);
+    assert_eq!(engine.frame_memory().idle, 2 * PIECE);
+}
