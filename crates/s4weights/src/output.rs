@@ -246,12 +246,19 @@ impl Output {
     pub(crate) fn commit(self) -> Result<Option<Bytes>> {
         match self.to {
             To::File { end, .. } => end.into_sink()?.sink.commit().map(|()| None),
-            To::Objects(objects) => Ok(Some(objects.index.into())),
+            To::Objects(mut objects) => Ok(Some(std::mem::take(&mut objects.index).into())),
         }
     }
 
     fn align(&mut self) -> Result<()> {
         self.put(gap_at(self.offset()))
+    }
+}
+
+impl Drop for Objects {
+    /// After an error, the memory of objects is free when the error is known.
+    fn drop(&mut self) {
+        self.hashing.drain(..).for_each(|hashing| drop(hashing.recv()));
     }
 }
 
