@@ -348,6 +348,13 @@ impl Event {
         done.on(self.device.ordinal(), "finish the work on a stream")
     }
 
+    /// Whether the work before the event is done. An error shows where that is waited for.
+    pub fn is_done(&self) -> bool {
+        let Ok(_current) = self.device.enter() else { return false };
+        // SAFETY: the handle is alive.
+        unsafe { result::event::query(self.handle) }.is_ok()
+    }
+
     /// Milliseconds from `start` to this event; both must be timed and done.
     ///
     /// # Errors

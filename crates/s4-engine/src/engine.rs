@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 
+use bytes::Bytes;
 use rayon::ThreadPool;
 use rayon::prelude::*;
 use s4_format::index::chunk_count;
@@ -133,6 +134,17 @@ pub struct EncodedFrame<'a> {
     pub encoded: EncodedChunk,
     /// The frame.
     pub bytes: &'a [u8],
+    /// Memory that `bytes` are a part of, for whoever wants them longer than the call: zeros follow them there,
+    /// up to a multiple of [`ALIGN`](s4_format::limits::ALIGN) from its start. `None`: they have to be copied.
+    pub held: Option<&'a Bytes>,
+}
+
+impl<'a> EncodedFrame<'a> {
+    /// What can be held on to, and where the frame starts in it.
+    pub fn place(&self) -> Option<(&'a Bytes, usize)> {
+        let held = self.held?;
+        Some((held, self.bytes.as_ptr().addr().checked_sub(held.as_ptr().addr())?))
+    }
 }
 
 /// A chunk that is to be encoded.

@@ -119,7 +119,7 @@ impl Engine for CpuEngine {
                     match encoded {
                         Ok(encoded) => {
                             let bytes = &frame.bytes[..];
-                            frames.push(EncodedFrame { tensor, chunk, encoded, bytes });
+                            frames.push(EncodedFrame { tensor, chunk, encoded, bytes, held: None });
                         }
                         Err(e) => {
                             failed = Err(e);

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use s4weights::cuda::{
-    Chunks, Cuda, CudaError, CudaOptions, DeviceMemory, GpuError, StagedCopies, Stager,
+    Chunks, Cuda, CudaError, CudaOptions, DeviceMemory, FrameMemory, GpuError, StagedCopies, Stager,
 };
 use s4weights::{DType, Error, TensorSource};
 
@@ -53,8 +53,8 @@ pub(crate) struct DeviceCopies {
 #[pymethods]
 impl CudaEngine {
     #[new]
-    fn new(py: Python<'_>, scratch: u64) -> PyResult<Self> {
-        let options = CudaOptions { scratch, ..CudaOptions::default() };
+    fn new(py: Python<'_>, scratch: u64, frames: u64) -> PyResult<Self> {
+        let options = CudaOptions { scratch, frames, ..CudaOptions::default() };
         watched(py, None, || {
             let cuda = Cuda::discover().map_err(of_cuda)?;
             Ok(Self(Arc::new(s4weights::cuda::CudaEngine::new(cuda, options)), Stagers::default()))
@@ -122,6 +122,23 @@ impl CudaEngine {
     fn chunks(&self) -> (u64, u64, u64) {
         let Chunks { device, host, refused } = self.0.chunks();
         (device, host, refused)
+    }
+
+    /// Page-locked memory for encoded frames, in bytes: taken from the system, idle, and the most that may be taken;
+    /// and how often the system was asked for a piece.
+    fn frame_memory(&self) -> (u64, u64, u64, u64) {
+        let FrameMemory { taken, idle, budget, pieces, .. } = self.0.frame_memory();
+        (taken, idle, budget, pieces)
+    }
+
+    /// Sets the most page-locked memory for encoded frames.
+    fn limit_frame_memory(&self, py: Python<'_>, bytes: u64) {
+        py.detach(|| self.0.limit_frame_memory(bytes));
+    }
+
+    /// Gives the part of it that is idle back to the system.
+    fn trim_frame_memory(&self, py: Python<'_>) {
+        py.detach(|| self.0.trim_frame_memory());
     }
 
     /// The most device memory, in bytes, that was held at once.

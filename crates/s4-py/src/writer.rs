@@ -86,7 +86,9 @@ impl Writer {
         Ok(())
     }
 
-    /// As `write`, for tensors of the host and of CUDA devices.
+    /// As `write`, for tensors of the host and of CUDA devices. `ahead`: bytes of encoded values of devices that may
+    /// wait to be written.
+    #[pyo3(signature = (engine, tensors, groups, progress, ahead=None))]
     fn write_placed(
         &self,
         py: Python<'_>,
@@ -94,10 +96,12 @@ impl Writer {
         tensors: Vec<PlacedTensor>,
         groups: Vec<u8>,
         progress: Option<Py<PyAny>>,
+        ahead: Option<usize>,
     ) -> PyResult<()> {
         let sources = in_groups(tensors.iter().map(device::placed), &groups)?;
         let mut writer = self.take()?;
         writer.set_engine(Arc::clone(&engine.get().0));
+        writer.set_ahead(ahead);
         let work = move || writer.write(&sources).map(|()| writer);
         let writer = self.watcher.run(py, progress, work)?;
         self.lock().replace(writer);

@@ -28,7 +28,7 @@ def test_cuda_that_is_not_there_is_an_error_that_says_why(path: Path) -> None:
     with pytest.raises(s4weights.S4Error, match="CUDA is not available"):
         s4weights.load_into([torch.ones(2)], path, device="cuda")
     with pytest.raises(s4weights.S4Error, match="CUDA is not available"):
-        _core.CudaEngine(1 << 28)
+        _core.CudaEngine(1 << 28, 0)
 
 
 @without_gpu
@@ -50,9 +50,12 @@ def test_tensors_of_the_host_need_no_device(path: Path) -> None:
 
 
 def test_arguments(path: Path) -> None:
-    for bad in ({"device": "tpu"}, {"gpu_scratch": 0}, {"gpu_scratch": "1G"}):
+    numbers = ({"gpu_scratch": 0}, {"gpu_scratch": "1G"}, {"pinned_memory": -1})
+    for bad in ({"device": "tpu"}, *numbers):
         with pytest.raises(ValueError, match=str(next(iter(bad.values())))):
             s4weights.save([1], path, **bad)  # type: ignore[arg-type]
+    s4weights.save([1], path, pinned_memory=0)
+    s4weights.free_pinned_memory()
 
 
 def state() -> dict[str, Any]:

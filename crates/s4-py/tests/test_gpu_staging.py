@@ -95,6 +95,37 @@ def assert_stored(expected: Any, store: CheckpointStore, step: int) -> None:
     assert_identical(expected, store.load_checkpoint(step, map_location="cpu"))
 
 
+@pytest.mark.parametrize("pinned", [0, 1 << 30])
+def test_page_locked_memory_is_used_again_and_given_back(tmp_path: Path, pinned: int) -> None:
+    def memory() -> tuple[int, int, int, int]:
+        return s4weights._device._engine(s4weights._device.GPU_SCRATCH).frame_memory()
+
+    values = state()
+    expected = {}
+    with CheckpointStore(tmp_path / "store", device="cuda", pinned_memory=pinned) as store:
+        pieces = []
+        for step in range(5):
+            expected[step] = on_host(values)
+            store.save_checkpoint(values, step, blocking=False, stage="host").wait()
+            taken, idle, budget, count = memory()
+            assert taken == idle <= budget == pinned
+            pieces.append(count)
+            train(values)
+        for step, stored in expected.items():
+            assert_stored(stored, store, step)
+        # How many are in use at once depends on how fast objects are stored.
+        assert pieces[4] <= (pinned and pieces[0] + 2)
+        path = tmp_path / "file.s4w"
+        pending = s4weights.save(values, path, device="cuda", blocking=False, stage="host")
+        stored = on_host(values)
+        pending.wait_staged()
+        spoil(values)
+        pending.wait()
+        assert_identical(stored, s4weights.load(path))
+    assert memory()[:2] == (0, 0)
+    s4weights._device._engine(s4weights._device.GPU_SCRATCH).limit_frame_memory(4 << 30)
+
+
 @pytest.mark.parametrize("stage", ["auto", *STAGES])
 def test_a_long_run(stage: Any, tmp_path: Path) -> None:
     """Saves beside training, bases and deltas, each guarded as its way of staging asks for."""

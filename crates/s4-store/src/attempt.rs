@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt};
-use object_store::ObjectMeta;
+use object_store::{ObjectMeta, PutPayload};
 use s4_format::Digest;
 use tokio::task::JoinSet;
 
@@ -156,11 +156,11 @@ impl Attempt {
     /// # Errors
     /// As [`Attempt::put`]; [`Error::Argument`] if the number is taken.
     pub async fn put_as(&mut self, n: u32, kind: &str, bytes: Bytes) -> Result<()> {
-        self.upload(n, kind, bytes, None).await
+        self.upload(n, kind, bytes.into(), None).await
     }
 
-    /// As [`Attempt::put_as`], of bytes whose hash the caller knows. Nobody can read the object if it
-    /// is another's.
+    /// As [`Attempt::put_as`], of bytes in one part or several, whose hash the caller knows. Nobody can read
+    /// the object if it is another's.
     ///
     /// # Errors
     /// As [`Attempt::put_as`].
@@ -168,24 +168,22 @@ impl Attempt {
         &mut self,
         n: u32,
         kind: &str,
-        bytes: Bytes,
+        bytes: impl Into<PutPayload>,
         blake3: Digest,
     ) -> Result<()> {
-        self.upload(n, kind, bytes, Some(blake3)).await
+        self.upload(n, kind, bytes.into(), Some(blake3)).await
     }
 
     async fn upload(
         &mut self,
         n: u32,
         kind: &str,
-        bytes: Bytes,
+        bytes: PutPayload,
         known: Option<Digest>,
     ) -> Result<()> {
-        if bytes.len() > MAX_OBJECT {
-            return Err(Error::Limit(format!(
-                "an object of {} bytes, {MAX_OBJECT} at most",
-                bytes.len()
-            )));
+        let len = bytes.content_length();
+        if len > MAX_OBJECT {
+            return Err(Error::Limit(format!("an object of {len} bytes, {MAX_OBJECT} at most")));
         }
         if n >= self.most || !self.taken.insert(n) {
             return Err(Error::Argument(format!("object number {n} is taken or too large")));
@@ -193,21 +191,21 @@ impl Attempt {
         while let Some(done) = self.uploads.try_join_next() {
             self.note(done)?;
         }
-        let permit = self.inner.io.reserve(bytes.len()).await?;
+        let permit = self.inner.io.reserve(len).await?;
         let (inner, id, kind) = (Arc::clone(&self.inner), self.id, kind.to_owned());
         let number = self.first + n;
-        let len = self.objects.len().max(n as usize + 1);
-        self.objects.resize(len, None);
+        let count = self.objects.len().max(n as usize + 1);
+        self.objects.resize(count, None);
         self.uploads.spawn(async move {
             let _permit = permit;
             let key = inner.layout.part(id, Part::Data(number));
             let blake3 = match known {
                 Some(hash) => hash,
-                None => hash(bytes.clone()).await,
+                // It is in one part.
+                None => hash(bytes.clone().into()).await,
             };
-            let len = bytes.len() as u64;
-            inner.io.put(&key, bytes).await?;
-            Ok((n, ObjectInfo { len, blake3, kind }))
+            inner.io.put_parts(&key, bytes).await?;
+            Ok((n, ObjectInfo { len: len as u64, blake3, kind }))
         });
         Ok(())
     }

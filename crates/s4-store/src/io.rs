@@ -10,7 +10,9 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures::{StreamExt, TryStreamExt};
 use object_store::path::Path;
-use object_store::{GetOptions, GetResult, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode};
+use object_store::{
+    GetOptions, GetResult, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutPayload,
+};
 use tokio::sync::{Mutex, OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
@@ -92,11 +94,17 @@ impl Io {
 
     /// Writes an object whose key belongs to this writer alone: repeating that changes nothing.
     pub(crate) async fn put(&self, key: &Path, bytes: Bytes) -> Result<()> {
+        self.put_parts(key, bytes.into()).await
+    }
+
+    /// As [`Io::put`], of an object in parts.
+    pub(crate) async fn put_parts(&self, key: &Path, parts: PutPayload) -> Result<()> {
+        let len = parts.content_length();
         if let Some(pace) = &self.pace {
-            pace.wait(bytes.len()).await;
+            pace.wait(len).await;
         }
-        let put = || async { self.store.put(key, bytes.clone().into()).await.map(drop) };
-        self.retrier.run("write", key.as_ref(), bytes.len() as u64, put).await
+        let put = || async { self.store.put(key, parts.clone()).await.map(drop) };
+        self.retrier.run("write", key.as_ref(), len as u64, put).await
     }
 
     /// One try to create an object. The error does not say whether it was created.

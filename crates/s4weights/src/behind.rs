@@ -1,11 +1,12 @@
 //! Hashes and writes on background threads while the caller's thread fills the next buffer.
 
-use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
 use rayon::ThreadPool;
 
-use crate::buffers::append;
+use crate::buffers::LargeBuffers;
+use crate::content::{Content, Part};
 use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::io::OpenSink;
@@ -14,7 +15,7 @@ use crate::parallel::pool;
 /// Bytes that are hashed and written together: enough for several threads. Pieces end at multiples
 /// of it, so that no two of them share a page of the file.
 const PIECE: usize = 16 << 20;
-/// Pieces in flight besides the one that is being filled.
+/// Pieces with copied bytes in flight besides the one that is being filled.
 const IN_FLIGHT: usize = 2;
 /// With more threads, memory bandwidth is the limit.
 const HELPERS: usize = 16;
@@ -25,14 +26,49 @@ pub(crate) struct HashedSink {
     pub(crate) hasher: Box<blake3::Hasher>,
 }
 
+impl HashedSink {
+    /// Takes a piece, with the threads of a pool.
+    fn put(&mut self, piece: &Content, helpers: Option<&ThreadPool>) -> Result<()> {
+        let Self { sink, hasher } = self;
+        let Some(pool) = helpers else {
+            return piece.slices().try_for_each(|part| {
+                hasher.update(part);
+                sink.write(part)
+            });
+        };
+        pool.in_place_scope(|s| {
+            s.spawn(|_| piece.hash(hasher, true));
+            sink.write_by(pool, &piece.slices().collect::<Vec<_>>())
+        })
+    }
+}
+
+/// Pieces that were not written yet: how many have a buffer, and the bytes that are held where they are.
+#[derive(Clone, Copy, Default)]
+struct InFlight {
+    buffers: usize,
+    held: usize,
+}
+
+impl InFlight {
+    fn of(piece: &Content) -> Self {
+        let copied = piece.copied();
+        Self { buffers: usize::from(copied > 0), held: piece.len() - copied }
+    }
+}
+
 /// A sink that runs on a thread of its own, which ends with it.
 pub(crate) struct Behind {
-    piece: Vec<u8>,
+    piece: Content,
+    buffers: LargeBuffers,
     /// Bytes until the piece is full.
     room: usize,
+    /// Bytes that may be held where they are until they are written.
+    ahead: usize,
+    in_flight: InFlight,
     /// `None` once no more will come.
-    full: Option<SyncSender<Vec<u8>>>,
-    empty: Receiver<Vec<u8>>,
+    full: Option<Sender<Content>>,
+    done: Receiver<InFlight>,
     thread: Option<JoinHandle<Result<HashedSink>>>,
 }
 
@@ -40,50 +76,55 @@ impl Behind {
     /// Bytes of buffers that one may have.
     pub(crate) const BUFFERS: usize = (IN_FLIGHT + 1) * PIECE;
 
-    /// Starts the thread, and `threads` or fewer that help it. The sink has `written` bytes already.
-    pub(crate) fn start(mut back: HashedSink, written: u64, threads: usize) -> Result<Self> {
+    /// Starts the thread, and `threads` or fewer that help it. The sink has `written` bytes already. `ahead`:
+    /// bytes that may be held where they are.
+    pub(crate) fn start(
+        mut back: HashedSink,
+        written: u64,
+        threads: usize,
+        ahead: usize,
+    ) -> Result<Self> {
         let helpers = pool(threads.min(HELPERS))?;
-        let (full, pieces) = sync_channel::<Vec<u8>>(IN_FLIGHT - 1);
-        let (done, empty) = channel();
+        let (full, pieces) = channel::<Content>();
+        let (tell, done) = channel();
         let interrupt = interrupt::current();
         let work = move || {
             interrupt::adopt(interrupt);
-            for mut piece in pieces {
-                let HashedSink { sink, hasher } = &mut back;
-                match &helpers {
-                    None => {
-                        hasher.update(&piece);
-                        sink.write(&piece)?;
-                    }
-                    Some(pool) => pool.in_place_scope(|s| {
-                        s.spawn(|_| {
-                            hasher.update_rayon(&piece);
-                        });
-                        sink.write_by(pool, &piece)
-                    })?,
-                }
-                piece.clear();
+            for piece in pieces {
+                back.put(&piece, helpers.as_ref())?;
+                let written = InFlight::of(&piece);
+                // Its memory is of use elsewhere before anybody is told.
+                drop(piece);
                 // The other side may have ended; what it sent is written all the same.
-                let _ = done.send(piece);
+                let _ = tell.send(written);
             }
             Ok(back)
         };
         let thread = std::thread::Builder::new().name("s4weights-write".into()).spawn(work);
         let thread = thread.map_err(|e| Error::io("threads", "start", e))?;
         let room = PIECE - (written % PIECE as u64) as usize;
-        Ok(Self { piece: vec![], room, full: Some(full), empty, thread: Some(thread) })
+        Ok(Self {
+            piece: Content::default(),
+            buffers: LargeBuffers::new(Self::BUFFERS),
+            room,
+            ahead,
+            in_flight: InFlight::default(),
+            full: Some(full),
+            done,
+            thread: Some(thread),
+        })
     }
 
     /// Takes bytes to be hashed and written, part after part, with the threads of a pool. [`Behind::finish`]
     /// reports what fails.
-    pub(crate) fn put(&mut self, parts: &[&[u8]], pool: Option<&ThreadPool>) -> Result<()> {
+    pub(crate) fn put(&mut self, parts: Vec<Part<'_>>, pool: Option<&ThreadPool>) -> Result<()> {
         let mut fit = Vec::with_capacity(parts.len());
-        for mut part in parts.iter().copied() {
-            while !part.is_empty() {
-                let (now, later) = part.split_at(part.len().min(self.room));
-                fit.push(now);
+        for mut part in parts {
+            while part.len() > 0 {
+                let (now, later) = part.clone().split_at(part.len().min(self.room));
                 part = later;
                 self.room -= now.len();
+                fit.push(now);
                 if self.room == 0 {
                     self.fill(&mut fit, pool);
                     self.send()?;
@@ -95,19 +136,32 @@ impl Behind {
         Ok(())
     }
 
-    fn fill(&mut self, parts: &mut Vec<&[u8]>, pool: Option<&ThreadPool>) {
-        if self.piece.capacity() == 0 {
-            self.piece.reserve_exact(PIECE);
-        }
-        append(&mut self.piece, parts, pool);
+    fn fill(&mut self, parts: &mut Vec<Part<'_>>, pool: Option<&ThreadPool>) {
+        self.piece.append(parts, (&self.buffers, PIECE), pool);
         parts.clear();
     }
 
     fn send(&mut self) -> Result<()> {
-        let next = self.empty.try_recv().unwrap_or_default();
-        let piece = std::mem::replace(&mut self.piece, next);
+        let piece = std::mem::take(&mut self.piece);
+        let own = InFlight::of(&piece);
+        while self.in_flight.buffers + own.buffers > IN_FLIGHT
+            || self.in_flight.held > 0 && self.in_flight.held + own.held > self.ahead
+        {
+            let written = self.done.recv();
+            self.landed(written.map_err(|_| Error::io("threads", "write on", stopped()))?);
+        }
+        while let Ok(written) = self.done.try_recv() {
+            self.landed(written);
+        }
+        self.in_flight.buffers += own.buffers;
+        self.in_flight.held += own.held;
         let sent = self.full.as_ref().is_some_and(|full| full.send(piece).is_ok());
         if sent { Ok(()) } else { Err(Error::io("threads", "write on", stopped())) }
+    }
+
+    fn landed(&mut self, written: InFlight) {
+        self.in_flight.buffers -= written.buffers;
+        self.in_flight.held -= written.held;
     }
 
     /// Writes what was taken; gives the sink back.
@@ -115,7 +169,7 @@ impl Behind {
     /// # Errors
     /// Those of the sink.
     pub(crate) fn finish(mut self) -> Result<HashedSink> {
-        let sent = if self.piece.is_empty() { Ok(()) } else { self.send() };
+        let sent = if self.piece.len() == 0 { Ok(()) } else { self.send() };
         self.full = None;
         match self.thread.take().map(JoinHandle::join) {
             Some(Ok(Ok(back))) => sent.map(|()| back),
@@ -141,6 +195,8 @@ impl Drop for Behind {
 mod tests {
     use std::sync::{Arc, Mutex};
 
+    use bytes::Bytes;
+
     use super::*;
     use crate::io::Sink;
 
@@ -164,6 +220,15 @@ mod tests {
         }
     }
 
+    /// Parts that are copied and parts that are held, in turns.
+    fn mixed<'a>(parts: &[&'a [u8]]) -> Vec<Part<'a>> {
+        let part = |(i, part): (usize, &&'a [u8])| match i % 2 {
+            0 => Part::Held(Bytes::copy_from_slice(part)),
+            _ => Part::Copied(part),
+        };
+        parts.iter().enumerate().map(part).collect()
+    }
+
     fn run(
         parts: &[&[u8]],
         limit: usize,
@@ -173,9 +238,10 @@ mod tests {
         let bytes = Arc::<Mutex<Vec<u8>>>::default();
         let sink = OpenSink::Other(Box::new(Kept { bytes: Arc::clone(&bytes), limit }));
         let back = HashedSink { sink, hasher: Box::default() };
-        let mut behind = Behind::start(back, written, threads).unwrap();
+        let mut behind = Behind::start(back, written, threads, PIECE).unwrap();
         let helpers = pool(threads).unwrap();
-        let put = behind.put(parts, helpers.as_ref()).and_then(|()| behind.put(&[], None));
+        let put =
+            behind.put(mixed(parts), helpers.as_ref()).and_then(|()| behind.put(vec![], None));
         let done = behind.finish().map(|back| back.hasher.finalize());
         assert!(put.is_ok() || done.is_err());
         let kept = bytes.lock().unwrap().clone();
@@ -187,7 +253,10 @@ mod tests {
         let whole: Vec<u8> = (0..3 * PIECE + 77).map(|i| (i % 251) as u8).collect();
         for threads in [1, 3] {
             let (first, rest) = whole.split_at(1000);
-            for parts in [vec![], vec![&whole[..5]], vec![first, &[], rest]] {
+            let halves = whole.split_at(PIECE + 5);
+            for parts in
+                [vec![], vec![&whole[..5]], vec![first, &[], rest], vec![&[], halves.0, halves.1]]
+            {
                 let all = parts.concat();
                 for written in [0, 77, 3 * PIECE as u64 - 1] {
                     let (hash, kept) = run(&parts, usize::MAX, threads, written);
@@ -202,9 +271,11 @@ mod tests {
     fn an_error_of_the_sink_is_told() {
         let whole = vec![1; 6 * PIECE];
         for threads in [1, 3] {
-            let (hash, kept) = run(&[&whole], 2 * PIECE, threads, 0);
-            assert_eq!(hash.unwrap_err().to_string(), "kept: cannot write: full");
-            assert_eq!(kept.len(), 2 * PIECE);
+            for parts in [vec![&whole[..]], vec![&[], &whole]] {
+                let (hash, kept) = run(&parts, 2 * PIECE, threads, 0);
+                assert_eq!(hash.unwrap_err().to_string(), "kept: cannot write: full");
+                assert_eq!(kept.len(), 2 * PIECE);
+            }
         }
     }
 }

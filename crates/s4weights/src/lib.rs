@@ -41,6 +41,7 @@ mod ancestors;
 mod apply;
 mod behind;
 mod buffers;
+mod content;
 mod copies;
 pub mod copy;
 #[cfg(feature = "cuda")]

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use bytes::Bytes;
+use object_store::PutPayload;
 use s4_format::Digest;
 use s4_store::MAX_OBJECT;
 
@@ -34,8 +35,9 @@ pub struct DataObject {
     pub number: u32,
     /// The group that its tensors are of, for those who keep groups apart.
     pub group: u8,
-    /// What it holds.
-    pub bytes: Bytes,
+    /// What it holds, in one part or several. The memory of a part may be page-locked, which there is little of:
+    /// whoever keeps an object for longer than it takes to store it copies it.
+    pub bytes: PutPayload,
     /// BLAKE3 of the bytes, as the manifest has it.
     pub blake3: Digest,
 }

@@ -59,6 +59,9 @@ pub struct WriteOptions {
     /// What encodes tensors that are in the memory of devices.
     #[cfg(feature = "cuda")]
     pub engine: Option<Arc<s4_engine::cuda::CudaEngine>>,
+    /// Bytes of frames in the engine's page-locked memory that may wait to be written to a file; `None`: 64 MiB. With
+    /// more, values on devices are needed for less time.
+    pub ahead: Option<usize>,
     /// Called once by each [`crate::Writer::write`], when the values that lie on devices are not needed any
     /// more: whoever works on them may go on, while those of the host are written.
     pub staged: Option<StagedFn>,

@@ -1,16 +1,19 @@
 //! Where a writer's bytes go: chunks, then the index, after them or apart from them.
 
-use std::sync::mpsc::{Receiver, sync_channel};
+use std::collections::VecDeque;
+use std::sync::mpsc::{Receiver, TryRecvError, sync_channel};
 
 use bytes::Bytes;
 use rayon::ThreadPool;
+use s4_engine::EncodedFrame;
 use s4_format::Digest;
 use s4_format::file;
 use s4_format::limits::{ALIGN, MAX_OBJECTS};
 use s4_format::manifest::Object;
 
 use crate::behind::{Behind, HashedSink};
-use crate::buffers::{LargeBuffer, LargeBuffers, append};
+use crate::buffers::LargeBuffers;
+use crate::content::{Content, Part, Parts};
 use crate::error::{Error, Result};
 use crate::io::OpenSink;
 use crate::objects::{DataObject, ObjectOptions, ObjectSink};
@@ -62,15 +65,25 @@ fn failed() -> Error {
 struct Objects {
     sink: Box<dyn ObjectSink>,
     options: ObjectOptions,
+    memory: ObjectMemory,
     /// Threads that hash together; `None`: the caller's own.
     hashers: Option<ThreadPool>,
-    /// The object that was closed last, which is not handed on yet.
-    hashing: Option<Hashing>,
-    buffers: LargeBuffers,
+    /// Objects that are complete and not handed on yet, in the order in which they were closed.
+    hashing: VecDeque<Hashing>,
     open: Vec<Open>,
     /// By number; absent while an object is open.
     done: Vec<Option<Object>>,
     index: Vec<u8>,
+}
+
+/// Where objects are in memory.
+pub(crate) struct ObjectMemory {
+    /// For what is copied.
+    pub(crate) buffers: LargeBuffers,
+    /// Objects that may wait for their hashes.
+    pub(crate) ahead: usize,
+    /// Bytes of the first objects that are kept for long: these are copied to memory that is not page-locked.
+    pub(crate) kept: usize,
 }
 
 /// What an object and its hash come through.
@@ -80,7 +93,20 @@ type Hashing = Receiver<(Open, Digest)>;
 struct Open {
     group: u8,
     number: u32,
-    bytes: LargeBuffer,
+    content: Content,
+}
+
+impl Open {
+    /// Its hash, with the threads of the pool that this is called in. With buffers, what it holds is copied to one.
+    fn hashed(mut self, copy_to: Option<&LargeBuffers>, in_pool: bool) -> (Self, Digest) {
+        if let Some(buffers) = copy_to {
+            self.content = self.content.copied_whole(buffers);
+        }
+        let mut hasher = blake3::Hasher::new();
+        self.content.hash(&mut hasher, in_pool);
+        let blake3 = Digest(*hasher.finalize().as_bytes());
+        (self, blake3)
+    }
 }
 
 impl Output {
@@ -93,50 +119,51 @@ impl Output {
         Ok(out)
     }
 
-    /// Objects in `buffers`, hashed by `threads` threads, and an index that [`Output::commit`] returns.
+    /// Objects, hashed by `threads` threads, and an index that [`Output::commit`] returns.
     pub(crate) fn objects(
         sink: Box<dyn ObjectSink>,
         options: ObjectOptions,
-        buffers: LargeBuffers,
+        memory: ObjectMemory,
         threads: usize,
     ) -> Result<Self> {
         let index = file::header().to_vec();
         let (options, hashers) = (options.check()?, pool(threads)?);
-        let (open, done, hashing) = (vec![], vec![], None);
-        let objects = Objects { sink, options, hashers, hashing, buffers, open, done, index };
+        let (open, done, hashing) = (vec![], vec![], VecDeque::new());
+        let objects = Objects { sink, options, memory, hashers, hashing, open, done, index };
         let to = To::Objects(objects);
         Ok(Self { to, chunk_bytes: 0 })
     }
 
-    /// Writes chunks, each with its group, with the threads of a pool: gives the number of each one's object,
-    /// and its offset there. In objects, chunks of one group only lie together.
+    /// Writes chunks, whose tensors' groups are given, with the threads of a pool: gives the number of each one's
+    /// object, and its offset there. In objects, chunks of one group only lie together.
     pub(crate) fn chunks(
         &mut self,
-        chunks: &[(u8, &[u8])],
+        frames: &[EncodedFrame<'_>],
+        groups: &[u8],
         pool: Option<&ThreadPool>,
     ) -> Result<Vec<(u32, u64)>> {
         let mut at = self.offset();
         if let To::Objects(objects) = &mut self.to {
-            return objects.chunks(chunks, pool);
+            return objects.chunks(frames, groups, pool);
         }
-        let (mut parts, mut places) = (Vec::with_capacity(2 * chunks.len()), vec![]);
-        for (_, bytes) in chunks {
+        let (mut parts, mut places) = (Parts::default(), Vec::with_capacity(frames.len()));
+        for frame in frames {
             let gap = gap_at(at);
             places.push((0, at + gap.len() as u64));
-            at += (gap.len() + bytes.len()) as u64;
-            parts.extend([gap, bytes]);
+            at += (gap.len() + frame.bytes.len()) as u64;
+            parts.add(gap, frame);
         }
-        self.put_all(&parts, pool)?;
+        self.put_all(parts.finish(), pool)?;
         Ok(places)
     }
 
     /// Hashes and writes a file on background threads from now on, if its sink may move between threads, so
-    /// that the calling thread can do other work.
-    pub(crate) fn write_behind(&mut self, threads: usize) -> Result<()> {
+    /// that the calling thread can do other work. `ahead`: bytes that may wait where they are.
+    pub(crate) fn write_behind(&mut self, threads: usize, ahead: usize) -> Result<()> {
         if let To::File { end, offset } = &mut self.to {
             *end = match std::mem::replace(end, End::Failed) {
                 End::Caller(hashed) if hashed.sink.may_move() => {
-                    End::Background(Behind::start(hashed, *offset, threads)?)
+                    End::Background(Behind::start(hashed, *offset, threads, ahead)?)
                 }
                 other => other,
             };
@@ -177,25 +204,27 @@ impl Output {
 
     /// Writes part of the index.
     pub(crate) fn put(&mut self, bytes: &[u8]) -> Result<()> {
-        self.put_all(&[bytes], None)
+        self.put_all(vec![Part::Copied(bytes)], None)
     }
 
-    fn put_all(&mut self, parts: &[&[u8]], pool: Option<&ThreadPool>) -> Result<()> {
+    fn put_all(&mut self, parts: Vec<Part<'_>>, pool: Option<&ThreadPool>) -> Result<()> {
         match &mut self.to {
             To::File { end, offset } => {
+                *offset += parts.iter().map(|p| p.len() as u64).sum::<u64>();
                 match end {
                     End::Caller(HashedSink { sink, hasher }) => {
-                        for part in parts {
-                            hasher.update(part);
-                            sink.write(part)?;
+                        for part in &parts {
+                            hasher.update(part.bytes());
+                            sink.write(part.bytes())?;
                         }
                     }
                     End::Background(behind) => behind.put(parts, pool)?,
                     End::Failed => return Err(failed()),
                 }
-                *offset += parts.iter().map(|p| p.len() as u64).sum::<u64>();
             }
-            To::Objects(objects) => parts.iter().for_each(|p| objects.index.extend_from_slice(p)),
+            To::Objects(objects) => {
+                parts.iter().for_each(|p| objects.index.extend_from_slice(p.bytes()));
+            }
         }
         Ok(())
     }
@@ -217,7 +246,7 @@ impl Output {
     pub(crate) fn commit(self) -> Result<Option<Bytes>> {
         match self.to {
             To::File { end, .. } => end.into_sink()?.sink.commit().map(|()| None),
-            To::Objects(objects) => Ok(Some(objects.index.into())),
+            To::Objects(mut objects) => Ok(Some(std::mem::take(&mut objects.index).into())),
         }
     }
 
@@ -226,36 +255,43 @@ impl Output {
     }
 }
 
+impl Drop for Objects {
+    /// After an error, the memory of objects is free when the error is known.
+    fn drop(&mut self) {
+        self.hashing.drain(..).for_each(|hashing| drop(hashing.recv()));
+    }
+}
+
 impl Objects {
     fn chunks(
         &mut self,
-        mut chunks: &[(u8, &[u8])],
+        mut frames: &[EncodedFrame<'_>],
+        groups: &[u8],
         pool: Option<&ThreadPool>,
     ) -> Result<Vec<(u32, u64)>> {
         // An upload begins as soon as it can.
-        if let Some(Ok((open, blake3))) = self.hashing.as_ref().map(Receiver::try_recv) {
-            self.hashing = None;
-            self.hand_on(open, blake3)?;
-        }
-        let mut places = Vec::with_capacity(chunks.len());
-        while let Some(&(group, _)) = chunks.first() {
+        self.hand_on_hashed(usize::MAX)?;
+        let group_of = |frame: &EncodedFrame<'_>| groups.get(frame.tensor).copied().unwrap_or(0);
+        let mut places = Vec::with_capacity(frames.len());
+        while let Some(group) = frames.first().map(group_of) {
             let i = self.open_of(group)?;
-            let Open { number, bytes: object, .. } = &mut self.open[i];
-            let (mut at, mut parts) = (object.len(), vec![]);
-            for (_, bytes) in chunks.iter().take_while(|c| c.0 == group) {
+            let Open { number, content, .. } = &mut self.open[i];
+            let (mut at, mut parts, mut count) = (content.len(), Parts::default(), 0);
+            for frame in frames.iter().take_while(|f| group_of(f) == group) {
                 let gap = gap_at(at as u64);
                 // An object holds one chunk at least.
-                if at > 0 && at + gap.len() + bytes.len() > self.options.bytes {
+                if at > 0 && at + gap.len() + frame.bytes.len() > self.options.bytes {
                     break;
                 }
                 at += gap.len();
                 places.push((*number, at as u64));
-                at += bytes.len();
-                parts.extend([gap, bytes]);
+                at += frame.bytes.len();
+                parts.add(gap, frame);
+                count += 1;
             }
-            append(object, &parts, pool);
-            chunks = &chunks[parts.len() / 2..];
-            if parts.is_empty() {
+            content.append(&parts.finish(), (&self.memory.buffers, self.options.bytes), pool);
+            frames = &frames[count..];
+            if count == 0 {
                 let full = self.open.swap_remove(i);
                 self.close(full)?;
             }
@@ -274,52 +310,55 @@ impl Objects {
             return Err(Error::Argument(what));
         }
         self.done.push(None);
-        let (number, bytes) = (number as u32, self.buffers.take(self.options.bytes));
-        self.open.push(Open { group, number, bytes });
+        self.open.push(Open { group, number: number as u32, content: Content::default() });
         Ok(self.open.len() - 1)
     }
 
-    /// Begins to hash an object, and hands on the one before it if that was not done yet: no thread waits for a hash
-    /// while the next object is filled.
+    /// Begins to hash an object, and hands on those before it until few enough wait: no thread waits for a hash while
+    /// the next object is filled.
     fn close(&mut self, open: Open) -> Result<()> {
+        let left = self.memory.kept.checked_sub(open.content.len());
+        self.memory.kept = left.unwrap_or(0);
+        let copy_to = left.map(|_| self.memory.buffers.clone());
         let Some(pool) = &self.hashers else {
-            let blake3 = Digest::of(&open.bytes);
+            let (open, blake3) = open.hashed(copy_to.as_ref(), false);
             return self.hand_on(open, blake3);
         };
         let (tell, told) = sync_channel(1);
-        pool.spawn(move || {
-            let mut hasher = blake3::Hasher::new();
-            hasher.update_rayon(&open.bytes);
-            let blake3 = Digest(*hasher.finalize().as_bytes());
-            // Who began it may have failed meanwhile.
-            let _ = tell.send((open, blake3));
-        });
-        match self.hashing.replace(told) {
-            Some(before) => self.hand_on_hashed(&before),
-            None => Ok(()),
-        }
+        // Who began it may have failed meanwhile.
+        pool.spawn(move || drop(tell.send(open.hashed(copy_to.as_ref(), true))));
+        self.hand_on_hashed(self.memory.ahead.saturating_sub(1))?;
+        self.hashing.push_back(told);
+        Ok(())
     }
 
-    fn hand_on_hashed(&mut self, hashing: &Hashing) -> Result<()> {
+    /// Hands on the objects that are hashed, and waits for hashes where more than `ahead` objects wait.
+    fn hand_on_hashed(&mut self, ahead: usize) -> Result<()> {
         let stopped = |e| Error::io("threads", "hash on", std::io::Error::other(e));
-        let (open, blake3) = hashing.recv().map_err(stopped)?;
-        self.hand_on(open, blake3)
+        while let Some(first) = self.hashing.front() {
+            let (open, blake3) = match first.try_recv() {
+                Ok(hashed) => hashed,
+                Err(TryRecvError::Empty) if self.hashing.len() <= ahead => break,
+                Err(_) => first.recv().map_err(stopped)?,
+            };
+            self.hashing.pop_front();
+            self.hand_on(open, blake3)?;
+        }
+        Ok(())
     }
 
     fn hand_on(&mut self, open: Open, blake3: Digest) -> Result<()> {
-        let Open { group, number, bytes } = open;
-        let (name, len) = (Some(number.to_string()), bytes.len() as u64);
+        let Open { group, number, content } = open;
+        let (name, len) = (Some(number.to_string()), content.len() as u64);
         self.done[number as usize] = Some(Object { name, bytes: len, blake3 });
-        self.sink.put(DataObject { number, group, bytes: bytes.into(), blake3 })
+        self.sink.put(DataObject { number, group, bytes: content.into(), blake3 })
     }
 
     fn close_all(&mut self) -> Result<Vec<Object>> {
         let mut open = std::mem::take(&mut self.open);
         open.sort_unstable_by_key(|o| o.number);
         open.into_iter().try_for_each(|o| self.close(o))?;
-        if let Some(last) = self.hashing.take() {
-            self.hand_on_hashed(&last)?;
-        }
+        self.hand_on_hashed(0)?;
         Ok(std::mem::take(&mut self.done).into_iter().flatten().collect())
     }
 }

@@ -23,6 +23,10 @@ use crate::writer::Writer;
 /// From so many threads and bytes of values on, others than this one hash and write.
 const BEHIND: (usize, u64) = (4, 64 << 20);
 
+/// Bytes of encoded values that wait to be written where they are, unless told: what a file takes in some
+/// milliseconds.
+const AHEAD: usize = 64 << 20;
+
 /// So many threads encode faster than one copies what they made.
 const COPIERS: usize = 8;
 
@@ -179,7 +183,8 @@ impl Writer {
         let values = tensors.iter().map(|t| t.values.bytes()).sum::<u64>();
         let much = threads >= BEHIND.0 && values >= BEHIND.1;
         if on_device || much && self.memory() >= 2 * Behind::BUFFERS {
-            self.out.write_behind(threads)?;
+            let ahead = self.options.ahead.unwrap_or(AHEAD);
+            self.out.write_behind(threads, ahead)?;
         }
         // Where few threads encode, this one copies as fast.
         let copiers = pool.filter(|_| on_device || threads >= COPIERS);
@@ -189,8 +194,7 @@ impl Writer {
         let mut coded: Vec<(Vec<_>, bool)> = tensors.iter().map(|_| (vec![], false)).collect();
         let jobs = Jobs { tensors, plans: &plans, inputs, pool, window };
         let done = engine.encode(&jobs, |frames: &[EncodedFrame<'_>]| {
-            let parts: Vec<_> = frames.iter().map(|f| (groups[f.tensor], f.bytes)).collect();
-            let places = self.out.chunks(&parts, copiers)?;
+            let places = self.out.chunks(frames, groups, copiers)?;
             for (frame, place) in frames.iter().zip(places) {
                 let t = &tensors[frame.tensor];
                 let of = ChunkOf {
@@ -206,8 +210,11 @@ impl Writer {
             }
             Ok(())
         });
-        // What the sink says comes before what came of it.
-        self.out.write_here()?;
+        // What the sink says comes before what came of it. Whoever waits for values on devices does not wait for what
+        // is still to be written.
+        if done.is_err() || !on_device {
+            self.out.write_here()?;
+        }
         done.map(|()| {
             let coded = plans.into_iter().zip(coded);
             coded.map(|(plan, (records, shared))| Coded { plan, records, shared }).collect()

@@ -19,7 +19,7 @@ use crate::error::{At, Error, ParentProblem, Result};
 use crate::io::{Target, open_sink};
 use crate::objects::{ObjectOptions, ObjectSink};
 use crate::options::{DEFAULT_MAX_CHAIN, Meter, WriteOptions, simd, thread_count};
-use crate::output::Output;
+use crate::output::{ObjectMemory, Output};
 use crate::pack::{Class, Pack};
 use crate::parent::{Snapshot, SnapshotTensor};
 use crate::pipeline::{Coded, Run};
@@ -103,18 +103,19 @@ impl Writer {
     ) -> Result<Self> {
         // Enough for what a sink that releases its objects has in flight.
         let buffers = LargeBuffers::new(objects.bytes.saturating_mul(4));
-        Self::create_objects_in(name, sink, objects, options, buffers)
+        let memory = ObjectMemory { buffers, ahead: 1, kept: 0 };
+        Self::create_objects_in(name, sink, objects, options, memory)
     }
 
-    /// As [`Writer::create_objects`], in buffers that may have been used before.
+    /// As [`Writer::create_objects`], in memory of the caller's.
     pub(crate) fn create_objects_in(
         name: &str,
         sink: Box<dyn ObjectSink>,
         objects: ObjectOptions,
         options: WriteOptions,
-        buffers: LargeBuffers,
+        memory: ObjectMemory,
     ) -> Result<Self> {
-        let out = Output::objects(sink, objects, buffers, thread_count(options.threads))?;
+        let out = Output::objects(sink, objects, memory, thread_count(options.threads))?;
         Self::start(name.to_owned(), out, options)
     }
 
@@ -163,6 +164,11 @@ impl Writer {
     #[cfg(feature = "cuda")]
     pub fn set_engine(&mut self, engine: Arc<s4_engine::cuda::CudaEngine>) {
         self.options.engine = Some(engine);
+    }
+
+    /// Sets [`WriteOptions::ahead`].
+    pub fn set_ahead(&mut self, ahead: Option<usize>) {
+        self.options.ahead = ahead;
     }
 
     /// The number of the parent's tensor that a tensor may be stored as its difference from: the

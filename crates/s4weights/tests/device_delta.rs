@@ -176,7 +176,7 @@ struct Objects {
 
 impl ObjectSink for Objects {
     fn put(&mut self, object: DataObject) -> Result<()> {
-        self.list.lock().unwrap().push((object.number, object.bytes));
+        self.list.lock().unwrap().push((object.number, object.bytes.into()));
         Ok(())
     }
 }

@@ -56,9 +56,10 @@ fn failed(action: &'static str, e: object_store::Error) -> Error {
 
 impl ObjectSink for Objects {
     fn put(&mut self, object: DataObject) -> Result<()> {
-        assert_eq!(object.blake3, s4weights::format::Digest::of(&object.bytes));
+        let whole = Bytes::from(object.bytes.clone());
+        assert_eq!(object.blake3, s4weights::format::Digest::of(&whole));
         let path = self.path(object.number);
-        let put = self.store.put(&path, object.bytes.into());
+        let put = self.store.put(&path, object.bytes);
         self.runtime.block_on(put).map(drop).map_err(|e| failed("upload", e))
     }
 }

@@ -1,6 +1,7 @@
 //! Chunks of device tensors into frames in pinned memory, group by group.
 
 mod group;
+mod homes;
 mod inputs;
 
 use std::collections::VecDeque;
@@ -14,6 +15,7 @@ use s4_format::{CodecId, Plan, PredictorId, StreamEntry};
 use s4_predict::Tensor;
 
 use group::{Check, Group, Member, PER_CHECK, PER_CHUNK, Room, SPAN, TOTAL};
+use homes::OpenPiece;
 use inputs::{Decoding, open_inputs};
 
 use super::error::{CudaError, Of, Result};
@@ -31,6 +33,7 @@ use crate::{
 
 /// One device's chunks, in order.
 pub(super) struct EncodeQueue<'a> {
+    /// It is dropped first: then nothing is copied any more to what the others hold.
     session: Session<'a>,
     host: &'a Host,
     chunks: ChunkQueue<'a>,
@@ -45,6 +48,8 @@ pub(super) struct EncodeQueue<'a> {
     values: Vec<u8>,
     /// Frames that the host encoded, of the chunks that were taken last.
     frames: Vec<Vec<u8>>,
+    /// Where the next group's frames go to.
+    open: OpenPiece,
 }
 
 impl<'a> EncodeQueue<'a> {
@@ -66,6 +71,7 @@ impl<'a> EncodeQueue<'a> {
             scratch: Scratch::default(),
             values: vec![],
             frames: vec![],
+            open: OpenPiece::default(),
         }
     }
 
@@ -381,10 +387,20 @@ impl<'a> EncodeQueue<'a> {
             let total = unsafe { slot.pinned.slice(at, 8) };
             let total = u64::from_le_bytes(total.try_into().unwrap_or_default());
             // What does not fit was not written, and says so in its status.
-            let total = total.min(group.capacity) as usize;
+            let total = total.min(group.capacity);
+            let ends = group.ends(&self.session, total);
+            let copied = self.open.place(group, &ends, &self.host.pieces, &worker.device);
             let frames = self.session.frames(group.slot);
+            for home in &group.homes {
+                let (pinned, len) = (&home.piece.pinned, (home.end - home.first) as usize);
+                // SAFETY: the kernels are done with the frames; this part of the piece was not used before.
+                unsafe { worker.copy.copy_to_host(frames + home.first, pinned, home.at, len) }?;
+            }
+            let rest = total.saturating_sub(copied) as usize;
             // SAFETY: the kernels are done with the frames; the slot's pinned memory is idle.
-            unsafe { worker.copy.copy_to_host(frames, &slot.pinned, 0, total) }?;
+            unsafe {
+                worker.copy.copy_to_host(frames + copied, &slot.pinned, copied as usize, rest)
+            }?;
         }
         slot.copied.record(&worker.copy)?;
         group.sent = true;
@@ -412,6 +428,11 @@ impl<'a> EncodeQueue<'a> {
             self.handed = 0;
         }
         if self.handed == 0 {
+            // What is encoded is on its way while the next group is prepared, for which parents may have to be read.
+            let slots = &self.session.worker.slots;
+            if self.in_flight.get(1).is_some_and(|group| slots[group.slot].worked.is_done()) {
+                self.send(1)?;
+            }
             self.launch(inputs)?;
             // The group behind it is sent while this one is handed on.
             self.send(0)?;
@@ -419,6 +440,9 @@ impl<'a> EncodeQueue<'a> {
             if let Some(group) = self.in_flight.front() {
                 let copied = self.session.worker.slots[group.slot].copied.synchronize();
                 copied.map_err(CudaError::from)?;
+            }
+            if let Some(group) = self.in_flight.front_mut() {
+                group.seal(&self.session);
             }
         }
         let left = self.in_flight.front().map_or(&[][..], |group| &group.members[self.handed..]);
@@ -450,17 +474,20 @@ impl<'a> EncodeQueue<'a> {
             };
             found.push((member, place, encoded));
         }
-        let slot = self.in_flight.front().map_or(0, |group| group.slot);
+        let Some(group) = self.in_flight.front() else { return Ok(vec![]) };
         let mut own = self.frames.iter();
         let frame = |(member, place, encoded): (Member, Option<(usize, usize)>, _)| {
-            let bytes = match place {
+            let held = place.and_then(|place| group.held(place));
+            let bytes = match (place, held) {
+                (Some((_, len)), Some((held, at))) => &held[at..at + len],
                 // SAFETY: the copy that wrote it is done; the slot is free only after a later call.
-                Some((offset, len)) => unsafe {
-                    self.session.worker.slots[slot].pinned.slice(offset, len)
+                (Some((offset, len)), None) => unsafe {
+                    self.session.worker.slots[group.slot].pinned.slice(offset, len)
                 },
-                None => own.next().map_or(&[][..], Vec::as_slice),
+                (None, _) => own.next().map_or(&[][..], Vec::as_slice),
             };
-            EncodedFrame { tensor: member.tensor, chunk: member.chunk, encoded, bytes }
+            let held = held.map(|h| h.0);
+            EncodedFrame { tensor: member.tensor, chunk: member.chunk, encoded, bytes, held }
         };
         Ok(found.into_iter().map(frame).collect())
     }

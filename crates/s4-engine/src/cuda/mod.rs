@@ -3,8 +3,8 @@
 //! A [`CudaEngine`] plans with the CPU's planner, on samples that it fetches; encodes in groups of
 //! chunks on a stream of low priority, while the frames of the group before are copied into pinned
 //! memory and those before that are handed to the caller; and decodes frames straight into device
-//! memory. It keeps within a budget of device memory and one of pinned memory, and takes at most half of the
-//! device memory that is free.
+//! memory. It keeps within a budget of device memory and two of pinned memory, and takes at most half of the
+//! device memory that is free. Frames come in memory that callers may hold on to ([`EncodedFrame::held`]).
 //!
 //! What the kernels lack (`zstd`, `token`) is copied to the host and done by the CPU engine: the same
 //! bytes. What is deliberately absent: threads of its own, where frames are kept.
@@ -17,6 +17,7 @@ mod fetch;
 mod job;
 pub(crate) mod nvcomp;
 mod parent;
+mod pieces;
 mod plan;
 mod route;
 mod sets;
@@ -41,6 +42,7 @@ pub use decode::Decoder;
 pub use error::{CudaError, Result};
 pub use job::{Batch, FrameJob, Piece};
 pub use nvcomp::Trusted;
+pub use pieces::FrameMemory;
 pub use staging::{StagedCopies, Stager};
 
 pub use crate::DeviceMemory;
@@ -49,6 +51,7 @@ use crate::{CpuEngine, Inputs, Preset, TensorPlan};
 use encode::EncodeQueue;
 use error::Of;
 use nvcomp::{Library, LibraryQueue};
+use pieces::Pieces;
 use plan::device_memory;
 use worker::{Session, Worker};
 
@@ -60,14 +63,17 @@ pub struct CudaOptions {
     pub scratch: u64,
     /// Page-locked host memory, in bytes, for each device that was used, as long as the engine lives.
     pub pinned: u64,
+    /// The most page-locked host memory, in bytes, for frames that callers hold on to, of all devices. It is
+    /// taken when it is needed, and kept for later calls. Frames that it has no room for have to be copied.
+    pub frames: u64,
     /// Vector instructions of what the CPU does.
     pub simd: Simd,
 }
 
 impl Default for CudaOptions {
-    /// 256 MiB of device memory and 96 MiB of pinned memory.
+    /// 256 MiB of device memory, 96 MiB of pinned memory, and at most 4 GiB for frames.
     fn default() -> Self {
-        Self { scratch: 256 << 20, pinned: 96 << 20, simd: Simd::detect() }
+        Self { scratch: 256 << 20, pinned: 96 << 20, frames: 4 << 30, simd: Simd::detect() }
     }
 }
 
@@ -90,10 +96,11 @@ struct Counters {
     refused: AtomicU64,
 }
 
-/// What the CPU does for the devices.
+/// What the CPU does for the devices, and what they share.
 struct Host {
     cpu: CpuEngine,
     chunks: Counters,
+    pieces: Pieces,
 }
 
 /// Encodes and decodes on CUDA devices. Calls that use one device wait for each other.
@@ -199,7 +206,8 @@ impl Engine for CudaEngine {
 impl CudaEngine {
     /// An engine on the devices of `cuda`. Devices are opened when they are first used.
     pub fn new(cuda: Cuda, options: CudaOptions) -> Self {
-        let host = Host { cpu: CpuEngine::new(options.simd), chunks: Counters::default() };
+        let (cpu, pieces) = (CpuEngine::new(options.simd), Pieces::new(options.frames));
+        let host = Host { cpu, chunks: Counters::default(), pieces };
         Self { cuda, host, options, library: Mutex::default(), workers: Mutex::default() }
     }
 
@@ -226,6 +234,21 @@ impl CudaEngine {
         drop(workers);
         let worker = worker.lock().unwrap_or_else(|e| e.into_inner());
         Ok(worker.pool.high_water()?)
+    }
+
+    /// The memory of frames that callers hold on to.
+    pub fn frame_memory(&self) -> FrameMemory {
+        self.host.pieces.memory()
+    }
+
+    /// Sets [`CudaOptions::frames`]. What is in use beyond that goes back to the system once nobody holds it.
+    pub fn limit_frame_memory(&self, bytes: u64) {
+        self.host.pieces.limit(bytes);
+    }
+
+    /// Gives the memory of frames that nobody holds back to the system.
+    pub fn trim_frame_memory(&self) {
+        self.host.pieces.shrink(0);
     }
 
     /// Copies values to the host: for each item, in order, its number and the consecutive bytes of its

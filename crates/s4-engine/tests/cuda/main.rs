@@ -10,6 +10,7 @@ mod copies;
 mod delta;
 mod emulated;
 mod feed;
+mod held;
 mod hostile;
 mod library;
 mod predicted;

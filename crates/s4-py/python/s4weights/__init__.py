@@ -31,6 +31,7 @@ that has not set up `logging` sees them on stderr.
 from __future__ import annotations
 
 from ._core import __version__
+from ._device import free_pinned_memory
 from ._entries import CheckpointEntry, Retention
 from ._errors import (
     ConflictError,
@@ -75,6 +76,7 @@ __all__ = [
     "__version__",
     "add_reporter",
     "finish_on_sigterm",
+    "free_pinned_memory",
     "get_unsafe_globals",
     "inspect",
     "load",

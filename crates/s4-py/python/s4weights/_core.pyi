@@ -73,10 +73,11 @@ class Compressed:
 class CudaEngine:
     """Encodes and decodes on CUDA devices, with so many bytes of memory on each while it works.
 
-    Raises `S4Error` where there is no CUDA that can be used. It keeps page-locked host memory.
+    Raises `S4Error` where there is no CUDA that can be used. It keeps page-locked host memory: ``frames``
+    bytes at most for what it encoded, besides its ring.
     """
 
-    def __new__(cls, scratch: int) -> CudaEngine: ...
+    def __new__(cls, scratch: int, frames: int) -> CudaEngine: ...
     def open(self, ordinal: int) -> None:
         """Opens a device, takes the scratch memory and gives it back."""
 
@@ -100,6 +101,17 @@ class CudaEngine:
 
     def chunks(self) -> tuple[int, int, int]:
         """Chunks done by the kernels, by the CPU, and by the CPU after the kernels refused them."""
+
+    def frame_memory(self) -> tuple[int, int, int, int]:
+        """Page-locked memory for encoded frames: bytes that were taken from the system, that are idle, and
+        that may be taken at most; and how often the system was asked for a piece.
+        """
+
+    def limit_frame_memory(self, bytes: int) -> None:
+        """Sets the most page-locked memory for encoded frames; what is idle beyond it goes back at once."""
+
+    def trim_frame_memory(self) -> None:
+        """Gives page-locked memory for encoded frames that is idle back to the system."""
 
     def scratch_high_water(self, ordinal: int) -> int:
         """The most device memory, in bytes, that was held at once."""
@@ -287,8 +299,11 @@ class Writer:
         tensors: Sequence[PlacedSource],
         groups: bytes,
         progress: Progress | None,
+        ahead: int | None = ...,
     ) -> None:
-        """As `write`, of host and device memory. Nothing reads it any more when this returns."""
+        """As `write`, of host and device memory. Nothing reads it any more when this returns. ``ahead``: bytes
+        of encoded values of devices that may wait, in page-locked memory, to be written after that.
+        """
 
     def finish(
         self,

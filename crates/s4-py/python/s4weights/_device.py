@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 #: Bytes of device memory that an engine may use, on each device, while a call works.
 GPU_SCRATCH = 256 << 20
 
+#: Bytes of page-locked memory that encoded values may take, and share of the machine's memory: one in so many.
+PINNED, PINNED_SHARE = 4 << 30, 8
+
 #: Where values in host memory are: no device, no stream.
 HOST = (-1, 0)
 
@@ -29,17 +32,21 @@ _warned = False
 
 
 class Compute:
-    """The arguments ``device=`` and ``gpu_scratch=`` of one call.
+    """The arguments ``device=``, ``gpu_scratch=`` and ``pinned_memory=`` of one call.
 
     Raises `S4Error` at once if the device is to be a GPU and there is none that can be used.
     """
 
-    def __init__(self, device: str, gpu_scratch: int | None) -> None:
+    def __init__(
+        self, device: str, gpu_scratch: int | None, pinned_memory: int | None = None
+    ) -> None:
         if device not in ("auto", "cuda", "cpu"):
             raise ValueError(f'device={device!r}: "auto", "cuda" or "cpu" expected')
         if gpu_scratch is not None and (type(gpu_scratch) is not int or gpu_scratch <= 0):
             raise ValueError(f"gpu_scratch={gpu_scratch!r}: a number of bytes expected")
-        self._device = device
+        if pinned_memory is not None and (type(pinned_memory) is not int or pinned_memory < 0):
+            raise ValueError(f"pinned_memory={pinned_memory!r}: a number of bytes expected")
+        self._device, self._pinned = device, pinned_memory
         self._given = gpu_scratch is not None
         self.scratch = GPU_SCRATCH if gpu_scratch is None else gpu_scratch
         self._found: dict[frozenset[int], _core.CudaEngine | None] = {}
@@ -58,6 +65,8 @@ class Compute:
     def _find(self, ordinals: frozenset[int]) -> _core.CudaEngine | None:
         try:
             engine = _engine(self.scratch)
+            if self._pinned is not None:
+                engine.limit_frame_memory(self._pinned)
             for ordinal in sorted(ordinals):
                 engine.open(ordinal)
             return engine
@@ -85,8 +94,28 @@ def _engine(scratch: int) -> _core.CudaEngine:
     key = (os.getpid(), scratch)
     with _lock:
         if key not in _engines:
-            _engines[key] = _core.CudaEngine(scratch)
+            _engines[key] = _core.CudaEngine(scratch, _pinned())
         return _engines[key]
+
+
+def _pinned() -> int:
+    """Bytes of page-locked memory that encoded values may take unless the user says so."""
+    try:
+        return min(PINNED, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // PINNED_SHARE)
+    except (AttributeError, OSError, ValueError):  # A system that does not tell.
+        return PINNED
+
+
+def free_pinned_memory() -> None:
+    """Gives page-locked host memory that no save needs at the moment back to the system.
+
+    Saves of tensors on CUDA devices keep it for the next one (``pinned_memory=``), since the system takes
+    its time to lock pages.
+    """
+    # Without the lock: a signal handler may close a store wherever the main thread is.
+    for (process, _), engine in list(_engines.items()):
+        if process == os.getpid():
+            engine.trim_frame_memory()
 
 
 def _warn(error: S4Error) -> None:

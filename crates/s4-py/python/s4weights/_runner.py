@@ -34,7 +34,7 @@ _PAUSE, _LONGEST_PAUSE = 0.05, 1.0
 
 #: What `save` is given of a store's arguments and those of a call.
 _ARGUMENTS = (
-    *("threads", "device", "gpu_scratch", "staging_memory", "device_reserve"),
+    *("threads", "device", "gpu_scratch", "pinned_memory", "staging_memory", "device_reserve"),
     *("stage", "progress", "metadata", "pickle_module", "pickle_protocol"),
 )
 

@@ -42,6 +42,7 @@ def save(
     threads: int | None = ...,
     device: str = ...,
     gpu_scratch: int | None = ...,
+    pinned_memory: int | None = ...,
     progress: ProgressArgument = ...,
     storage_options: Mapping[str, str] | None = ...,
     metadata: Mapping[str, str] | None = ...,
@@ -65,6 +66,7 @@ def save(
     threads: int | None = ...,
     device: str = ...,
     gpu_scratch: int | None = ...,
+    pinned_memory: int | None = ...,
     progress: ProgressArgument = ...,
     storage_options: Mapping[str, str] | None = ...,
     metadata: Mapping[str, str] | None = ...,
@@ -87,6 +89,7 @@ def save(
     threads: int | None = None,
     device: str = "auto",
     gpu_scratch: int | None = None,
+    pinned_memory: int | None = None,
     progress: ProgressArgument = None,
     storage_options: Mapping[str, str] | None = None,
     metadata: Mapping[str, str] | None = None,
@@ -118,6 +121,11 @@ def save(
             cannot be used ``"auto"`` warns, once, and goes through the host; ``"cuda"`` is an
             error. Other tensors are always encoded on the host. The file is the same.
         gpu_scratch: bytes of memory to use on each CUDA device meanwhile; ``None`` means 256 MiB.
+        pinned_memory: the most page-locked host memory, in bytes, that this process takes for values that
+            it encoded on CUDA devices: from now on, for all devices and saves together. It is taken when
+            it is needed and kept for later saves (`free_pinned_memory` gives it back). Where it does not
+            suffice, encoded values are copied to other memory. ``None`` leaves it as it is: at first
+            4 GiB, or an eighth of the machine's memory if that is less.
         progress: ``True`` for a bar, or a callable that is given the bytes done and the total.
             An exception that it raises cancels the save.
         storage_options: settings of the object store, such as ``{"region": "eu-west-1"}``.
@@ -125,9 +133,9 @@ def save(
         blocking: ``False`` returns once the values are staged, and writes in the background. A stream
             is written to from another thread then.
         stage: with ``blocking=False``, how values are kept as they are at the call: as in
-            `CheckpointStore.save_checkpoint`. ``"host"`` writes values of CUDA devices to the file
-            before it returns.
-        staging_memory: as in `CheckpointStore`, for copies of tensors in host memory.
+            `CheckpointStore.save_checkpoint`.
+        staging_memory: as in `CheckpointStore`, for copies of tensors in host memory, and for encoded
+            values that wait in page-locked memory.
         device_reserve: as in `CheckpointStore`.
 
     Returns:
@@ -138,7 +146,7 @@ def save(
         S4Error: another of its kinds.
     """
     torch = require_torch("save")
-    compute = Compute(device, gpu_scratch)
+    compute = Compute(device, gpu_scratch, pinned_memory)
     require_little_endian()
     if torch.serialization._serialization_tls.skip_data:
         if torch.save is not torch.serialization.save:
@@ -200,7 +208,8 @@ def save(
     pending._take(values)
 
     def write_values() -> None:
-        write_sources(writer, engine, values.sources, groups, tracker, pending._check)
+        ahead = sys.maxsize if values.upload_memory is None else values.upload_memory
+        write_sources(writer, engine, values.sources, groups, tracker, pending._check, ahead)
         pending._finish_values()
 
     pending._start(lambda: write(writer, write_values))

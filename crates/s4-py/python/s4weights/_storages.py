@@ -187,8 +187,11 @@ def write_sources(
     groups: Sequence[int],
     progress: Progress,
     check: Callable[[], None],
+    ahead: int,
 ) -> None:
-    """Hands values to the native writer, wherever they are. What ``check`` raises ends that."""
+    """Hands values to the native writer, wherever they are. What ``check`` raises ends that. ``ahead``:
+    bytes of encoded values of CUDA devices that may wait to be written.
+    """
     report = progress.native()
 
     def watch(done: int) -> None:
@@ -197,7 +200,7 @@ def write_sources(
             report(done)
 
     there = sources if engine else [source[:5] for source in sources]
-    _write(writer, engine, there, bytes(groups), watch)
+    _write(writer, engine, there, bytes(groups), watch, ahead)
     progress.advance(sum(source[4] for source in sources))
 
 
@@ -218,12 +221,13 @@ def _write(
     sources: list[Any],
     groups: bytes,
     progress: _core.Progress | None,
+    ahead: int | None = None,
 ) -> None:
     """``sources`` say where they are if there is an engine."""
     if engine is None:
         writer.write(sources, groups, progress)
     else:
-        writer.write_placed(engine, sources, groups, progress)
+        writer.write_placed(engine, sources, groups, progress, ahead)
 
 
 class StorageReader:

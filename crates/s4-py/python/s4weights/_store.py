@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import _core, _live
 from ._catalog import Catalog
-from ._device import HOST, Compute, Places
+from ._device import HOST, Compute, Places, free_pinned_memory
 from ._entries import CheckpointEntry, Retention, listed
 from ._errors import CorruptDataError, UnsupportedFormatError
 from ._load import check_pickle_arguments, read
@@ -94,7 +94,7 @@ class CheckpointStore(Catalog):
         read_only: never write, and list what can be proved of a store whose log is damaged.
         device: where tensors on CUDA devices are encoded and decoded, as in `save`. What is stored is
             the same.
-        gpu_scratch: as in `save`.
+        gpu_scratch: as in `save`, and so is ``pinned_memory``; `close` gives back what is idle of it.
         staging_memory: bytes of host memory that saves in the background may take for values, copied
             or encoded, that are not uploaded yet; ``None``: no limit. What does not fit makes the
             call take longer.
@@ -125,6 +125,7 @@ class CheckpointStore(Catalog):
         read_only: bool = False,
         device: str = "auto",
         gpu_scratch: int | None = None,
+        pinned_memory: int | None = None,
         staging_memory: int | None = None,
         device_reserve: int | None = None,
         runner: str | None = None,
@@ -146,6 +147,7 @@ class CheckpointStore(Catalog):
             "read_only": read_only,
             "device": device,
             "gpu_scratch": gpu_scratch,
+            "pinned_memory": pinned_memory,
             "staging_memory": staging_memory,
             "device_reserve": device_reserve,
             "runner": runner,
@@ -154,7 +156,7 @@ class CheckpointStore(Catalog):
             raise ValueError("retention: with a runner it is the runner's, `keep_last`")
         self.runner = None if runner is None else RunnerClient(runner, timeout)
         # One for each call: what it finds is of one process.
-        self._compute: Callable[[], Compute] = lambda: Compute(device, gpu_scratch)
+        self._compute: Callable[[], Compute] = lambda: Compute(device, gpu_scratch, pinned_memory)
         scratch = self._compute().scratch
         self._budget = Budget(staging_memory, device_reserve, scratch).check()
         if isinstance(retention, int):
@@ -193,6 +195,7 @@ class CheckpointStore(Catalog):
         # For `finish_on_sigterm`: whether the main thread is in a save, and what comes after.
         self._deadline = Deadline()
         self._saving_here = False
+        self._used_devices = False
         self._after_save: Callable[[], object] | None = None
         _stores.add(self)
 
@@ -227,6 +230,8 @@ class CheckpointStore(Catalog):
             finally:
                 self._closed = True
                 self._native, self._spare = None, None
+                if self._used_devices:
+                    free_pinned_memory()
 
     def _abandon(self) -> None:
         """Closes it, in a save that has ended; what that failed with is for whoever waits for it."""
@@ -381,6 +386,7 @@ class CheckpointStore(Catalog):
         tracker = Progress(progress, storages.nbytes, "save")
 
         engine = storages.engine(self._compute())
+        self._used_devices |= engine is not None
         recorder.raw_bytes = storages.nbytes
 
         def save(

@@ -128,27 +128,28 @@ impl FileSink {
         wrote.map_err(|e| Error::io(&self.name, "write", e))
     }
 
-    /// As `write`, with the threads of a pool where they are faster than one.
+    /// As `write` of each part, with the threads of a pool where they are faster than one.
     #[cfg(target_os = "linux")]
-    pub(super) fn write_by(&mut self, pool: &ThreadPool, bytes: &[u8]) -> Result<()> {
+    pub(super) fn write_by(&mut self, pool: &ThreadPool, parts: &[&[u8]]) -> Result<()> {
         self.send(&[])?;
+        let len = parts.iter().map(|part| part.len()).sum();
         if let Out::Temporary { file, mapped, .. } = &mut self.out
-            && let Some(by) = mapped.of(file, usize::MAX).filter(|m| m.suits(pool, bytes.len()))
+            && let Some(by) = mapped.of(file, usize::MAX).filter(|m| m.suits(pool, len))
         {
             let fail = |e| Error::io(&self.name, "write", e);
             by.end(file.as_file_mut()).map_err(fail)?;
-            if by.write(file.as_file_mut(), pool, bytes).map_err(fail)? {
+            if by.write(file.as_file_mut(), pool, parts).map_err(fail)? {
                 return Ok(());
             }
             *mapped = Mapping::No;
         }
-        self.write(bytes)
+        parts.iter().try_for_each(|part| self.write(part))
     }
 
     /// As `write`: several threads are no faster.
     #[cfg(not(target_os = "linux"))]
-    pub(super) fn write_by(&mut self, _: &ThreadPool, bytes: &[u8]) -> Result<()> {
-        self.write(bytes)
+    pub(super) fn write_by(&mut self, _: &ThreadPool, parts: &[&[u8]]) -> Result<()> {
+        parts.iter().try_for_each(|part| self.write(part))
     }
 }
 

@@ -122,7 +122,7 @@ impl Mapped {
         }
     }
 
-    /// Appends bytes where the file's cursor is, at its end, and moves the cursor after them.
+    /// Appends parts where the file's cursor is, at its end, and moves the cursor after them.
     /// `false`: this file cannot be written so, and the cursor is where it was.
     ///
     /// # Errors
@@ -131,24 +131,28 @@ impl Mapped {
         &self,
         file: &mut File,
         pool: &ThreadPool,
-        bytes: &[u8],
+        parts: &[&[u8]],
     ) -> io::Result<bool> {
+        let mut len = 0;
+        let mut starts = Vec::with_capacity(parts.len());
+        for part in parts {
+            starts.push((len, *part));
+            len += part.len();
+        }
         let at = file.stream_position()?;
         let skip = (at % HUGE as u64) as usize;
         let start = at - skip as u64;
-        let end = at + bytes.len() as u64;
+        let end = at + len as u64;
         ftruncate(&*file, end)?;
         #[expect(unsafe_code, reason = "memory that is mapped changes with its file")]
         // SAFETY: the file was made for this writer and has no name: nobody else writes or cuts it.
         // `fill` touches blocks that `secure` has seen to.
-        let region = unsafe { Region::map(file, start, skip + bytes.len()) };
+        let region = unsafe { Region::map(file, start, skip + len) };
         let Ok(mut region) = region else { return Ok(false) };
         let fill = |(i, block): (usize, &mut [u8])| {
             let first = if i == 0 { skip } else { 0 };
             self.secure(file, start + (i * HUGE) as u64, first, block)?;
-            let from = i * HUGE + first - skip;
-            let to = &mut block[first..];
-            to.copy_from_slice(&bytes[from..from + to.len()]);
+            copy_from(&starts, i * HUGE + first - skip, &mut block[first..]);
             io::Result::Ok(())
         };
         let blocks = region.bytes().par_chunks_mut(HUGE).enumerate();
@@ -180,6 +184,17 @@ impl Mapped {
                 done => return Ok(done?),
             }
         }
+    }
+}
+
+/// Fills `to` with what follows the first `from` bytes of parts, each given with where it starts.
+fn copy_from(parts: &[(usize, &[u8])], from: usize, mut to: &mut [u8]) {
+    let first = parts.partition_point(|(start, part)| start + part.len() <= from);
+    for (start, part) in &parts[first..] {
+        let part = &part[from.saturating_sub(*start)..];
+        let (now, later) = to.split_at_mut(part.len().min(to.len()));
+        now.copy_from_slice(&part[..now.len()]);
+        to = later;
     }
 }
 
@@ -242,7 +257,8 @@ mod tests {
             for len in [5, 1 << 20, 7 << 20, (1 << 20) + 77, 4096, (4 << 20) + 1] {
                 let part = &bytes[expected.len() % 1000..][..len];
                 if mapped.suits(&pool, len) {
-                    assert!(mapped.write(&mut file, &pool, part).unwrap());
+                    let (first, rest) = part.split_at(len / 3);
+                    assert!(mapped.write(&mut file, &pool, &[first, &[], rest]).unwrap());
                 } else {
                     file.write_all(part).unwrap();
                 }
@@ -279,7 +295,7 @@ mod tests {
             mapped.end(&mut file).unwrap();
             assert_eq!(file.metadata().unwrap().len(), expected.len() as u64);
             let part = &bytes[..3 << 20];
-            assert!(mapped.write(&mut file, &pool, part).unwrap());
+            assert!(mapped.write(&mut file, &pool, &[part]).unwrap());
             expected.extend_from_slice(part);
             mapped.append(&mut file, part).unwrap();
             expected.extend_from_slice(part);
@@ -306,9 +322,9 @@ mod tests {
     #[test]
     fn pages_that_cannot_be_had_are_an_error() {
         let (mut file, mapped, pool) = file();
-        assert!(mapped.write(&mut file, &pool, &vec![1; 2 << 20]).unwrap());
+        assert!(mapped.write(&mut file, &pool, &[&vec![1; 2 << 20]]).unwrap());
         fcntl_add_seals(&file, SealFlags::GROW).unwrap();
-        let refused = mapped.write(&mut file, &pool, &vec![2; 2 << 20]).unwrap_err();
+        let refused = mapped.write(&mut file, &pool, &[&vec![2; 2 << 20]]).unwrap_err();
         assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied);
         assert!(content(&mut file) == vec![1; 2 << 20]);
     }
@@ -318,7 +334,7 @@ mod tests {
         let (mut file, mapped, pool) = file();
         // It lets no mapping that writes be made any more.
         fcntl_add_seals(&file, SealFlags::FUTURE_WRITE).unwrap();
-        assert!(!mapped.write(&mut file, &pool, &vec![2; 2 << 20]).unwrap());
+        assert!(!mapped.write(&mut file, &pool, &[&vec![2; 2 << 20]]).unwrap());
         assert_eq!(file.stream_position().unwrap(), 0);
     }
 }

@@ -154,11 +154,11 @@ impl OpenSink {
         }
     }
 
-    /// As `write`, with the threads of a pool where they are faster than one.
-    pub(crate) fn write_by(&mut self, pool: &ThreadPool, bytes: &[u8]) -> Result<()> {
+    /// As `write` of each part, with the threads of a pool where they are faster than one.
+    pub(crate) fn write_by(&mut self, pool: &ThreadPool, parts: &[&[u8]]) -> Result<()> {
         match self {
-            Self::File(file) => file.write_by(pool, bytes),
-            Self::Other(sink) => sink.write(bytes),
+            Self::File(file) => file.write_by(pool, parts),
+            Self::Other(sink) => parts.iter().try_for_each(|part| sink.write(part)),
         }
     }
 

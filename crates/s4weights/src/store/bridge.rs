@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use futures::FutureExt;
 use s4_store::Attempt;
 use tokio::runtime::{Builder, Runtime};
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::mpsc::{Receiver, Sender};
 use tokio::task::JoinHandle;
 
@@ -217,6 +218,12 @@ pub(crate) struct ChannelSink {
 
 impl ObjectSink for ChannelSink {
     fn put(&mut self, object: DataObject) -> Result<()> {
+        interrupt::check()?;
+        let object = match self.sender.try_send(object) {
+            Ok(()) => return Ok(()),
+            Err(TrySendError::Full(object)) => object,
+            Err(TrySendError::Closed(_)) => return Err(self.bridge.stopped()),
+        };
         let sender = self.sender.clone();
         let send = async move { sender.send(object).await.is_ok() };
         match self.bridge.wait_asking(&self.asker, send)? {

@@ -6,6 +6,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use bytes::Bytes;
+use object_store::PutPayload;
 use s4_format::Digest;
 use s4_store::{CheckpointId, ObjectInfo};
 
@@ -40,18 +41,19 @@ impl CachingSink {
 
 impl ObjectSink for CachingSink {
     fn put(&mut self, object: DataObject) -> Result<()> {
-        lock(&self.cache).add(object.number, &object.bytes);
+        lock(&self.cache).add(object.number, object.bytes.clone());
         self.sink.put(object)
     }
 }
 
 impl ObjectCache {
-    fn add(&mut self, number: u32, bytes: &Bytes) {
-        match self.left.checked_sub(bytes.len()) {
+    fn add(&mut self, number: u32, bytes: PutPayload) {
+        match self.left.checked_sub(bytes.content_length()) {
             Some(left) => {
                 self.left = left;
                 if let Some(objects) = &mut self.objects {
-                    objects.insert(number, bytes.clone());
+                    // Objects that are kept come in one part.
+                    objects.insert(number, bytes.into());
                 }
             }
             // A part of them is of no use.

@@ -20,6 +20,7 @@ use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::objects::ObjectOptions;
 use crate::options::{ProgressFn, StagedFn, WriteOptions};
+use crate::output::ObjectMemory;
 use crate::parent::Parent;
 use crate::report::Report;
 use crate::store::bridge::{Asker, ChannelSink, upload};
@@ -351,14 +352,17 @@ impl CheckpointStore {
             Some(_) => options.staging_memory.map_or(MAX_OBJECTS, within).clamp(1, MAX_OBJECTS),
             None => 1,
         };
-        let (sender, receiver) = channel(waiting);
+        // Half of them for their hashes, and half for their uploads.
+        let ahead = (waiting / 2).max(1);
+        let (sender, receiver) = channel((waiting - waiting / 2).max(1));
         let uploading = bridge.spawn(async move {
             let done = upload(&mut attempt, receiver).await;
             (attempt, done)
         })?;
         let sink = ChannelSink { bridge: bridge.clone(), asker: asker.clone(), sender };
         let (sink, stored) = CachingSink::new(sink, room);
-        match self.encode(request, sink, parent) {
+        let memory = ObjectMemory { buffers: self.buffers.clone(), ahead, kept: room };
+        match self.encode(request, sink, parent, memory) {
             Ok(written) => Ok(Uploading { written, uploading, stored }),
             Err(e) => {
                 // If an upload failed, that is why the writer could not go on.
@@ -388,6 +392,7 @@ impl CheckpointStore {
         request: &SaveRequest<'_>,
         sink: CachingSink,
         parent: Option<Arc<dyn Parent>>,
+        memory: ObjectMemory,
     ) -> Result<Written> {
         let SaveRequest { tensors, options, asker, staged, .. } = request;
         let staged = options.staged.clone().map(|tell| -> StagedFn {
@@ -410,9 +415,7 @@ impl CheckpointStore {
         };
         let objects = ObjectOptions { bytes: self.options.object_bytes };
         let target = self.opener.bridge.target();
-        let buffers = self.buffers.clone();
-        let mut writer =
-            Writer::create_objects_in(target, Box::new(sink), objects, write, buffers)?;
+        let mut writer = Writer::create_objects_in(target, Box::new(sink), objects, write, memory)?;
         if let Some(roles) = &options.roles {
             writer.declare(roles.clone())?;
         }

@@ -4,6 +4,7 @@ use bytes::Bytes;
 use s4_codec_gpu::abi::{self, CopySpan, CrcSpan, EncodeChunk, EncodeResult, Route};
 use s4_format::limits::ALIGN;
 
+use super::homes::Home;
 use crate::Input;
 use crate::cuda::sets::{Extra, SetPlace};
 
@@ -63,8 +64,10 @@ pub(super) struct Group<'a> {
     pub(super) extra_len: u64,
     /// Where the statuses of the parents' frames lie in the meta memory, by job.
     pub(super) statuses: Vec<usize>,
-    /// Whether its frames were sent to the host.
+    /// Whether its frames were sent to the host, and where those are that may stay there. The others, which
+    /// follow on the device, are in the slot.
     pub(super) sent: bool,
+    pub(super) homes: Vec<Home>,
 }
 
 /// A copy of values that must be what was stored of them.

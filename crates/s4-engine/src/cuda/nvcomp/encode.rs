@@ -403,7 +403,7 @@ impl<'a> LibraryQueue<'a> {
             // SAFETY: the copy that wrote it is done; the next one is made by a later call.
             let bytes = unsafe { self.session.worker.slots[0].pinned.slice(at, len) };
             let encoded = encoded(result);
-            EncodedFrame { tensor: chunk.tensor, chunk: chunk.chunk, encoded, bytes }
+            EncodedFrame { tensor: chunk.tensor, chunk: chunk.chunk, encoded, bytes, held: None }
         };
         group.chunks[done.clone()].iter().zip(&self.results[done]).map(frame).collect()
     }

@@ -192,6 +192,7 @@ CALL cuStreamWaitEvent(void*, void*, unsigned) { return kSuccess; }
 CALL cuEventCreate(void** e, unsigned) { return *e = reinterpret_cast<void*>(16), kSuccess; }
 CALL cuEventRecord(void*, void*) { return kSuccess; }
 CALL cuEventSynchronize(void*) { return kSuccess; }
+CALL cuEventQuery(void*) { return kSuccess; }
 CALL cuEventElapsedTime(float* ms, void*, void*) { return *ms = 0, kSuccess; }
 CALL cuEventDestroy_v2(void*) { return kSuccess; }
 

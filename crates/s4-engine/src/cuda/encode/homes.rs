@@ -1,0 +1,120 @@
+//! Where frames go to on the host: pieces that callers may hold on to, or the slot's own memory.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use s4_codec_gpu::Device;
+use s4_codec_gpu::abi::{EncodeResult, status};
+use s4_format::limits::ALIGN;
+
+use super::{Group, result_of};
+use crate::cuda::pieces::{Frames, Piece, Pieces};
+use crate::cuda::worker::Session;
+
+/// Consecutive frames of a group in a piece.
+pub(super) struct Home {
+    pub(super) piece: Arc<Piece>,
+    /// Where they start there.
+    pub(super) at: usize,
+    /// Where they start and end among the frames on the device.
+    pub(super) first: u64,
+    pub(super) end: u64,
+    /// For callers, once all is there.
+    bytes: Bytes,
+}
+
+/// The piece that is being filled.
+#[derive(Default)]
+pub(super) struct OpenPiece {
+    piece: Option<Arc<Piece>>,
+    used: usize,
+    /// Whether there was none: then nobody asks again, since the system takes its time to say no.
+    refused: bool,
+}
+
+impl OpenPiece {
+    /// Finds room for a group's frames, which end at `ends`, in order. Gives where those end that have a home.
+    pub(super) fn place(
+        &mut self,
+        group: &mut Group<'_>,
+        ends: &[u64],
+        pieces: &Pieces,
+        device: &Arc<Device>,
+    ) -> u64 {
+        let (mut first, mut ends) = (0, ends);
+        while !ends.is_empty() {
+            let room = self.piece.as_ref().map_or(0, |p| p.pinned.len() - self.used) as u64;
+            let fit = ends.partition_point(|end| end - first <= room);
+            if let (Some(piece), Some(&end)) = (&self.piece, ends[..fit].last()) {
+                let (piece, at, bytes) = (Arc::clone(piece), self.used, Bytes::new());
+                group.homes.push(Home { piece, at, first, end, bytes });
+                self.used += (end - first) as usize;
+                (first, ends) = (end, &ends[fit..]);
+            } else if self.used == 0 && self.piece.is_some() || !self.take(pieces, device) {
+                break;
+            }
+        }
+        first
+    }
+
+    /// Goes on with an empty piece, which has room for any frame.
+    fn take(&mut self, pieces: &Pieces, device: &Arc<Device>) -> bool {
+        // What is full goes back as soon as nobody holds it.
+        (self.piece, self.used) = (None, 0);
+        if !self.refused {
+            self.piece = pieces.take(device).map(Arc::new);
+            self.refused = self.piece.is_none();
+        }
+        self.piece.is_some()
+    }
+}
+
+impl Group<'_> {
+    /// Where frames end on the device, padding included, in their order.
+    pub(super) fn ends(&self, session: &Session<'_>, total: u64) -> Vec<u64> {
+        let routed = self.members.iter().filter(|m| m.route.is_some());
+        let results = routed.map(|member| result_of(session, self, member));
+        let sound = results.filter(|r| u32::from(r.status) == status::OK);
+        let ends = sound.filter_map(|r| Some(padded(&r)?.end)).filter(|end| *end <= total);
+        let mut ends: Vec<_> = ends.collect();
+        ends.sort_unstable();
+        ends
+    }
+
+    /// Makes what callers may hold on to of what was copied to pieces: zeros follow each frame there.
+    pub(super) fn seal(&mut self, session: &Session<'_>) {
+        if self.homes.iter().any(|home| !home.bytes.is_empty()) {
+            return;
+        }
+        for member in self.members.iter().filter(|m| m.route.is_some()) {
+            let result = result_of(session, self, member);
+            let Some(frame) = padded(&result) else { continue };
+            let within = |h: &&Home| h.first <= frame.start && frame.end <= h.end;
+            if let Some(home) = self.homes.iter().find(within) {
+                let end = frame.start + u64::from(result.len);
+                let (at, pad) = (home.at + (end - home.first) as usize, frame.end - end);
+                // SAFETY: all was copied, and nobody has seen this part of the piece yet.
+                unsafe { home.piece.pinned.slice_mut(at, pad as usize) }.fill(0);
+            }
+        }
+        for home in &mut self.homes {
+            let (piece, len) = (Arc::clone(&home.piece), (home.end - home.first) as usize);
+            // SAFETY: from now on nobody writes there: the rest of the piece is for later groups.
+            home.bytes = Bytes::from_owner(unsafe { Frames::new(piece, home.at, len) });
+        }
+    }
+
+    /// What holds a frame, given by its offset on the device and its bytes, and where it starts there.
+    pub(super) fn held(&self, (offset, len): (usize, usize)) -> Option<(&Bytes, usize)> {
+        let frame = offset as u64..(offset + len) as u64;
+        let home = self.homes.iter().find(|h| h.first <= frame.start && frame.end <= h.end)?;
+        Some((&home.bytes, offset - home.first as usize))
+    }
+}
+
+/// Where a frame lies on the device, with the padding that follows it.
+fn padded(result: &EncodeResult) -> Option<Range<u64>> {
+    let end = result.offset.checked_add(result.len.into())?;
+    Some(result.offset..end.checked_next_multiple_of(ALIGN as u64)?)
+}

@@ -1,0 +1,153 @@
+//! Page-locked memory that encoded frames stay in for as long as somebody needs them.
+//!
+//! To lock a page takes longer than to copy to it, so pieces are taken when they are needed and kept for
+//! later calls. Where the budget does not allow another one, frames are handed on in the ring of their device.
+
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
+
+use s4_codec_gpu::{Device, Pinned};
+use s4_format::limits::MAX_CHUNK_BYTES;
+
+/// The most bytes of a piece: as many as a group of chunks has, which takes a millisecond to copy.
+const MOST: u64 = 32 << 20;
+/// The least: a piece holds any frame.
+const LEAST: u64 = (MAX_CHUNK_BYTES as u64).next_multiple_of(64 << 10);
+/// Pieces that a budget has room for, if they can be as small.
+const IN_BUDGET: u64 = 8;
+
+/// Page-locked memory for encoded frames, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct FrameMemory {
+    /// What the system gave, and was not given back.
+    pub taken: u64,
+    /// The part of it that holds no frames.
+    pub idle: u64,
+    /// The most that may be taken.
+    pub budget: u64,
+    /// How often the system was asked for a piece, so far.
+    pub pieces: u64,
+}
+
+/// Pieces that hold frames, and those that are kept for the next. Clones share them.
+#[derive(Debug, Clone)]
+pub(super) struct Pieces {
+    held: Arc<Mutex<Held>>,
+    /// Bytes of a piece.
+    size: u64,
+}
+
+#[derive(Debug)]
+struct Held {
+    idle: Vec<Arc<Pinned>>,
+    memory: FrameMemory,
+}
+
+fn lock(held: &Mutex<Held>) -> MutexGuard<'_, Held> {
+    // What is counted is whole also where a thread ended early.
+    held.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+impl Pieces {
+    pub(super) fn new(budget: u64) -> Self {
+        let memory = FrameMemory { budget, ..FrameMemory::default() };
+        let size = ((budget / IN_BUDGET) & !0xffff).clamp(LEAST, MOST);
+        Self { held: Arc::new(Mutex::new(Held { idle: vec![], memory })), size }
+    }
+
+    pub(super) fn memory(&self) -> FrameMemory {
+        let held = lock(&self.held);
+        FrameMemory { idle: held.idle.len() as u64 * self.size, ..held.memory }
+    }
+
+    /// Sets the budget. What is idle beyond it goes back to the system at once, the rest once it is idle.
+    pub(super) fn limit(&self, budget: u64) {
+        lock(&self.held).memory.budget = budget;
+        self.shrink(budget);
+    }
+
+    /// Gives back what is idle, until no more than `most` bytes are taken.
+    pub(super) fn shrink(&self, most: u64) {
+        let mut gone = vec![];
+        let mut held = lock(&self.held);
+        while held.memory.taken > most
+            && let Some(piece) = held.idle.pop()
+        {
+            held.memory.taken -= self.size;
+            gone.push(piece);
+        }
+        // The driver takes its time.
+        drop(held);
+    }
+
+    /// An empty piece; `None` where the budget allows none, or the system has none.
+    pub(super) fn take(&self, device: &Arc<Device>) -> Option<Piece> {
+        let mut held = lock(&self.held);
+        let pinned = match held.idle.pop() {
+            Some(idle) => idle,
+            None => {
+                held.memory.taken.checked_add(self.size).filter(|t| *t <= held.memory.budget)?;
+                held.memory.taken += self.size;
+                held.memory.pieces += 1;
+                drop(held);
+                match Pinned::new(device, usize::try_from(self.size).unwrap_or(usize::MAX)) {
+                    Ok(new) => Arc::new(new),
+                    Err(_) => {
+                        lock(&self.held).memory.taken -= self.size;
+                        return None;
+                    }
+                }
+            }
+        };
+        let home = Arc::downgrade(&self.held);
+        Some(Piece { pinned, home, process: std::process::id() })
+    }
+}
+
+/// A piece in use. It goes back when it is dropped.
+#[derive(Debug)]
+pub(super) struct Piece {
+    pub(super) pinned: Arc<Pinned>,
+    home: Weak<Mutex<Held>>,
+    process: u32,
+}
+
+impl Drop for Piece {
+    fn drop(&mut self) {
+        let pinned = Arc::clone(&self.pinned);
+        if std::process::id() != self.process {
+            // A fork's copy: the driver knows nothing of it, and who held the lock is not here.
+            std::mem::forget(pinned);
+            return;
+        }
+        let Some(home) = self.home.upgrade() else { return };
+        let mut held = lock(&home);
+        if held.memory.taken <= held.memory.budget {
+            held.idle.push(pinned);
+        } else {
+            held.memory.taken -= pinned.len() as u64;
+        }
+    }
+}
+
+/// A part of a piece that holds frames, which nobody writes to any more.
+#[derive(Debug)]
+pub(super) struct Frames {
+    piece: Arc<Piece>,
+    at: usize,
+    len: usize,
+}
+
+impl Frames {
+    /// # Safety
+    /// Nothing writes these bytes from now on, as long as the piece lives.
+    pub(super) unsafe fn new(piece: Arc<Piece>, at: usize, len: usize) -> Self {
+        Self { piece, at, len }
+    }
+}
+
+impl AsRef<[u8]> for Frames {
+    fn as_ref(&self) -> &[u8] {
+        // SAFETY: what `Frames::new` was promised.
+        unsafe { self.piece.pinned.slice(self.at, self.len) }
+    }
+}
