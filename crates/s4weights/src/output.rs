@@ -327,9 +327,8 @@ impl Objects {
         let (tell, told) = sync_channel(1);
         // Who began it may have failed meanwhile.
         pool.spawn(move || drop(tell.send(open.hashed(copy_to.as_ref(), true))));
-        self.hand_on_hashed(self.memory.ahead.saturating_sub(1))?;
         self.hashing.push_back(told);
-        Ok(())
+        self.hand_on_hashed(self.memory.ahead)
     }
 
     /// Hands on the objects that are hashed, and waits for hashes where more than `ahead` objects wait.
