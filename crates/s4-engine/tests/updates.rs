@@ -122,6 +122,28 @@ fn what_moments_say_makes_a_step_smaller_and_their_sign_does() {
 }
 
 #[test]
+fn chunks_of_fewer_values_than_their_tables_have_entries_come_back() {
+    for n in (1..70).chain([255, 256, 257, 300, 513]) {
+        let [now, before, m, v] = step(n);
+        // Any other change, so that no context sees the same few symbols.
+        let now: Vec<u8> = now.iter().zip(0u32..).map(|(b, i)| b ^ (i * i * 37) as u8).collect();
+        let shape = [n as u64];
+        let view = TensorView { dtype: DType::Float32, shape: &shape, data: &now };
+        for coding in CODINGS {
+            let update = Update { floor: i16::MIN, offset: 8300, moments: [DType::Float32; 2] };
+            let plan = plan(DType::Float32, update, coding);
+            for simd in Simd::available() {
+                let engine = CpuEngine::new(simd);
+                let encoded = encode(&engine, &view, &plan, &[&before, &m, &v]).unwrap();
+                for out in decode(&engine, &view, &plan, [&before, &m, &v], &encoded).unwrap() {
+                    assert!(out == now, "{n} {coding:?} {simd}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn inputs_that_do_not_fit_are_refused() {
     let [now, before, m, v] = step(5000);
     let engine = CpuEngine::new(Simd::detect());

@@ -56,9 +56,8 @@ pub(super) fn max_words_len(precision: Precision, symbols: usize) -> usize {
 /// The size of the longest stream of `len` symbols, whatever its tables and contexts.
 pub(super) fn bound(precision: Precision, segment_log2: u8, len: usize) -> usize {
     let segment = 1 << segment_log2;
-    // Each symbol of an inline table occurs in the stream.
-    let entries = len.min(MAX_TABLES * 256);
-    let tables = MAX_TABLES * 4 + entries * (1 + precision.freq_len());
+    // Tables may hold symbols that do not occur: those of smoothed counts do.
+    let tables = MAX_TABLES * (4 + 256 * (1 + precision.freq_len()));
     let segments = len.div_ceil(segment);
     let words =
         len / segment * max_words_len(precision, segment) + max_words_len(precision, len % segment);
