@@ -295,7 +295,10 @@ fn a_parent_that_is_missing_or_wrong_is_named_and_the_rest_can_be_read() {
     let parent = Arc::new(alone(&base));
     let mut now = before.clone();
     step(&mut now, 3);
-    now.push(Owned::new("new", DType::Float32, &[80_200], before[2].data.clone()));
+    // No copy of another one, which would need that one's parent.
+    let mut new = before[2].data.clone();
+    new.rotate_left(4 * 777);
+    now.push(Owned::new("new", DType::Float32, &[80_200], new));
     let (file, _) = write(&now, against(&parent)).unwrap();
     let problem = |reader: &Reader| match reader.read("w").err().unwrap() {
         Error::Parent { tensor: Some(t), parent: p, problem, .. } => {
