@@ -11,7 +11,7 @@ use rayon::ThreadPool;
 use s4_codec_gpu::abi::{self, CopySpan, CrcSpan, EncodeChunk, EncodeResult, Route, status};
 use s4_codec_gpu::{EncodeBatch, GpuError, Pinned};
 use s4_format::limits::ALIGN;
-use s4_format::{CodecId, Plan, PredictorId, StreamEntry};
+use s4_format::{CodecId, StreamEntry};
 use s4_predict::Tensor;
 
 use group::{Check, Group, Member, PER_CHECK, PER_CHUNK, Room, SPAN, TOTAL};
@@ -20,7 +20,7 @@ use inputs::{Decoding, open_inputs};
 
 use super::error::{CudaError, Of, Result};
 use super::parent::{self, LevelPlaces};
-use super::route::{Told, codings, encode_route, position};
+use super::route::{Told, codings, encode_route, position, scale};
 use super::sets::{self, Extra, Rows, SetPlace, TensorSet};
 use super::worker::{SLOTS, Session};
 use super::{Counters, Host};
@@ -587,15 +587,6 @@ impl<'a> EncodeQueue<'a> {
 /// Whether a plan predicts from a tensor of the same checkpoint.
 fn plan_has_own_input(plan: &TensorPlan) -> bool {
     plan.plan.own_input().is_some()
-}
-
-/// Bytes of its input for each byte that is predicted by a plan; 0: it has no input.
-fn scale(plan: &Plan) -> u64 {
-    match plan.predictor {
-        PredictorId::PARENT | PredictorId::SAME => 1,
-        PredictorId::CAST => 2,
-        _ => 0,
-    }
 }
 
 /// What the kernels say of a chunk that they encoded.

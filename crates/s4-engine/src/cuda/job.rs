@@ -6,6 +6,7 @@ use s4_codec_gpu::{GpuError, Pinned, abi};
 use s4_format::ChunkRecord;
 
 use super::error::{Of, Result};
+use super::route::scale;
 use crate::DeviceMemory;
 use crate::{TensorSpec, moment_dtypes};
 
@@ -37,7 +38,7 @@ pub struct FrameJob<'a> {
     /// parent that is one piece, the whole chunk; the parent's values lie there, or are put there by
     /// earlier calls.
     pub pieces: Vec<Piece>,
-    /// Of a rounded copy the values that it is a copy of, twice its bytes: there they lie already.
+    /// Of a copy the values that it is a copy of, of a rounded one twice its bytes: there they lie already.
     pub input: Option<DeviceMemory>,
     /// Of weights that are told from their moments: where the values of both lie already, as many as its own.
     pub moments: Option<[DeviceMemory; 2]>,
@@ -122,9 +123,8 @@ pub(super) fn check(ordinal: u32, len: usize, room: usize, jobs: &[FrameJob<'_>]
         let whole = job.bytes.is_multiple_of(width)
             && job.bytes <= abi::MAX_DECODE_BYTES
             && (all || !job.is_delta());
-        let input = job
-            .input
-            .is_none_or(|m| m.ordinal() == ordinal && job.bytes.checked_mul(2) == Some(m.bytes()));
+        let of_input = job.bytes.checked_mul(scale(job.spec.plan));
+        let input = job.input.is_none_or(|m| m.ordinal() == ordinal && of_input == Some(m.bytes()));
         let moments = job.moments.is_none_or(|m| has_moments(job, m, ordinal));
         if !whole || !input || !moments || !job.pieces.iter().all(inside) {
             let what = format!("pieces of a chunk of {} bytes for device {ordinal}", job.bytes);

@@ -108,6 +108,15 @@ pub(super) fn encode_route(plan: &TensorPlan, n: u64, dtype: DType) -> Option<Ro
     Some(fused.unwrap_or(Route::Composed))
 }
 
+/// Bytes of its input for each byte that is predicted by a plan; 0: it has no input.
+pub(super) fn scale(plan: &Plan) -> u64 {
+    match plan.predictor {
+        PredictorId::PARENT | PredictorId::SAME => 1,
+        PredictorId::CAST => 2,
+        _ => 0,
+    }
+}
+
 pub(super) fn has_layout(layout: LayoutId) -> bool {
     matches!(layout, LayoutId::WHOLE | LayoutId::BYTES | LayoutId::FIELDS | LayoutId::FIELDS_SIGN)
 }
