@@ -338,7 +338,11 @@ fn moments_that_are_none_are_refused() {
     let two = |step| {
         let mut all = state(dtypes, step);
         let more = state(dtypes, step);
-        all.extend(more.into_iter().map(|t| Owned { name: format!("{}2", t.name), ..t }));
+        // Other rows, so that no tensor is a copy of another one.
+        all.extend(more.into_iter().map(|mut t| {
+            t.data.rotate_left(t.dtype.value_width() * (20 * COLS) as usize);
+            Owned { name: format!("{}2", t.name), ..t }
+        }));
         // Of other values than the weights'.
         all.push(Owned::new("short", F32, &[20_000], all[2].data[..80_000].to_vec()));
         all
