@@ -63,10 +63,7 @@ impl CudaEngine {
 
     /// Opens a device, takes the scratch memory and gives it back: what fails then would fail later.
     fn open(&self, py: Python<'_>, ordinal: u32) -> PyResult<()> {
-        // SAFETY: no bytes are used; the legacy default stream is always there.
-        let nothing = unsafe { DeviceMemory::new(ordinal, 0, 0, 0) };
-        let open = || self.0.decode::<CudaError>(&[nothing], None, |_| Ok(()));
-        watched(py, None, || open().map_err(of_engine))
+        watched(py, None, || self.0.open(ordinal).map_err(of_engine))
     }
 
     /// Queues copies of tensors, given by address, bytes and where, on the streams that they are used on.
@@ -134,6 +131,11 @@ impl CudaEngine {
     /// Sets the most page-locked memory for encoded frames.
     fn limit_frame_memory(&self, py: Python<'_>, bytes: u64) {
         py.detach(|| self.0.limit_frame_memory(bytes));
+    }
+
+    /// Takes one more piece of it, unless what was taken has room for so many bytes; returns whether it did.
+    fn grow_frame_memory(&self, py: Python<'_>, bytes: u64) -> bool {
+        py.detach(|| self.0.grow_frame_memory(bytes))
     }
 
     /// Gives the part of it that is idle back to the system.

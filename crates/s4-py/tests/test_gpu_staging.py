@@ -11,6 +11,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,8 @@ def assert_stored(expected: Any, store: CheckpointStore, step: int) -> None:
 @pytest.mark.parametrize("pinned", [0, 1 << 30])
 def test_page_locked_memory_is_used_again_and_given_back(tmp_path: Path, pinned: int) -> None:
     def memory() -> tuple[int, int, int, int]:
+        while any(thread.name == "s4weights-pinned" for thread in threading.enumerate()):
+            time.sleep(0.001)
         return s4weights._device._engine(s4weights._device.GPU_SCRATCH).frame_memory()
 
     values = state()
@@ -113,15 +116,15 @@ def test_page_locked_memory_is_used_again_and_given_back(tmp_path: Path, pinned:
             train(values)
         for step, stored in expected.items():
             assert_stored(stored, store, step)
-        # How many are in use at once depends on how fast objects are stored.
-        assert pieces[4] <= (pinned and pieces[0] + 2)
+        # After the first save there are enough for another one, however slowly objects are stored.
+        assert pieces[4] == pieces[0] and (pieces[0] > 0) == (pinned > 0)
         path = tmp_path / "file.s4w"
         pending = s4weights.save(values, path, device="cuda", blocking=False, stage="host")
         stored = on_host(values)
         pending.wait_staged()
         spoil(values)
         pending.wait()
-        assert_identical(stored, s4weights.load(path))
+        assert_identical(stored, s4weights.load(path, map_location="cpu"))
     assert memory()[:2] == (0, 0)
     s4weights._device._engine(s4weights._device.GPU_SCRATCH).limit_frame_memory(4 << 30)
 
@@ -282,8 +285,9 @@ def test_the_call_does_not_wait_for_the_device(tmp_path: Path) -> None:
             start = time.perf_counter()
             pending = store.save_checkpoint(values, 1, blocking=False, stage=stage)  # type: ignore[call-overload]
             seconds = time.perf_counter() - start
-            assert not torch.cuda.current_stream().query(), "the stream was not kept busy"
-            assert seconds < 0.3, seconds
+            busy = not torch.cuda.current_stream().query()
+            assert seconds < 0.3, (stage, seconds)
+            assert busy, f"{stage}: the stream was not kept busy"
             pending.wait(60)
 
 
@@ -363,6 +367,8 @@ def test_training_that_fills_the_device_does_not_run_out(tmp_path: Path) -> None
             pending.wait(60)
             assert_stored(expected, store, step)
     torch.cuda.empty_cache()
+    # Saves of other tests are not to leave as much free.
+    torch.cuda.reset_peak_memory_stats()
 
 
 @pytest.mark.parametrize("stage", ["auto", *STAGES])

@@ -236,6 +236,17 @@ impl CudaEngine {
         Ok(worker.pool.high_water()?)
     }
 
+    /// Opens a device, unless it is open, and sees whether there is room for scratch. Waits for no stream of the
+    /// caller's.
+    ///
+    /// # Errors
+    /// `Gpu`: there is no such device, or not enough memory.
+    pub fn open(&self, ordinal: u32) -> Result<()> {
+        let workers = self.workers(std::iter::once(ordinal))?;
+        self.session(&workers, ordinal, std::iter::empty())?;
+        Ok(())
+    }
+
     /// The memory of frames that callers hold on to.
     pub fn frame_memory(&self) -> FrameMemory {
         self.host.pieces.memory()
@@ -244,6 +255,13 @@ impl CudaEngine {
     /// Sets [`CudaOptions::frames`]. What is in use beyond that goes back to the system once nobody holds it.
     pub fn limit_frame_memory(&self, bytes: u64) {
         self.host.pieces.limit(bytes);
+    }
+
+    /// Takes one more piece of that memory for later calls, unless what was taken has room for `bytes` of frames.
+    /// Returns whether it did: never beyond the budget, nor before the first frames. A system takes some
+    /// milliseconds to lock the pages of a piece, which nobody waits for where this is called between two saves.
+    pub fn grow_frame_memory(&self, bytes: u64) -> bool {
+        self.host.pieces.grow(bytes)
     }
 
     /// Gives the memory of frames that nobody holds back to the system.

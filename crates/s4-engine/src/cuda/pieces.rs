@@ -40,6 +40,8 @@ pub(super) struct Pieces {
 struct Held {
     idle: Vec<Arc<Pinned>>,
     memory: FrameMemory,
+    /// The device that the last piece was taken for.
+    device: Option<Arc<Device>>,
 }
 
 fn lock(held: &Mutex<Held>) -> MutexGuard<'_, Held> {
@@ -51,7 +53,7 @@ impl Pieces {
     pub(super) fn new(budget: u64) -> Self {
         let memory = FrameMemory { budget, ..FrameMemory::default() };
         let size = ((budget / IN_BUDGET) & !0xffff).clamp(LEAST, MOST);
-        Self { held: Arc::new(Mutex::new(Held { idle: vec![], memory })), size }
+        Self { held: Arc::new(Mutex::new(Held { idle: vec![], memory, device: None })), size }
     }
 
     pub(super) fn memory(&self) -> FrameMemory {
@@ -79,27 +81,43 @@ impl Pieces {
         drop(held);
     }
 
+    /// Takes one more piece, to be idle, unless those that were taken hold `bytes` of frames already. Returns whether it
+    /// did: not beyond the budget, not where the system has none, and not before a piece was needed.
+    pub(super) fn grow(&self, bytes: u64) -> bool {
+        // Each ends with less room than its next frame has.
+        let enough = bytes.saturating_add(bytes / 16).saturating_add(self.size);
+        let device = {
+            let held = lock(&self.held);
+            held.device.clone().filter(|_| held.memory.taken < enough)
+        };
+        let Some(device) = device else { return false };
+        self.lock_pages(&device).map(|new| drop(self.piece(new))).is_some()
+    }
+
     /// An empty piece; `None` where the budget allows none, or the system has none.
     pub(super) fn take(&self, device: &Arc<Device>) -> Option<Piece> {
+        let idle = lock(&self.held).idle.pop();
+        Some(self.piece(idle.or_else(|| self.lock_pages(device))?))
+    }
+
+    fn piece(&self, pinned: Arc<Pinned>) -> Piece {
+        Piece { pinned, home: Arc::downgrade(&self.held), process: std::process::id() }
+    }
+
+    /// Asks the system for the memory of a piece, within the budget.
+    fn lock_pages(&self, device: &Arc<Device>) -> Option<Arc<Pinned>> {
         let mut held = lock(&self.held);
-        let pinned = match held.idle.pop() {
-            Some(idle) => idle,
-            None => {
-                held.memory.taken.checked_add(self.size).filter(|t| *t <= held.memory.budget)?;
-                held.memory.taken += self.size;
-                held.memory.pieces += 1;
-                drop(held);
-                match Pinned::new(device, usize::try_from(self.size).unwrap_or(usize::MAX)) {
-                    Ok(new) => Arc::new(new),
-                    Err(_) => {
-                        lock(&self.held).memory.taken -= self.size;
-                        return None;
-                    }
-                }
-            }
-        };
-        let home = Arc::downgrade(&self.held);
-        Some(Piece { pinned, home, process: std::process::id() })
+        held.memory.taken.checked_add(self.size).filter(|t| *t <= held.memory.budget)?;
+        held.memory.taken += self.size;
+        held.memory.pieces += 1;
+        held.device = Some(Arc::clone(device));
+        // The driver takes its time.
+        drop(held);
+        let new = Pinned::new(device, usize::try_from(self.size).unwrap_or(usize::MAX));
+        if new.is_err() {
+            lock(&self.held).memory.taken -= self.size;
+        }
+        new.ok().map(Arc::new)
     }
 }
 

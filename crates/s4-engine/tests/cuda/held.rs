@@ -176,6 +176,29 @@ fn what_the_budget_has_no_room_for_is_to_be_copied() {
 }
 
 #[test]
+fn pieces_are_taken_before_they_are_needed() {
+    let Some(gpu) = gpu() else { return };
+    let tensors = Tensors::new(&gpu);
+    let engine = engine(&gpu, 6 * PIECE);
+    assert!(!engine.grow_frame_memory(PIECE), "no piece was needed yet");
+    drop(tensors.encode(&engine).unwrap());
+    let needed = engine.frame_memory().taken;
+    // Enough for two such saves at once, which take nothing more then.
+    while engine.grow_frame_memory(2 * needed) {}
+    let memory = engine.frame_memory();
+    assert!(2 * needed < memory.taken && memory.taken <= memory.budget, "{memory:?}");
+    assert_eq!(memory.idle, memory.taken);
+    let both = [tensors.encode(&engine).unwrap(), tensors.encode(&engine).unwrap()];
+    assert!(both.iter().all(|frames| tensors.check(frames) == frames.len()));
+    assert_eq!(engine.frame_memory().pieces, memory.pieces);
+    drop(both);
+    // Never beyond the budget.
+    while engine.grow_frame_memory(1 << 40) {}
+    let memory = engine.frame_memory();
+    assert_eq!((memory.taken, memory.idle), (6 * PIECE, 6 * PIECE));
+}
+
+#[test]
 fn all_pieces_come_back_after_an_error() {
     let Some(gpu) = gpu() else { return };
     let tensors = Tensors::new(&gpu);

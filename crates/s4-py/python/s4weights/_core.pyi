@@ -110,6 +110,11 @@ class CudaEngine:
     def limit_frame_memory(self, bytes: int) -> None:
         """Sets the most page-locked memory for encoded frames; what is idle beyond it goes back at once."""
 
+    def grow_frame_memory(self, bytes: int) -> bool:
+        """Takes one more piece of it, unless what was taken has room for so many bytes, or may not be more;
+        returns whether it did.
+        """
+
     def trim_frame_memory(self) -> None:
         """Gives page-locked memory for encoded frames that is idle back to the system."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -29,6 +30,8 @@ HOST = (-1, 0)
 _engines: dict[tuple[int, int], _core.CudaEngine] = {}
 _lock = threading.Lock()
 _warned = False
+#: How often page-locked memory was given back.
+_freed = 0
 
 
 class Compute:
@@ -112,10 +115,30 @@ def free_pinned_memory() -> None:
     Saves of tensors on CUDA devices keep it for the next one (``pinned_memory=``), since the system takes
     its time to lock pages.
     """
+    global _freed
+    _freed += 1
     # Without the lock: a signal handler may close a store wherever the main thread is.
     for (process, _), engine in list(_engines.items()):
         if process == os.getpid():
             engine.trim_frame_memory()
+
+
+def prepare_pinned_memory(engine: _core.CudaEngine, nbytes: int) -> None:
+    """Takes page-locked memory for as many encoded bytes as a save had, on a thread of its own: the next
+    save does not wait for it.
+
+    It ends early where the memory is not wanted any more, or the program ends.
+    """
+    freed, main = _freed, threading.main_thread()
+
+    def grow() -> None:
+        while freed == _freed and main.is_alive() and engine.grow_frame_memory(nbytes):
+            pass
+        if freed != _freed:  # What was taken last was not there to be given back.
+            engine.trim_frame_memory()
+
+    with contextlib.suppress(RuntimeError):  # No thread can be started any more.
+        threading.Thread(target=grow, name="s4weights-pinned").start()
 
 
 def _warn(error: S4Error) -> None:

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from . import _core, _live
+from ._device import prepare_pinned_memory
 from ._entries import CheckpointEntry
 from ._errors import S4Error
 
@@ -187,6 +188,12 @@ class Pending(Generic[T]):
             self._end_values()
             self.committed.set_result(result)
             _live.discard(self)
+            if self._values is not None and self._values.engine is not None:
+                prepare_pinned_memory(self._values.engine, self._stored_bytes(result))
+
+    def _stored_bytes(self, result: T) -> int:
+        """Bytes that the save stored."""
+        raise NotImplementedError
 
     def _finish_values(self) -> None:
         """Called in the save once it needs neither the caller's tensors nor copies on devices."""
@@ -269,6 +276,9 @@ class PendingSave(Pending[CheckpointEntry]):
         self.step = step
         self.url = url
 
+    def _stored_bytes(self, result: CheckpointEntry) -> int:
+        return result.bytes
+
 
 class PendingFile(Pending[dict[str, Any]]):
     """A file that is being written in the background: `save` with ``blocking=False``. It appears when
@@ -285,6 +295,9 @@ class PendingFile(Pending[dict[str, Any]]):
     def __init__(self, target: str) -> None:
         super().__init__(f"{target}: the save")
         self.target = target
+
+    def _stored_bytes(self, result: dict[str, Any]) -> int:
+        return int(result["bytes_out"])
 
 
 #: For each optimizer the saves that its next step waits for. The hook stays with the optimizer: it

@@ -56,6 +56,8 @@ class StagedValues:
         #: What was done: ``"device"``, ``"host"`` or ``"lazy"``.
         self.stage = stage
         self.sources: list[_core.PlacedSource] = []
+        #: What encodes those on devices; ``None``: there are none.
+        self.engine: _core.CudaEngine | None = None
         #: Whether the caller is kept waiting until the native part needs its tensors no more.
         self.waits = False
         #: Whether tensors in host memory are read where the caller has them.
@@ -131,6 +133,7 @@ def stage_values(
         stage = "host" if copies is None and (on_devices or stage == "auto") else "device"
     values = StagedValues(stage)
     values._copies, values._ordinals = copies, on_devices
+    values.engine = engine if on_devices else None
     values.waits = stage == "host" and bool(on_devices)
     values.upload_memory = budget.host
     # Keeps all storages alive, whatever the caller does.
