@@ -71,6 +71,8 @@
 // OTHERS:
 //   s4_copy_spans (spans)         grid = spans, block = kCopyThreads: packs small tensors and takes them
 //                                 apart again. One block copies a span: keep them below 1 MiB.
+//   s4_copy_rows (rows)           grid = descriptors, block = kCopyThreads: brings samples together. A warp copies a
+//                                 row: keep them below 64 KiB, and all rows of a descriptor below 1 MiB.
 //   s4_crc_spans (spans, crcs)    grid = spans, block = kCrcThreads: CRC-32C of each span.
 #pragma once
 
@@ -276,6 +278,16 @@ struct CopySpan {
   u64 len;
 };
 static_assert(sizeof(CopySpan) == 24, "");
+
+// `count` rows of `len` bytes, each `step` bytes behind the one before; they are copied one behind the other.
+struct CopyRows {
+  const u8* from;
+  u8* to;
+  u64 len;
+  u64 step;
+  u64 count;
+};
+static_assert(sizeof(CopyRows) == 40, "");
 
 struct CrcSpan {
   const u8* data;

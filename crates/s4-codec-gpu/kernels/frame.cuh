@@ -186,15 +186,16 @@ __device__ __forceinline__ void copy_padded(const u8* from, u8* to, u32 len) {
     to[last + threadIdx.x] = last + threadIdx.x < len ? from[last + threadIdx.x] : 0;
 }
 
-// Copies `len` bytes between any addresses. All threads. Loads are of whole words within the span.
-__device__ __forceinline__ void copy_bytes(const u8* from, u8* to, u64 len) {
+// Copies `len` bytes between any addresses, as thread `thread` of `threads` that do. Loads are of whole words
+// within the span.
+__device__ __forceinline__ void copy_bytes(const u8* from, u8* to, u64 len, u32 thread, u32 threads) {
   const u32 skew = static_cast<u32>((reinterpret_cast<u64>(from) - reinterpret_cast<u64>(to)) & 3);
   // From `first` on `to` is 16-byte aligned; the words that hold 16 bytes must lie within the span.
   u64 first = static_cast<u64>(-reinterpret_cast<u64>(to)) & 15;
   if (first < skew) first += 16;
   const u64 tail = skew > 0 ? 4 : 0;
   const u64 whole = len < first + 16 + tail ? 0 : (len - first - tail) / 16;
-  for (u64 i = threadIdx.x; i < whole; i += blockDim.x) {
+  for (u64 i = thread; i < whole; i += threads) {
     const u8* p = from + first + 16 * i - skew;
     const u32* words = reinterpret_cast<const u32*>(p);
     u32 w[5];
@@ -211,9 +212,14 @@ __device__ __forceinline__ void copy_bytes(const u8* from, u8* to, u64 len) {
     __stcs(reinterpret_cast<uint4*>(to + first + 16 * i), make_uint4(out[0], out[1], out[2], out[3]));
   }
   const u64 head = whole > 0 ? first : len, done = first + 16 * whole;
-  for (u64 i = threadIdx.x; i < head; i += blockDim.x) to[i] = from[i];
+  for (u64 i = thread; i < head; i += threads) to[i] = from[i];
   if (whole > 0)
-    for (u64 i = done + threadIdx.x; i < len; i += blockDim.x) to[i] = from[i];
+    for (u64 i = done + thread; i < len; i += threads) to[i] = from[i];
+}
+
+// The same with all threads.
+__device__ __forceinline__ void copy_bytes(const u8* from, u8* to, u64 len) {
+  copy_bytes(from, to, len, threadIdx.x, blockDim.x);
 }
 
 // Writes the frame of a chunk that is plain: its values. All threads.

@@ -212,6 +212,12 @@ __global__ void __launch_bounds__(kCopyThreads) s4_copy_spans(const CopySpan* sp
   copy_bytes(span.from, span.to, span.len);
 }
 
+__global__ void __launch_bounds__(kCopyThreads) s4_copy_rows(const CopyRows* all) {
+  const CopyRows& rows = all[blockIdx.x];
+  for (u64 row = threadIdx.x / 32; row < rows.count; row += blockDim.x / 32)
+    copy_bytes(rows.from + row * rows.step, rows.to + row * rows.len, rows.len, threadIdx.x % 32, 32);
+}
+
 __global__ void __launch_bounds__(kCrcThreads) s4_crc_spans(const CrcSpan* spans, u32* crcs) {
   __shared__ CrcShared shared;
   const CrcSpan& span = spans[blockIdx.x];

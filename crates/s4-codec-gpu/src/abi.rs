@@ -70,6 +70,8 @@ pub const MAX_ENCODE_BYTES: u64 = header("kMaxPlaneBytes");
 pub const MAX_DECODE_BYTES: u64 = header("kMaxDecodeBytes");
 /// Bytes that a block copies of one [`CopySpan`] in good time; longer ones are cut.
 pub const COPY_SPAN_BYTES: u64 = 256 << 10;
+/// Bytes that a warp copies of a row of [`CopyRows`] in good time.
+pub const COPY_ROW_BYTES: u64 = 4 << 10;
 
 const FUSED_SCRATCH: [u64; 2] = [header("kFusedScratch2"), header("kFusedScratch4")];
 const SEGMENT_SCRATCH: u64 = header("kSegmentScratch");
@@ -411,6 +413,22 @@ pub struct CopySpan {
     pub len: u64,
 }
 
+/// Rows of bytes to copy, evenly spaced, to one behind the other.
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+pub struct CopyRows {
+    /// Address of the first row.
+    pub from: u64,
+    /// Address of the destination.
+    pub to: u64,
+    /// Bytes of a row: at most [`COPY_ROW_BYTES`], or the copy takes its time.
+    pub len: u64,
+    /// How far each row starts behind the one before.
+    pub step: u64,
+    /// How many rows: at most [`COPY_SPAN_BYTES`] in all.
+    pub count: u64,
+}
+
 /// Bytes to take the CRC-32C of.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
@@ -432,6 +450,7 @@ const _: () = {
     assert!(size_of::<Offsets>() == 32);
     assert!(size_of::<Update>() == 8);
     assert!(size_of::<CopySpan>() == 24);
+    assert!(size_of::<CopyRows>() == 40);
     assert!(size_of::<CrcSpan>() == 16);
 };
 

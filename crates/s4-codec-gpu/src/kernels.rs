@@ -43,6 +43,7 @@ pub(crate) struct Kernels {
     decode_update: sys::CUfunction,
     pub(crate) check_values: sys::CUfunction,
     copy_spans: sys::CUfunction,
+    copy_rows: sys::CUfunction,
     crc_spans: sys::CUfunction,
 }
 
@@ -112,6 +113,7 @@ impl Kernels {
             decode_update: get("s4_decode_update")?,
             check_values: get("s4_check_values")?,
             copy_spans: get("s4_copy_spans")?,
+            copy_rows: get("s4_copy_rows")?,
             crc_spans: get("s4_crc_spans")?,
         })
     }
@@ -275,6 +277,19 @@ impl Stream {
         let k = self.device().kernels()?;
         // SAFETY: the caller's promise.
         unsafe { self.launch(k.copy_spans, count, threads::COPY, &mut [spans]) }
+    }
+
+    /// As [`Stream::copy_spans`], of `count` [`CopyRows`](crate::abi::CopyRows) at `rows`.
+    ///
+    /// # Safety
+    /// As [`Stream::copy_spans`].
+    ///
+    /// # Errors
+    /// `Driver`.
+    pub unsafe fn copy_rows(&self, rows: u64, count: u32) -> Result<()> {
+        let k = self.device().kernels()?;
+        // SAFETY: the caller's promise.
+        unsafe { self.launch(k.copy_rows, count, threads::COPY, &mut [rows]) }
     }
 
     /// Queues the CRC-32C of each of `count` [`CrcSpan`](crate::abi::CrcSpan)s at `spans` into as

@@ -450,8 +450,26 @@ fn checksums_and_copies_are_right_at_any_address() {
         .map(|(n, from, to)| (&data[..n], from, to))
         .collect();
     jobs.copies(&copies);
+    let shapes =
+        [[1, 1, 40], [2, 7, 9], [64, 64, 3], [130, 4096, 11], [256, 300, 20], [4099, 0, 2]];
+    let shapes = shapes.iter().flat_map(|s| skews.map(|skew| (*s, skew)));
+    let rows: Vec<_> = shapes
+        .map(|([len, step, count], skew)| {
+            let bytes = &data[skew as usize..][..step * (count - 1) + len];
+            (bytes, [len, step, count], skew, 13 - skew)
+        })
+        .collect();
+    jobs.rows(&rows);
     let answers = jobs.run();
-    let [Answers::Checksums(crcs), Answers::Copies(copied)] = &answers[..] else { panic!() };
+    let [Answers::Checksums(crcs), Answers::Copies(copied), Answers::Copies(rowed)] = &answers[..]
+    else {
+        panic!()
+    };
+    for ((bytes, [len, step, count], ..), got) in rows.iter().zip(rowed) {
+        let expected: Vec<_> =
+            (0..*count).flat_map(|i| &bytes[i * step..][..*len]).copied().collect();
+        assert!(*got == expected, "{count} rows of {len} bytes, {step} apart");
+    }
     for ((span, skew), crc) in sums.iter().zip(crcs) {
         assert_eq!(*crc, crc32c(span), "{} bytes at {skew}", span.len());
     }

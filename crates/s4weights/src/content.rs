@@ -152,6 +152,19 @@ impl Content {
         }
     }
 
+    /// Lets its memory stay for longer than its call, as `keep` answers for all of it.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn hold(&mut self, keep: impl FnOnce(&[Bytes]) -> Option<Vec<Bytes>>) -> bool {
+        let held = self.spans.iter().map(|span| match span {
+            Span::Own(_) => None,
+            Span::Held(bytes) => Some(bytes.clone()),
+        });
+        let kept = held.collect::<Option<Vec<_>>>().and_then(|held| keep(&held));
+        let Some(kept) = kept else { return false };
+        self.spans = kept.into_iter().map(Span::Held).collect();
+        true
+    }
+
     /// The same in one buffer.
     pub(crate) fn copied_whole(self, buffers: &LargeBuffers) -> Self {
         if self.spans.len() <= 1 && self.copied() == self.len {

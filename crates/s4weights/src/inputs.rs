@@ -1,6 +1,5 @@
 //! What a writer's tensors are predicted from, for the engine that encodes them.
 
-use bytes::Bytes;
 use rayon::ThreadPool;
 use rayon::prelude::*;
 use s4_engine::{
@@ -199,20 +198,28 @@ impl<'a> ParentInputs<'a> {
     }
 
     /// Reads the frames of chunks that are in some; nothing for the others.
-    fn frames(&self, chunks: &[(usize, u64)]) -> Result<Vec<Vec<InputFrame<'_>>>> {
+    fn frames<'b>(&'b self, chunks: &[(usize, u64)]) -> Result<Vec<Vec<InputFrame<'b>>>> {
         let mut parts = vec![];
         for (request, &(i, chunk)) in chunks.iter().enumerate() {
             let Some(Place::Frames(levels)) = self.place(i) else { continue };
-            let part = |level| (request, chunk, level, Bytes::new());
+            let part = |level: &'b Level<'a>| {
+                let record = &level.block.records[chunk as usize];
+                (request, chunk, level, level.reader.frame_in_memory(record))
+            };
             parts.extend(needed(levels, chunk).map(part));
         }
-        self.each(&mut parts, |(_, chunk, level, bytes)| {
-            *bytes = level.reader.frame(&level.block.records[*chunk as usize])?;
-            Ok(())
-        })?;
+        // Threads take longer to begin than what is in memory takes to be found.
+        let mut unread: Vec<_> = parts.iter_mut().filter(|part| part.3.is_none()).collect();
+        if !unread.is_empty() {
+            self.each(&mut unread, |(_, chunk, level, bytes)| {
+                *bytes = Some(level.reader.frame(&level.block.records[*chunk as usize])?);
+                Ok(())
+            })?;
+        }
         let mut out: Vec<_> = chunks.iter().map(|_| vec![]).collect();
         for (request, chunk, level, bytes) in parts {
             let record = level.block.records[chunk as usize];
+            let bytes = bytes.unwrap_or_default();
             out[request].push(InputFrame { spec: level.spec(), record, bytes });
         }
         Ok(out)

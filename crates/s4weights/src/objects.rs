@@ -40,6 +40,8 @@ pub struct DataObject {
     pub bytes: PutPayload,
     /// BLAKE3 of the bytes, as the manifest has it.
     pub blake3: Digest,
+    /// Whether it is to be kept, and its memory may be.
+    pub(crate) may_stay: bool,
 }
 
 /// Gives ranges of a checkpoint's data objects, from any thread, several at once.
@@ -87,19 +89,46 @@ pub(crate) fn fill_by_range(
 }
 
 /// Objects in memory, by number.
-pub(crate) struct MemoryObjects(pub(crate) BTreeMap<u32, Bytes>);
+#[derive(Default)]
+pub(crate) struct MemoryObjects(pub(crate) BTreeMap<u32, PutPayload>);
+
+impl MemoryObjects {
+    /// The parts of an object that have bytes of a range, and which of theirs; `None` if it is not there, or not so
+    /// long.
+    fn parts(&self, number: u32, range: Range<u64>) -> Option<Vec<Bytes>> {
+        let object = self.0.get(&number)?;
+        let place = |at: u64| usize::try_from(at).ok().filter(|&at| at <= object.content_length());
+        let (start, end) = (place(range.start)?, place(range.end)?);
+        if start > end {
+            return None;
+        }
+        let (mut at, mut found) = (0, vec![]);
+        for part in object.as_ref() {
+            let own = |place: usize| place.clamp(at, at + part.len()) - at;
+            let (first, last) = (own(start), own(end));
+            if first < last {
+                found.push(part.slice(first..last));
+            }
+            at += part.len();
+        }
+        Some(found)
+    }
+}
 
 impl ObjectSource for MemoryObjects {
     fn get_range(&self, number: u32, range: Range<u64>) -> Result<Bytes> {
         let outside = || Error::Argument(format!("bytes {range:?} of object {number} in memory"));
-        self.in_memory(number, range.clone()).ok_or_else(outside)
+        let parts = self.parts(number, range.clone()).ok_or_else(outside)?;
+        Ok(parts.into_iter().collect::<PutPayload>().into())
     }
 
     fn in_memory(&self, number: u32, range: Range<u64>) -> Option<Bytes> {
-        let object = self.0.get(&number)?;
-        let place = |at: u64| usize::try_from(at).ok().filter(|&at| at <= object.len());
-        let (start, end) = (place(range.start)?, place(range.end)?);
-        (start <= end).then(|| object.slice(start..end))
+        let mut parts = self.parts(number, range)?;
+        match parts.len() {
+            0 => Some(Bytes::new()),
+            1 => parts.pop(),
+            _ => None,
+        }
     }
 
     fn request_size(&self) -> usize {
@@ -114,7 +143,9 @@ impl Reader {
     /// # Errors
     /// As [`Reader::open`]; `Format` if there are other objects than the index names.
     pub fn open_in_memory(index: Bytes, objects: Vec<Bytes>, options: ReadOptions) -> Result<Self> {
-        let held = Box::new(MemoryObjects((0..).zip(objects.iter().cloned()).collect()));
+        let held = Box::new(MemoryObjects(
+            (0..).zip(objects.iter().cloned().map(PutPayload::from)).collect(),
+        ));
         let reader = Self::open_objects(Source::Bytes(index), held, options)?;
         let named: Vec<_> = reader.manifest.objects.iter().filter(|o| o.name.is_some()).collect();
         let damaged =

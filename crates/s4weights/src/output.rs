@@ -1,6 +1,8 @@
 //! Where a writer's bytes go: chunks, then the index, after them or apart from them.
 
 use std::collections::VecDeque;
+#[cfg(feature = "cuda")]
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError, sync_channel};
 
 use bytes::Bytes;
@@ -82,8 +84,48 @@ pub(crate) struct ObjectMemory {
     pub(crate) buffers: LargeBuffers,
     /// Objects that may wait for their hashes.
     pub(crate) ahead: usize,
-    /// Bytes of the first objects that are kept for long: these are copied to memory that is not page-locked.
-    pub(crate) kept: usize,
+    /// What stays for longer than it takes to store it.
+    pub(crate) kept: KeptMemory,
+}
+
+/// Memory of objects that stay for later saves.
+#[derive(Default)]
+pub(crate) struct KeptMemory {
+    /// Bytes of those that are copied to memory that is not page-locked; `None`: no object stays.
+    pub(crate) room: Option<usize>,
+    /// What has those that stay where they were encoded.
+    #[cfg(feature = "cuda")]
+    pub(crate) engine: Option<Arc<s4_engine::cuda::CudaEngine>>,
+}
+
+/// What becomes of an object once it is stored.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stay {
+    No,
+    /// It stays where it was encoded, which only engines of devices have room for.
+    #[cfg(feature = "cuda")]
+    Here,
+    /// A copy of it stays.
+    Copied,
+}
+
+impl KeptMemory {
+    fn claim(&mut self, content: &mut Content) -> Stay {
+        let Some(room) = &mut self.room else { return Stay::No };
+        #[cfg(feature = "cuda")]
+        if let Some(engine) = &self.engine
+            && content.hold(|frames| engine.keep_frames(frames))
+        {
+            return Stay::Here;
+        }
+        match room.checked_sub(content.len()) {
+            Some(left) => {
+                *room = left;
+                Stay::Copied
+            }
+            None => Stay::No,
+        }
+    }
 }
 
 /// What an object and its hash come through.
@@ -94,12 +136,13 @@ struct Open {
     group: u8,
     number: u32,
     content: Content,
+    stay: Stay,
 }
 
 impl Open {
-    /// Its hash, with the threads of the pool that this is called in. With buffers, what it holds is copied to one.
-    fn hashed(mut self, copy_to: Option<&LargeBuffers>, in_pool: bool) -> (Self, Digest) {
-        if let Some(buffers) = copy_to {
+    /// Its hash, with the threads of the pool that this is called in. What stays as a copy is copied.
+    fn hashed(mut self, buffers: &LargeBuffers, in_pool: bool) -> (Self, Digest) {
+        if self.stay == Stay::Copied {
             self.content = self.content.copied_whole(buffers);
         }
         let mut hasher = blake3::Hasher::new();
@@ -310,23 +353,23 @@ impl Objects {
             return Err(Error::Argument(what));
         }
         self.done.push(None);
-        self.open.push(Open { group, number: number as u32, content: Content::default() });
+        let (number, content) = (number as u32, Content::default());
+        self.open.push(Open { group, number, content, stay: Stay::No });
         Ok(self.open.len() - 1)
     }
 
     /// Begins to hash an object, and hands on those before it until few enough wait: no thread waits for a hash while
     /// the next object is filled.
-    fn close(&mut self, open: Open) -> Result<()> {
-        let left = self.memory.kept.checked_sub(open.content.len());
-        self.memory.kept = left.unwrap_or(0);
-        let copy_to = left.map(|_| self.memory.buffers.clone());
+    fn close(&mut self, mut open: Open) -> Result<()> {
+        open.stay = self.memory.kept.claim(&mut open.content);
+        let buffers = self.memory.buffers.clone();
         let Some(pool) = &self.hashers else {
-            let (open, blake3) = open.hashed(copy_to.as_ref(), false);
+            let (open, blake3) = open.hashed(&buffers, false);
             return self.hand_on(open, blake3);
         };
         let (tell, told) = sync_channel(1);
         // Who began it may have failed meanwhile.
-        pool.spawn(move || drop(tell.send(open.hashed(copy_to.as_ref(), true))));
+        pool.spawn(move || drop(tell.send(open.hashed(&buffers, true))));
         self.hashing.push_back(told);
         self.hand_on_hashed(self.memory.ahead)
     }
@@ -347,10 +390,11 @@ impl Objects {
     }
 
     fn hand_on(&mut self, open: Open, blake3: Digest) -> Result<()> {
-        let Open { group, number, content } = open;
+        let Open { group, number, content, stay } = open;
         let (name, len) = (Some(number.to_string()), content.len() as u64);
         self.done[number as usize] = Some(Object { name, bytes: len, blake3 });
-        self.sink.put(DataObject { number, group, bytes: content.into(), blake3 })
+        let (bytes, may_stay) = (content.into(), stay != Stay::No);
+        self.sink.put(DataObject { number, group, bytes, blake3, may_stay })
     }
 
     fn close_all(&mut self) -> Result<Vec<Object>> {

@@ -447,13 +447,18 @@ impl Reader {
 
     /// The frame of a chunk: where objects are in memory, a part of theirs.
     pub(crate) fn frame(&self, record: &ChunkRecord) -> Result<Bytes> {
-        let (number, len) = (record.object, u64::from(record.len));
-        if let Some(bytes) = self.in_memory(number, record.offset..record.offset + len) {
+        if let Some(bytes) = self.frame_in_memory(record) {
             return Ok(bytes);
         }
-        let mut bytes = self.buffer(len)?;
-        self.read_object(number, record.offset, &mut bytes)?;
+        let mut bytes = self.buffer(record.len.into())?;
+        self.read_object(record.object, record.offset, &mut bytes)?;
         Ok(bytes.into())
+    }
+
+    /// The same, where nothing has to be read.
+    pub(crate) fn frame_in_memory(&self, record: &ChunkRecord) -> Option<Bytes> {
+        let end = record.offset.checked_add(record.len.into())?;
+        self.in_memory(record.object, record.offset..end)
     }
 
     /// Bytes that one request for chunks should ask for.

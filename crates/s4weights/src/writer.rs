@@ -19,7 +19,7 @@ use crate::error::{At, Error, ParentProblem, Result};
 use crate::io::{Target, open_sink};
 use crate::objects::{ObjectOptions, ObjectSink};
 use crate::options::{DEFAULT_MAX_CHAIN, Meter, WriteOptions, simd, thread_count};
-use crate::output::{ObjectMemory, Output};
+use crate::output::{KeptMemory, ObjectMemory, Output};
 use crate::pack::{Class, Pack};
 use crate::parent::{Snapshot, SnapshotTensor};
 use crate::pipeline::{Coded, Run};
@@ -103,7 +103,7 @@ impl Writer {
     ) -> Result<Self> {
         // Enough for what a sink that releases its objects has in flight.
         let buffers = LargeBuffers::new(objects.bytes.saturating_mul(4));
-        let memory = ObjectMemory { buffers, ahead: 1, kept: 0 };
+        let memory = ObjectMemory { buffers, ahead: 1, kept: KeptMemory::default() };
         Self::create_objects_in(name, sink, objects, options, memory)
     }
 

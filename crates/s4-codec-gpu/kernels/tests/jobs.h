@@ -244,6 +244,25 @@ static void copies(Input& in, Output& out, uint32_t count) {
   for (const auto& span : spans) out.put(pool.read(span.to, span.len).data(), span.len);
 }
 
+struct RowsItem {
+  uint32_t len, step, count, from_skew, to_skew;
+  // then: the bytes from the first row's start to the last one's end
+};
+
+static void rows(Input& in, Output& out, uint32_t count) {
+  Memory pool;
+  std::vector<s4::CopyRows> list;
+  for (uint32_t i = 0; i < count; i++) {
+    const auto item = in.get<RowsItem>();
+    const uint8_t* from = pool.add(in.bytes(item.step * (item.count - 1) + item.len), item.from_skew);
+    list.push_back({from, pool.add(item.len * item.count, item.to_skew), item.len, item.step, item.count});
+  }
+  const auto* all = pool.array(list);
+  S4_LAUNCH(s4_copy_rows, count, s4::kCopyThreads, all);
+  pool.check();
+  for (const auto& r : list) out.put(pool.read(r.to, r.len * r.count).data(), r.len * r.count);
+}
+
 // Runs all batches of a file.
 static int run_jobs(int argc, char** argv) {
   if (argc != 3) fail("two arguments: the file of jobs, and that of the answers");
@@ -255,6 +274,7 @@ static int run_jobs(int argc, char** argv) {
     else if (op == 2) decode(in, out, count);
     else if (op == 3) checksums(in, out, count);
     else if (op == 4) copies(in, out, count);
+    else if (op == 5) rows(in, out, count);
     else fail("unknown operation");
   }
   return 0;

@@ -1,26 +1,126 @@
 //! Values to the host, as they are: samples, and tensors that are too small for chunks of their own.
 
-use s4_codec_gpu::GpuError;
-use s4_codec_gpu::abi::{COPY_SPAN_BYTES, CopySpan};
+use std::ops::Range;
+
+use s4_codec_gpu::abi::{COPY_ROW_BYTES, COPY_SPAN_BYTES, CopyRows};
+use s4_codec_gpu::{GpuError, Stream};
 
 use super::error::{CudaError, Result};
 use super::worker::{Session, Worker};
 use crate::DeviceMemory;
 
-const SPAN: usize = size_of::<CopySpan>();
+const DESCRIPTOR: usize = size_of::<CopyRows>();
+/// Slots that batches take turns in: one is copied while the one before is handed on.
+const SLOTS: usize = 2;
+
+/// Evenly spaced runs of bytes of a device's memory.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Rows {
+    memory: DeviceMemory,
+    first: u64,
+    len: u64,
+    step: u64,
+    count: u64,
+}
+
+impl Rows {
+    /// All of some memory.
+    pub(super) fn whole(memory: DeviceMemory) -> Vec<Self> {
+        let mut rows = vec![];
+        add_run(&mut rows, memory, 0..memory.bytes());
+        rows
+    }
+
+    /// Ranges of values, which have `width` bytes each.
+    ///
+    /// # Errors
+    /// `Argument` if there are not as many.
+    pub(super) fn of(
+        memory: DeviceMemory,
+        width: u64,
+        ranges: impl Iterator<Item = Range<u64>>,
+    ) -> Result<Vec<Self>> {
+        let mut rows = vec![];
+        for range in ranges {
+            let bytes = range.start * width..range.end * width;
+            if bytes.end > memory.bytes() {
+                memory.part(bytes.start, bytes.end - bytes.start)?;
+            }
+            add_run(&mut rows, memory, bytes);
+        }
+        Ok(rows)
+    }
+
+    pub(super) fn ordinal(&self) -> u32 {
+        self.memory.ordinal()
+    }
+
+    pub(super) fn bytes(&self) -> u64 {
+        self.len * self.count
+    }
+
+    /// The first rows, of up to `bytes` bytes but one row at least, and the others.
+    pub(super) fn split(self, bytes: u64) -> (Self, Option<Self>) {
+        let count = (bytes / self.len.max(1)).clamp(1, self.count.max(1));
+        let rest = self.count.saturating_sub(count);
+        let first = self.first + self.step * count;
+        (Self { count, ..self }, (rest > 0).then_some(Self { first, count: rest, ..self }))
+    }
+
+    /// Rows that one descriptor is for.
+    fn at_once(&self) -> u64 {
+        (COPY_SPAN_BYTES / self.len.max(1)).max(1)
+    }
+
+    pub(super) fn descriptors(&self) -> u64 {
+        self.count.div_ceil(self.at_once())
+    }
+}
+
+/// Adds a run, to the rows before it if it continues them.
+fn add_run(rows: &mut Vec<Rows>, memory: DeviceMemory, bytes: Range<u64>) {
+    let (mut first, mut left) = (bytes.start, bytes.end - bytes.start);
+    if left > COPY_ROW_BYTES {
+        let (len, count) = (COPY_ROW_BYTES, left / COPY_ROW_BYTES);
+        rows.push(Rows { memory, first, len, step: len, count });
+        (first, left) = (first + len * count, left % COPY_ROW_BYTES);
+    }
+    if left == 0 {
+        return;
+    }
+    if let Some(last) = rows.last_mut().filter(|last| last.len == left && last.first <= first) {
+        if last.count == 1 {
+            (last.step, last.count) = (first - last.first, 2);
+            return;
+        }
+        if first == last.first + last.step * last.count {
+            last.count += 1;
+            return;
+        }
+    }
+    rows.push(Rows { memory, first, len: left, step: left, count: 1 });
+}
 
 /// Items of one batch: their numbers, and where each lies.
 #[derive(Default)]
 struct Batch {
     items: Vec<(usize, usize, usize)>,
-    /// For each session its spans; `to` counts from the start of the slot's frames.
-    spans: Vec<Vec<CopySpan>>,
+    /// For each session its descriptors; `to` counts from the start of the slot's frames.
+    rows: Vec<Vec<CopyRows>>,
     bytes: u64,
+    /// The slot that it is copied to.
+    slot: usize,
 }
 
+/// The most bytes and descriptors of an item.
+pub(super) fn room(session: &Session<'_>) -> (u64, u64) {
+    (session.sizes.frames, session.sizes.meta / DESCRIPTOR as u64)
+}
+
+/// Fetches items, one after the other: of each its rows.
 pub(super) fn run<E: From<CudaError>>(
     sessions: &[Session<'_>],
-    items: &[Vec<DeviceMemory>],
+    items: &[Vec<Rows>],
     mut sink: impl FnMut(&[(usize, &[u8])]) -> Result<(), E>,
 ) -> Result<(), E> {
     // Every device has a slot of the same size: an item has one place in all of them.
@@ -29,37 +129,44 @@ pub(super) fn run<E: From<CudaError>>(
         return items.iter().enumerate().try_for_each(|(i, _)| sink(&[(i, &[])]));
     };
     let mut batch = Batch::default();
-    for (number, parts) in items.iter().enumerate() {
-        let bytes: u64 = parts.iter().map(DeviceMemory::bytes).sum();
-        let spans = parts.iter().map(|p| p.bytes().div_ceil(COPY_SPAN_BYTES)).sum::<u64>();
+    let mut before = None;
+    for (number, rows) in items.iter().enumerate() {
+        let bytes: u64 = rows.iter().map(Rows::bytes).sum();
+        let more = rows.iter().map(Rows::descriptors).sum::<u64>();
         let room = |batch: &Batch| {
-            let most = batch.spans.iter().map(Vec::len).max().unwrap_or(0) as u64;
-            batch.bytes + bytes <= sizes.frames && (most + spans) * SPAN as u64 <= sizes.meta
+            let most = batch.rows.iter().map(Vec::len).max().unwrap_or(0) as u64;
+            batch.bytes + bytes <= sizes.frames && (most + more) * DESCRIPTOR as u64 <= sizes.meta
         };
         if !room(&batch) {
-            hand_on(sessions, &std::mem::take(&mut batch), &mut sink)?;
+            let next = Batch { slot: (batch.slot + 1) % SLOTS, ..Batch::default() };
+            let full = std::mem::replace(&mut batch, next);
+            start(sessions, &full)?;
+            hand_on(sessions, before.replace(full), &mut sink)?;
         }
         if !room(&batch) {
             let (what, budget) = ("an item to be fetched", sizes.frames);
             return Err(CudaError::from(GpuError::Budget { what, needed: bytes, budget }).into());
         }
-        add(&mut batch, sessions, number, parts);
+        add(&mut batch, sessions, number, rows);
     }
-    hand_on(sessions, &batch, &mut sink)
+    start(sessions, &batch)?;
+    hand_on(sessions, before, &mut sink)?;
+    hand_on(sessions, Some(batch), &mut sink)
 }
 
-fn add(batch: &mut Batch, sessions: &[Session<'_>], number: usize, parts: &[DeviceMemory]) {
-    batch.spans.resize_with(sessions.len(), Vec::new);
+fn add(batch: &mut Batch, sessions: &[Session<'_>], number: usize, rows: &[Rows]) {
+    batch.rows.resize_with(sessions.len(), Vec::new);
     let start = batch.bytes;
-    for part in parts {
-        let own = sessions.iter().position(|s| s.worker.device.ordinal() == part.ordinal());
-        let mut done = 0;
-        while let (Some(own), true) = (own, done < part.bytes()) {
-            let len = COPY_SPAN_BYTES.min(part.bytes() - done);
-            let from = part.address() + done;
-            batch.spans[own].push(CopySpan { from, to: batch.bytes, len });
-            batch.bytes += len;
-            done += len;
+    for all in rows {
+        let own = sessions.iter().position(|s| s.worker.device.ordinal() == all.ordinal());
+        let mut left = Some(*all);
+        while let (Some(own), Some(rows)) = (own, left) {
+            let (now, later) = rows.split(rows.at_once() * rows.len);
+            let Rows { memory, first, len, step, count } = now;
+            let from = memory.address() + first;
+            batch.rows[own].push(CopyRows { from, to: batch.bytes, len, step, count });
+            batch.bytes += now.bytes();
+            left = later;
         }
     }
     batch.items.push((number, start as usize, (batch.bytes - start) as usize));
@@ -67,27 +174,24 @@ fn add(batch: &mut Batch, sessions: &[Session<'_>], number: usize, parts: &[Devi
     batch.bytes = batch.bytes.next_multiple_of(16);
 }
 
-/// Copies a batch and calls the sink. Parts of an item may lie on several devices.
+/// Hands a batch on, once it is there. Parts of an item may lie on several devices.
 fn hand_on<E: From<CudaError>>(
     sessions: &[Session<'_>],
-    batch: &Batch,
+    batch: Option<Batch>,
     sink: &mut impl FnMut(&[(usize, &[u8])]) -> Result<(), E>,
 ) -> Result<(), E> {
-    if batch.items.is_empty() {
-        return Ok(());
-    }
-    for (session, spans) in sessions.iter().zip(&batch.spans) {
-        start(session, spans)?;
-    }
+    let Some(batch) = batch.filter(|batch| !batch.items.is_empty()) else { return Ok(()) };
     for session in sessions {
-        session.worker.compute.synchronize().map_err(CudaError::from)?;
+        session.worker.slots[batch.slot].copied.synchronize().map_err(CudaError::from)?;
     }
     let joined;
     let bytes = match sessions {
         // SAFETY: the copies into the slot are done.
-        [session] => unsafe { session.worker.slots[0].pinned.slice(0, batch.bytes as usize) },
+        [session] => unsafe {
+            session.worker.slots[batch.slot].pinned.slice(0, batch.bytes as usize)
+        },
         _ => {
-            joined = join(sessions, batch);
+            joined = join(sessions, &batch);
             &joined
         }
     };
@@ -98,39 +202,96 @@ fn hand_on<E: From<CudaError>>(
 /// The bytes of a batch from the slots of several devices.
 fn join(sessions: &[Session<'_>], batch: &Batch) -> Vec<u8> {
     let mut bytes = vec![0u8; batch.bytes as usize];
-    for (session, spans) in sessions.iter().zip(&batch.spans) {
-        for span in spans {
-            let (at, len) = (span.to as usize, span.len as usize);
+    for (session, rows) in sessions.iter().zip(&batch.rows) {
+        for row in rows {
+            let (at, len) = (row.to as usize, (row.len * row.count) as usize);
             // SAFETY: the copies into the slots are done.
-            let from = unsafe { session.worker.slots[0].pinned.slice(at, len) };
+            let from = unsafe { session.worker.slots[batch.slot].pinned.slice(at, len) };
             bytes[at..at + len].copy_from_slice(from);
         }
     }
     bytes
 }
 
-/// Queues the copies of one device.
-fn start(session: &Session<'_>, spans: &[CopySpan]) -> Result<()> {
-    let Some(last) = spans.last() else { return Ok(()) };
-    let Worker { compute, slots, .. } = &*session.worker;
-    let (frames, meta) = (session.frames(0), session.meta(0));
-    let (pinned, at) = (&slots[0].pinned, session.pinned_meta());
-    // SAFETY: nothing is in flight: every batch is waited for.
-    let to = unsafe { pinned.slice_mut(at, spans.len() * SPAN) };
-    for (to, span) in to.chunks_exact_mut(SPAN).zip(spans) {
-        let span = CopySpan { to: frames + span.to, ..*span };
-        to.copy_from_slice(bytemuck::bytes_of(&span));
-    }
-    // At most what fits the slot's memory for descriptors.
-    let count = u32::try_from(spans.len()).unwrap_or(u32::MAX);
-    let end = (last.to + last.len) as usize;
-    // SAFETY: the spans are parts of the caller's memory and of the slot's frames, side by side.
-    unsafe {
-        compute.copy_to_device(pinned, at, spans.len() * SPAN, meta)?;
-        // Gaps between items are copied to the host, too.
-        compute.fill(frames, 0, end as u64)?;
-        compute.copy_spans(meta, count)?;
-        compute.copy_to_host(frames, pinned, 0, end)?;
+/// Queues the copies of a batch.
+fn start(sessions: &[Session<'_>], batch: &Batch) -> Result<()> {
+    for (session, rows) in sessions.iter().zip(&batch.rows) {
+        if !rows.is_empty() {
+            start_on(session, batch.slot, rows)?;
+        }
     }
     Ok(())
+}
+
+fn start_on(session: &Session<'_>, slot: usize, rows: &[CopyRows]) -> Result<()> {
+    let Worker { compute, slots, .. } = &*session.worker;
+    let compute: &Stream = compute;
+    let (frames, meta) = (session.frames(slot), session.meta(slot));
+    let (pinned, at) = (&slots[slot].pinned, session.pinned_meta());
+    // SAFETY: what the slot had before was handed on.
+    let to = unsafe { pinned.slice_mut(at, rows.len() * DESCRIPTOR) };
+    for (to, row) in to.chunks_exact_mut(DESCRIPTOR).zip(rows) {
+        let row = CopyRows { to: frames + row.to, ..*row };
+        to.copy_from_slice(bytemuck::bytes_of(&row));
+    }
+    // At most what fits the slot's memory for descriptors.
+    let count = u32::try_from(rows.len()).unwrap_or(u32::MAX);
+    let end = rows.last().map_or(0, |last| (last.to + last.len * last.count) as usize);
+    // SAFETY: the rows are parts of the caller's memory and of the slot's frames, side by side.
+    unsafe {
+        compute.copy_to_device(pinned, at, rows.len() * DESCRIPTOR, meta)?;
+        // Gaps between items are copied to the host, too.
+        compute.fill(frames, 0, end as u64)?;
+        compute.copy_rows(meta, count)?;
+        compute.copy_to_host(frames, pinned, 0, end)?;
+    }
+    Ok(slots[slot].copied.record(compute)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The ranges that rows are made of, in values of 4 bytes.
+    fn ranges(rows: &[Rows]) -> Vec<Range<u64>> {
+        let row = |r: &Rows| {
+            let r = *r;
+            (0..r.count).map(move |i| r.first + i * r.step).map(move |at| at / 4..(at + r.len) / 4)
+        };
+        rows.iter().flat_map(row).collect()
+    }
+
+    #[test]
+    fn runs_that_are_evenly_spaced_are_one_descriptor() {
+        // SAFETY: nobody uses it.
+        let memory = unsafe { DeviceMemory::new(0, 1 << 40, 4 << 20, 0) };
+        let diagonal = (0..512u64).map(|row| {
+            let first = row * 1000 + 64 * (row % 15);
+            first..first + 64
+        });
+        for (wanted, most) in [
+            (diagonal.clone().collect::<Vec<_>>(), 512 / 15 + 1),
+            (diagonal.chain([0..1000, 8000..9000]).collect(), 512 / 15 + 2),
+            (vec![0..1 << 19, 1 << 19..1 << 20], 2),
+            (vec![5..5, 7..8, 3..4], 2),
+            (vec![100..3000, 5000..5001], 3),
+            (vec![], 0),
+        ] {
+            let rows = Rows::of(memory, 4, wanted.iter().cloned()).unwrap();
+            assert!(rows.len() <= most, "{} of {}: {rows:?}", rows.len(), wanted.len());
+            assert!(ranges(&rows).into_iter().flatten().eq(wanted.into_iter().flatten()));
+            for r in &rows {
+                let (mut left, mut parts) = (Some(*r), vec![]);
+                while let Some(rows) = left {
+                    let (now, later) = rows.split(300);
+                    assert!(now.bytes() <= 300 || now.count == 1);
+                    parts.push(now);
+                    left = later;
+                }
+                assert_eq!(ranges(&parts), ranges(&[*r]));
+            }
+        }
+        assert!(Rows::of(memory, 4, std::iter::once(0..(1 << 20) + 1)).is_err());
+        assert!(Rows::whole(memory.part(0, 0).unwrap()).is_empty());
+    }
 }

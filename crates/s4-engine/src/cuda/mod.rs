@@ -32,6 +32,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
+use bytes::Bytes;
 use rayon::ThreadPool;
 pub use s4_codec_gpu::{Cuda, DeviceInfo, GpuError, Pinned};
 use s4_format::manifest::ClosedCodec;
@@ -50,6 +51,7 @@ use crate::engine::{EncodedFrame, Engine, Jobs, TensorError, TensorValues};
 use crate::{CpuEngine, Inputs, Preset, TensorPlan};
 use encode::EncodeQueue;
 use error::Of;
+use fetch::Rows;
 use nvcomp::{Library, LibraryQueue};
 use pieces::Pieces;
 use plan::device_memory;
@@ -243,7 +245,7 @@ impl CudaEngine {
     /// `Gpu`: there is no such device, or not enough memory.
     pub fn open(&self, ordinal: u32) -> Result<()> {
         let workers = self.workers(std::iter::once(ordinal))?;
-        self.session(&workers, ordinal, std::iter::empty())?;
+        self.sessions(&workers, &[])?;
         Ok(())
     }
 
@@ -264,6 +266,13 @@ impl CudaEngine {
         self.host.pieces.grow(bytes)
     }
 
+    /// Claims memory for frames ([`EncodedFrame::held`]) that are to stay for later calls, which send them to a
+    /// device from where they are: the same bytes, to be held instead. `None`: no part of the budget is left for
+    /// them. Half of it is for frames that stay.
+    pub fn keep_frames(&self, frames: &[Bytes]) -> Option<Vec<Bytes>> {
+        self.host.pieces.keep(frames)
+    }
+
     /// Gives the memory of frames that nobody holds back to the system.
     pub fn trim_frame_memory(&self) {
         self.host.pieces.shrink(0);
@@ -279,13 +288,12 @@ impl CudaEngine {
         items: &[Vec<DeviceMemory>],
         sink: impl FnMut(&[(usize, &[u8])]) -> Result<(), E>,
     ) -> Result<(), E> {
-        let workers = self.workers(items.iter().flatten().map(DeviceMemory::ordinal))?;
-        let mut sessions = vec![];
-        for (ordinal, _) in &workers.0 {
-            let own = items.iter().flatten().copied().filter(|m| m.ordinal() == *ordinal);
-            sessions.extend(self.session(&workers, *ordinal, own)?);
-        }
-        fetch::run(&sessions, items, sink)
+        let memory: Vec<_> = items.iter().flatten().copied().collect();
+        let workers = self.workers(memory.iter().map(DeviceMemory::ordinal))?;
+        let sessions = self.sessions(&workers, &memory)?;
+        let rows =
+            |parts: &Vec<DeviceMemory>| parts.iter().copied().flat_map(Rows::whole).collect();
+        fetch::run(&sessions, &items.iter().map(rows).collect::<Vec<_>>(), sink)
     }
 
     fn encode_run<E: From<CudaError>>(
@@ -393,11 +401,7 @@ impl CudaEngine {
         work: impl FnOnce(&mut Decoder<'_, 'a>) -> Result<(), E>,
     ) -> Result<(), E> {
         let workers = self.workers(memory.iter().map(DeviceMemory::ordinal))?;
-        let mut sessions = vec![];
-        for (ordinal, _) in &workers.0 {
-            let own = memory.iter().copied().filter(|m| m.ordinal() == *ordinal);
-            sessions.extend(self.session(&workers, *ordinal, own)?);
-        }
+        let sessions = self.sessions(&workers, memory)?;
         let mut decoder = Decoder::new(sessions, &self.host, trusted);
         work(&mut decoder)?;
         Ok(decoder.finish()?)
@@ -426,14 +430,19 @@ impl CudaEngine {
         Ok(Workers(out))
     }
 
-    fn session<'a>(
+    /// A session on each of some devices, for what it has of some memory.
+    fn sessions<'a>(
         &self,
         workers: &'a Workers,
-        ordinal: u32,
-        memory: impl Iterator<Item = DeviceMemory>,
-    ) -> Result<Option<Session<'a>>> {
-        let Some(worker) = workers.lock(ordinal) else { return Ok(None) };
-        Ok(Some(Session::new(worker, memory)?))
+        memory: &[DeviceMemory],
+    ) -> Result<Vec<Session<'a>>> {
+        let mut sessions = vec![];
+        for (ordinal, _) in &workers.0 {
+            let own = memory.iter().copied().filter(|m| m.ordinal() == *ordinal);
+            let Some(worker) = workers.lock(*ordinal) else { continue };
+            sessions.push(Session::new(worker, own)?);
+        }
+        Ok(sessions)
     }
 }
 

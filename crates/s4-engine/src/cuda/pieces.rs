@@ -3,8 +3,10 @@
 //! To lock a page takes longer than to copy to it, so pieces are taken when they are needed and kept for
 //! later calls. Where the budget does not allow another one, frames are handed on in the ring of their device.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
+use bytes::Bytes;
 use s4_codec_gpu::{Device, Pinned};
 use s4_format::limits::MAX_CHUNK_BYTES;
 
@@ -14,6 +16,8 @@ const MOST: u64 = 32 << 20;
 const LEAST: u64 = (MAX_CHUNK_BYTES as u64).next_multiple_of(64 << 10);
 /// Pieces that a budget has room for, if they can be as small.
 const IN_BUDGET: u64 = 8;
+/// One part in this many of the budget is for frames that stay beyond their call: the others are for the next one.
+const KEPT: u64 = 2;
 
 /// Page-locked memory for encoded frames, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -22,6 +26,8 @@ pub struct FrameMemory {
     pub taken: u64,
     /// The part of it that holds no frames.
     pub idle: u64,
+    /// Bytes of frames that stay for later calls ([`super::CudaEngine::keep_frames`]).
+    pub kept: u64,
     /// The most that may be taken.
     pub budget: u64,
     /// How often the system was asked for a piece, so far.
@@ -42,6 +48,8 @@ struct Held {
     memory: FrameMemory,
     /// The device that the last piece was taken for.
     device: Option<Arc<Device>>,
+    /// By their addresses, pieces that exist, and some that did.
+    known: BTreeMap<usize, Weak<Pinned>>,
 }
 
 fn lock(held: &Mutex<Held>) -> MutexGuard<'_, Held> {
@@ -53,7 +61,8 @@ impl Pieces {
     pub(super) fn new(budget: u64) -> Self {
         let memory = FrameMemory { budget, ..FrameMemory::default() };
         let size = ((budget / IN_BUDGET) & !0xffff).clamp(LEAST, MOST);
-        Self { held: Arc::new(Mutex::new(Held { idle: vec![], memory, device: None })), size }
+        let held = Held { idle: vec![], memory, device: None, known: BTreeMap::new() };
+        Self { held: Arc::new(Mutex::new(held)), size }
     }
 
     pub(super) fn memory(&self) -> FrameMemory {
@@ -84,14 +93,39 @@ impl Pieces {
     /// Takes one more piece, to be idle, unless those that were taken hold `bytes` of frames already. Returns whether it
     /// did: not beyond the budget, not where the system has none, and not before a piece was needed.
     pub(super) fn grow(&self, bytes: u64) -> bool {
-        // Each ends with less room than its next frame has.
-        let enough = bytes.saturating_add(bytes / 16).saturating_add(self.size);
         let device = {
             let held = lock(&self.held);
+            // Each ends with less room than its next frame has.
+            let enough = bytes.saturating_add(held.memory.kept);
+            let enough = enough.saturating_add(enough / 16).saturating_add(self.size);
             held.device.clone().filter(|_| held.memory.taken < enough)
         };
         let Some(device) = device else { return false };
         self.lock_pages(&device).map(|new| drop(self.piece(new))).is_some()
+    }
+
+    /// The piece that some bytes lie in, and where they start there.
+    pub(super) fn find(&self, bytes: &[u8]) -> Option<(Arc<Pinned>, usize)> {
+        let start = bytes.as_ptr() as usize;
+        let held = lock(&self.held);
+        let (&first, piece) = held.known.range(..=start).next_back()?;
+        let (piece, at) = (piece.upgrade()?, start - first);
+        (at.checked_add(bytes.len())? <= piece.len()).then_some((piece, at))
+    }
+
+    /// Claims memory for frames that stay beyond their call: the same bytes, which hold the claim. `None` beyond the part
+    /// of the budget that is for them.
+    pub(super) fn keep(&self, frames: &[Bytes]) -> Option<Vec<Bytes>> {
+        let bytes = frames.iter().map(|f| f.len() as u64).sum();
+        {
+            let mut held = lock(&self.held);
+            let kept = held.memory.kept.checked_add(bytes);
+            held.memory.kept = kept.filter(|kept| *kept <= held.memory.budget / KEPT)?;
+        }
+        let (home, process) = (Arc::downgrade(&self.held), std::process::id());
+        let claim = Arc::new(Claim { home, bytes, process });
+        let kept = |f: &Bytes| KeptFrames { frames: f.clone(), _claim: Arc::clone(&claim) };
+        Some(frames.iter().map(|f| Bytes::from_owner(kept(f))).collect())
     }
 
     /// An empty piece; `None` where the budget allows none, or the system has none.
@@ -114,10 +148,44 @@ impl Pieces {
         // The driver takes its time.
         drop(held);
         let new = Pinned::new(device, usize::try_from(self.size).unwrap_or(usize::MAX));
-        if new.is_err() {
-            lock(&self.held).memory.taken -= self.size;
+        let mut held = lock(&self.held);
+        let Ok(new) = new.map(Arc::new) else {
+            held.memory.taken -= self.size;
+            return None;
+        };
+        held.known.retain(|_, piece| piece.strong_count() > 0);
+        held.known.insert(new.address(0) as usize, Arc::downgrade(&new));
+        Some(new)
+    }
+}
+
+/// A part of the budget that frames take which stay.
+#[derive(Debug)]
+struct Claim {
+    home: Weak<Mutex<Held>>,
+    bytes: u64,
+    process: u32,
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        // Who held the lock when a process forked is not in the new one.
+        let home = self.home.upgrade().filter(|_| std::process::id() == self.process);
+        if let Some(home) = home {
+            lock(&home).memory.kept -= self.bytes;
         }
-        new.ok().map(Arc::new)
+    }
+}
+
+/// Frames, and what they take of the budget.
+struct KeptFrames {
+    frames: Bytes,
+    _claim: Arc<Claim>,
+}
+
+impl AsRef<[u8]> for KeptFrames {
+    fn as_ref(&self) -> &[u8] {
+        &self.frames
     }
 }
 

@@ -6,18 +6,16 @@ use std::ops::Range;
 
 use rayon::ThreadPool;
 use s4_codec_gpu::GpuError;
-use s4_format::limits::MAX_CHUNK_BYTES;
 use s4_format::{Digest, Error};
 use s4_predict::rank1::Grid;
 
 use super::CudaEngine;
 use super::error::{CudaError, Of, Result};
+use super::fetch::{self, Rows};
+use super::worker::Session;
 use crate::engine::{TensorError, TensorValues, each};
 use crate::planner::{About, Sample};
 use crate::{DeviceMemory, Inputs, ParentSample, Preset, Scratch, TensorPlan, planner};
-
-/// Runs of one item to be fetched, at most: each takes a descriptor.
-const RUNS: usize = 1024;
 
 /// A tensor whose row and column offsets are to be fitted, and what was fetched of it: its samples, then the
 /// values of the grid.
@@ -37,6 +35,7 @@ struct Given<'a, E> {
     pool: Option<&'a ThreadPool>,
     /// What is looked at of moments, of each tensor that has some.
     moments: &'a HashMap<usize, [Vec<u8>; 2]>,
+    sessions: &'a [Session<'a>],
 }
 
 impl CudaEngine {
@@ -48,17 +47,17 @@ impl CudaEngine {
         inputs: &dyn Inputs<E>,
         pool: Option<&ThreadPool>,
     ) -> Result<Vec<TensorPlan>, E> {
-        let moments = self.moment_samples(tensors, inputs)?;
-        let given = Given { preset, tensors, inputs, pool, moments: &moments };
-        let mut runs = vec![];
-        for (tensor, t) in tensors.iter().enumerate() {
-            let memory = device_memory(t)?;
-            let parts = sampled(t, inputs.parent(tensor).is_some());
-            runs.push(parts.map(|run| part(t, memory, run)).collect::<Result<_, _>>()?);
-        }
+        let memory = tensors.iter().map(device_memory).chain(inputs.memory().into_iter().map(Ok));
+        let memory = memory.collect::<Result<Vec<_>>>()?;
+        let workers = self.workers(memory.iter().map(DeviceMemory::ordinal))?;
+        let sessions = self.sessions(&workers, &memory)?;
+        let moments = moment_samples(&sessions, tensors, inputs)?;
+        let given = Given { preset, tensors, inputs, pool, moments: &moments, sessions: &sessions };
+        let all = (0..tensors.len()).map(|tensor| (tensor, None)).collect();
+        let samples = sample_rows(&given, all)?;
         let mut plans: Vec<Option<TensorPlan>> = tensors.iter().map(|_| None).collect();
         let mut waiting = vec![];
-        self.fetch::<E>(&runs, |batch| {
+        fetch::run::<E>(&sessions, &samples, |batch| {
             let mut grids: Vec<_> = batch.iter().map(|item| (*item, None)).collect();
             each(pool, &mut grids, |((tensor, sample), grid)| {
                 *grid = self.grid(preset, &tensors[*tensor], inputs.parent(*tensor), sample);
@@ -88,7 +87,7 @@ impl CudaEngine {
         fetched: Vec<(usize, Option<Grid>, &[u8])>,
         plans: &mut [Option<TensorPlan>],
     ) -> Result<(), E> {
-        let Given { preset, tensors, inputs, pool, moments } = *given;
+        let Given { preset, tensors, inputs, pool, moments, .. } = *given;
         let numbers: Vec<_> = fetched.iter().map(|f| f.0).collect();
         let parents = inputs.samples(&numbers)?;
         let mut work: Vec<_> = fetched.into_iter().zip(parents).map(|w| (w, None)).collect();
@@ -121,25 +120,23 @@ impl CudaEngine {
         mut waiting: Vec<Waiting>,
         plans: &mut [Option<TensorPlan>],
     ) -> Result<(), E> {
-        let Given { tensors, inputs, .. } = *given;
+        let sessions = given.sessions;
+        let room = sessions.iter().map(fetch::room).min().unwrap_or_default();
         let (mut items, mut owners) = (vec![], vec![]);
-        for (i, w) in waiting.iter_mut().enumerate() {
-            let t = &tensors[w.tensor];
-            let memory = device_memory(t)?;
-            let runs = sampled(t, inputs.parent(w.tensor).is_some()).chain(w.grid.ranges());
-            let parts = runs.map(|run| part(t, memory, run)).collect::<Result<Vec<_>, _>>()?;
-            for some in in_items(&parts) {
-                items.push(some.to_vec());
-                owners.push(i);
-                w.items += 1;
-            }
+        let wanted = waiting.iter().map(|w| (w.tensor, Some(w.grid))).collect();
+        let rows = sample_rows(given, wanted)?;
+        for (i, (w, rows)) in waiting.iter_mut().zip(rows).enumerate() {
+            let own = in_items(rows, room);
+            w.items = own.len();
+            owners.extend(own.iter().map(|_| i));
+            items.extend(own);
         }
-        self.fetch::<E>(&items, |batch| {
+        fetch::run::<E>(sessions, &items, |batch| {
             let mut ready: Vec<(usize, Grid, Cow<'_, [u8]>)> = vec![];
             for &(item, bytes) in batch {
                 let w = &mut waiting[owners[item]];
                 w.items -= 1;
-                // Most tensors are one item, which is looked at where it lies.
+                // Nearly all tensors are one item, which is looked at where it lies.
                 match (w.items, w.bytes.is_empty()) {
                     (0, true) => ready.push((w.tensor, w.grid, Cow::Borrowed(bytes))),
                     (left, _) => {
@@ -153,38 +150,6 @@ impl CudaEngine {
             let fetched = ready.iter().map(|(tensor, grid, b)| (*tensor, Some(*grid), &b[..]));
             self.plan_fetched(given, fetched.collect(), plans)
         })
-    }
-
-    /// What is looked at of moments, of each tensor that has some.
-    fn moment_samples<E: From<CudaError> + Send>(
-        &self,
-        tensors: &[TensorValues<'_>],
-        inputs: &dyn Inputs<E>,
-    ) -> Result<HashMap<usize, [Vec<u8>; 2]>, E> {
-        let mut out: HashMap<usize, [Vec<u8>; 2]> = HashMap::new();
-        let (mut items, mut owners) = (vec![], vec![]);
-        for (tensor, t) in tensors.iter().enumerate() {
-            let Some(moments) = inputs.moments(tensor) else { continue };
-            let samples = out.entry(tensor).or_default();
-            for (which, moment) in moments.iter().enumerate() {
-                let Some(memory) = moment.values.memory() else {
-                    let sample = moment.sample(t.dtype);
-                    samples[which] = sample.of(tensor)?;
-                    continue;
-                };
-                let parts = moment.probes(t.dtype).map(|r| memory.part(r.start, r.end - r.start));
-                items.push(parts.collect::<Result<Vec<_>, _>>().map_err(CudaError::from)?);
-                owners.push((tensor, which));
-            }
-        }
-        self.fetch::<E>(&items, |batch| {
-            for (item, bytes) in batch {
-                let (tensor, which) = owners[*item];
-                out.entry(tensor).or_default()[which] = bytes.to_vec();
-            }
-            Ok(())
-        })?;
-        Ok(out)
     }
 
     /// The grid of a tensor whose samples were fetched.
@@ -232,17 +197,59 @@ impl CudaEngine {
     }
 }
 
-/// Runs in items that every slot has room for.
-fn in_items(parts: &[DeviceMemory]) -> impl Iterator<Item = &[DeviceMemory]> {
-    let (mut runs, mut bytes) = (1, parts.first().map_or(0, DeviceMemory::bytes));
-    parts.chunk_by(move |_, next| {
-        (runs, bytes) = (runs + 1, bytes + next.bytes());
-        let fits = runs <= RUNS && bytes <= MAX_CHUNK_BYTES as u64;
-        if !fits {
-            (runs, bytes) = (1, next.bytes());
+/// What is looked at of moments, of each tensor that has some.
+fn moment_samples<E: From<CudaError> + Send>(
+    sessions: &[Session<'_>],
+    tensors: &[TensorValues<'_>],
+    inputs: &dyn Inputs<E>,
+) -> Result<HashMap<usize, [Vec<u8>; 2]>, E> {
+    let mut out: HashMap<usize, [Vec<u8>; 2]> = HashMap::new();
+    let (mut items, mut owners) = (vec![], vec![]);
+    for (tensor, t) in tensors.iter().enumerate() {
+        let Some(moments) = inputs.moments(tensor) else { continue };
+        let samples = out.entry(tensor).or_default();
+        for (which, moment) in moments.iter().enumerate() {
+            let Some(memory) = moment.values.memory() else {
+                let sample = moment.sample(t.dtype);
+                samples[which] = sample.of(tensor)?;
+                continue;
+            };
+            let rows = Rows::of(memory, 1, moment.probes(t.dtype))?;
+            items.push(rows);
+            owners.push((tensor, which));
         }
-        fits
-    })
+    }
+    fetch::run::<E>(sessions, &items, |batch| {
+        for (item, bytes) in batch {
+            let (tensor, which) = owners[*item];
+            out.entry(tensor).or_default()[which] = bytes.to_vec();
+        }
+        Ok(())
+    })?;
+    Ok(out)
+}
+
+/// Rows in items of so many bytes and descriptors, at most.
+fn in_items(rows: Vec<Rows>, (bytes, descriptors): (u64, u64)) -> Vec<Vec<Rows>> {
+    let (mut items, mut left) = (vec![], (0, 0));
+    for rows in rows {
+        let mut rest = Some(rows);
+        while let Some(rows) = rest {
+            let (mut now, mut later) = rows.split(left.0);
+            if now.bytes() > left.0 || now.descriptors() > left.1 {
+                items.push(vec![]);
+                left = (bytes, descriptors);
+                (now, later) = rows.split(left.0);
+            }
+            left.0 = left.0.saturating_sub(now.bytes());
+            left.1 = left.1.saturating_sub(now.descriptors());
+            if let Some(item) = items.last_mut() {
+                item.push(now);
+            }
+            rest = later;
+        }
+    }
+    items
 }
 
 fn about<'a>(preset: Preset, t: &TensorValues<'a>) -> About<'a> {
@@ -269,13 +276,21 @@ fn split<'a>(t: &TensorValues<'_>, has_parent: bool, bytes: &'a [u8]) -> (&'a [u
     (&bytes[..alone], &bytes[alone.min(all)..all])
 }
 
-fn part(
-    t: &TensorValues<'_>,
-    memory: DeviceMemory,
-    run: Range<u64>,
-) -> Result<DeviceMemory, CudaError> {
-    let width = t.dtype.value_width() as u64;
-    Ok(memory.part(run.start * width, (run.end - run.start) * width)?)
+/// Where the samples of tensors lie, and behind these what their grids look at, if they have one.
+fn sample_rows<E>(
+    given: &Given<'_, E>,
+    wanted: Vec<(usize, Option<Grid>)>,
+) -> Result<Vec<Vec<Rows>>> {
+    let mut work: Vec<_> = wanted.into_iter().map(|w| (w, None)).collect();
+    // Grids have a range for each row.
+    each(given.pool, &mut work, |((tensor, grid), rows)| {
+        let t = &given.tensors[*tensor];
+        let ranges = sampled(t, given.inputs.parent(*tensor).is_some());
+        let ranges = ranges.chain(grid.iter().flat_map(|grid| grid.ranges()));
+        let of = |memory| Rows::of(memory, t.dtype.value_width() as u64, ranges);
+        *rows = Some(device_memory(t).and_then(of));
+    });
+    work.into_iter().filter_map(|w| w.1).collect()
 }
 
 /// The memory of a device that a tensor is in.

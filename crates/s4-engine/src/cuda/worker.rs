@@ -9,8 +9,9 @@ use s4_format::limits::MAX_CHUNK_BYTES;
 
 use crate::DeviceMemory;
 
-/// Groups of chunks in flight at once: one is encoded, one copied, one handed on.
-pub(super) const SLOTS: usize = 3;
+/// Groups of chunks in flight at once: of one the parents are copied to the device, one is encoded, one copied to the
+/// host, one handed on.
+pub(super) const SLOTS: usize = 4;
 /// The most bytes of values that one group has: more would only take longer to begin.
 const MOST: u64 = 32 << 20;
 /// Shares of the device budget: one for each slot's frames, the others for the kernels' scratch.
@@ -258,7 +259,7 @@ mod tests {
     #[test]
     fn memory_is_cut_within_both_budgets() {
         for device in [16 << 20, 32 << 20, 100 << 20, 256 << 20, 4 << 30, u64::MAX] {
-            for pinned in [7 << 20, 96 << 20, 1 << 30, u64::MAX] {
+            for pinned in [9 << 20, 96 << 20, 1 << 30, u64::MAX] {
                 let s = Sizes::cut(device, pinned).unwrap();
                 let taken = s.device();
                 let taken = if taken < PIECE { taken } else { taken.next_multiple_of(PIECE) };
@@ -275,7 +276,7 @@ mod tests {
 
     #[test]
     fn memory_is_halved_until_there_is_just_enough() {
-        for (device, pinned) in [(256 << 20, 96 << 20), (1 << 30, 7 << 20), (100 << 20, 96 << 20)] {
+        for (device, pinned) in [(256 << 20, 96 << 20), (1 << 30, 9 << 20), (100 << 20, 96 << 20)] {
             let mut sizes = Sizes::cut(device, pinned).unwrap();
             let slot = sizes.frames + sizes.meta;
             let mut steps = 0;

@@ -36,7 +36,7 @@ fn scratch_stays_within_its_budget_and_nothing_is_left() {
     };
     let before = free();
     for scratch in [32 << 20, 100 << 20, 256 << 20] {
-        for pinned in [7 << 20, 96 << 20] {
+        for pinned in [9 << 20, 96 << 20] {
             let engine = gpu.engine(CudaOptions { scratch, pinned, ..CudaOptions::default() });
             let encoded = on_gpu(&engine, &hosts, &uploads, None).unwrap();
             for (e, cpu) in encoded.iter().zip(&cpu) {

@@ -286,7 +286,7 @@ fn differences_of_large_tensors_stay_within_small_budgets() {
         of(DType::Float8E4M3Fn, Kind::F8_E4M3, n),
         of(DType::BFloat16, Kind::BF16, 5000),
     ];
-    for (scratch, pinned) in [(32 << 20, 7 << 20), (256 << 20, 96 << 20)] {
+    for (scratch, pinned) in [(32 << 20, 9 << 20), (256 << 20, 96 << 20)] {
         for given in [Given::Device, Given::Host, Given::Frames] {
             let engine = gpu.engine(CudaOptions { scratch, pinned, ..CudaOptions::default() });
             check(&gpu, &engine, &lines, given);
@@ -455,7 +455,7 @@ fn chains_too_long_for_the_device_are_decoded_by_the_cpu() {
     let Some(gpu) = gpu() else { return };
     let data = patterns::all(Kind::int(Width::B8), 9000).find(|p| p.0 == "random").unwrap().1;
     let lines = [Line::new(Host::new("like-random", DType::Float64, data), 20)];
-    let (scratch, pinned) = (32 << 20, 7 << 20);
+    let (scratch, pinned) = (32 << 20, 9 << 20);
     let engine = gpu.engine(CudaOptions { scratch, pinned, ..CudaOptions::default() });
     assert_eq!(lines[0].levels(18, 0).len(), 19);
     check(&gpu, &engine, &lines, Given::Frames);

@@ -15,6 +15,8 @@ use crate::support::{Encoded, Gpu, Host, Upload, gpu, on_cpu};
 const SMALL: u64 = 3 * PIECE;
 const PIECE: u64 = (2 << 20) + (64 << 10);
 
+const NONE: FrameMemory = FrameMemory { taken: 0, idle: 0, kept: 0, budget: 0, pieces: 0 };
+
 /// Tensors, some of whose chunks are stored plain, that need two small pieces.
 struct Tensors {
     hosts: Vec<Host>,
@@ -134,7 +136,7 @@ fn pieces_are_used_again_once_nobody_holds_them() {
         let frames = tensors.encode(&engine).unwrap();
         assert_eq!(tensors.check(&frames), frames.len(), "save {save}");
         let memory = engine.frame_memory();
-        assert_eq!(memory, FrameMemory { taken: 2 * PIECE, idle: 0, budget: SMALL, pieces: 2 });
+        assert_eq!(memory, FrameMemory { taken: 2 * PIECE, budget: SMALL, pieces: 2, ..NONE });
         // One frame keeps its piece, and no other.
         let last = frames.into_iter().next_back();
         assert_eq!(engine.frame_memory().idle, PIECE);
@@ -143,7 +145,7 @@ fn pieces_are_used_again_once_nobody_holds_them() {
     }
     engine.trim_frame_memory();
     let memory = engine.frame_memory();
-    assert_eq!(memory, FrameMemory { taken: 0, idle: 0, budget: SMALL, pieces: 2 });
+    assert_eq!(memory, FrameMemory { budget: SMALL, pieces: 2, ..NONE });
     tensors.encode(&engine).unwrap();
     assert_eq!(engine.frame_memory().pieces, 4);
 }
@@ -196,6 +198,45 @@ fn pieces_are_taken_before_they_are_needed() {
     while engine.grow_frame_memory(1 << 40) {}
     let memory = engine.frame_memory();
     assert_eq!((memory.taken, memory.idle), (6 * PIECE, 6 * PIECE));
+}
+
+#[test]
+fn frames_that_stay_have_half_of_the_budget() {
+    let Some(gpu) = gpu() else { return };
+    let tensors = Tensors::new(&gpu);
+    let engine = engine(&gpu, 8 * PIECE);
+    let save = || tensors.encode(&engine).unwrap();
+    let bytes = |frames: &[Frame]| frames.iter().map(|f| f.bytes.clone()).collect::<Vec<_>>();
+    let frames = save();
+    let one = bytes(&frames).iter().map(|f| f.len() as u64).sum();
+    let kept = engine.keep_frames(&bytes(&frames)).unwrap();
+    drop(frames);
+    let memory = engine.frame_memory();
+    assert_eq!((memory.kept, memory.taken, memory.idle), (one, 2 * PIECE, 0));
+    // The next save takes other pieces, and so much is taken ahead for it.
+    let second = save();
+    assert_eq!((tensors.check(&second), engine.frame_memory().taken), (second.len(), 4 * PIECE));
+    let more = engine.keep_frames(&bytes(&second)).unwrap();
+    assert_eq!(engine.frame_memory().kept, 2 * one);
+    drop(second);
+    while engine.grow_frame_memory(one) {}
+    assert!(engine.frame_memory().idle > one);
+    let third = save();
+    assert!(engine.keep_frames(&bytes(&third)).is_none(), "{:?}", engine.frame_memory());
+    // What is kept is what was encoded.
+    let same = |kept: &[Bytes]| kept.iter().eq(third.iter().map(|f| &f.bytes));
+    assert!(same(&kept) && same(&more));
+    drop(more);
+    assert_eq!(engine.frame_memory().kept, one);
+    assert!(engine.keep_frames(&bytes(&third)).is_some());
+    // A part of what was kept keeps its claim.
+    let last = kept.into_iter().next_back();
+    assert_eq!(engine.frame_memory().kept, one);
+    drop(last);
+    assert_eq!(engine.frame_memory().kept, 0);
+    drop(third);
+    let memory = engine.frame_memory();
+    assert_eq!(memory.idle, memory.taken);
 }
 
 #[test]

@@ -312,6 +312,19 @@ impl Jobs {
         self.batches.push(Batch::Copies(spans.iter().map(|s| s.0.len()).collect()));
     }
 
+    /// Rows within bytes that end with the last one: its bytes, how far they are apart, and how many there are, with the
+    /// skews of where they lie and where they go.
+    pub(crate) fn rows(&mut self, all: &[(&[u8], [usize; 3], u32, u32)]) {
+        self.start(5, all.len());
+        for (bytes, [len, step, count], from, to) in all {
+            assert_eq!(bytes.len(), step * (count - 1) + len);
+            let head = [*len, *step, *count].map(|v| v as u32);
+            head.into_iter().chain([*from, *to]).for_each(|v| self.put(v));
+            self.bytes.extend(*bytes);
+        }
+        self.batches.push(Batch::Copies(all.iter().map(|r| r.1[0] * r.1[2]).collect()));
+    }
+
     /// Runs all batches.
     pub(crate) fn run(self) -> Vec<Answers> {
         let folder = folder();

@@ -73,8 +73,8 @@ impl Grid {
     /// The values that offsets are made from, as ranges of value numbers: one for each row, then those rows that are
     /// looked at as a whole, evenly spaced.
     pub fn ranges(self) -> impl Iterator<Item = Range<u64>> + Clone {
-        let runs = (0..self.rows).map(move |row| {
-            let first = row * self.cols + self.first(row % self.parts());
+        let runs = (0..self.rows).zip((0..self.parts()).cycle()).map(move |(row, part)| {
+            let first = row * self.cols + self.first(part);
             first..first + self.run
         });
         let whole = (0..self.whole_rows()).map(move |i| {

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 GPU_SCRATCH = 256 << 20
 
 #: Bytes of page-locked memory that encoded values may take, and share of the machine's memory: one in so many.
-PINNED, PINNED_SHARE = 4 << 30, 8
+PINNED, PINNED_SHARE = 8 << 30, 8
 
 #: Where values in host memory are: no device, no stream.
 HOST = (-1, 0)

@@ -186,10 +186,11 @@ class Pending(Generic[T]):
             self.committed.set_exception(error)
         else:
             self._end_values()
+            if self._values is not None and self._values.engine is not None:
+                # Before anybody knows of the result, and may give such memory back.
+                prepare_pinned_memory(self._values.engine, self._stored_bytes(result))
             self.committed.set_result(result)
             _live.discard(self)
-            if self._values is not None and self._values.engine is not None:
-                prepare_pinned_memory(self._values.engine, self._stored_bytes(result))
 
     def _stored_bytes(self, result: T) -> int:
         """Bytes that the save stored."""

@@ -239,7 +239,7 @@ pub(crate) async fn upload(
     attempt: &mut Attempt,
     mut objects: Receiver<DataObject>,
 ) -> s4_store::Result<()> {
-    while let Some(DataObject { number, group, bytes, blake3 }) = objects.recv().await {
+    while let Some(DataObject { number, group, bytes, blake3, .. }) = objects.recv().await {
         let kind = KINDS.get(usize::from(group)).copied().unwrap_or_default();
         attempt.put_hashed(number, kind, bytes, blake3).await?;
     }

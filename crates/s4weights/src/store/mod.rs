@@ -102,7 +102,8 @@ pub struct StoreOptions {
     /// later saves reuse, and which the system may reclaim before that): those of the base, and of one more
     /// checkpoint for each further hop. Each has an equal share. In it values are kept raw if they fit, or
     /// else compressed if that fits, or else not at all: then every save reads them back from the store.
-    /// For tensors on devices, their frames are kept.
+    /// For tensors on devices, their frames are kept, and only those for which the engine's page-locked memory has no room
+    /// ([`s4_engine::cuda::CudaEngine::keep_frames`]) are copied to this.
     pub parent_memory: usize,
     /// Bytes of buffers for encoding.
     pub memory: usize,

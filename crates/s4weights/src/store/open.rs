@@ -6,7 +6,7 @@ use s4_store::{Checkpoint, CheckpointId, Reading, Store};
 
 use crate::error::{Error, Result};
 use crate::io::Source;
-use crate::objects::{MemoryObjects, ObjectSource};
+use crate::objects::ObjectSource;
 use crate::options::ReadOptions;
 use crate::reader::Reader;
 use crate::store::bridge::Bridge;
@@ -19,7 +19,7 @@ pub(crate) struct Opener {
     pub(crate) bridge: Bridge,
     pub(crate) store: Store,
     pub(crate) local: bool,
-    /// What this process stored as a part of checkpoints.
+    /// What this process keeps of checkpoints, where it does not have all of one.
     pub(crate) kept: Arc<KeptObjects>,
 }
 
@@ -82,7 +82,7 @@ impl Opener {
         let index = || Source::Bytes(reading.manifest().blob.clone());
         let bridge = || self.bridge.clone();
         let stored = StoredObjects::new(bridge(), reading.clone(), self.local);
-        let kept = MemoryObjects(self.kept.of(id, &reading.manifest().objects));
+        let kept = self.kept.of(id, &reading.manifest().objects);
         let objects: Box<dyn ObjectSource> = match kept.0.is_empty() {
             true => Box::new(stored),
             false => Box::new(PartlyKept { kept, rest: stored }),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use s4_delta::Tree;
 use s4_delta::policy::{CheckpointSize, Choice, Next, Policy, Reason};
 use s4_engine::{Preset, Values};
-use s4_store::{Checkpoint, Reference, State};
+use s4_store::{Checkpoint, CheckpointId, Reference, State};
 
 use crate::error::{Error, Result};
 use crate::memory::{MemoryOptions, TensorCodec};
@@ -38,6 +38,8 @@ struct Held {
 /// The checkpoint that the next one may be a difference from.
 pub(crate) struct ParentCheckpoint {
     pub(crate) reference: Reference,
+    /// It, and what it needs.
+    pub(crate) chain: Vec<CheckpointId>,
     pub(crate) values: ParentValues,
     /// The next one's number since the base.
     pub(crate) number: u32,
@@ -118,7 +120,8 @@ impl CheckpointStore {
         if let Err(reason) = line.next(raw, changed(tensors, &*values.parent())) {
             return Ok(Err(WhyBase::Policy(reason)));
         }
-        Ok(Ok(ParentCheckpoint { reference, values, number }))
+        let chain = chain.iter().map(Checkpoint::id).collect();
+        Ok(Ok(ParentCheckpoint { reference, chain, values, number }))
     }
 
     /// The checkpoints that the next one follows.
@@ -179,11 +182,11 @@ impl CheckpointStore {
         WriteOptions { preset, threads, simd, memory: Some(memory), ..WriteOptions::default() }
     }
 
-    /// Bytes of memory for what is stored of a checkpoint, by its number since the base: none if that is
-    /// not wanted, since its values are kept, or if nothing becomes a difference from it.
-    pub(crate) fn room_for_stored(&self, wanted: bool, number: u32) -> usize {
+    /// Bytes of memory for what is stored of a checkpoint, by its number since the base: `None` if that is not
+    /// wanted, since its values are kept, or if nothing becomes a difference from it.
+    pub(crate) fn room_for_stored(&self, wanted: bool, number: u32) -> Option<usize> {
         let is_parent = self.options.tree().last_child(number).is_some();
-        if wanted && is_parent { self.options.share() } else { 0 }
+        Some(self.options.share()).filter(|room| wanted && is_parent && *room > 0)
     }
 
     /// Drops values that no later save can use once checkpoint `number` since the base is saved

@@ -17,6 +17,7 @@ use crate::interrupt;
 use crate::objects::{DataObject, ObjectOptions, ObjectSink};
 use crate::report::Report;
 use crate::store::bridge::Asker;
+use crate::store::cache::ObjectCache;
 use crate::store::save::{SaveRequest, StageSeconds, Uploading, WhyBase, chain};
 use crate::store::{CheckpointStore, ParentValues, SaveOptions, Saved};
 use crate::write::TensorSource;
@@ -147,9 +148,9 @@ impl CheckpointStore {
         let (store, id) = (self.opener.store.clone(), of.id);
         let attempt = self.opener.bridge.ask(async move { store.join(id, rank).await })?;
         let request = SaveRequest::new(0, tensors, options);
-        let room = self.room_for_stored(true, of.number);
+        let kept = options.kept_memory(self.room_for_stored(true, of.number));
         let Uploading { written, uploading, stored } =
-            self.encode_into(attempt, &request, parent, room)?;
+            self.encode_into(attempt, &request, parent, kept)?;
         let finishing = async move {
             let (attempt, done) = uploading.await.map_err(|e| StoreError::Callback(Box::new(e)))?;
             done?;
@@ -162,7 +163,7 @@ impl CheckpointStore {
         let objects = objects?.map_err(|e| self.error(e))?;
         // A delta of this checkpoint is then made without reading it back.
         let needed: Vec<_> = chain.iter().map(Checkpoint::id).collect();
-        self.opener.kept.keep(id, &needed, &stored, &objects);
+        self.opener.kept.keep(id, &needed, ObjectCache::take(&stored));
         Ok(RankPart { objects, index, report })
     }
 

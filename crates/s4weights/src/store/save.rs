@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::interrupt;
 use crate::objects::ObjectOptions;
 use crate::options::{ProgressFn, StagedFn, WriteOptions};
-use crate::output::ObjectMemory;
+use crate::output::{KeptMemory, ObjectMemory};
 use crate::parent::Parent;
 use crate::report::Report;
 use crate::store::bridge::{Asker, ChannelSink, upload};
@@ -77,6 +77,15 @@ impl SaveOptions {
         #[cfg(not(feature = "cuda"))]
         let on_devices = false;
         !on_devices && !self.host_changes
+    }
+
+    /// Memory for objects that stay, with room for copies of this many bytes; `None`: none stays.
+    pub(crate) fn kept_memory(&self, room: Option<usize>) -> KeptMemory {
+        KeptMemory {
+            room,
+            #[cfg(feature = "cuda")]
+            engine: self.engine.clone(),
+        }
     }
 }
 
@@ -274,11 +283,13 @@ impl CheckpointStore {
         let parent = before.as_ref().map(|b| (b.reference, b.number));
         let reader = before.as_ref().and_then(|b| b.values.reader());
         let number = parent.map_or(0, |(_, number)| number);
+        let chain = before.as_ref().map_or_else(Vec::new, |b| b.chain.clone());
         let room = self.room_for_stored(!options.keeps_values(), number);
+        let kept = options.kept_memory(room);
         let values = before.map(|b| b.values.parent());
         let started = Instant::now();
         let Uploading { written, uploading, stored } =
-            self.encode_into(attempt, request, values, room)?;
+            self.encode_into(attempt, request, values, kept)?;
         let encode = started.elapsed().as_secs_f64();
         let Written { report, snapshot, index } = written;
         let delta = snapshot.depth() > 1;
@@ -328,21 +339,31 @@ impl CheckpointStore {
             }
         };
         let why_base = why_base.or_else(|| (!delta).then_some(WhyBase::NothingGained));
-        let stored = ObjectCache::open(&stored, index, reader, self.reading())?;
-        let kept = kept.or_else(|| stored.filter(|_| again).map(ParentValues::Frames));
+        let stored = ObjectCache::take(&stored);
+        let kept = match kept {
+            None if again && stored.is_whole() => {
+                stored.open(index, reader, self.reading())?.map(ParentValues::Frames)
+            }
+            // The rest is quickly read.
+            None if again && self.opener.local => {
+                self.opener.kept.keep(id, &chain, stored);
+                None
+            }
+            kept => kept,
+        };
         let upload = started.elapsed().as_secs_f64() - encode;
         let stages = StageSeconds { encode, upload, publish: 0.0 };
         Ok(Ready { staged, report, stages, why_base, kept })
     }
 
-    /// Encodes tensors and hands their objects to an attempt, which goes on uploading. `room`: bytes of
-    /// objects to keep.
+    /// Encodes tensors and hands their objects to an attempt, which goes on uploading. `kept`: memory for
+    /// objects that stay.
     pub(crate) fn encode_into(
         &self,
         mut attempt: Attempt,
         request: &SaveRequest<'_>,
         parent: Option<Arc<dyn Parent>>,
-        room: usize,
+        kept: KeptMemory,
     ) -> Result<Uploading> {
         let SaveRequest { options, asker, .. } = request;
         let bridge = &self.opener.bridge;
@@ -360,8 +381,8 @@ impl CheckpointStore {
             (attempt, done)
         })?;
         let sink = ChannelSink { bridge: bridge.clone(), asker: asker.clone(), sender };
-        let (sink, stored) = CachingSink::new(sink, room);
-        let memory = ObjectMemory { buffers: self.buffers.clone(), ahead, kept: room };
+        let (sink, stored) = CachingSink::new(sink);
+        let memory = ObjectMemory { buffers: self.buffers.clone(), ahead, kept };
         match self.encode(request, sink, parent, memory) {
             Ok(written) => Ok(Uploading { written, uploading, stored }),
             Err(e) => {

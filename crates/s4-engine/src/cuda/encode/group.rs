@@ -51,6 +51,8 @@ pub(super) struct Group<'a> {
     pub(super) inputs: Vec<Option<Input<'a>>>,
     /// Moments that the host has: the chunk's number in the group, which of the two, and the values.
     pub(super) moments: Vec<(usize, usize, Bytes)>,
+    /// What is copied to the device from where the caller has it.
+    pub(super) uploads: Vec<Bytes>,
     /// Chunks of each route.
     pub(super) routes: [u32; 6],
     /// Bytes of frames at most; the values of the CPU's chunks follow.

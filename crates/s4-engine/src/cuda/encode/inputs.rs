@@ -1,10 +1,11 @@
 //! What a group of chunks is predicted from, uploaded before the group.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use s4_codec_gpu::abi::{self, Route};
-use s4_codec_gpu::{DecodeBatch, GpuError};
+use s4_codec_gpu::{DecodeBatch, GpuError, Pinned};
 use s4_format::limits::ALIGN;
 
 use super::{Check, EncodeQueue, Group, Member, PER_CHECK, Room};
@@ -73,7 +74,7 @@ impl<'a> EncodeQueue<'a> {
         if any { self.upload(group, incoming) } else { Ok(None) }
     }
 
-    /// Copies what was placed to the device.
+    /// Copies what was placed to the device: from page-locked memory as it is, and the rest through the slot's.
     fn upload(
         &mut self,
         group: &mut Group<'a>,
@@ -85,19 +86,40 @@ impl<'a> EncodeQueue<'a> {
         let len = (incoming.end - start) as usize;
         // SAFETY: all of the slot's frames were handed on: nothing else uses it.
         let mut rest = unsafe { slot.pinned.slice_mut(0, len) };
-        let mut parts = Vec::with_capacity(incoming.bytes.len());
+        let mut copies = Vec::with_capacity(incoming.bytes.len());
+        let mut sent: Vec<Sent> = vec![];
         let mut at = start;
         for (address, bytes) in incoming.bytes {
             // They lie in the order in which they were placed.
             let (to, behind) =
                 rest.split_at_mut((address - at) as usize).1.split_at_mut(bytes.len());
+            let offset = (address - start) as usize;
             at = address + bytes.len() as u64;
             rest = behind;
-            parts.push((to, bytes));
+            let from = match self.host.pieces.find(&bytes) {
+                Some((pinned, from)) => {
+                    let len = bytes.len();
+                    group.uploads.push(bytes);
+                    Sent { pinned, from, to: offset, len }
+                }
+                None => {
+                    let len = bytes.len();
+                    copies.push((to, bytes));
+                    Sent { pinned: Arc::clone(&slot.pinned), from: offset, to: offset, len }
+                }
+            };
+            if !sent.last_mut().is_some_and(|last| last.extend(&from)) {
+                sent.push(from);
+            }
         }
-        each(self.pool, &mut parts, |(to, bytes)| to.copy_from_slice(bytes));
-        // SAFETY: as above; the slot's memory on the device is idle, too.
-        unsafe { worker.up.copy_to_device(&slot.pinned, 0, len, start) }?;
+        if !copies.is_empty() {
+            each(self.pool, &mut copies, |(to, bytes)| to.copy_from_slice(bytes));
+        }
+        for Sent { pinned, from, to, len } in &sent {
+            // SAFETY: as above; the slot's memory on the device is idle, too. Frames in other memory do not change,
+            // and the group holds them.
+            unsafe { worker.up.copy_to_device(pinned, *from, *len, start + *to as u64) }?;
+        }
         slot.arrived.record(&worker.up)?;
         worker.compute.wait(&slot.arrived)?;
         if group.members.iter().any(|j| j.route.is_none()) {
@@ -349,6 +371,28 @@ pub(super) fn open_inputs<'a, E: From<CudaError>>(
         });
     }
     Ok(())
+}
+
+/// Bytes that are copied to a slot's memory on the device at once: where from, and where to.
+struct Sent {
+    pinned: Arc<Pinned>,
+    from: usize,
+    to: usize,
+    len: usize,
+}
+
+impl Sent {
+    /// Takes in what follows with the same gap on both sides: padding.
+    fn extend(&mut self, next: &Self) -> bool {
+        let (end, gap) = (self.to + self.len, next.to - self.to);
+        let follows = Arc::ptr_eq(&self.pinned, &next.pinned)
+            && next.from.checked_sub(self.from) == Some(gap)
+            && next.to - end < ALIGN;
+        if follows {
+            self.len = gap + next.len;
+        }
+        follows
+    }
 }
 
 /// What goes to a slot's memory on the device.

@@ -138,6 +138,7 @@ const std::map<std::string, Kernel> kernels = {
     {"s4_decode_update", [](void** p) { decode(s4_decode_update, p); }},
     {"s4_check_values", [](void** p) { decode(s4_check_values, p); }},
     {"s4_copy_spans", [](void** p) { s4_copy_spans(arg<const CopySpan*>(p, 0)); }},
+    {"s4_copy_rows", [](void** p) { s4_copy_rows(arg<const CopyRows*>(p, 0)); }},
     {"s4_crc_spans", [](void** p) { s4_crc_spans(arg<const CrcSpan*>(p, 0), arg<u32*>(p, 1)); }},
 };
 
