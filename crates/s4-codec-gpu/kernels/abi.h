@@ -101,6 +101,7 @@ enum Prediction : u8 {
   kPredictBf16 = 2,      // that of input kParent, n fp32 values, rounded to bf16
   kPredictF16 = 3,       // rounded to fp16
   kPredictOffsets = 4,   // the sum of the offsets of its row and column, input kOffsets
+  kPredictBlend = 5,     // that, and a share of the magnitude of input kParent
 };
 
 // Contexts of docs/format.md.
@@ -157,7 +158,7 @@ static_assert(sizeof(TableSet) == 16, "");
 
 // Of a chunk's inputs:
 constexpr u32 kParent = 0;    // the parent's values, n * width bytes at any address; null with residual `id`
-constexpr u32 kOffsets = 1;   // of kPredictOffsets: `Offsets`, 8-byte aligned
+constexpr u32 kOffsets = 1;   // of kPredictOffsets, kPredictBlend: `Offsets`, 8-byte aligned
 constexpr u32 kColumns = 2;   // and the offsets of the columns, 16-byte aligned
 constexpr u32 kFirst = 1;     // of kContextsUpdate: the first moment's values, n of them at any address
 constexpr u32 kSecond = 2;    // those of the second
@@ -171,7 +172,7 @@ struct Offsets {
   u32 shift;  // below 8 * width
   u32 rows;
   u32 cols;   // below 2^31
-  u32 reserved;
+  u32 share;  // of kPredictBlend: 256ths of the parent's magnitude, below 256
 };
 static_assert(sizeof(Offsets) == 32, "");
 constexpr int kNoRow = -32768;  // the offset of a row whose values are expected to be zero

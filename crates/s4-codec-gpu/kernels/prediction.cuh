@@ -61,24 +61,25 @@ struct RowsAndColumns {
   const short* rows;
   const short* columns;
   u64 base;
-  u32 shift, cols;
+  u32 shift, cols, share;
   u32 row, col;  // of the chunk's first value
 
   template <class Chunk>
   __device__ __forceinline__ static RowsAndColumns of(const Chunk& c) {
     const Offsets& o = *reinterpret_cast<const Offsets*>(c.inputs[kOffsets]);
     return RowsAndColumns{reinterpret_cast<const short*>(c.inputs[kOffsets] + sizeof(Offsets)),
-                          reinterpret_cast<const short*>(c.inputs[kColumns]), o.base, o.shift, o.cols,
+                          reinterpret_cast<const short*>(c.inputs[kColumns]), o.base, o.shift, o.cols, o.share,
                           static_cast<u32>(o.first / o.cols), static_cast<u32>(o.first % o.cols)};
   }
   template <int kWidth>
-  __device__ __forceinline__ Uint<kWidth> predicted(int row, int column) const {
+  __device__ __forceinline__ Uint<kWidth> predicted(int row, int column, Uint<kWidth> more) const {
     const Uint<kWidth> offset = static_cast<Uint<kWidth>>(static_cast<long long>(row + column));
     if (row == kNoRow) return 0;
-    return (static_cast<Uint<kWidth>>(base) + (offset << shift)) & kAllBits<kWidth> >> 1;
+    return (static_cast<Uint<kWidth>>(base) + (offset << shift) + more) & kAllBits<kWidth> >> 1;
   }
+  // `more` is added to each, if it is not null.
   template <int kWidth>
-  __device__ __forceinline__ void predict(u32 at, u32 left, Uint<kWidth>* v) const {
+  __device__ __forceinline__ void predict(u32 at, u32 left, Uint<kWidth>* v, const Uint<kWidth>* more = nullptr) const {
     // Columns are below 2^31, and a chunk's values below 2^22.
     const u32 place = col + at;
     u32 r = row + place / cols, c = place % cols;
@@ -88,7 +89,7 @@ struct RowsAndColumns {
       const u32 words[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
       for (int k = 0; k < 8; k++)
-        v[k] = predicted<kWidth>(offset, static_cast<short>(words[k / 2] >> (16 * (k % 2))));
+        v[k] = predicted<kWidth>(offset, static_cast<short>(words[k / 2] >> (16 * (k % 2))), more ? more[k] : 0);
       return;
     }
 #pragma unroll
@@ -98,10 +99,17 @@ struct RowsAndColumns {
         continue;
       }
       if (c == cols) c = 0, offset = rows[++r];
-      v[k] = predicted<kWidth>(offset, columns[c++]);
+      v[k] = predicted<kWidth>(offset, columns[c++], more ? more[k] : 0);
     }
   }
 };
+
+// `share` 256ths of the bits below the sign, rounded down. No product wraps.
+template <int kWidth>
+__device__ __forceinline__ Uint<kWidth> share_of(Uint<kWidth> x, u32 share) {
+  const Uint<kWidth> magnitude = x & kAllBits<kWidth> >> 1;
+  return (magnitude >> 8) * share + ((magnitude & 0xff) * share >> 8);
+}
 
 struct AnyPrediction;
 
@@ -127,6 +135,7 @@ struct AnyPrediction {
       case kPredictBf16:
       case kPredictF16: return c.inputs[kParent] != nullptr && c.residual == kXor && c.width == 2;
       case kPredictOffsets: return has_offsets(c);
+      case kPredictBlend: return c.inputs[kParent] != nullptr && has_offsets(c);
       default: return false;
     }
   }
@@ -141,7 +150,7 @@ struct AnyPrediction {
   template <class Chunk>
   __device__ __forceinline__ static AnyPrediction of(const Chunk& c) {
     AnyPrediction p{c.prediction, c.residual, c.inputs[kParent], {}};
-    if (c.prediction == kPredictOffsets) p.offsets = RowsAndColumns::of(c);
+    if (c.prediction == kPredictOffsets || c.prediction == kPredictBlend) p.offsets = RowsAndColumns::of(c);
     return p;
   }
 
@@ -149,7 +158,17 @@ struct AnyPrediction {
   __device__ __forceinline__ void predict(u32 at, u32 left, Uint<kWidth>* p) const {
     if (prediction == kPredictInput) load_values8<kWidth>(input, at, left, p);
     else if (kWidth > 1 && prediction == kPredictOffsets) offsets.predict<kWidth>(at, left, p);
+    else if (kWidth > 1 && prediction == kPredictBlend) blend<kWidth>(at, left, p);
     else if (kWidth == 2) load_rounded<kWidth>(input, prediction == kPredictBf16, at, left, p);
+  }
+  // Where the offsets predict nothing, nothing is added.
+  template <int kWidth>
+  __device__ __forceinline__ void blend(u32 at, u32 left, Uint<kWidth>* p) const {
+    Uint<kWidth> before[8] = {};
+    load_values8<kWidth>(input, at, left, before);
+#pragma unroll
+    for (int k = 0; k < 8; k++) before[k] = share_of<kWidth>(before[k], offsets.share);
+    offsets.predict<kWidth>(at, left, p, before);
   }
   template <int kWidth>
   __device__ __forceinline__ void take(u32 at, u32 left, Uint<kWidth>* v) const {

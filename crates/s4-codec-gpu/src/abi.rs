@@ -139,6 +139,8 @@ pub mod prediction {
     pub const F16: u8 = header("kPredictF16") as u8;
     /// The sums of the offsets of rows and columns.
     pub const OFFSETS: u8 = header("kPredictOffsets") as u8;
+    /// Those, and a share of the magnitudes of input [`PARENT`](super::PARENT).
+    pub const BLEND: u8 = header("kPredictBlend") as u8;
 }
 
 /// Contexts by the exponent of the input's values, as descriptors name them.
@@ -188,8 +190,8 @@ pub struct Offsets {
     pub rows: u32,
     /// Values in a row.
     pub cols: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// 256ths of the parent's magnitude, of [`prediction::BLEND`].
+    pub share: u32,
 }
 
 /// A table that the chunks of a tensor share, for one plane. All zero: the plane has none.

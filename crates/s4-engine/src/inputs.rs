@@ -1,7 +1,10 @@
 //! What tensors are predicted from: the values of a parent checkpoint, and of other tensors of the same.
 
+use std::sync::Arc;
+
 use bytes::Bytes;
 use s4_format::{ChunkRecord, Digest, Error};
+use s4_predict::rank1::Expected;
 
 use crate::{
     CpuEngine, DecodeJob, DeviceMemory, InputValues, Moment, Scratch, TensorError, TensorSpec,
@@ -23,6 +26,16 @@ pub trait Inputs<E>: Sync {
     /// What keeps them from being read.
     fn samples(&self, tensors: &[usize]) -> Result<Vec<Vec<u8>>, E> {
         Ok(vec![vec![]; tensors.len()])
+    }
+
+    /// What the rows and columns of a tensor's parent say of its values, if these are stored so. Asked for after
+    /// [`Inputs::samples`].
+    ///
+    /// # Errors
+    /// What keeps it from being read.
+    fn expected(&self, tensor: usize) -> Result<Option<Arc<Expected>>, E> {
+        let _ = tensor;
+        Ok(None)
     }
 
     /// The moments of a tensor, first and second, of which the contexts of a difference may be told. They are stored

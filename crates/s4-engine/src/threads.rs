@@ -8,6 +8,7 @@ use s4_format::Error;
 
 use crate::engine::{Chunk, EncodedFrame, Engine, Jobs, TensorError, TensorValues, each};
 use crate::inputs::{Input, Inputs, decode_frames, missing, missing_moments};
+use crate::planner;
 use crate::{
     CpuEngine, EncodeJob, EncodedChunk, Moment, ParentSample, PlanJob, Preset, Scratch, TensorPlan,
     TensorView, Values,
@@ -61,14 +62,16 @@ impl Engine for CpuEngine {
         for (batch, some) in tensors.chunks(PLANNED).enumerate() {
             let numbers: Vec<_> = (batch * PLANNED..).take(some.len()).collect();
             let samples = inputs.samples(&numbers)?;
+            let samples = samples.into_iter().zip(planner::expected(preset, inputs, &numbers)?);
             let mut work: Vec<_> =
                 numbers.into_iter().zip(some).zip(samples).map(|w| (w, None)).collect();
-            each(pool, &mut work, |(((tensor, t), sample), plan)| {
+            each(pool, &mut work, |(((tensor, t), (sample, expected)), plan)| {
                 let parent = inputs.parent(*tensor).map(|(manifest, tensor)| ParentSample {
                     manifest,
                     tensor,
                     values: sample,
                     moments: None,
+                    expected: expected.as_deref(),
                 });
                 let moments = inputs.moments(*tensor);
                 let planned = host_values(*tensor, t).and_then(|data| {

@@ -132,8 +132,8 @@ ids! {
         CAST = 3, "cast", Open;
         /// Row and column offsets of the magnitude's integer.
         RANK1 = 4, "rank1", Open;
-        /// Rank1 with a fitted share of the parent's own residual.
-        BLEND = 5, "blend", Reserved;
+        /// Row and column offsets, and a share of the parent's magnitude.
+        BLEND = 5, "blend", Open;
         /// The optimizer's own update.
         STEP = 6, "step", Reserved;
     }
@@ -195,8 +195,8 @@ mod tests {
 
     #[test]
     fn what_is_not_built_is_refused_by_name() {
-        let e = PredictorId::BLEND.require_open().unwrap_err().to_string();
-        assert!(e.contains("blend") && e.contains("not built"), "{e}");
+        let e = PredictorId::STEP.require_open().unwrap_err().to_string();
+        assert!(e.contains("step") && e.contains("not built"), "{e}");
         let e = CodecId::NVCOMP_ANS.require_open().unwrap_err().to_string();
         assert!(e.contains("nvcomp-ans") && e.contains("closed"), "{e}");
         let e = PredictorId::STEP.require_open().unwrap_err().to_string();

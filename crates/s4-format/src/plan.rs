@@ -85,6 +85,13 @@ impl Plan {
         }
     }
 
+    /// The plan of a matrix that is predicted by its rows and columns, and by tensor number `tensor` of the checkpoint
+    /// whose manifest has the hash `manifest`.
+    pub fn blend(layout: LayoutId, manifest: Digest, tensor: u32) -> Self {
+        let (predictor, residual) = (PredictorId::BLEND, ResidualId::MAGNITUDE);
+        Self { predictor, residual, ..Self::delta(layout, manifest, tensor) }
+    }
+
     /// The plan of a tensor that is predicted as the rounded copy of tensor number `tensor` of the same checkpoint.
     pub fn cast(layout: LayoutId, tensor: u32) -> Self {
         let inputs = vec![Input { manifest: None, tensor, region: None }];
@@ -131,9 +138,9 @@ impl Plan {
         self.predictor == PredictorId::NONE
     }
 
-    /// Whether values are stored as their difference from the parent's.
+    /// Whether values are predicted from the parent's.
     pub fn is_delta(&self) -> bool {
-        self.predictor == PredictorId::PARENT
+        matches!(self.predictor, PredictorId::PARENT | PredictorId::BLEND)
     }
 
     /// The parent's manifest and the number of the tensor in it, if the plan predicts from one.
@@ -155,6 +162,10 @@ impl Plan {
         let fits = match self.predictor {
             PredictorId::NONE => self.residual == ResidualId::ID && self.inputs.is_empty(),
             PredictorId::RANK1 => self.residual == ResidualId::MAGNITUDE && self.inputs.is_empty(),
+            PredictorId::BLEND => {
+                let inputs = matches!(self.inputs.as_slice(), [other!()]);
+                inputs && self.residual == ResidualId::MAGNITUDE
+            }
             PredictorId::PARENT => match self.residual {
                 ResidualId::XOR | ResidualId::SUB => {
                     matches!(self.inputs.as_slice(), [other!()])
@@ -267,8 +278,8 @@ mod tests {
     fn plans_are_refused_by_name() {
         let mut p = Plan::direct(LayoutId::FIELDS);
         assert!(p.require_open().is_ok());
-        p.predictor = PredictorId::BLEND;
-        assert!(p.require_open().unwrap_err().to_string().contains("blend"));
+        p.predictor = PredictorId::STEP;
+        assert!(p.require_open().unwrap_err().to_string().contains("step"));
         p = Plan::direct(LayoutId::TOKEN);
         assert!(matches!(p.require_open(), Err(Error::Corrupt { .. })));
     }

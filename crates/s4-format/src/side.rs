@@ -18,11 +18,11 @@ impl SideKind {
     pub const WIDE_OFFSETS: Self = Self(2);
     /// Positions and values that a predictor does not cover. Reserved.
     pub const EXCEPTIONS: Self = Self(3);
-    /// The fitted share of the parent's residual. Reserved.
+    /// A share of the parent's residual. Never written, and refused.
     pub const ALPHA: Self = Self(4);
     /// rANS tables, one set for each run of chunks. Reserved.
     pub const GROUP_TABLES: Self = Self(5);
-    /// Row and column offsets of the predictor `rank1`.
+    /// Row and column offsets of the predictors `rank1` and `blend`.
     pub const OFFSETS: Self = Self(6);
     /// How contexts are told: from exponents, or from updates.
     pub const CONTEXTS: Self = Self(7);

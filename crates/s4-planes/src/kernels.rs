@@ -514,6 +514,17 @@ impl Kernels {
         assert!(shift < width.bits(), "shift by {shift} bits");
         lanewise::sums(self, width, lanewise::Sums { base, row, shift }, cols, out);
     }
+
+    /// Adds `share` 256ths, rounded down, of the bits of `other` below its sign to each element of `buf`. Sums wrap, but for
+    /// the top bit, which becomes 0.
+    ///
+    /// # Panics
+    /// If the sizes differ, or are not whole elements.
+    pub fn add_shares(self, width: Width, share: u8, buf: &mut [u8], other: &[u8]) {
+        check_elements(width, buf.len());
+        assert_eq!(buf.len(), other.len(), "shares");
+        lanewise::add_shares(self, width, share, buf, other);
+    }
 }
 
 /// The number of elements in `len` bytes.

@@ -61,10 +61,12 @@ trait Word: Copy {
     fn with_magnitude(self, magnitude: Self) -> Self;
     fn shl(self, bits: u32) -> Self;
     fn xor(self, other: Self) -> Self;
+    /// So many 256ths of the magnitude, rounded down.
+    fn share(self, share: u8) -> Self;
 }
 
 macro_rules! word {
-    ($unsigned:ty, $signed:ty) => {
+    ($unsigned:ty, $signed:ty, $product:ty) => {
         impl Word for $unsigned {
             #[inline(always)]
             fn map(buf: &mut [u8], f: impl Fn(Self) -> Self) {
@@ -150,14 +152,22 @@ macro_rules! word {
             fn xor(self, other: Self) -> Self {
                 self ^ other
             }
+            #[inline(always)]
+            fn share(self, share: u8) -> Self {
+                let (magnitude, share) = (self.magnitude(), <$product>::from(share));
+                let high = <$product>::from(magnitude) >> 8;
+                let low = <$product>::from(magnitude) & 0xff;
+                // Exact, and no product wraps.
+                (high * share + (low * share >> 8)) as Self
+            }
         }
     };
 }
 
-word!(u8, i8);
-word!(u16, i16);
-word!(u32, i32);
-word!(u64, i64);
+word!(u8, i8, u16);
+word!(u16, i16, u16);
+word!(u32, i32, u32);
+word!(u64, i64, u64);
 
 /// Defines functions from a portable body each, compiled for every set of instructions. In a body
 /// that starts with `[width]`, `Word` is the type of an element of that width.
@@ -309,6 +319,11 @@ vectorized! {
             let sum = W::low(i64::from(i32::from(sums.row) + i32::from(col)));
             base.add(sum.shl(sums.shift)).magnitude()
         })
+    }
+
+    /// Adds shares of the magnitudes of others: see [`Kernels::add_shares`].
+    fn add_shares(share: u8, buf: &mut [u8], other: &[u8]) [width: W] {
+        W::zip(buf, other, |x, y| x.add(y.share(share)).magnitude())
     }
 
     /// fp32 to bf16, rounded to the nearest, of two to the even one.

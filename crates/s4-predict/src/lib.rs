@@ -2,7 +2,8 @@
 //!
 //! - [`Predict`]: the predicted bits of a range of a tensor's values, from other values and from side
 //!   data. [`Parent`] expects the values of the checkpoint before, [`Rank1`] an offset per row and one
-//!   per column, [`Cast`] the rounded values of a wider tensor, [`Same`] the values of another one.
+//!   per column, [`Blend`] these and a share of the parent's, [`Cast`] the rounded values of a wider tensor, [`Same`] the
+//!   values of another one.
 //! - [`Predictors`]: those that an engine uses, by the id that plans name.
 //! - [`ContextModel`]: a table for each symbol of a plane, from what a decoder knows before the plane is
 //!   decoded: [`Exponents`] from the exponents of an input, [`Updates`] from the moments, too.
@@ -15,6 +16,7 @@
 //! checksums, which the engine checks after prediction is undone.
 #![forbid(unsafe_code)]
 
+mod blend;
 mod cast;
 mod context;
 pub mod exponent;
@@ -24,6 +26,7 @@ pub mod rank1;
 mod same;
 pub mod update;
 
+pub use blend::Blend;
 pub use cast::Cast;
 pub use context::{ContextModel, Known, NoContexts};
 pub use exponent::Exponents;
@@ -35,5 +38,5 @@ pub use update::{Update, Updates};
 
 /// Every predictor of this crate. This is the one list of them.
 pub fn predictors() -> Predictors {
-    Predictors::none().with(Parent).with(Rank1).with(Cast).with(Same)
+    Predictors::none().with(Parent).with(Rank1).with(Blend).with(Cast).with(Same)
 }

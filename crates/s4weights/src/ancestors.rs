@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use s4_engine::moment_dtypes;
+use s4_engine::{Expected, expected_of, moment_dtypes};
 use s4_format::index::TensorKind;
 use s4_format::side::Side;
 use s4_format::{DType, Digest, PredictorId};
@@ -55,6 +55,7 @@ impl Reader {
                 bytes: t.bytes().at(&self.name)?,
                 chunk_log2: spec.chunk_log2,
                 needs_others: Parent::needs_others(self, number as u32),
+                expected: Parent::expected(self, number as u32)?,
                 checksums: blocks[&number].records.iter().map(|r| r.crc_raw).collect(),
             };
             tensors.insert(t.name.clone(), snapshot);
@@ -306,6 +307,26 @@ impl Parent for Reader {
                 parent.needs_others(above)
             }),
         }
+    }
+
+    fn expected(&self, tensor: u32) -> Result<Option<Arc<Expected>>> {
+        let number = tensor as usize;
+        let Some(t) = self.tensors.get(number) else { return Ok(None) };
+        let plan = &self.manifest.plans[usize::from(t.plan)];
+        let by_offsets = matches!(plan.predictor, PredictorId::RANK1 | PredictorId::BLEND);
+        if !by_offsets || !matches!(t.kind, TensorKind::Chunks { .. }) {
+            return Ok(None);
+        }
+        let above = match self.input(number)? {
+            // Depths fall by one along a chain, and are bounded.
+            Some((parent, above)) => parent.expected(above as u32)?,
+            None => None,
+        };
+        let blocks = self.blocks(&[number])?;
+        let stored = (t.dtype, &t.shape[..], &blocks[&number].side);
+        let expected = expected_of(plan, stored, above.as_deref());
+        let expected = expected.map_err(|e| e.in_tensor(self.label(number)));
+        Ok(expected.at(&self.name)?.map(Arc::new))
     }
 
     fn is_remote(&self) -> bool {

@@ -1,9 +1,11 @@
 //! What a writer's tensors are predicted from, for the engine that encodes them.
 
+use std::sync::Arc;
+
 use rayon::ThreadPool;
 use rayon::prelude::*;
 use s4_engine::{
-    Input, InputFrame, InputSize, Inputs, Moment, TensorError, TensorPlan, TensorValues,
+    Expected, Input, InputFrame, InputSize, Inputs, Moment, TensorError, TensorPlan, TensorValues,
     parent_probes,
 };
 use s4_format::Digest;
@@ -244,6 +246,13 @@ impl Inputs<Failure> for ParentInputs<'_> {
 
     fn moments(&self, tensor: usize) -> Option<&[Moment<'_>; 2]> {
         self.moments.get(tensor)?.as_ref()
+    }
+
+    fn expected(&self, tensor: usize) -> Result<Option<Arc<Expected>>, Failure> {
+        match self.parent.zip(self.numbers[tensor]) {
+            Some((parent, number)) => Ok(parent.expected(number)?),
+            None => Ok(None),
+        }
     }
 
     fn samples(&self, tensors: &[usize]) -> Result<Vec<Vec<u8>>, Failure> {

@@ -5,7 +5,7 @@ use std::hint::black_box;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use s4_engine::TensorView;
+use s4_engine::{Expected, TensorView};
 use s4_format::{DType, Digest, crc32c};
 
 use crate::buffers::LargeBuffers;
@@ -77,6 +77,16 @@ pub trait Parent: Send + Sync {
         true
     }
 
+    /// What the rows and columns of a tensor that [`Parent::find`] gave say of its values, if it is stored so. The tensor is
+    /// predicted from both then, if that is smaller.
+    ///
+    /// # Errors
+    /// As [`Parent::read`].
+    fn expected(&self, tensor: u32) -> Result<Option<Arc<Expected>>> {
+        let _ = tensor;
+        Ok(None)
+    }
+
     /// The open checkpoint that holds the frames of a tensor that [`Parent::find`] gave, where they
     /// are quickly had: a device decodes them itself. Otherwise it is given what
     /// [`Parent::read`] gives.
@@ -105,6 +115,8 @@ pub(crate) struct SnapshotTensor {
     pub(crate) chunk_log2: u8,
     /// As [`Parent::needs_others`] says it.
     pub(crate) needs_others: bool,
+    /// As [`Parent::expected`] says it.
+    pub(crate) expected: Option<Arc<Expected>>,
     /// CRC-32C of the values of each chunk.
     pub(crate) checksums: Vec<u32>,
 }
@@ -412,6 +424,16 @@ impl Parent for MemoryParent {
             (Some((name, _)), _) => self.snapshot.tensors.get(name).is_none_or(|t| t.needs_others),
             (None, Some(rest)) => rest.needs_others(tensor),
             (None, None) => true,
+        }
+    }
+
+    fn expected(&self, tensor: u32) -> Result<Option<Arc<Expected>>> {
+        match (self.held.get(&tensor), &self.rest) {
+            (Some((name, _)), _) => {
+                Ok(self.snapshot.tensors.get(name).and_then(|t| t.expected.clone()))
+            }
+            (None, Some(rest)) => rest.expected(tensor),
+            (None, None) => Ok(None),
         }
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::Bytes;
-use s4_engine::{CpuEngine, TensorValues};
+use s4_engine::{CpuEngine, Expected, TensorPlan, TensorValues, expected_of};
 use s4_format::file::{Footer, Version};
 use s4_format::index::{self, Block, Tensor, TensorKind};
 use s4_format::limits::MAX_CHAIN;
@@ -195,11 +195,24 @@ impl Writer {
             || above.is_some_and(|(parent, (_, above))| parent.needs_others(above))
     }
 
+    /// What the rows and columns of a tensor say of its values, by its plan.
+    fn expected(&self, number: usize, plan: &TensorPlan) -> Result<Option<Arc<Expected>>> {
+        let above = match self.options.parent.as_ref().zip(plan.plan.parent()) {
+            Some((parent, (_, above))) => parent.expected(above)?,
+            None => None,
+        };
+        let t = &self.tensors[number];
+        let stored = (t.dtype, &t.shape[..], &plan.side);
+        let expected = expected_of(&plan.plan, stored, above.as_deref());
+        Ok(expected.map_err(|e| e.in_tensor(&t.name)).at(&self.name)?.map(Arc::new))
+    }
+
     /// Closes a tensor with chunks of its own, and remembers what a next checkpoint must know of it.
     pub(crate) fn close_tensor(&mut self, number: usize, coded: Coded) -> Result<()> {
         let tensor = &self.tensors[number];
         let name = tensor.name.clone();
         let needs_others = self.needs_others(&coded.plan.plan);
+        let expected = self.expected(number, &coded.plan)?;
         let snapshot = SnapshotTensor {
             // A tensor table has at most 2^22 records.
             number: number as u32,
@@ -208,6 +221,7 @@ impl Writer {
             bytes: tensor.bytes().at(&self.name)?,
             chunk_log2: coded.plan.chunk_log2,
             needs_others,
+            expected,
             checksums: coded.records.iter().map(|r| r.crc_raw).collect(),
         };
         let (plan, kind) = self.close_block(number, &name, coded, false)?;

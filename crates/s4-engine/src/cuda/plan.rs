@@ -90,13 +90,15 @@ impl CudaEngine {
         let Given { preset, tensors, inputs, pool, moments, .. } = *given;
         let numbers: Vec<_> = fetched.iter().map(|f| f.0).collect();
         let parents = inputs.samples(&numbers)?;
+        let parents = parents.into_iter().zip(planner::expected(preset, inputs, &numbers)?);
         let mut work: Vec<_> = fetched.into_iter().zip(parents).map(|w| (w, None)).collect();
-        each(pool, &mut work, |(((tensor, grid, bytes), parent), plan)| {
+        each(pool, &mut work, |(((tensor, grid, bytes), (parent, expected)), plan)| {
             let tensor = *tensor;
             let parent = inputs.parent(tensor).map(|(manifest, number)| ParentSample {
                 manifest,
                 tensor: number,
                 values: parent,
+                expected: expected.as_deref(),
                 moments: inputs.moments(tensor).zip(moments.get(&tensor)).map(|(m, samples)| {
                     [m[0].with_sample(&samples[0]), m[1].with_sample(&samples[1])]
                 }),

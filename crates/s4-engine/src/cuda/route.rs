@@ -43,6 +43,7 @@ fn prediction_of(plan: &Plan, dtype: DType) -> Option<Prediction> {
         (P::PARENT, R::XOR | R::SUB) if !contexts => Some(Prediction::Parent),
         (P::PARENT, R::SUB) => Some(Prediction::Other(prediction::INPUT)),
         (P::RANK1, R::MAGNITUDE) if !contexts => Some(Prediction::Other(prediction::OFFSETS)),
+        (P::BLEND, R::MAGNITUDE) if !contexts => Some(Prediction::Other(prediction::BLEND)),
         (P::SAME, R::XOR) if !contexts => Some(Prediction::Other(prediction::INPUT)),
         (P::CAST, R::XOR) if !contexts => match dtype {
             DType::BFloat16 => Some(Prediction::Other(prediction::BF16)),
@@ -76,7 +77,7 @@ impl Told {
             _ => return Ok(Self::default()),
         };
         // As the predictors themselves say it on the CPU.
-        let sparse = !plan.inputs.is_empty();
+        let sparse = !plan.inputs.is_empty() && prediction != prediction::BLEND;
         let mut told = Self { prediction, sparse, ..Self::default() };
         if !plan.contexts.is_none() {
             (told.contexts, told.class) = (abi::CONTEXTS_EXPONENT, class(side)?);
@@ -111,7 +112,7 @@ pub(super) fn encode_route(plan: &TensorPlan, n: u64, dtype: DType) -> Option<Ro
 /// Bytes of its input for each byte that is predicted by a plan; 0: it has no input.
 pub(super) fn scale(plan: &Plan) -> u64 {
     match plan.predictor {
-        PredictorId::PARENT | PredictorId::SAME => 1,
+        PredictorId::PARENT | PredictorId::BLEND | PredictorId::SAME => 1,
         PredictorId::CAST => 2,
         _ => 0,
     }

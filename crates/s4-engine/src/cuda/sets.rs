@@ -174,7 +174,7 @@ impl<'a> Rows<'a> {
             shift: offsets.shift(),
             rows: (rows.len() / 2) as u32,
             cols: cols as u32,
-            reserved: 0,
+            share: offsets.share().into(),
         };
         Ok(Some(Self { head, rows }))
     }
@@ -218,7 +218,15 @@ pub(super) fn write_all(extras: &[Extra<'_>], to: &mut [u8]) -> usize {
 }
 
 fn offsets<'a>(predictor: PredictorId, tensor: &Tensor<'a>) -> Result<Option<Offsets<'a>>> {
-    if predictor == PredictorId::RANK1 { Offsets::of(tensor).map(Some) } else { Ok(None) }
+    let has = matches!(predictor, PredictorId::RANK1 | PredictorId::BLEND);
+    if !has {
+        return Ok(None);
+    }
+    let offsets = Offsets::of(tensor)?;
+    match (offsets.share() != 0) == (predictor == PredictorId::BLEND) {
+        true => Ok(Some(offsets)),
+        false => Err(Error::corrupt(format!("`{predictor}` with a share of {}", offsets.share()))),
+    }
 }
 
 /// How contexts `update` of a tensor are told, if it has such.

@@ -1,21 +1,25 @@
 //! Chooses, for a tensor, a prediction, a layout and a codec for each plane.
 
+use std::sync::Arc;
+
 use s4_codec_cpu::rans::{Counts, Precision, Table, write_tables};
 use s4_format::dtype::Form;
 use s4_format::manifest::{RoleKind, TensorRole};
 use s4_format::side::{Side, SideKind};
 use s4_format::{ContextsId, DType, Digest, Error, LayoutId, Plan, ResidualId, Result};
-use s4_predict::rank1::{self, Grid, Offsets};
+use s4_predict::rank1::{self, Expected, Grid, Offsets};
 use s4_predict::{ContextModel, Exponents, Tensor, Update, Updates, exponent};
 
 use crate::chunk::chunk_log2;
 use crate::scratch::width_of;
-use crate::{CpuEngine, EncodeJob, PlaneCoding, Preset, Scratch, TensorPlan, TensorView};
+use crate::{CpuEngine, EncodeJob, Inputs, PlaneCoding, Preset, Scratch, TensorPlan, TensorView};
 
+mod blend;
 mod layout;
 mod sample;
 mod update;
 
+pub use blend::expected_of;
 use layout::{Candidate, Of, precision};
 pub(crate) use sample::Sample;
 use sample::gather;
@@ -40,6 +44,8 @@ const DELTA_GAIN: u64 = 128;
 const RANK1_GAIN: u64 = 128;
 /// The difference in the order of values must save this part of the XOR, which is faster.
 const SUB_GAIN: u64 = 256;
+/// Rows and columns beside the parent must save this part of the difference from the parent alone.
+const BLEND_GAIN: u64 = 128;
 /// Contexts must save this part of the difference without them: several tables are more work.
 const CONTEXTS_GAIN: u64 = 64;
 /// Contexts from moments must save this part of the difference without: reading the tensor reads the moments, too.
@@ -50,6 +56,8 @@ const UPDATE_GAIN: u64 = 128;
 pub(crate) struct Allowed {
     /// Rows and columns.
     pub(crate) rank1: bool,
+    /// Rows and columns, and a share of the parent.
+    pub(crate) blend: bool,
     /// The difference from a parent in the order of values.
     pub(crate) sub: bool,
     /// Such differences with the parent's exponents as contexts.
@@ -63,13 +71,23 @@ pub(crate) struct Allowed {
 /// The one place that says which preset uses which predictor.
 pub(crate) fn allowed(preset: Preset) -> Allowed {
     let all = matches!(preset, Preset::Balanced | Preset::Small);
-    Allowed { rank1: all, sub: all, contexts: all, update: all, copies: all }
+    Allowed { rank1: all, blend: all, sub: all, contexts: all, update: all, copies: all }
 }
 
 /// Whether tensors that are copies of others, as they are or rounded, are predicted from these. Who writes several
 /// tensors finds them.
 pub fn makes_copies(preset: Preset) -> bool {
     allowed(preset).copies
+}
+
+/// [`Inputs::expected`] of some tensors, if a preset has a use for it.
+pub(crate) fn expected<E>(
+    preset: Preset,
+    inputs: &dyn Inputs<E>,
+    tensors: &[usize],
+) -> std::result::Result<Vec<Option<Arc<Expected>>>, E> {
+    let wanted = allowed(preset).blend;
+    tensors.iter().map(|t| if wanted { inputs.expected(*t) } else { Ok(None) }).collect()
 }
 
 /// The tensor of a parent checkpoint that a tensor may be stored as its difference from.
@@ -84,6 +102,8 @@ pub struct ParentSample<'a> {
     /// The tensor's moments, in its own checkpoint, if they are stored and may be read with it. Tensors of which the
     /// sample is all have no use for them.
     pub moments: Option<[MomentSample<'a>; 2]>,
+    /// What its rows and columns say of its values, if they are stored so.
+    pub expected: Option<&'a Expected>,
 }
 
 /// A tensor to be planned.
@@ -264,7 +284,7 @@ impl CpuEngine {
             let len = (run.end - run.start) as usize * width.bytes();
             let (part, later) = rest.split_at_mut(len);
             room.resize(len, 0);
-            offsets.predict_range(self.kernels, run.start, &mut room)?;
+            offsets.predict_range(self.kernels, run.start, &[], &mut room)?;
             self.kernels.sub_magnitudes(width, part, &room);
             rest = later;
         }
@@ -290,7 +310,7 @@ impl CpuEngine {
         }
         let small = (sample.values.len() == about.bytes).then(|| sample.clone());
         let least = self.alone(about, &sample, offsets, scratch)?.0.map_or(0, |b| b.bits);
-        let delta = self.difference(about, &mut sample.values, parent, scratch)?;
+        let delta = self.difference(about, &mut sample, parent, offsets, scratch)?;
         let saved = least.saturating_sub(delta.best.as_ref().map_or(u64::MAX, |d| d.bits));
         // It must be worth it here, in the sample, and as a whole.
         let sampled = (sample.values.len() / about.width()) as u64;
@@ -298,19 +318,24 @@ impl CpuEngine {
         if saved == 0 || saved < least / DELTA_GAIN || whole <= PLAN_BITS {
             return alone(scratch);
         }
-        let Difference { best, residual, contexts } = delta;
+        let Difference { best, residual, side } = delta;
         let plan = |layout| match (residual, &parent.moments) {
             (ResidualId::DESCENT, Some(moments)) => {
                 let moments = moments.each_ref().map(|m| m.tensor);
                 Plan { layout, ..Plan::update(parent.manifest, parent.tensor, moments) }
             }
+            (ResidualId::MAGNITUDE, _) => Plan::blend(layout, parent.manifest, parent.tensor),
             _ => Plan {
                 residual,
-                contexts: if contexts.is_empty() { ContextsId::NONE } else { ContextsId::EXPONENT },
+                contexts: if side.is_empty() { ContextsId::NONE } else { ContextsId::EXPONENT },
                 ..Plan::delta(layout, parent.manifest, parent.tensor)
             },
         };
-        let side = (!contexts.is_empty()).then_some((SideKind::CONTEXTS, &contexts[..]));
+        let kind = match residual {
+            ResidualId::MAGNITUDE => SideKind::OFFSETS,
+            _ => SideKind::CONTEXTS,
+        };
+        let side = (!side.is_empty()).then_some((kind, &side[..]));
         let plan = finish(about, best, plan, side)?;
         let Some(small) = small.filter(|_| plan.plan.residual != ResidualId::XOR) else {
             return Ok(plan);
@@ -326,16 +351,22 @@ impl CpuEngine {
     fn difference(
         &self,
         about: &About<'_>,
-        sample: &mut [u8],
+        sample: &mut Sample,
         parent: &ParentSample<'_>,
+        offsets: Option<&[u8]>,
         scratch: &mut Scratch,
     ) -> Result<Difference> {
-        let (moments, parent) = (parent.moments.as_ref(), parent.values);
         let (allowed, dtype) = (allowed(about.preset), about.dtype);
+        let blended = match offsets.filter(|_| allowed.blend) {
+            Some(offsets) => self.blend(about, sample, parent, offsets, scratch)?,
+            None => None,
+        };
+        let (moments, parent) = (parent.moments.as_ref(), parent.values);
+        let sample = &mut sample.values[..];
         let mut ordered = if allowed.sub { sample.to_vec() } else { vec![] };
         self.kernels.xor(sample, parent);
         let best = self.best(about, sample, Of::Differences, scratch)?;
-        let mut cheapest = Difference { best, residual: ResidualId::XOR, contexts: vec![] };
+        let mut cheapest = Difference { best, residual: ResidualId::XOR, side: vec![] };
         if !allowed.sub {
             return Ok(cheapest);
         }
@@ -358,6 +389,9 @@ impl CpuEngine {
         {
             let best = self.in_updates(about, &ordered, (parent, moments), update, scratch)?;
             cheapest.replace_by(best, ResidualId::DESCENT, update.to_bytes(), UPDATE_GAIN);
+        }
+        if let Some((best, side)) = blended {
+            cheapest.replace_by(best, ResidualId::MAGNITUDE, side, BLEND_GAIN);
         }
         Ok(cheapest)
     }
@@ -395,8 +429,8 @@ impl CpuEngine {
 struct Difference {
     best: Option<Candidate>,
     residual: ResidualId,
-    /// Side data of contexts, if it has some.
-    contexts: Vec<u8>,
+    /// Side data that its chunks need: of contexts, or offsets.
+    side: Vec<u8>,
 }
 
 impl Difference {
@@ -405,13 +439,13 @@ impl Difference {
         &mut self,
         best: Option<Candidate>,
         residual: ResidualId,
-        contexts: Vec<u8>,
+        side: Vec<u8>,
         gain: u64,
     ) {
         let bits = |c: &Option<Candidate>| c.as_ref().map_or(0, |c| c.bits);
         let least = bits(&self.best);
         if bits(&best) < least - least / gain {
-            *self = Self { best, residual, contexts };
+            *self = Self { best, residual, side };
         }
     }
 }

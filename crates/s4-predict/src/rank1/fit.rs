@@ -5,7 +5,7 @@ use std::ops::Range;
 use s4_format::{Error, Result};
 use s4_planes::Width;
 
-use super::{MAX_SIDE, ZEROS};
+use super::{MAX_SIDE, ZEROS, to_offset};
 
 /// Values that a row's and a column's offset are made from, at least, where there are so many.
 const SAMPLES: u64 = 64;
@@ -18,7 +18,21 @@ const WHOLE_ROWS: u64 = 8;
 /// Rounds in which rows and columns are adjusted to each other.
 const ROUNDS: usize = 4;
 /// Fractional bits of means.
-const FRACTION: u32 = 8;
+pub(super) const FRACTION: u32 = 8;
+
+/// Bits that the sums of offsets are shifted by: 1/512 of a factor of two, or what a value has.
+pub(super) fn shift_of(width: Width) -> u32 {
+    match width {
+        Width::B4 => 14,
+        Width::B8 => 43,
+        _ => 0,
+    }
+}
+
+/// A number with [`FRACTION`] fractional bits, rounded.
+pub(super) fn rounded(x: i64) -> i64 {
+    (x + (1 << (FRACTION - 1))) >> FRACTION
+}
 
 /// A tensor as rows and columns, and the values that offsets are made from: of each row a run of them, and some rows
 /// as a whole. Row `r` takes part number `r mod parts` of the columns, so that all columns are covered.
@@ -111,12 +125,7 @@ pub fn fit(width: Width, grid: &Grid, values: &[u8]) -> Result<Vec<u8>> {
     if values.len() as u128 != need {
         return Err(Error::corrupt(format!("{} bytes for offsets from {need}", values.len())));
     }
-    // 1/512 of a factor of two, or what a value has.
-    let shift = match width {
-        Width::B4 => 14,
-        Width::B8 => 43,
-        _ => 0,
-    };
+    let shift = shift_of(width);
     let sums = match width {
         Width::B1 => sums::<1, u32>(grid, values, shift),
         Width::B2 => sums::<2, u32>(grid, values, shift),
@@ -124,7 +133,7 @@ pub fn fit(width: Width, grid: &Grid, values: &[u8]) -> Result<Vec<u8>> {
         Width::B8 => sums::<8, u64>(grid, values, shift),
     };
     let (rows, cols) = adjust(grid, &sums);
-    Ok(side_data(grid, width, shift, &sums, &rows, &cols))
+    Ok(side_data(width, shift, &sums, &rows, &cols))
 }
 
 /// Bits of values, as wide as the processor adds them.
@@ -259,33 +268,19 @@ fn adjust(grid: &Grid, sums: &Sums) -> (Vec<i64>, Vec<i64>) {
     (rows, cols)
 }
 
-fn side_data(
-    grid: &Grid,
-    width: Width,
-    shift: u32,
-    sums: &Sums,
-    rows: &[i64],
-    cols: &[i64],
-) -> Vec<u8> {
+fn side_data(width: Width, shift: u32, sums: &Sums, rows: &[i64], cols: &[i64]) -> Vec<u8> {
     let known = || rows.iter().zip(&sums.zeros).filter(|(_, z)| z.is_none()).map(|(r, _)| *r);
     let (count, sum) = known().fold((0i64, 0i128), |(n, s), r| (n + 1, s + i128::from(r)));
-    let rounded = |x: i64| (x + (1 << (FRACTION - 1))) >> FRACTION;
     let center = if count == 0 { 0 } else { rounded((sum / i128::from(count)) as i64) };
     let most = (u64::MAX >> (65 - width.bits())) >> shift;
     let center = center.clamp(0, most as i64);
-    let mut out = Vec::with_capacity(super::HEADER + grid.offset_bytes() as usize);
-    // Both were bounded when the grid was made.
-    out.extend((grid.rows as u32).to_le_bytes());
-    out.extend((grid.cols as u32).to_le_bytes());
-    out.extend(((center as u64) << shift).to_le_bytes());
-    out.extend([shift as u8, 0, 0, 0, 0, 0, 0, 0]);
-    let bounds = (i64::from(ZEROS) + 1, i64::from(i16::MAX));
-    for (row, zeros) in rows.iter().zip(&sums.zeros) {
-        let offset = (rounded(*row) - center).clamp(bounds.0, bounds.1) as i16;
-        out.extend(if *zeros == Some(true) { ZEROS } else { offset }.to_le_bytes());
-    }
-    for col in cols {
-        out.extend((rounded(*col).clamp(bounds.0, bounds.1) as i16).to_le_bytes());
-    }
-    out
+    let row = |(row, zeros): (&i64, &Option<bool>)| match zeros {
+        Some(true) => ZEROS,
+        _ => to_offset(rounded(*row) - center),
+    };
+    super::side_data(
+        ((center as u64) << shift, shift, 0),
+        rows.iter().zip(&sums.zeros).map(row),
+        cols.iter().map(|col| to_offset(rounded(*col))),
+    )
 }

@@ -20,18 +20,21 @@
 //! | 4 | `cols`, 1 to 2^31 - 1 |
 //! | 8 | `base`, below `2^n` |
 //! | 1 | `shift`, below the bits of a value |
-//! | 7 | 0 |
+//! | 1 | `share`: 0, and of [`Blend`](crate::Blend) 256ths of the parent's magnitude |
+//! | 6 | 0 |
 //! | `2 * rows` | row offsets, signed; -32768: the row is predicted as zeros |
 //! | `2 * cols` | column offsets, signed |
 //!
 //! Value `i` of the tensor is in row `i / cols` and column `i % cols`.
 
+mod expected;
 mod fit;
 
 use s4_format::side::SideKind;
 use s4_format::{Error, PredictorId, Result};
 use s4_planes::{Kernels, Width};
 
+pub use expected::{Expected, blended};
 pub use fit::{Grid, fit};
 
 use crate::{InputKind, Predict, Predicted, Tensor};
@@ -66,7 +69,11 @@ impl Predict for Rank1 {
         _: &[&[u8]],
         out: &mut [u8],
     ) -> Result<Predicted> {
-        Offsets::of(tensor)?.predict_range(kernels, first, out)?;
+        let offsets = Offsets::of(tensor)?;
+        if offsets.share != 0 {
+            return Err(Error::corrupt(format!("`rank1` with a share of {}", offsets.share)));
+        }
+        offsets.predict_range(kernels, first, &[], out)?;
         Ok(Predicted::Written)
     }
 }
@@ -77,6 +84,7 @@ pub struct Offsets<'a> {
     width: Width,
     base: u64,
     shift: u32,
+    share: u8,
     /// `2 * rows` bytes.
     row_offsets: &'a [u8],
     /// `2 * cols` bytes, and not empty.
@@ -110,12 +118,12 @@ impl<'a> Offsets<'a> {
         let Some((header, offsets)) = side.split_first_chunk::<HEADER>() else {
             return Err(Error::truncated("offsets without their header"));
         };
-        let [r0, r1, r2, r3, c0, c1, c2, c3, base @ .., shift, _, _, _, _, _, _, _] = *header;
+        let [r0, r1, r2, r3, c0, c1, c2, c3, base @ .., shift, share, _, _, _, _, _, _] = *header;
         let (rows, cols) =
             (u32::from_le_bytes([r0, r1, r2, r3]), u32::from_le_bytes([c0, c1, c2, c3]));
         check_sides(rows, cols)?;
         let (base, shift) = (u64::from_le_bytes(base), u32::from(shift));
-        if shift >= width.bits() || base >> (width.bits() - 1) != 0 || header[17..] != [0; 7] {
+        if shift >= width.bits() || base >> (width.bits() - 1) != 0 || header[18..] != [0; 6] {
             return Err(Error::corrupt(format!("offsets with base {base} and shift {shift}")));
         }
         let need = 2 * (u64::from(rows) + u64::from(cols));
@@ -130,7 +138,7 @@ impl<'a> Offsets<'a> {
             return Err(Error::corrupt(what));
         }
         let (row_offsets, col_offsets) = offsets.split_at(2 * rows as usize);
-        Ok(Self { width, base, shift, row_offsets, col_offsets })
+        Ok(Self { width, base, shift, share, row_offsets, col_offsets })
     }
 
     /// The width of a value.
@@ -146,6 +154,11 @@ impl<'a> Offsets<'a> {
     /// Bits that sums of offsets are shifted by.
     pub fn shift(&self) -> u32 {
         self.shift
+    }
+
+    /// 256ths of the parent's magnitudes that are added; 0: there is no parent.
+    pub fn share(&self) -> u8 {
+        self.share
     }
 
     /// The offsets of the rows, 2 bytes each.
@@ -168,11 +181,23 @@ impl<'a> Offsets<'a> {
         (self.row_offsets.len() / 2) as u64 * self.cols() as u64
     }
 
-    /// Writes the predicted bits of whole values, from number `start` on: their signs are 0.
+    /// Writes the predicted bits of whole values, from number `start` on: their signs are 0. `parent`: the same values of
+    /// the parent, if they have a share.
     ///
     /// # Errors
-    /// `Corrupt` if there are not so many values, or `out` is not whole values. `out` is untouched then.
-    pub fn predict_range(&self, kernels: Kernels, start: u64, mut out: &mut [u8]) -> Result<()> {
+    /// `Corrupt` if there are not so many values, or `out` is not whole values, or the parent's are not as many. `out` is
+    /// untouched then.
+    pub fn predict_range(
+        &self,
+        kernels: Kernels,
+        start: u64,
+        mut parent: &[u8],
+        mut out: &mut [u8],
+    ) -> Result<()> {
+        if self.share != 0 && parent.len() != out.len() {
+            let (own, others) = (out.len(), parent.len());
+            return Err(Error::corrupt(format!("{others} bytes of a parent for {own} bytes")));
+        }
         self.check_range(start, out.len())?;
         let (bytes, cols) = (self.width.bytes(), self.cols() as u64);
         // Both are within the offsets, as the range is within the values.
@@ -188,6 +213,13 @@ impl<'a> Offsets<'a> {
             } else {
                 let with = (self.base, row_offset, self.shift);
                 kernels.sums(self.width, with, &offsets[..2 * n], part);
+            }
+            if self.share != 0 {
+                let (before, later) = parent.split_at(part.len());
+                if row_offset != ZEROS {
+                    kernels.add_shares(self.width, self.share, part, before);
+                }
+                parent = later;
             }
             out = rest;
             (row, col) = (row + 1, 0);
@@ -207,6 +239,27 @@ impl<'a> Offsets<'a> {
         }
         Ok(())
     }
+}
+
+/// Side data. Both numbers of offsets are those of a grid.
+fn side_data(
+    (base, shift, share): (u64, u32, u8),
+    rows: impl ExactSizeIterator<Item = i16>,
+    cols: impl ExactSizeIterator<Item = i16>,
+) -> Vec<u8> {
+    let mut out = Vec::with_capacity(HEADER + 2 * (rows.len() + cols.len()));
+    out.extend((rows.len() as u32).to_le_bytes());
+    out.extend((cols.len() as u32).to_le_bytes());
+    out.extend(base.to_le_bytes());
+    out.extend([shift as u8, share, 0, 0, 0, 0, 0, 0]);
+    rows.for_each(|offset| out.extend(offset.to_le_bytes()));
+    cols.for_each(|offset| out.extend(offset.to_le_bytes()));
+    out
+}
+
+/// The offset that is written for one: the nearest that there is, but [`ZEROS`].
+fn to_offset(offset: i64) -> i16 {
+    offset.clamp(i64::from(ZEROS) + 1, i16::MAX.into()) as i16
 }
 
 fn check_sides(rows: u32, cols: u32) -> Result<()> {

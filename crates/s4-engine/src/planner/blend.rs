@@ -1,0 +1,100 @@
+//! The share of the parent in a blend, found on a sample.
+
+use s4_format::side::Side;
+use s4_format::{DType, Plan, PredictorId, Result};
+use s4_predict::Tensor;
+use s4_predict::rank1::{self, Expected, Offsets};
+
+use super::layout::{Candidate, Of};
+use super::{About, ParentSample, Sample};
+use crate::scratch::width_of;
+use crate::{CpuEngine, Scratch};
+
+/// 256ths of the parent that are tried.
+const SHARES: [u8; 8] = [64, 96, 128, 160, 192, 224, 240, 255];
+/// Values of the sample that are looked at, at most.
+const LOOKED_AT: usize = 4096;
+
+/// What the rows and columns of a stored tensor say of its values, if it is stored by them. `parent`: what they say of its
+/// parent's, if the plan predicts from one.
+///
+/// # Errors
+/// `Corrupt`, or `Truncated`, if its side data is not for it.
+pub fn expected_of(
+    plan: &Plan,
+    (dtype, shape, side): (DType, &[u64], &Side),
+    parent: Option<&Expected>,
+) -> Result<Option<Expected>> {
+    if !matches!(plan.predictor, PredictorId::RANK1 | PredictorId::BLEND) {
+        return Ok(None);
+    }
+    let offsets = Offsets::of(&Tensor { dtype, shape, side })?;
+    Ok(Expected::of(&offsets, parent))
+}
+
+impl CpuEngine {
+    /// What a sample takes if it is predicted by its row and column offsets and by a share of the parent, and the side data
+    /// for that. `None`: the parent is not stored by rows and columns.
+    pub(super) fn blend(
+        &self,
+        about: &About<'_>,
+        sample: &Sample,
+        parent: &ParentSample<'_>,
+        offsets: &[u8],
+        scratch: &mut Scratch,
+    ) -> Result<Option<(Option<Candidate>, Vec<u8>)>> {
+        let width = width_of(about.width())?;
+        let own = Offsets::parse(width, offsets)?;
+        let Some((own_expected, expected)) = Expected::of(&own, None).zip(parent.expected) else {
+            return Ok(None);
+        };
+        let left = |values: &[u8], expected: &Expected| left_of(about, sample, values, expected);
+        let share = cheapest(&left(&sample.values, &own_expected), &left(parent.values, expected));
+        let Some(side) = rank1::blended(&own, expected, share) else { return Ok(None) };
+        let offsets = Offsets::parse(width, &side)?;
+        let (mut residuals, mut at) = (sample.values.clone(), 0);
+        let mut room = vec![];
+        for run in &sample.runs {
+            let bytes = at..at + (run.end - run.start) as usize * width.bytes();
+            at = bytes.end;
+            room.resize(bytes.len(), 0);
+            let before = &parent.values[bytes.clone()];
+            offsets.predict_range(self.kernels, run.start, before, &mut room)?;
+            self.kernels.sub_magnitudes(width, &mut residuals[bytes], &room);
+        }
+        let mut best = self.best(about, &residuals, Of::Residuals, scratch)?;
+        // What the offsets take, as a part of what the sample does.
+        let stored = 8 * side.len() as u64 * residuals.len() as u64 / about.bytes.max(1) as u64;
+        if let Some(best) = best.as_mut() {
+            best.bits += stored;
+        }
+        Ok(Some((best, side)))
+    }
+}
+
+/// How much larger the magnitudes of some values of a sample are than expected.
+fn left_of(about: &About<'_>, sample: &Sample, values: &[u8], expected: &Expected) -> Vec<i64> {
+    let width = about.width();
+    let numbers = sample.runs.iter().flat_map(Clone::clone);
+    let step = (values.len() / width).div_ceil(LOOKED_AT).max(1);
+    let magnitude = |value: &[u8]| {
+        let mut bytes = [0; 8];
+        bytes[..width].copy_from_slice(value);
+        (u64::from_le_bytes(bytes) & (u64::MAX >> (65 - 8 * width))) as i64
+    };
+    let each = values.chunks_exact(width).zip(numbers).step_by(step);
+    each.map(|(value, number)| magnitude(value).wrapping_sub(expected.at(number))).collect()
+}
+
+/// The share of the parent's with which the least is left of values.
+fn cheapest(values: &[i64], parents: &[i64]) -> u8 {
+    let bits = |share: u8| -> u64 {
+        let left = |(x, p): (&i64, &i64)| {
+            let predicted = (i128::from(share) * i128::from(*p)) >> 8;
+            let left = (i128::from(*x) - predicted).unsigned_abs();
+            u64::from(u128::BITS - left.leading_zeros())
+        };
+        values.iter().zip(parents).map(left).sum()
+    };
+    SHARES.into_iter().min_by_key(|share| bits(*share)).unwrap_or(SHARES[0])
+}

@@ -1,0 +1,43 @@
+//! Prediction from rows, columns and the checkpoint before.
+
+use s4_format::{Error, PredictorId, Result};
+use s4_planes::Kernels;
+
+use crate::rank1::Offsets;
+use crate::{InputKind, Predict, Predicted, Tensor};
+
+/// Predictor `blend`: magnitudes are expected to be a share of the parent's, and what rows and columns add to that.
+///
+/// An optimizer's second moment forgets: some steps later it is the parent's by a part, and by the other part as its rows
+/// and columns say. The side data is that of [`Rank1`](crate::Rank1), with the share.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Blend;
+
+impl Predict for Blend {
+    fn id(&self) -> PredictorId {
+        PredictorId::BLEND
+    }
+
+    fn inputs(&self) -> &'static [InputKind] {
+        &[InputKind::Parent]
+    }
+
+    fn predict(
+        &self,
+        kernels: Kernels,
+        tensor: &Tensor<'_>,
+        first: u64,
+        inputs: &[&[u8]],
+        out: &mut [u8],
+    ) -> Result<Predicted> {
+        let offsets = Offsets::of(tensor)?;
+        if offsets.share() == 0 {
+            return Err(Error::corrupt("`blend` without a share of the parent"));
+        }
+        let parent = inputs.first();
+        let parent =
+            parent.ok_or_else(|| Error::unsupported("a delta without the values of its parent"))?;
+        offsets.predict_range(kernels, first, parent, out)?;
+        Ok(Predicted::Written)
+    }
+}

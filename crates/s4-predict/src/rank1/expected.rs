@@ -1,0 +1,102 @@
+//! What rows and columns say of the values of a tensor and of its parents, and the offsets of a blend of both.
+//!
+//! Offsets are means, and the mean of a difference is the difference of the means: the offsets of `x - share * parent` follow
+//! from those of `x` and of the parent, of which no value is needed.
+
+use s4_planes::Width;
+
+use super::fit::{FRACTION, rounded, shift_of};
+use super::{Offsets, ZEROS, side_data, to_offset};
+
+/// What a tensor's rows and columns say of its values: sums of its own offsets and of the shares of its parents', in units
+/// of `2^shift` with [`FRACTION`] fractional bits.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Expected {
+    width: Width,
+    base: i32,
+    rows: Vec<i32>,
+    cols: Vec<i32>,
+}
+
+/// What fits.
+fn narrow(x: i64) -> i32 {
+    x.clamp(i32::MIN.into(), i32::MAX.into()) as i32
+}
+
+/// `share` 256ths.
+fn part(share: u8, of: i32) -> i64 {
+    (i64::from(share) * i64::from(of)) >> 8
+}
+
+/// Offsets of 2 bytes each.
+fn each(bytes: &[u8]) -> impl ExactSizeIterator<Item = i16> {
+    bytes.as_chunks().0.iter().map(|offset| i16::from_le_bytes(*offset))
+}
+
+impl Expected {
+    /// Of a tensor that is stored with `offsets`. `parent`: of its parent, if that has a share. `None`: the offsets are of
+    /// another kind than [`super::fit()`] makes, or not for the parent.
+    pub fn of(offsets: &Offsets<'_>, parent: Option<&Self>) -> Option<Self> {
+        let width = offsets.width();
+        let share = offsets.share();
+        let parent = parent.filter(|_| share != 0);
+        let fits = parent.is_none_or(|parent| parent.fits(offsets));
+        if offsets.shift() != shift_of(width) || parent.is_none() != (share == 0) || !fits {
+            return None;
+        }
+        let own = |offset: i64| offset << FRACTION;
+        let shared = |of: i32| part(share, of);
+        // Below 2^20: bases are below 2^63, those of 8 bytes.
+        let base = own((offsets.base() >> offsets.shift()) as i64);
+        let base = narrow(base + parent.map_or(0, |p| shared(p.base)));
+        let parents = |i: usize, of: fn(&Self) -> &[i32]| parent.map_or(0, |p| shared(of(p)[i]));
+        let row = |(i, offset): (usize, i16)| match offset {
+            // Nothing is predicted.
+            ZEROS => -base,
+            offset => narrow(own(offset.into()) + parents(i, |p| &p.rows)),
+        };
+        let col = |(i, offset): (usize, i16)| narrow(own(offset.into()) + parents(i, |p| &p.cols));
+        let rows = each(offsets.row_offsets()).enumerate().map(row).collect();
+        let cols = each(offsets.col_offsets()).enumerate().map(col).collect();
+        Some(Self { width, base, rows, cols })
+    }
+
+    fn fits(&self, offsets: &Offsets<'_>) -> bool {
+        let sides = (self.rows.len() as u64, self.cols.len());
+        self.width == offsets.width()
+            && sides == (offsets.values() / offsets.cols() as u64, offsets.cols())
+            && offsets.shift() == shift_of(self.width)
+    }
+
+    /// The magnitude that is expected of value number `i`.
+    ///
+    /// # Panics
+    /// If there are not so many values.
+    pub fn at(&self, i: u64) -> i64 {
+        let cols = self.cols.len() as u64;
+        let sum = [self.base, self.rows[(i / cols) as usize], self.cols[(i % cols) as usize]];
+        rounded(sum.map(i64::from).iter().sum()) << shift_of(self.width)
+    }
+}
+
+/// The side data of a tensor that is predicted from its rows, columns and a share of its parent, 1 to 255 256ths. `own`: its
+/// offsets without a parent. `None`: they are not for the parent.
+pub fn blended(own: &Offsets<'_>, parent: &Expected, share: u8) -> Option<Vec<u8>> {
+    if share == 0 || own.share() != 0 || !parent.fits(own) {
+        return None;
+    }
+    let (shift, most) = (own.shift(), u64::MAX >> (65 - own.width().bits()));
+    let left = |offset: i64, of: i32| rounded((offset << FRACTION) - part(share, of));
+    let exact = left((own.base() >> shift) as i64, parent.base);
+    let base = exact.clamp(0, (most >> shift) as i64);
+    let row = |(offset, of): (i16, &i32)| match offset {
+        ZEROS => ZEROS,
+        offset => to_offset(left(offset.into(), *of) + exact - base),
+    };
+    let col = |(offset, of): (i16, &i32)| to_offset(left(offset.into(), *of));
+    Some(side_data(
+        ((base as u64) << shift, shift, share),
+        each(own.row_offsets()).zip(&parent.rows).map(row),
+        each(own.col_offsets()).zip(&parent.cols).map(col),
+    ))
+}
