@@ -67,6 +67,7 @@ fn values_that_are_not_whole_and_widths_that_a_layout_lacks_are_refused() {
     for call in [Kernels::sub_magnitudes, Kernels::add_magnitudes] {
         refuses("operands of a difference", || call(k, Width::B2, &mut buf, &other[..28]));
     }
+    refuses("shares", || k.add_shares(Width::B2, 1, &mut buf, &other[..2]));
     refuses("columns", || k.sums(Width::B2, (0, 0, 0), &other[..28], &mut buf));
     refuses("shift by 16 bits", || k.sums(Width::B2, (0, 0, 16), &other, &mut buf));
     refuses("overflows", || {

@@ -265,11 +265,11 @@ fn ranges_outside_of_the_tensor_are_refused() {
     let offsets = Offsets::parse(Width::B4, &side).unwrap();
     for (start, len) in [(0, 84), (1, 80), (20, 4), (21, 0), (u64::MAX, 4), (0, 3)] {
         let mut buf = vec![0x77; len];
-        let error = offsets.predict_range(Kernels::default(), start, &mut buf).unwrap_err();
+        let error = offsets.predict_range(Kernels::default(), start, &[], &mut buf).unwrap_err();
         assert!(matches!(error, Error::Corrupt { .. }), "{error}");
         assert!(buf.iter().all(|b| *b == 0x77), "touched");
     }
-    assert!(offsets.predict_range(Kernels::default(), 20, &mut []).is_ok());
+    assert!(offsets.predict_range(Kernels::default(), 20, &[], &mut []).is_ok());
 }
 
 #[test]

@@ -12,8 +12,8 @@ use proptest::prelude::*;
 use s4weights::format::manifest::RoleKind::{ExpAvg, ExpAvgSq, Master, Weight};
 use s4weights::format::manifest::{Role, RoleKind, Roles};
 use s4weights::{
-    Contents, DType, Preset, ReadOptions, Reader, Simd, Slice, Source, Target, WriteOptions,
-    Writer, adversarial,
+    Contents, DType, MemoryParent, Preset, ReadOptions, Reader, Simd, Slice, Source, Target,
+    WriteOptions, Writer, adversarial,
 };
 
 fn to_bf16(x: f32) -> u16 {
@@ -68,6 +68,63 @@ fn save(tensors: &[Owned], roles: Roles, options: WriteOptions) -> Vec<u8> {
     writer.write(&tensors.iter().map(Owned::source).collect::<Vec<_>>()).unwrap();
     writer.finish(Contents::default()).unwrap();
     std::mem::take(&mut *memory.0.lock().unwrap())
+}
+
+/// Second moments so many steps later: rows and columns stay, and a part of what each value is besides.
+fn second_later(steps: u64) -> impl Fn(u64) -> f32 {
+    move |i| {
+        let own = |step: u64| bell(i ^ 0x7777_0000 ^ step << 40);
+        let noise = (1..=steps).fold(own(0), |before, step| 0.8 * before + 0.6 * own(step));
+        let (row, col) = (bell((i / COLS) ^ 0xabc_0000), bell((i % COLS) ^ 0xdef_0000));
+        (3.0 * row + 2.0 * col + noise).exp() * 1e-9
+    }
+}
+
+#[test]
+fn second_moments_some_steps_later_take_a_share_of_their_parents() {
+    for dtype in [DType::Float32, DType::BFloat16] {
+        let steps = (0..4).map(|step| vec![floats("v.w", dtype, second_later(step))]);
+        let roles = || roles(&[(0, ExpAvgSq)]);
+        let mut before: Option<(Arc<Reader>, Owned)> = None;
+        for tensors in steps {
+            let alone = save(&tensors, roles(), preset(Preset::Balanced));
+            let Some((parent, values)) = before else {
+                before = Some((Arc::new(open(alone)), tensors[0].clone()));
+                continue;
+            };
+            let options = || WriteOptions {
+                parent: Some(Arc::clone(&parent) as _),
+                ..preset(Preset::Balanced)
+            };
+            let file = save(&tensors, roles(), options());
+            let reader = open(file.clone());
+            reader.set_parent(Arc::clone(&parent)).unwrap();
+            assert!(plans(&reader)[0].starts_with("blend magnitude"), "{:?}", plans(&reader));
+            let all = if dtype == DType::Float32 { 98 } else { 94 };
+            assert!(file.len() * 100 < alone.len() * all, "{} of {}", file.len(), alone.len());
+            check(&reader, &tensors);
+            for rows in [0..1, 261..264, 699..700] {
+                let part = reader.read_slice("v.w", &Slice(vec![rows.clone(), 3..COLS])).unwrap();
+                let width = tensors[0].data.len() / (ROWS * COLS) as usize;
+                let bytes = |row: u64| {
+                    let first = (row * COLS) as usize;
+                    &tensors[0].data[(first + 3) * width..(first + COLS as usize) * width]
+                };
+                let expected: Vec<u8> = rows.flat_map(|row| bytes(row).to_vec()).collect();
+                assert!(part == expected);
+            }
+            // The same bytes for any threads and instructions, and from a parent that is in memory.
+            for simd in Simd::available() {
+                let options = WriteOptions { threads: Some(3), simd: Some(simd), ..options() };
+                assert!(save(&tensors, roles(), options) == file, "{simd}");
+            }
+            let mut memory = MemoryParent::new(Arc::new(parent.snapshot().unwrap()), 0);
+            memory.hold("v.w", values.data.into()).unwrap();
+            let options = WriteOptions { parent: Some(Arc::new(memory)), ..options() };
+            assert!(save(&tensors, roles(), options) == file);
+            before = Some((Arc::new(reader), tensors[0].clone()));
+        }
+    }
 }
 
 fn open(file: Vec<u8>) -> Reader {

@@ -11,7 +11,7 @@ use crate::scratch::width_of;
 use crate::{CpuEngine, Scratch};
 
 /// 256ths of the parent that are tried.
-const SHARES: [u8; 8] = [64, 96, 128, 160, 192, 224, 240, 255];
+const SHARES: [u8; 12] = [16, 32, 48, 64, 96, 128, 160, 192, 208, 224, 240, 255];
 /// Values of the sample that are looked at, at most.
 const LOOKED_AT: usize = 4096;
 
@@ -90,9 +90,9 @@ fn left_of(about: &About<'_>, sample: &Sample, values: &[u8], expected: &Expecte
 fn cheapest(values: &[i64], parents: &[i64]) -> u8 {
     let bits = |share: u8| -> u64 {
         let left = |(x, p): (&i64, &i64)| {
-            let predicted = (i128::from(share) * i128::from(*p)) >> 8;
-            let left = (i128::from(*x) - predicted).unsigned_abs();
-            u64::from(u128::BITS - left.leading_zeros())
+            // As the prediction adds it; no product wraps.
+            let of_parent = i64::from(share) * (p >> 8) + ((i64::from(share) * (p & 0xff)) >> 8);
+            u64::from(u64::BITS - x.wrapping_sub(of_parent).unsigned_abs().leading_zeros())
         };
         values.iter().zip(parents).map(left).sum()
     };

@@ -39,17 +39,17 @@ const MOMENTS: u64 = 40;
 // Thresholds are parts of what is compared: 128 means one in 128.
 
 /// A delta must save this part of the tensor stored by itself: it is read together with its parents.
-const DELTA_GAIN: u64 = 128;
+const DELTA_GAIN: u64 = 512;
 /// A prediction from rows and columns must save this part of the values by themselves: it is more work.
 const RANK1_GAIN: u64 = 128;
 /// The difference in the order of values must save this part of the XOR, which is faster.
 const SUB_GAIN: u64 = 256;
 /// Rows and columns beside the parent must save this part of the difference from the parent alone.
-const BLEND_GAIN: u64 = 128;
+const BLEND_GAIN: u64 = 512;
 /// Contexts must save this part of the difference without them: several tables are more work.
-const CONTEXTS_GAIN: u64 = 64;
+const CONTEXTS_GAIN: u64 = 512;
 /// Contexts from moments must save this part of the difference without: reading the tensor reads the moments, too.
-const UPDATE_GAIN: u64 = 128;
+const UPDATE_GAIN: u64 = 512;
 
 /// The predictors that may be planned. Every reader decodes all of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

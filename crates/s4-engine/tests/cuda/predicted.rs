@@ -193,26 +193,65 @@ fn contexts_of_differences_are_as_on_the_cpu() {
     let Some(gpu) = gpu() else { return };
     let sizes: &[usize] = if gpu.is_slow() { &[300, 9001] } else { &[300, 9001, 70_003, 600_000] };
     for &n in sizes {
-        let lines = lines_with_contexts(n, 3);
-        let plans: Vec<_> = lines.iter().map(|l| l.coded[2].plan.clone()).collect();
-        for given in [Given::Device, Given::Host, Given::Frames] {
-            let engine = gpu.engine(CudaOptions::default());
-            let parents = Parents::new(&gpu, &lines, given);
-            let encoded = delta::encode(&gpu, &engine, &parents, Some(plans.clone())).unwrap();
-            for (line, e) in lines.iter().zip(&encoded) {
-                assert_eq!(compare(line.last(), e, &line.coded[2]), None, "{given:?}");
-            }
-            let chunks = engine.chunks();
-            assert!(chunks.device > 0 && chunks.host + chunks.refused == 0, "{chunks:?}");
-        }
-        let engine = gpu.engine(CudaOptions::default());
-        let (values, undone) = delta::decode(&gpu, &engine, &lines);
-        assert_eq!(undone, [0; 0]);
-        for (line, values) in lines.iter().zip(values) {
-            assert!(values == line.last().data, "{}", line.last().name);
-        }
-        assert_eq!(engine.chunks().host + engine.chunks().refused, 0);
+        check_lines(&gpu, &lines_with_contexts(n, 3));
     }
+}
+
+/// The last of three steps is the CPU's, wherever its parent is, and all come back by the kernels.
+fn check_lines(gpu: &Gpu, lines: &[Line]) {
+    let plans: Vec<_> = lines.iter().map(|l| l.coded[2].plan.clone()).collect();
+    for given in [Given::Device, Given::Host, Given::Frames] {
+        let engine = gpu.engine(CudaOptions::default());
+        let parents = Parents::new(gpu, lines, given);
+        let encoded = delta::encode(gpu, &engine, &parents, Some(plans.clone())).unwrap();
+        for (line, e) in lines.iter().zip(&encoded) {
+            assert_eq!(compare(line.last(), e, &line.coded[2]), None, "{given:?}");
+        }
+        let chunks = engine.chunks();
+        assert!(chunks.device > 0 && chunks.host + chunks.refused == 0, "{chunks:?}");
+    }
+    let engine = gpu.engine(CudaOptions::default());
+    let (values, undone) = delta::decode(gpu, &engine, lines);
+    assert_eq!(undone, [0; 0]);
+    for (line, values) in lines.iter().zip(values) {
+        assert!(values == line.last().data, "{}", line.last().name);
+    }
+    assert_eq!(engine.chunks().host + engine.chunks().refused, 0);
+}
+
+/// Rows, columns and a share of a parent that is predicted so itself.
+#[test]
+fn blends_are_as_on_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    let large: (u32, u32) = if gpu.is_slow() { (137, 1001) } else { (1501, 1203) };
+    let mut lines = vec![];
+    for (dtype, _) in FLOATS {
+        for (rows, cols) in [(1, 4097), (4097, 1), (17, 24), large] {
+            for layout in [LayoutId::FIELDS, LayoutId::FIELDS_SIGN, LayoutId::BYTES] {
+                let side = offsets(dtype, rows, cols);
+                let n = u64::from(rows) * u64::from(cols);
+                let data = near(dtype, &side, n, layout == LayoutId::BYTES);
+                let shape = vec![u64::from(rows), u64::from(cols)];
+                let name = format!("{dtype} like-{rows} x {cols} {layout}");
+                let first = Host { name, dtype, shape, data };
+                let mut line = Line { coded: vec![on_cpu(&first, None)], steps: vec![first] };
+                for (step, share) in [(1, 77), (2, 255)] {
+                    let before = &line.steps[step - 1];
+                    let next = delta::later(before, step);
+                    let mut side = side.clone();
+                    side[17] = share;
+                    let plan = Plan::blend(layout, MANIFEST, 3);
+                    let codings = [PlaneCoding::RANS8, PlaneCoding::RANS12, PlaneCoding::RAW];
+                    let planes: Vec<_> = (0..8).map(|i| codings[(i + step) % 3]).collect();
+                    let plan = plan_of(&next, plan, &planes, (SideKind::OFFSETS, side));
+                    line.coded.push(delta_on_cpu(&next, before, Some(plan)));
+                    line.steps.push(next);
+                }
+                lines.push(line);
+            }
+        }
+    }
+    check_lines(&gpu, &lines);
 }
 
 /// Parents that are predicted by their own rows and columns, decoded on the device before their children.

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use s4weights::format::PredictorId;
 use s4weights::format::manifest::{Role, RoleKind, Roles};
 use s4weights::store::{CheckpointStore, Place, SaveOptions, StoreOptions, SweepOptions};
 use s4weights::{Contents, DType, Preset, Reader, Source, TensorSource, WriteOptions, Writer};
@@ -225,6 +226,41 @@ fn the_golden_update_is_what_is_written() {
     let reader = Reader::open(Source::from(path.as_path()), Default::default()).unwrap();
     assert!(reader.manifest().plans.iter().any(|p| p.moments() == Some([1, 2])));
     compare(&folder, "testdata/golden/updated");
+}
+
+/// A second moment of which a part stays from step to step, beside what its rows and columns say.
+fn blended(step: u64) -> (Vec<Owned>, Roles) {
+    let cols = 768;
+    let all = slice("gpt98m_fp32_s0", "optimizer.exp_avg_sq.h.5.proj.weight", 4 * cols * ROWS);
+    let mut values: Vec<f32> = all.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x)).collect();
+    for _ in 0..step {
+        for row in values.chunks_mut(cols) {
+            let before = row.to_vec();
+            row.iter_mut()
+                .enumerate()
+                .for_each(|(i, x)| *x = 0.75 * *x + 0.25 * before[(i + 7) % cols]);
+        }
+    }
+    let data = values.into_iter().flat_map(f32::to_le_bytes).collect();
+    let name = "optimizer.exp_avg_sq";
+    let tensor = Owned::new(name, DType::Float32, &[ROWS as u64, cols as u64], data);
+    let role = Role { tensor: 0, parameter: 0, kind: RoleKind::ExpAvgSq, group: 0 };
+    (vec![tensor], Roles { tensors: vec![role], groups: vec![BTreeMap::new()] })
+}
+
+#[test]
+fn the_golden_blend_is_what_is_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = kept().unwrap_or_else(|| dir.path().to_owned()).join("golden/blended");
+    write_chain(&folder, Preset::Small, |step| {
+        let (tensors, roles) = blended(step);
+        (tensors, Some(roles), Contents::default())
+    });
+    let path = folder.join("delta.s4w");
+    let reader = Reader::open(Source::from(path.as_path()), Default::default()).unwrap();
+    let plans = &reader.manifest().plans;
+    assert!(plans.iter().any(|p| p.predictor == PredictorId::BLEND), "{plans:?}");
+    compare(&folder, "testdata/golden/blended");
 }
 
 /// Makes the golden store: four checkpoints, each a delta of the one before; the third is rebased,

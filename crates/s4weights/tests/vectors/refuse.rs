@@ -231,8 +231,8 @@ const PLAIN: &[(&str, &str, &str, Change)] = &[
         let listed = r#""form":"tensors","closed_codecs":[{"codec":4,"library_major":1}]"#;
         p.json(r#""form":"tensors""#, listed);
     }),
-    ("plan-reserved-predictor", "unsupported", "predictor 5, `blend`, is reserved", |p| {
-        p.json(r#""predictor":0"#, r#""predictor":5"#);
+    ("plan-reserved-predictor", "unsupported", "predictor 6, `step`, is reserved", |p| {
+        p.json(r#""predictor":0"#, r#""predictor":6"#);
     }),
     ("plan-unknown-contexts", "unsupported", "contexts 9 are unknown", |p| {
         p.json(r#""layout":3"#, r#""layout":3,"contexts":9"#);
@@ -242,6 +242,9 @@ const PLAIN: &[(&str, &str, &str, Change)] = &[
     }),
     ("plan-rank1-sub", "corrupt", "predictor `rank1` with residual `sub`", |p| {
         p.json(r#""predictor":0,"residual":0"#, r#""predictor":4,"residual":2"#);
+    }),
+    ("plan-blend-without-input", "corrupt", "predictor `blend` without an input", |p| {
+        p.json(r#""predictor":0,"residual":0"#, r#""predictor":5,"residual":3"#);
     }),
     ("plan-cast-without-input", "corrupt", "predictor `cast` without an input", |p| {
         p.json(r#""predictor":0,"residual":0"#, r#""predictor":3,"residual":1"#);
