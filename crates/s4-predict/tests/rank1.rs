@@ -252,7 +252,7 @@ fn hostile_side_data_is_refused() {
         changed(4, &u32::MAX.to_le_bytes()),
         changed(8, &(1u64 << 31).to_le_bytes()),
         changed(16, &[32]),
-        changed(17, &[1]),
+        changed(18, &[1]),
         changed(23, &[1]),
     ] {
         assert!(matches!(Offsets::parse(Width::B4, &bad), Err(Error::Corrupt { .. })), "{bad:?}");

@@ -51,7 +51,8 @@ pub(crate) fn delta_on_cpu(host: &Host, before: &Host, plan: Option<TensorPlan>)
     let mut scratch = Scratch::default();
     let view = host.view();
     let values = &sample(before)[..];
-    let parent = ParentSample { manifest: MANIFEST, tensor: 3, values, moments: None };
+    let parent =
+        ParentSample { manifest: MANIFEST, tensor: 3, values, moments: None, expected: None };
     let plan = plan.unwrap_or_else(|| {
         cpu.plan(
             &PlanJob { preset: Preset::Fast, view: &view, parent: Some(&parent), role: None },

@@ -197,8 +197,13 @@ fn frames_of_changing_differences_decode() {
             &t.host.data[r.start as usize * width..r.end as usize * width]
         };
         let sample: Vec<u8> = probes.into_iter().flat_map(part).copied().collect();
-        let parent =
-            ParentSample { manifest: Digest([7; 32]), tensor: 0, values: &sample, moments: None };
+        let parent = ParentSample {
+            manifest: Digest([7; 32]),
+            tensor: 0,
+            values: &sample,
+            moments: None,
+            expected: None,
+        };
         cpu.plan(
             &PlanJob {
                 preset: Preset::Fast,

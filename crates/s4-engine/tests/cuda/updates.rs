@@ -68,7 +68,13 @@ impl Weights {
                 values: &samples[k],
             };
             let moments = Some([moment(0), moment(1)]);
-            let parent = ParentSample { manifest: MANIFEST, tensor: 3, values: &values, moments };
+            let parent = ParentSample {
+                manifest: MANIFEST,
+                tensor: 3,
+                values: &values,
+                moments,
+                expected: None,
+            };
             let preset = Preset::Balanced;
             let job = PlanJob { preset, view: &view, parent: Some(&parent), role: None };
             cpu.plan(&job, &mut scratch).unwrap()
