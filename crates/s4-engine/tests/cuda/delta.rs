@@ -94,7 +94,7 @@ impl Line {
 
     fn needs_parent(&self, step: usize, chunk: usize) -> bool {
         let e = &self.coded[step];
-        e.plan.plan.predictor == PredictorId::PARENT && !e.chunks[chunk].0.plain
+        e.plan.plan.is_delta() && !e.chunks[chunk].0.plain
     }
 
     /// The steps whose frames of a chunk make its values of step `last`.
