@@ -290,8 +290,13 @@ fn a_difference_is_planned_where_it_is_smaller_and_nowhere_else() {
     let mut plan = |parent: &[u8]| {
         let run = |r: &std::ops::Range<u64>| &parent[r.start as usize * 2..r.end as usize * 2];
         let values = probes.iter().flat_map(run).copied().collect::<Vec<u8>>();
-        let sample =
-            ParentSample { manifest: Digest::of(b"p"), tensor: 3, values: &values, moments: None };
+        let sample = ParentSample {
+            manifest: Digest::of(b"p"),
+            tensor: 3,
+            values: &values,
+            moments: None,
+            expected: None,
+        };
         engine
             .plan(
                 &PlanJob { preset: Preset::Fast, view: &view, parent: Some(&sample), role: None },
@@ -313,8 +318,13 @@ fn a_difference_is_planned_where_it_is_smaller_and_nowhere_else() {
         let planned = plan(far);
         assert_eq!((&planned.plan, &planned.planes), (&direct.plan, &direct.planes));
     }
-    let short =
-        ParentSample { manifest: Digest::of(b"p"), tensor: 3, values: &[0; 10], moments: None };
+    let short = ParentSample {
+        manifest: Digest::of(b"p"),
+        tensor: 3,
+        values: &[0; 10],
+        moments: None,
+        expected: None,
+    };
     assert!(
         engine
             .plan(

@@ -1,5 +1,7 @@
 //! Rows, columns and a share of the parent: what is predicted, how the offsets are made, and hostile side data.
 
+#![expect(clippy::unwrap_used, reason = "tests")]
+
 use s4_format::side::{Side, SideKind};
 use s4_format::{DType, Error};
 use s4_planes::patterns::{self, Kind};
@@ -64,7 +66,7 @@ fn every_pattern_of_parents_is_predicted_as_specified() {
                         specified(width, &bytes, i, word(p)).to_le_bytes()[..width.bytes()].to_vec()
                     })
                     .collect();
-                for (simd, step) in Simd::available().into_iter().zip([5, 23, 40, 161]) {
+                for (simd, step) in Simd::available().zip([5, 23, 40, 161]) {
                     let mut out = vec![0x5a; parent.len()];
                     let size = step * width.bytes();
                     for (i, (out, parent)) in

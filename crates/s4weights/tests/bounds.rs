@@ -298,7 +298,13 @@ fn line(files: &Files, values: usize, sizes: &[u8]) -> (Vec<u8>, Vec<u8>) {
                 .unwrap(),
             Some(Parent { manifest, .. }) => {
                 let sample: Vec<u8> = probes.into_iter().flat_map(part).copied().collect();
-                let sample = ParentSample { manifest, tensor: 0, values: &sample, moments: None };
+                let sample = ParentSample {
+                    manifest,
+                    tensor: 0,
+                    values: &sample,
+                    moments: None,
+                    expected: None,
+                };
                 engine
                     .plan(
                         &PlanJob {

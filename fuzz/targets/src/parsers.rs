@@ -67,7 +67,10 @@ fn parse_part(part: usize, n: u8, bytes: &[u8]) {
             let Ok(offsets) = Offsets::parse(width, bytes) else { return };
             let last = offsets.values().saturating_sub(4);
             let mut out = vec![0; 3 * width.bytes()];
-            let _ = offsets.predict_range(Kernels::default(), last, &mut out);
+            // With a share, of a parent of as many bytes, and of none.
+            let parent = if offsets.share() == 0 { vec![] } else { out.to_vec() };
+            let _ = offsets.predict_range(Kernels::default(), last, &parent, &mut out);
+            let _ = offsets.predict_range(Kernels::default(), last, &[], &mut out);
         }
         6 => {
             if let Ok(json) = std::str::from_utf8(bytes) {

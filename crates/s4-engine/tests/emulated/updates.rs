@@ -278,7 +278,7 @@ fn planned([w, m, v]: [DType; 3], [now, before, first, second]: &[Vec<u8>; 4]) -
     let moment = |tensor, dtype, values| MomentSample { tensor, dtype, values };
     let moments = Some([moment(4, m, &first[..]), moment(5, v, &second[..])]);
     let manifest = Digest::of(b"parent");
-    let parent = ParentSample { manifest, tensor: 3, values: &values, moments };
+    let parent = ParentSample { manifest, tensor: 3, values: &values, moments, expected: None };
     let view = TensorView { dtype: w, shape: &[n as u64], data: now };
     let job = PlanJob { preset: Preset::Small, view: &view, parent: Some(&parent), role: None };
     CpuEngine::new(Simd::detect()).plan(&job, &mut Scratch::default()).unwrap()
