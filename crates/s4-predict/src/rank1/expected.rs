@@ -9,7 +9,7 @@ use super::fit::{FRACTION, rounded, shift_of};
 use super::{Offsets, ZEROS, side_data, to_offset};
 
 /// What a tensor's rows and columns say of its values: sums of its own offsets and of the shares of its parents', in units
-/// of `2^shift` with [`FRACTION`] fractional bits.
+/// of `2^shift` with 8 fractional bits.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Expected {
     width: Width,
