@@ -1,0 +1,155 @@
+//! How small real checkpoints become: those of `testdata`, with their true roles. What is asked for is a little less than
+//! what is reached, so that a plan that gets worse is noticed here.
+
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use common::{Memory, Owned};
+use s4weights::format::manifest::{Role, RoleKind, Roles};
+use s4weights::{
+    Contents, DType, Preset, ReadOptions, Reader, Source, Target, WriteOptions, Writer,
+};
+use safetensors::{Dtype, SafeTensors};
+
+/// The tensors of a checkpoint, and what each is.
+struct State {
+    tensors: Vec<Owned>,
+    roles: Roles,
+}
+
+const PREFIXES: [(&str, RoleKind); 3] = [
+    ("model.", RoleKind::Weight),
+    ("optimizer.exp_avg.", RoleKind::ExpAvg),
+    ("optimizer.exp_avg_sq.", RoleKind::ExpAvgSq),
+];
+
+fn state(name: &str) -> State {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../testdata").join(name);
+    let file = std::fs::read(path.with_extension("safetensors")).unwrap();
+    let (mut tensors, mut roles, mut parameters) = (vec![], vec![], vec![]);
+    for (name, tensor) in SafeTensors::deserialize(&file).unwrap().tensors() {
+        let dtype = match tensor.dtype() {
+            Dtype::BF16 => DType::BFloat16,
+            Dtype::F32 => DType::Float32,
+            other => panic!("{name}: {other:?}"),
+        };
+        let (prefix, kind) = PREFIXES.into_iter().find(|(p, _)| name.starts_with(p)).unwrap();
+        let parameter = name[prefix.len()..].to_owned();
+        let known = parameters.iter().position(|p| *p == parameter);
+        let number = known.unwrap_or_else(|| {
+            parameters.push(parameter);
+            parameters.len() - 1
+        });
+        let (tensor_number, parameter) = (tensors.len() as u32, number as u32);
+        roles.push(Role { tensor: tensor_number, parameter, kind, group: 0 });
+        let shape: Vec<u64> = tensor.shape().iter().map(|d| *d as u64).collect();
+        tensors.push(Owned::new(name, dtype, &shape, tensor.data().to_vec()));
+    }
+    let groups = vec![BTreeMap::from([("lr".to_owned(), 3e-4)])];
+    State { tensors, roles: Roles { tensors: roles, groups } }
+}
+
+impl State {
+    /// With the weights in bf16, and as the optimizer keeps them.
+    fn in_mixed_precision(mut self) -> Self {
+        let masters = self.roles.tensors.iter_mut().filter(|r| r.kind == RoleKind::Weight);
+        let mut copies = vec![];
+        for role in masters {
+            role.kind = RoleKind::Master;
+            let master = &mut self.tensors[role.tensor as usize];
+            let round = |x: &[u8; 4]| {
+                let x = u32::from_le_bytes(*x);
+                (((x + 0x7fff + (x >> 16 & 1)) >> 16) as u16).to_le_bytes()
+            };
+            let data = master.data.as_chunks().0.iter().flat_map(round).collect();
+            let name = master.name.clone();
+            master.name = format!("optimizer.{name}");
+            copies.push((Owned::new(name, DType::BFloat16, &master.shape, data), role.parameter));
+        }
+        for (copy, parameter) in copies {
+            let (tensor, kind) = (self.tensors.len() as u32, RoleKind::Weight);
+            self.roles.tensors.push(Role { tensor, parameter, kind, group: 0 });
+            self.tensors.push(copy);
+        }
+        self
+    }
+
+    /// What a preset writes, and its bytes.
+    fn save(&self, preset: Preset, parent: Option<&Arc<Reader>>) -> (Reader, usize) {
+        let memory = Memory::default();
+        let parent = parent.cloned();
+        let options =
+            WriteOptions { preset, parent: parent.clone().map(|p| p as _), ..Default::default() };
+        let target = Target::Stream(Box::new(memory.clone()));
+        let mut writer = Writer::create(target, options).unwrap();
+        writer.declare(self.roles.clone()).unwrap();
+        writer.write(&self.tensors.iter().map(Owned::source).collect::<Vec<_>>()).unwrap();
+        writer.finish(Contents::default()).unwrap();
+        let file = std::mem::take(&mut *memory.0.lock().unwrap());
+        let bytes = file.len();
+        let reader = Reader::open(Source::Bytes(file.into()), ReadOptions::default()).unwrap();
+        if let Some(parent) = parent.filter(|_| reader.parent_digest().is_some()) {
+            reader.set_parent(parent).unwrap();
+        }
+        (reader, bytes)
+    }
+
+    /// Bytes of the values over those of the file, by a preset, which is read back.
+    fn ratio(&self, preset: Preset, parent: Option<&Arc<Reader>>) -> f64 {
+        let (reader, bytes) = self.save(preset, parent);
+        for tensor in &self.tensors {
+            assert!(reader.read(&tensor.name).unwrap() == tensor.data, "{}", tensor.name);
+        }
+        let raw: usize = self.tensors.iter().map(|t| t.data.len()).sum();
+        raw as f64 / bytes as f64
+    }
+}
+
+/// By `balanced` the ratio is at least `least`, and no worse than by `fast`, but for a few bytes of the index.
+fn check(what: &str, state: &State, parent: Option<&State>, least: f64) {
+    let by = |preset| {
+        let parent = parent.map(|p| Arc::new(p.save(preset, None).0));
+        state.ratio(preset, parent.as_ref())
+    };
+    let (fast, balanced) = (by(Preset::Fast), by(Preset::Balanced));
+    println!("{what}: {fast:.4} by fast, {balanced:.4} by balanced");
+    assert!(balanced >= least, "{what}: {balanced:.4}, asked {least}");
+    assert!(balanced >= 0.999 * fast, "{what}: {balanced:.4}, by fast {fast:.4}");
+}
+
+#[test]
+fn checkpoints_by_themselves() {
+    check("bf16", &state("gpt34m_bf16_s0"), None, 1.588);
+    check("fp32", &state("gpt98m_fp32_s0"), None, 1.225);
+    check("mixed", &state("gpt98m_fp32_s0").in_mixed_precision(), None, 1.426);
+}
+
+#[test]
+fn checkpoints_a_step_later() {
+    check("bf16", &state("gpt34m_bf16_s1"), Some(&state("gpt34m_bf16_s0")), 2.932);
+    check("fp32", &state("gpt98m_fp32_s1"), Some(&state("gpt98m_fp32_s0")), 1.500);
+    let mixed = |name| state(name).in_mixed_precision();
+    check("mixed", &mixed("gpt98m_fp32_s1"), Some(&mixed("gpt98m_fp32_s0")), 1.744);
+}
+
+/// Where all but a few weights stay what they are, as after a step of reinforcement learning in bf16.
+#[test]
+fn sparse_changes() {
+    let before = state("gpt34m_bf16_s0");
+    let mut after = state("gpt34m_bf16_s0");
+    let models = after.tensors.iter_mut().filter(|t| t.name.starts_with("model."));
+    for (number, tensor) in models.enumerate() {
+        for (i, value) in tensor.data.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+            let noise = ((i + (number << 32) + 1) as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 44;
+            if noise % 1000 < 3 {
+                value[0] ^= 1;
+            }
+        }
+    }
+    check("sparse", &after, Some(&before), 73.0);
+}
