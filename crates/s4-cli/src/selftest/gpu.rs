@@ -48,8 +48,8 @@ impl Case {
 /// Runs everything on every device; gives a summary, or fails with the first difference. With `fault`
 /// it fails if each fault was noticed, and gives a summary if one was not.
 pub(super) fn run(fault: bool, simd: Option<Simd>) -> Result<String> {
-    let cuda = Cuda::discover()
-        .map_err(|e| Failure::Unsupported(format!("a GPU is required, and there is {e}")))?;
+    let cuda =
+        Cuda::discover().map_err(|e| Failure::Unsupported(format!("a GPU is required: {e}")))?;
     let simd = simd.unwrap_or_else(Simd::detect);
     if fault {
         return inject(&cuda, simd);
@@ -72,7 +72,7 @@ fn inject(cuda: &Cuda, simd: Simd) -> Result<String> {
             }
         }
     }
-    Err(Failure::Test(format!("every injected fault was noticed:\n  {}", noticed.join("\n  "))))
+    Err(Failure::Test(format!("every injected fault was noticed: {}", noticed.join("; "))))
 }
 
 fn test_device(
