@@ -217,6 +217,8 @@ struct WordSource {
         next(stream + at / 16 * 16 + 16 * lane_id()), rest(static_cast<int>(count + at % 16 / 2)),
         below(lanes_below()), ahead(make_uint4(0, 0, 0, 0)) {
     advance();
+    // Of the segment before, which had the same buffer, every lane has taken its last words.
+    __syncwarp();
     store_shared4(buffer + kNeed + 16 * lane_id(), ahead);
     __syncwarp();
     advance();
