@@ -30,14 +30,9 @@ impl Predict for Blend {
         inputs: &[&[u8]],
         out: &mut [u8],
     ) -> Result<Predicted> {
-        let offsets = Offsets::of(tensor)?;
-        if offsets.share() == 0 {
-            return Err(Error::corrupt("`blend` without a share of the parent"));
-        }
-        let parent = inputs.first();
-        let parent =
-            parent.ok_or_else(|| Error::unsupported("a delta without the values of its parent"))?;
-        offsets.predict_range(kernels, first, parent, out)?;
+        let none = || Error::unsupported("a delta without the values of its parent");
+        let parent = inputs.first().ok_or_else(none)?;
+        Offsets::of(self.id(), tensor)?.predict_range(kernels, first, parent, out)?;
         Ok(Predicted::Written)
     }
 }

@@ -2,39 +2,15 @@
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
+mod common;
+
+use common::{example, predicted, side, word};
 use s4_format::side::{Side, SideKind};
 use s4_format::{DType, Error};
 use s4_planes::patterns::{self, Kind};
 use s4_planes::{Kernels, Simd, Width};
 use s4_predict::rank1::{self, Expected, Grid, Offsets};
 use s4_predict::{Blend, Predict, Predicted, Rank1, Tensor};
-
-const HEADER: usize = 24;
-
-fn word(bytes: &[u8]) -> u64 {
-    bytes.iter().rev().fold(0, |all, b| all << 8 | u64::from(*b))
-}
-
-/// Side data with these numbers.
-fn side(rows: &[i16], cols: &[i16], (base, shift, share): (u64, u8, u8)) -> Vec<u8> {
-    let mut out = (rows.len() as u32).to_le_bytes().to_vec();
-    out.extend((cols.len() as u32).to_le_bytes());
-    out.extend(base.to_le_bytes());
-    out.extend([shift, share, 0, 0, 0, 0, 0, 0]);
-    rows.iter().chain(cols).for_each(|o| out.extend(o.to_le_bytes()));
-    out
-}
-
-/// What the specification says of value `i`, of `W` bytes.
-fn specified(width: Width, side: &[u8], i: usize, parent: u64) -> u64 {
-    let offset = |i: usize| i128::from(word(&side[HEADER + 2 * i..][..2]) as u16 as i16);
-    let (rows, cols) = (word(&side[..4]) as usize, word(&side[4..8]) as usize);
-    let (row, col) = (offset(i / cols), offset(rows + i % cols));
-    let modulus = 1i128 << (width.bits() - 1);
-    let share = i128::from(parent) % modulus * i128::from(side[17]) / 256;
-    let sum = i128::from(word(&side[8..16])) + ((row + col) << side[16]) + share;
-    if row == -32768 { 0 } else { sum.rem_euclid(modulus) as u64 }
-}
 
 fn dtype_of(width: Width) -> DType {
     match width {
@@ -63,7 +39,8 @@ fn every_pattern_of_parents_is_predicted_as_specified() {
                 let values = parent.chunks(width.bytes()).enumerate();
                 let expected: Vec<u8> = values
                     .flat_map(|(i, p)| {
-                        specified(width, &bytes, i, word(p)).to_le_bytes()[..width.bytes()].to_vec()
+                        predicted(width.bits(), &bytes, i, word(p)).to_le_bytes()[..width.bytes()]
+                            .to_vec()
                     })
                     .collect();
                 for (simd, step) in Simd::available().zip([5, 23, 40, 161]) {
@@ -74,8 +51,8 @@ fn every_pattern_of_parents_is_predicted_as_specified() {
                     {
                         let kernels = Kernels::new(simd);
                         let first = (i * step) as u64;
-                        let predicted = Blend.predict(kernels, &tensor, first, &[parent], out);
-                        assert_eq!(predicted, Ok(Predicted::Written));
+                        let outcome = Blend.predict(kernels, &tensor, first, &[parent], out);
+                        assert_eq!(outcome, Ok(Predicted::Written));
                     }
                     assert!(out == expected, "{width:?} {name} {numbers:?} {simd} {step}");
                 }
@@ -86,20 +63,14 @@ fn every_pattern_of_parents_is_predicted_as_specified() {
 
 #[test]
 fn the_example_of_the_specification() {
-    let page = include_str!("../../../docs/predictors/blend.md");
-    let bytes: Vec<u8> = page
-        .lines()
-        .filter(|line| line.starts_with("    ") && line.contains('|'))
-        .flat_map(|line| line.split('|').next().unwrap_or_default().split_whitespace())
-        .map(|byte| u8::from_str_radix(byte, 16).unwrap())
-        .collect();
+    let bytes = example(include_str!("../../../docs/predictors/blend.md"));
     assert_eq!(bytes, side(&[-16, i16::MIN], &[0, 512], (0x1fc0_0000, 14, 128)));
     let parent = [0x3f80_0000u32, 0xbf80_0003, 0x3f80_0000, 0].map(u32::to_le_bytes).concat();
-    let predicted = [0x3f7c_0000u32, 0x3ffc_0001, 0, 0].map(u32::to_le_bytes).concat();
+    let expected = [0x3f7c_0000u32, 0x3ffc_0001, 0, 0].map(u32::to_le_bytes).concat();
     let mut out = vec![0; 16];
     let offsets = Offsets::parse(Width::B4, &bytes).unwrap();
     offsets.predict_range(Kernels::default(), 0, &parent, &mut out).unwrap();
-    assert_eq!(out, predicted);
+    assert_eq!(out, expected);
 }
 
 #[test]

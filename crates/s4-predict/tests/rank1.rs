@@ -1,5 +1,8 @@
 //! Prediction by rows and columns: round trips by ranges, what is predicted, and hostile side data.
 
+mod common;
+
+use common::{example, predicted, side, word};
 use proptest::prelude::*;
 use s4_format::Error;
 use s4_planes::patterns::{self, Kind};
@@ -7,7 +10,6 @@ use s4_planes::{Kernels, Simd, Width};
 use s4_predict::rank1::{self, Grid, Offsets};
 
 const WIDTHS: [Width; 3] = [Width::B2, Width::B4, Width::B8];
-const HEADER: usize = 24;
 
 /// Floats that are the product of a factor of their row and one of their column, but for noise.
 fn squares(rows: u32, cols: u32) -> Vec<u8> {
@@ -30,42 +32,23 @@ fn fit(width: Width, rows: u32, cols: u32, src: &[u8]) -> Vec<u8> {
     rank1::fit(width, &grid, &values.collect::<Vec<_>>()).expect("offsets")
 }
 
-/// Side data with these numbers.
-fn side(rows: &[i16], cols: &[i16], base: u64, shift: u8) -> Vec<u8> {
-    let mut out = (rows.len() as u32).to_le_bytes().to_vec();
-    out.extend((cols.len() as u32).to_le_bytes());
-    out.extend(base.to_le_bytes());
-    out.extend([shift, 0, 0, 0, 0, 0, 0, 0]);
-    rows.iter().chain(cols).for_each(|o| out.extend(o.to_le_bytes()));
-    out
-}
-
 /// What the specification says of a value: the predicted bits, and the residual of some bits.
 fn specified(width: Width, side: &[u8], i: usize, x: u64) -> (u64, u64) {
-    let number = |at: usize, n: usize| {
-        side[at..at + n].iter().rev().fold(0u64, |all, b| all << 8 | u64::from(*b))
-    };
-    let offset = |i: usize| i128::from(number(HEADER + 2 * i, 2) as u16 as i16);
-    let (rows, cols, base, shift) =
-        (number(0, 4) as usize, number(4, 4) as usize, number(8, 8), side[16]);
+    let predicted = predicted(width.bits(), side, i, 0);
     let n = width.bits() - 1;
     let modulus = 1i128 << n;
-    let (row, col) = (offset(i / cols), offset(rows + i % cols));
-    let sum = i128::from(base) + ((row + col) << shift);
-    let predicted = if row == -32768 { 0 } else { sum.rem_euclid(modulus) };
-    let mut d = (i128::from(x) % modulus - predicted).rem_euclid(modulus);
+    let mut d = (i128::from(x) % modulus - i128::from(predicted)).rem_euclid(modulus);
     if d >= modulus / 2 {
         d -= modulus;
     }
     let zigzag = if d < 0 { -2 * d - 1 } else { 2 * d };
-    (predicted as u64, x >> n << n | zigzag as u64)
+    (predicted, x >> n << n | zigzag as u64)
 }
 
 /// Predicts in ranges of `step` values, and compares with the specification. Returns the residuals.
 fn check(width: Width, side: &[u8], src: &[u8], step: usize) -> Vec<u8> {
     let offsets = Offsets::parse(width, side).expect("side data of a fit");
     let bytes = width.bytes();
-    let word = |b: &[u8]| b.iter().rev().fold(0u64, |all, b| all << 8 | u64::from(*b));
     let (mut predicted, mut residuals) = (vec![], vec![]);
     for (i, x) in src.chunks(bytes).enumerate() {
         let (p, u) = specified(width, side, i, word(x));
@@ -170,14 +153,8 @@ fn every_pattern_of_every_width_and_shape() {
 
 #[test]
 fn the_example_of_the_specification() {
-    let side = side(&[-16, i16::MIN], &[0, 512, 1], 0x3f80_0000, 14);
-    let page = include_str!("../../../docs/predictors/rank1.md");
-    let bytes: Vec<u8> = page
-        .lines()
-        .filter(|line| line.starts_with("    ") && line.contains('|'))
-        .flat_map(|line| line.split('|').next().unwrap_or_default().split_whitespace())
-        .map(|byte| u8::from_str_radix(byte, 16).unwrap())
-        .collect();
+    let side = side(&[-16, i16::MIN], &[0, 512, 1], (0x3f80_0000, 14, 0));
+    let bytes = example(include_str!("../../../docs/predictors/rank1.md"));
     assert_eq!(bytes, side);
     let src = [0x3f80_0000, 0xbff8_0000, 0x3f7c_4000u32, 0, 0, 0].map(u32::to_le_bytes).concat();
     let residuals = [0x0008_0000, 0x8007_ffff, 0, 0, 0, 0u32].map(u32::to_le_bytes).concat();
@@ -194,7 +171,7 @@ fn extremes_wrap() {
             .collect();
         for (base, shift) in [(0, 0), (most, 0), (most, width.bits() as u8 - 1), (1, 9)] {
             let rows = [i16::MIN, i16::MIN + 1, i16::MAX];
-            check(width, &side(&rows, &[i16::MIN, i16::MAX], base, shift), &src, 4);
+            check(width, &side(&rows, &[i16::MIN, i16::MAX], (base, shift, 0)), &src, 4);
         }
     }
 }
@@ -232,7 +209,7 @@ fn grids_cover_every_row_and_column() {
 
 #[test]
 fn hostile_side_data_is_refused() {
-    let good = side(&[1, 2, 3, 4], &[5, 6, 7, 8, 9], 100, 14);
+    let good = side(&[1, 2, 3, 4], &[5, 6, 7, 8, 9], (100, 14, 0));
     assert!(Offsets::parse(Width::B4, &good).is_ok());
     for cut in 0..good.len() {
         let error = Offsets::parse(Width::B4, &good[..cut]).unwrap_err();
@@ -261,7 +238,7 @@ fn hostile_side_data_is_refused() {
 
 #[test]
 fn ranges_outside_of_the_tensor_are_refused() {
-    let side = side(&[1, 2, 3, 4], &[5, 6, 7, 8, 9], 100, 14);
+    let side = side(&[1, 2, 3, 4], &[5, 6, 7, 8, 9], (100, 14, 0));
     let offsets = Offsets::parse(Width::B4, &side).unwrap();
     for (start, len) in [(0, 84), (1, 80), (20, 4), (21, 0), (u64::MAX, 4), (0, 3)] {
         let mut buf = vec![0x77; len];
@@ -294,7 +271,7 @@ proptest! {
         for width in WIDTHS {
             let _ = Offsets::parse(width, &bytes);
             let base = base >> (65 - width.bits());
-            let side = side(&rows, &cols, base, shift % width.bits() as u8);
+            let side = side(&rows, &cols, (base, shift % width.bits() as u8, 0));
             let values = src.len() / width.bytes();
             let n = values.min(rows.len() * cols.len());
             check(width, &side, &src[..n * width.bytes()], 7);

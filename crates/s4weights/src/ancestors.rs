@@ -317,10 +317,13 @@ impl Parent for Reader {
         if !by_offsets || !matches!(t.kind, TensorKind::Chunks { .. }) {
             return Ok(None);
         }
-        let above = match self.input(number)? {
+        let above = match self.input(number) {
             // Depths fall by one along a chain, and are bounded.
-            Some((parent, above)) => parent.expected(above as u32)?,
-            None => None,
+            Ok(Some((parent, above))) => parent.expected(above as u32)?,
+            Ok(None) => None,
+            // The index can be read without the parent.
+            Err(Error::Parent { .. }) => return Ok(None),
+            Err(e) => return Err(e),
         };
         let blocks = self.blocks(&[number])?;
         let stored = (t.dtype, &t.shape[..], &blocks[&number].side);

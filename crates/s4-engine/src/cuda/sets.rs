@@ -218,14 +218,9 @@ pub(super) fn write_all(extras: &[Extra<'_>], to: &mut [u8]) -> usize {
 }
 
 fn offsets<'a>(predictor: PredictorId, tensor: &Tensor<'a>) -> Result<Option<Offsets<'a>>> {
-    let has = matches!(predictor, PredictorId::RANK1 | PredictorId::BLEND);
-    if !has {
-        return Ok(None);
-    }
-    let offsets = Offsets::of(tensor)?;
-    match (offsets.share() != 0) == (predictor == PredictorId::BLEND) {
-        true => Ok(Some(offsets)),
-        false => Err(Error::corrupt(format!("`{predictor}` with a share of {}", offsets.share()))),
+    match predictor {
+        PredictorId::RANK1 | PredictorId::BLEND => Offsets::of(predictor, tensor).map(Some),
+        _ => Ok(None),
     }
 }
 

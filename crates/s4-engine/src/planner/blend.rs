@@ -5,7 +5,7 @@ use s4_format::{DType, Plan, PredictorId, Result};
 use s4_predict::Tensor;
 use s4_predict::rank1::{self, Expected, Offsets};
 
-use super::layout::{Candidate, Of};
+use super::layout::Candidate;
 use super::{About, ParentSample, Sample};
 use crate::scratch::width_of;
 use crate::{CpuEngine, Scratch};
@@ -28,13 +28,13 @@ pub fn expected_of(
     if !matches!(plan.predictor, PredictorId::RANK1 | PredictorId::BLEND) {
         return Ok(None);
     }
-    let offsets = Offsets::of(&Tensor { dtype, shape, side })?;
+    let offsets = Offsets::of(plan.predictor, &Tensor { dtype, shape, side })?;
     Ok(Expected::of(&offsets, parent))
 }
 
 impl CpuEngine {
     /// What a sample takes if it is predicted by its row and column offsets and by a share of the parent, and the side data
-    /// for that. `None`: the parent is not stored by rows and columns.
+    /// for that. `None`: the parent is not stored by as many rows and columns.
     pub(super) fn blend(
         &self,
         about: &About<'_>,
@@ -48,26 +48,13 @@ impl CpuEngine {
         let Some((own_expected, expected)) = Expected::of(&own, None).zip(parent.expected) else {
             return Ok(None);
         };
+        if !expected.fits(&own) {
+            return Ok(None);
+        }
         let left = |values: &[u8], expected: &Expected| left_of(about, sample, values, expected);
         let share = cheapest(&left(&sample.values, &own_expected), &left(parent.values, expected));
         let Some(side) = rank1::blended(&own, expected, share) else { return Ok(None) };
-        let offsets = Offsets::parse(width, &side)?;
-        let (mut residuals, mut at) = (sample.values.clone(), 0);
-        let mut room = vec![];
-        for run in &sample.runs {
-            let bytes = at..at + (run.end - run.start) as usize * width.bytes();
-            at = bytes.end;
-            room.resize(bytes.len(), 0);
-            let before = &parent.values[bytes.clone()];
-            offsets.predict_range(self.kernels, run.start, before, &mut room)?;
-            self.kernels.sub_magnitudes(width, &mut residuals[bytes], &room);
-        }
-        let mut best = self.best(about, &residuals, Of::Residuals, scratch)?;
-        // What the offsets take, as a part of what the sample does.
-        let stored = 8 * side.len() as u64 * residuals.len() as u64 / about.bytes.max(1) as u64;
-        if let Some(best) = best.as_mut() {
-            best.bits += stored;
-        }
+        let best = self.by_offsets(about, sample, &side, parent.values, scratch)?;
         Ok(Some((best, side)))
     }
 }

@@ -256,39 +256,40 @@ impl CpuEngine {
         let Some((offsets, least)) = offsets.zip(direct.as_ref().map(|d| d.bits)) else {
             return Ok((direct, false));
         };
-        let mut residuals = sample.values.clone();
-        self.subtract_offsets(about, sample, offsets, &mut residuals)?;
-        let mut best = self.best(about, &residuals, Of::Residuals, scratch)?;
-        // What the offsets take, as a part of what the sample does.
-        let stored =
-            8 * offsets.len() as u64 * sample.values.len() as u64 / about.bytes.max(1) as u64;
-        if let Some(best) = best.as_mut() {
-            best.bits += stored;
-        }
+        let best = self.by_offsets(about, sample, offsets, &[], scratch)?;
         let smaller = best.as_ref().is_some_and(|b| b.bits < least - least / RANK1_GAIN);
         Ok(if smaller { (best, true) } else { (direct, false) })
     }
 
-    /// Takes away what row and column offsets predict.
-    fn subtract_offsets(
+    /// What a sample takes if it is predicted by row and column offsets, and these. `parent`: its parent's values, if they
+    /// have a share.
+    fn by_offsets(
         &self,
         about: &About<'_>,
         sample: &Sample,
         offsets: &[u8],
-        values: &mut [u8],
-    ) -> Result<()> {
+        parent: &[u8],
+        scratch: &mut Scratch,
+    ) -> Result<Option<Candidate>> {
         let width = width_of(about.width())?;
+        // What the offsets take, as a part of what the sample does.
+        let stored =
+            8 * offsets.len() as u64 * sample.values.len() as u64 / about.bytes.max(1) as u64;
         let offsets = Offsets::parse(width, offsets)?;
-        let (mut rest, mut room) = (values, vec![]);
+        let (mut residuals, mut room, mut at) = (sample.values.clone(), vec![], 0);
         for run in &sample.runs {
-            let len = (run.end - run.start) as usize * width.bytes();
-            let (part, later) = rest.split_at_mut(len);
-            room.resize(len, 0);
-            offsets.predict_range(self.kernels, run.start, &[], &mut room)?;
-            self.kernels.sub_magnitudes(width, part, &room);
-            rest = later;
+            let bytes = at..at + (run.end - run.start) as usize * width.bytes();
+            at = bytes.end;
+            room.resize(bytes.len(), 0);
+            let before = if offsets.share() == 0 { &[][..] } else { &parent[bytes.clone()] };
+            offsets.predict_range(self.kernels, run.start, before, &mut room)?;
+            self.kernels.sub_magnitudes(width, &mut residuals[bytes], &room);
         }
-        Ok(())
+        let mut best = self.best(about, &residuals, Of::Residuals, scratch)?;
+        if let Some(best) = best.as_mut() {
+            best.bits += stored;
+        }
+        Ok(best)
     }
 
     /// The plan of a tensor with a parent. `sample`: its values at [`parent_probes`]. `alone` plans it by itself.

@@ -61,7 +61,8 @@ impl Expected {
         Some(Self { width, base, rows, cols })
     }
 
-    fn fits(&self, offsets: &Offsets<'_>) -> bool {
+    /// Whether it is for as many rows and columns of values of the same width.
+    pub fn fits(&self, offsets: &Offsets<'_>) -> bool {
         let sides = (self.rows.len() as u64, self.cols.len());
         self.width == offsets.width()
             && sides == (offsets.values() / offsets.cols() as u64, offsets.cols())

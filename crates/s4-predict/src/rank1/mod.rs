@@ -69,11 +69,7 @@ impl Predict for Rank1 {
         _: &[&[u8]],
         out: &mut [u8],
     ) -> Result<Predicted> {
-        let offsets = Offsets::of(tensor)?;
-        if offsets.share != 0 {
-            return Err(Error::corrupt(format!("`rank1` with a share of {}", offsets.share)));
-        }
-        offsets.predict_range(kernels, first, &[], out)?;
+        Offsets::of(self.id(), tensor)?.predict_range(kernels, first, &[], out)?;
         Ok(Predicted::Written)
     }
 }
@@ -92,16 +88,21 @@ pub struct Offsets<'a> {
 }
 
 impl<'a> Offsets<'a> {
-    /// The offsets of a tensor, which must be for as many values as it has.
+    /// The offsets of a tensor that is predicted by `rank1` or `blend`. They must be for as many values as it has; of a
+    /// blend they have a share, and no others do.
     ///
     /// # Errors
-    /// Those of [`Offsets::parse`]; `Corrupt` if they are for another number of values, or elements are
-    /// no values.
-    pub fn of(tensor: &Tensor<'a>) -> Result<Self> {
+    /// Those of [`Offsets::parse`]; `Corrupt` if they are for another number of values or the other predictor, or elements
+    /// are no values.
+    pub fn of(predictor: PredictorId, tensor: &Tensor<'a>) -> Result<Self> {
         let bytes = tensor.dtype.value_width();
         let width = Width::from_bytes(bytes)
             .ok_or_else(|| Error::unsupported(format!("values of {bytes} bytes")))?;
         let offsets = Self::parse(width, tensor.side.get(SideKind::OFFSETS))?;
+        if (offsets.share != 0) != (predictor == PredictorId::BLEND) {
+            let share = offsets.share;
+            return Err(Error::corrupt(format!("predictor `{predictor}` with a share of {share}")));
+        }
         let values = tensor.shape.iter().try_fold(1u64, |n, d| n.checked_mul(*d));
         if Some(offsets.values()) != values || tensor.dtype.size() != bytes {
             return Err(Error::corrupt("offsets are not for as many values as the tensor has"));

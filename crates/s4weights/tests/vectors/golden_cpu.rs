@@ -7,8 +7,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use s4weights::format::PredictorId;
 use s4weights::format::manifest::{Role, RoleKind, Roles};
+use s4weights::format::{Plan, PredictorId};
 use s4weights::store::{CheckpointStore, Place, SaveOptions, StoreOptions, SweepOptions};
 use s4weights::{Contents, DType, Preset, Reader, Source, TensorSource, WriteOptions, Writer};
 
@@ -200,6 +200,26 @@ fn the_golden_predictions_are_what_is_written() {
     compare(&folder, "testdata/golden/predicted");
 }
 
+/// Compares a golden folder with what is written of a state at step 0, and at step 1 as a delta, in which a plan must be
+/// such a one.
+fn golden_delta(
+    name: &str,
+    state: impl Fn(u64) -> (Vec<Owned>, Roles),
+    expected: impl Fn(&Plan) -> bool,
+) {
+    let dir = tempfile::tempdir().unwrap();
+    let folder = kept().unwrap_or_else(|| dir.path().to_owned()).join(name);
+    write_chain(&folder, Preset::Small, |step| {
+        let (tensors, roles) = state(step);
+        (tensors, Some(roles), Contents::default())
+    });
+    let path = folder.join("delta.s4w");
+    let reader = Reader::open(Source::from(path.as_path()), Default::default()).unwrap();
+    let plans = &reader.manifest().plans;
+    assert!(plans.iter().any(expected), "{plans:?}");
+    compare(&folder, &format!("testdata/{name}"));
+}
+
 /// A weight and its moments at step 0 or 1, in bf16.
 fn updated(step: u64) -> (Vec<Owned>, Roles) {
     let run = format!("gpt34m_bf16_s{step}");
@@ -216,16 +236,7 @@ fn updated(step: u64) -> (Vec<Owned>, Roles) {
 
 #[test]
 fn the_golden_update_is_what_is_written() {
-    let dir = tempfile::tempdir().unwrap();
-    let folder = kept().unwrap_or_else(|| dir.path().to_owned()).join("golden/updated");
-    write_chain(&folder, Preset::Small, |step| {
-        let (tensors, roles) = updated(step);
-        (tensors, Some(roles), Contents::default())
-    });
-    let path = folder.join("delta.s4w");
-    let reader = Reader::open(Source::from(path.as_path()), Default::default()).unwrap();
-    assert!(reader.manifest().plans.iter().any(|p| p.moments() == Some([1, 2])));
-    compare(&folder, "testdata/golden/updated");
+    golden_delta("golden/updated", updated, |p| p.moments() == Some([1, 2]));
 }
 
 /// A second moment of which a part stays from step to step, beside what its rows and columns say.
@@ -250,17 +261,7 @@ fn blended(step: u64) -> (Vec<Owned>, Roles) {
 
 #[test]
 fn the_golden_blend_is_what_is_written() {
-    let dir = tempfile::tempdir().unwrap();
-    let folder = kept().unwrap_or_else(|| dir.path().to_owned()).join("golden/blended");
-    write_chain(&folder, Preset::Small, |step| {
-        let (tensors, roles) = blended(step);
-        (tensors, Some(roles), Contents::default())
-    });
-    let path = folder.join("delta.s4w");
-    let reader = Reader::open(Source::from(path.as_path()), Default::default()).unwrap();
-    let plans = &reader.manifest().plans;
-    assert!(plans.iter().any(|p| p.predictor == PredictorId::BLEND), "{plans:?}");
-    compare(&folder, "testdata/golden/blended");
+    golden_delta("golden/blended", blended, |p| p.predictor == PredictorId::BLEND);
 }
 
 /// Makes the golden store: four checkpoints, each a delta of the one before; the third is rebased,
