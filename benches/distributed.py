@@ -4,7 +4,8 @@
 
 Trains an FSDP2 model of fp32 weights with AdamW for some steps, so that the state has the structure of a real
 one, then saves and loads it. Each row is the slowest rank's best of three, after one that does not count. GPUs
-if there are any (NCCL), else processors (gloo).
+if there are any (NCCL), else processors (gloo). Beside PyTorch's storage as it comes: with its Zstandard extension, and its
+stager with pinned memory and overlap. "Resharded": into tensors that are cut along another dimension than those saved.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 import s4weights
 from s4weights.dcp import LoadPlanner, Stager, StorageReader, StorageWriter
@@ -86,6 +88,21 @@ def one_step(model: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
+def resharded(state: Any) -> Any:
+    """A state of as many zeros, cut along the second dimension where the given one is cut along the first."""
+    if isinstance(state, dict):
+        return {key: resharded(value) for key, value in state.items()}
+    if isinstance(state, DTensor) and state.dim() > 1:
+        local = torch.zeros(
+            state.shape[0],
+            state.shape[1] // state.device_mesh.size(),
+            dtype=state.dtype,
+            device=state.device,
+        )
+        return DTensor.from_local(local, state.device_mesh, [Shard(1)])
+    return state
+
+
 class Bench:
     """Rows of one run."""
 
@@ -95,14 +112,21 @@ class Bench:
         self.state = {"model": model, "optim": optimizer}
         self.rows: list[dict[str, Any]] = []
         self.step = 0
+        # Of saves in the background: what they send each other is not to mix with what this thread does.
+        self.behind = dist.new_group(backend="gloo")
 
     def run(self) -> None:
         stock = self.folder / "stock"
         self.row("dcp.save, stock", lambda: dcp.save(self.state, checkpoint_id=stock), stock)
         self.row("dcp.load, stock", lambda: dcp.load(self.state, checkpoint_id=stock))
+        cut = resharded(self.state)
+        self.row("dcp.load, stock, resharded", lambda: dcp.load(cut, checkpoint_id=stock))
+        self.compressed(self.folder / "stock-zstd")
         for preset in ("fast", "balanced"):
             self.preset(preset, self.folder / preset)
         self.background("dcp.async_save, stock stager", lambda: {"checkpoint_id": self.fresh()})
+        if self.device.type == "cuda":
+            self.overlapped()
         self.background(
             "dcp.async_save, s4weights, stock stager",
             lambda: {"storage_writer": self.writer(self.folder / "async", True)},
@@ -116,17 +140,60 @@ class Bench:
                 },
             )
 
+    def compressed(self, folder: Path) -> None:
+        """PyTorch's storage with its own compression."""
+        try:
+            from torch.distributed.checkpoint._extension import ZStandard
+
+            extensions = [ZStandard()]
+        except ImportError as error:
+            self.note(f"no Zstandard here: {error}", float("nan"), None, None)
+            return
+        write = lambda: dcp.FileSystemWriter(folder, _extensions=extensions)  # noqa: E731
+        name = "stock with Zstandard"
+        self.row(f"dcp.save, {name}", lambda: dcp.save(self.state, storage_writer=write()), folder)
+        self.row(f"dcp.load, {name}", lambda: dcp.load(self.state, checkpoint_id=folder))
+
+    def overlapped(self) -> None:
+        """PyTorch's stager as its recipe for fast staging has it, kept between saves."""
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        options = StagingOptions(
+            use_pinned_memory=True,
+            use_shared_memory=False,
+            use_async_staging=True,
+            use_non_blocking_copy=True,
+        )
+
+        class Kept(DefaultStager):
+            def close(self) -> None:
+                """Each save would close it, and the next one lock its pages anew."""
+
+        stager = Kept(options)
+        # That of PyTorch 2.11 does not know how to copy classes, which FSDP2's tensors name.
+        copiers = getattr(stager._state_dict_stager, "_deepcopy_dispatch", {})
+        copiers.setdefault(type, lambda x, _memo: x)
+        self.background(
+            "dcp.async_save, stock, pinned and overlapped",
+            lambda: {"checkpoint_id": self.fresh(), "async_stager": stager},
+        )
+        DefaultStager.close(stager)
+
     def preset(self, preset: str, store: Path) -> None:
         name = f"s4weights {preset}"
         self.row(f"dcp.save, {name}, base", lambda: self.save(store, True), store)
         self.row(f"dcp.load, {name}", lambda: self.load(store))
+        cut = resharded(self.state)
+        self.row(f"dcp.load, {name}, resharded", lambda: self.load(store, cut))
+        del cut
         # Each is one step of training after the one before.
         train = lambda: one_step(*self.trained)  # noqa: E731
         self.row(f"dcp.save, {name}, delta", lambda: self.save(store, False), store, train)
         self.row(f"dcp.load, {name}, delta", lambda: self.load(store))
 
-    def load(self, store: Path) -> None:
-        dcp.load(self.state, storage_reader=StorageReader(store), planner=LoadPlanner())
+    def load(self, store: Path, state: dict[str, Any] | None = None) -> None:
+        into = self.state if state is None else state
+        dcp.load(into, storage_reader=StorageReader(store), planner=LoadPlanner())
 
     def fresh(self) -> Path:
         self.step += 1
@@ -164,13 +231,19 @@ class Bench:
                     lambda given=given, futures=futures: futures.append(
                         dcp.async_save(
                             self.state,
+                            process_group=self.behind,
                             async_checkpointer_type=AsyncCheckpointerType.THREAD,
                             **given,
                         )
                     )
                 )
             )
-            futures[0].result()
+            # Asynchronous staging is a future of its own; the caller may change its tensors when that is done.
+            staging = getattr(futures[0], "staging_completion", None)
+            if staging is not None:
+                staging.result()
+                blocked[-1] = max(blocked[-1], time.perf_counter() - started)
+            getattr(futures[0], "upload_completion", futures[0]).result()
             dist.barrier()
             whole.append(time.perf_counter() - started)
         self.note(name, min(whole[1:]), min(blocked[1:]), None)

@@ -50,6 +50,10 @@ pub(crate) struct DeviceCopies {
     bytes: u64,
 }
 
+/// Copies of tensors of CUDA devices in page-locked memory of the host, until they are freed.
+#[pyclass(frozen, module = "s4weights._core")]
+pub(crate) struct HostCopies(Mutex<Option<s4weights::cuda::HostCopies>>);
+
 #[pymethods]
 impl CudaEngine {
     #[new]
@@ -95,6 +99,21 @@ impl CudaEngine {
             }
             let bytes = by_device.values().map(StagedCopies::bytes).sum();
             Ok(DeviceCopies { by_device: Mutex::new(Some(Arc::new(by_device))), places, bytes })
+        })
+    }
+
+    /// Copies tensors, given by address, bytes and where, to page-locked memory of the host, which is kept for the next
+    /// copies. They are made when this returns.
+    fn copy_to_host(
+        &self,
+        py: Python<'_>,
+        tensors: Vec<(usize, usize, Where)>,
+    ) -> PyResult<HostCopies> {
+        let memory = tensors.iter().map(|&(address, nbytes, place)| memory(address, nbytes, place));
+        let memory = memory.collect::<PyResult<Vec<_>>>()?;
+        watched(py, None, || {
+            let copies = self.0.copy_to_host(&memory).map_err(of_cuda)?;
+            Ok(HostCopies(Mutex::new(Some(copies))))
         })
     }
 
@@ -188,6 +207,27 @@ impl DeviceCopies {
             drop(all);
             Ok(())
         })
+    }
+}
+
+#[pymethods]
+impl HostCopies {
+    /// The address of each copy, in the order of the tensors.
+    fn addresses(&self) -> Vec<usize> {
+        let copies = lock(&self.0);
+        let values = copies.iter().flat_map(s4weights::cuda::HostCopies::values);
+        values.map(|v| v.as_ptr().expose_provenance()).collect()
+    }
+
+    /// Bytes of host memory that they take.
+    fn nbytes(&self) -> u64 {
+        lock(&self.0).as_ref().map_or(0, s4weights::cuda::HostCopies::bytes)
+    }
+
+    /// Keeps the memory for the next copies. What still reads these must be done.
+    fn free(&self, py: Python<'_>) {
+        let copies = lock(&self.0).take();
+        py.detach(|| drop(copies));
     }
 }
 

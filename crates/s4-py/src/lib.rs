@@ -31,7 +31,7 @@ use pyo3::types::PyBytes;
 
 use codec::{Compressed, TensorCodec};
 use copy::copy_memory;
-use device::{CudaEngine, DeviceCopies};
+use device::{CudaEngine, DeviceCopies, HostCopies};
 use reader::Reader;
 use store::Store;
 use watch::{detached, watched};
@@ -142,6 +142,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<Store>()?;
     m.add_class::<CudaEngine>()?;
     m.add_class::<DeviceCopies>()?;
+    m.add_class::<HostCopies>()?;
     m.add_class::<Writer>()?;
     m.add_class::<Reader>()
 }

@@ -460,8 +460,9 @@ class FakeCopies:
 class FakeEngine:
     """An engine for a device of 80 GiB that there is not."""
 
-    def __init__(self, free: int) -> None:
+    def __init__(self, free: int, pinned: int = 0) -> None:
         self.free = free
+        self.pinned = pinned
         self.leave: dict[int, int] = {}
 
     def memory(self, ordinal: int) -> tuple[int, int]:
@@ -476,6 +477,29 @@ class FakeEngine:
 
     def after(self, ordinal: int, stream: int) -> int:
         return stream + 1000
+
+    def copy_to_host(self, tensors: Any) -> FakeHostCopies:
+        needed = sum(nbytes for _, nbytes, _ in tensors)
+        if needed > self.pinned:
+            raise LimitError(f"copies need {needed} bytes")
+        return FakeHostCopies(tensors)
+
+
+class FakeHostCopies:
+    """Copies in page-locked memory that there is not."""
+
+    def __init__(self, tensors: Any) -> None:
+        self.tensors = tensors
+        self.is_free = False
+
+    def addresses(self) -> list[int]:
+        return [(1 << 50) + i for i in range(len(self.tensors))]
+
+    def nbytes(self) -> int:
+        return sum(nbytes for _, nbytes, _ in self.tensors)
+
+    def free(self) -> None:
+        self.is_free = True
 
 
 class FakeStorage:
@@ -506,8 +530,8 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> Any:
     ]
 
 
-def stage_fake(entries: Any, free: int, stage: str, **budget: Any) -> Any:
-    engine: Any = FakeEngine(free)
+def stage_fake(entries: Any, free: int, stage: str, pinned: int = 0, **budget: Any) -> Any:
+    engine: Any = FakeEngine(free, pinned)
     buffer = _pending.HostBuffer(None)
     values = _staging.stage_values(entries, engine, stage, buffer, _staging.Budget(**budget))
     return values, engine
@@ -560,6 +584,29 @@ def test_host_waits_for_the_device(entries: Any) -> None:
     assert values.waits and values.reads_host
     values, _ = stage_fake(entries, 80 << 30, "host", host=50)
     assert not values.reads_host and values.upload_memory == 10
+
+
+def test_host_copies_if_page_locked_memory_has_room(entries: Any) -> None:
+    for stage in ("auto", "host"):
+        values, _ = stage_fake(entries, 0, stage, pinned=4 << 30)
+        assert (values.stage, values.waits, values.is_ready) == ("host", False, True)
+        assert values.engine is None and not values.reads_host
+        assert values.sources[0][3:] == (1 << 50, 4 << 30, (-1, 0))
+        assert values.sources[1][3] != entries[1].storage.data_ptr()
+        # They are read until the save ends, when nothing reads the caller's tensors any more.
+        values.settle()
+        assert values._held == []
+        values.release()
+        assert not values._host_copies.is_free
+        values.end()
+        assert values._host_copies.is_free
+    values, _ = stage_fake(entries, 0, "host", pinned=(4 << 30) - 1)
+    assert values.waits and values._host_copies is None
+    # What staging may take of host memory counts them, too.
+    values, _ = stage_fake(entries, 0, "host", pinned=4 << 30, host=(4 << 30) - 1)
+    assert values.waits and values._host_copies is None
+    values, _ = stage_fake(entries, 0, "host", pinned=4 << 30, host=(4 << 30) + 50)
+    assert not values.waits and not values.reads_host and values.upload_memory == 10
 
 
 def test_a_guard_lets_streams_wait_for_copies(

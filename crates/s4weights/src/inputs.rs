@@ -53,6 +53,14 @@ impl From<s4_engine::cuda::CudaError> for Failure {
 }
 
 impl Failure {
+    /// Of a tensor that comes after `first` others.
+    pub(crate) fn after(self, first: usize) -> Self {
+        match self {
+            Self::Tensor(e) => Self::Tensor(TensorError { tensor: first + e.tensor, ..e }),
+            other => other,
+        }
+    }
+
     /// Names the target and, by its number in the engine's call, the tensor.
     pub(crate) fn named<'a>(
         self,

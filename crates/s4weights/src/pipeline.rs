@@ -1,5 +1,6 @@
 //! Plans and encodes tensors on an engine, while the caller's thread writes what is done.
 
+use std::panic::resume_unwind;
 use std::sync::Arc;
 
 use rayon::ThreadPool;
@@ -14,6 +15,7 @@ use crate::behind::Behind;
 use crate::copies::{Original, Originals};
 use crate::error::{At, Result};
 use crate::inputs::{Failure, ParentInputs};
+use crate::interrupt;
 use crate::options::{Meter, thread_count};
 use crate::parallel::{pool, worth};
 use crate::parent::Parent;
@@ -33,11 +35,15 @@ const COPIERS: usize = 8;
 /// Bytes of values that take longer to encode than a thread takes to start.
 const THREAD_BYTES: u64 = 1 << 20;
 
+/// Tensors of a device that are planned together, while those before them are encoded: where there are many, planning
+/// takes as long as encoding.
+const PLANNED: usize = 1024;
+
 /// Threads that wait for a device at least, where it codes planes of the host.
 const WAITING: usize = 64;
 
 /// Tensors with chunks of their own, to be written: all of the host, or all of devices.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub(crate) struct Run<'a> {
     pub(crate) names: Vec<&'a str>,
     pub(crate) tensors: Vec<TensorValues<'a>>,
@@ -60,6 +66,21 @@ impl<'a> Run<'a> {
         self.tensors.push(values);
         self.groups.push(source.group);
         self.parents.push(parent);
+    }
+
+    /// The same in parts of at most `most` tensors.
+    fn parts(&self, most: usize) -> Vec<Self> {
+        let part = |first: usize| {
+            let range = first..(first + most).min(self.tensors.len());
+            Self {
+                names: self.names[range.clone()].to_vec(),
+                tensors: self.tensors[range.clone()].to_vec(),
+                groups: self.groups[range.clone()].to_vec(),
+                parents: self.parents[range.clone()].to_vec(),
+                moments: self.moments.get(range).unwrap_or_default().to_vec(),
+            }
+        };
+        (0..self.tensors.len()).step_by(most).map(part).collect()
     }
 }
 
@@ -133,7 +154,7 @@ impl Writer {
         self.encode_by(&*engine, run, false, meter)
     }
 
-    fn encode_by<G: Engine>(
+    fn encode_by<G: Engine + Sync>(
         &mut self,
         engine: &G,
         run: &Run<'_>,
@@ -143,7 +164,7 @@ impl Writer {
     where
         Failure: From<G::Error>,
     {
-        let Run { tensors, parents, moments, .. } = run;
+        let tensors = &run.tensors;
         let chunks = tensors.iter().map(chunks_of).sum::<u64>();
         let chunks = usize::try_from(chunks).unwrap_or(usize::MAX);
         let values = tensors.iter().map(|t| t.values.bytes()).sum::<u64>();
@@ -153,15 +174,36 @@ impl Writer {
             // More threads than chunks would only wait.
             false => pool(worth(threads.min(chunks), values / THREAD_BYTES))?,
         };
-        let parent = self.options.parent.clone();
-        let mut inputs = ParentInputs::new(parent.as_deref(), pool.as_ref(), tensors, parents)
-            .with_moments(moments);
+        let (parent, preset) = (self.options.parent.clone(), self.options.preset);
         #[cfg(test)]
         crate::roles::tests::planned(run);
-        let plans = engine.plan(self.options.preset, tensors, &inputs, pool.as_ref())?;
-        inputs.find(&plans, on_device)?;
-        let place = (pool.as_ref(), threads, on_device);
-        self.encode_planned(engine, run, plans, &inputs, place, meter)
+        let (pool, parent) = (pool.as_ref(), parent.as_deref());
+        let place = (pool, threads, on_device);
+        let parts = if on_device { run.parts(PLANNED) } else { vec![run.clone()] };
+        let plan = |i: usize| plan_part(engine, preset, &parts[i], (parent, pool, on_device));
+        let interrupt = interrupt::current();
+        std::thread::scope(|scope| {
+            let (mut coded, mut planned) = (vec![], None);
+            for (i, part) in parts.iter().enumerate() {
+                let first = coded.len();
+                let (inputs, plans) = planned
+                    .take()
+                    .unwrap_or_else(|| plan(i))
+                    .map_err(|e: Failure| e.after(first))?;
+                // A device waits for no plans but the first.
+                let next = (i + 1 < parts.len()).then(|| {
+                    let interrupt = interrupt.clone();
+                    scope.spawn(move || {
+                        interrupt::adopt(interrupt);
+                        plan(i + 1)
+                    })
+                });
+                let done = self.encode_planned(engine, part, plans, &inputs, place, meter);
+                coded.extend(done.map_err(|e| e.after(first))?);
+                planned = next.map(|next| next.join().unwrap_or_else(|p| resume_unwind(p)));
+            }
+            Ok(coded)
+        })
     }
 
     /// Encodes tensors by their plans, with threads of a pool, and appends their chunks.
@@ -292,6 +334,23 @@ impl Writer {
             crc_raw: chunk.crc_raw,
         })
     }
+}
+
+/// Plans tensors; gives them with what deltas are predicted from.
+fn plan_part<'a, G: Engine>(
+    engine: &G,
+    preset: Preset,
+    part: &'a Run<'_>,
+    (parent, pool, on_device): (Option<&'a dyn Parent>, Option<&'a ThreadPool>, bool),
+) -> Result<(ParentInputs<'a>, Vec<TensorPlan>), Failure>
+where
+    Failure: From<G::Error>,
+{
+    let Run { tensors, parents, moments, .. } = part;
+    let mut inputs = ParentInputs::new(parent, pool, tensors, parents).with_moments(moments);
+    let plans = engine.plan(preset, tensors, &inputs, pool)?;
+    inputs.find(&plans, on_device)?;
+    Ok((inputs, plans))
 }
 
 fn chunks_of(t: &TensorValues<'_>) -> u64 {

@@ -1,8 +1,8 @@
 //! What was done, and what is in a file.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
-use s4_format::{CodecId, DType, LayoutId, Plan, StreamEntry};
+use s4_format::{CodecId, DType, LayoutId, Plan, ResidualId, StreamEntry};
 use serde::Serialize;
 
 /// Totals of all streams of one plane that were coded alike.
@@ -46,31 +46,36 @@ pub(crate) fn plane_name(layout: LayoutId, plane: usize) -> String {
     names.get(plane).map_or_else(|| format!("byte{plane}"), |n| (*n).to_owned())
 }
 
-/// Adds up streams.
+/// Adds up streams: values and bytes of those that were coded alike.
 #[derive(Debug, Default)]
-pub(crate) struct Totals(BTreeMap<String, (u64, u64)>);
+pub(crate) struct Totals {
+    plain: Option<(u64, u64)>,
+    coded: HashMap<Coded, (u64, u64)>,
+}
+
+/// What streams have in common. Chunks are counted by the thread that writes, which names would keep waiting.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Coded {
+    /// Of what is predicted.
+    residual: Option<ResidualId>,
+    layout: LayoutId,
+    plane: usize,
+    codec: CodecId,
+    param: u8,
+}
 
 impl Totals {
     pub(crate) fn plain(&mut self, values: u64, bytes: u64) {
-        self.add("plain".into(), values, bytes);
+        add(self.plain.get_or_insert_default(), values, bytes);
     }
 
     pub(crate) fn chunk(&mut self, plan: &Plan, values: u64, streams: &[StreamEntry]) {
-        let layout = plan.layout;
-        let residual = match plan.is_direct() {
-            false => format!("{}/", plan.residual),
-            true => String::new(),
-        };
-        for (i, s) in streams.iter().enumerate() {
-            let key = format!("{residual}{layout}/{}/{}", plane_name(layout, i), codec_name(s));
-            self.add(key, values, u64::from(s.len));
+        let residual = (!plan.is_direct()).then_some(plan.residual);
+        for (plane, s) in streams.iter().enumerate() {
+            let param = if has_param(s.codec) { s.param } else { 0 };
+            let coded = Coded { residual, layout: plan.layout, plane, codec: s.codec, param };
+            add(self.coded.entry(coded).or_default(), values, s.len.into());
         }
-    }
-
-    fn add(&mut self, key: String, values: u64, bytes: u64) {
-        let t = self.0.entry(key).or_default();
-        t.0 += values;
-        t.1 += bytes;
     }
 
     pub(crate) fn finish(self) -> BTreeMap<String, StreamTotal> {
@@ -79,14 +84,33 @@ impl Totals {
             bytes,
             bits_per_value: bytes as f64 * 8.0 / values.max(1) as f64,
         };
-        self.0.into_iter().map(|(k, t)| (k, total(t))).collect()
+        let coded = self.coded.into_iter().map(|(coded, t)| (coded.name(), total(t)));
+        coded.chain(self.plain.map(|t| ("plain".into(), total(t)))).collect()
     }
 }
 
-fn codec_name(s: &StreamEntry) -> String {
-    match s.codec {
-        CodecId::RANS | CodecId::BITS => format!("{}{}", s.codec, s.param),
-        other => other.to_string(),
+fn add(to: &mut (u64, u64), values: u64, bytes: u64) {
+    to.0 += values;
+    to.1 += bytes;
+}
+
+impl Coded {
+    fn name(&self) -> String {
+        let Self { residual, layout, plane, codec, param } = *self;
+        let residual = residual.map(|r| format!("{r}/")).unwrap_or_default();
+        format!("{residual}{layout}/{}/{}", plane_name(layout, plane), codec_name(codec, param))
+    }
+}
+
+/// Whether a codec's parameter says more than how its stream is cut.
+fn has_param(codec: CodecId) -> bool {
+    matches!(codec, CodecId::RANS | CodecId::BITS)
+}
+
+fn codec_name(codec: CodecId, param: u8) -> String {
+    match has_param(codec) {
+        true => format!("{codec}{param}"),
+        false => codec.to_string(),
     }
 }
 

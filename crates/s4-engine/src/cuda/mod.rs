@@ -14,6 +14,7 @@ mod encode;
 mod error;
 mod feed;
 mod fetch;
+mod host_copies;
 mod job;
 pub(crate) mod nvcomp;
 mod parent;
@@ -41,6 +42,7 @@ use s4_planes::Simd;
 
 pub use decode::Decoder;
 pub use error::{CudaError, Result};
+pub use host_copies::HostCopies;
 pub use job::{Batch, FrameJob, Piece};
 pub use nvcomp::Trusted;
 pub use pieces::FrameMemory;
@@ -52,6 +54,7 @@ use crate::{CpuEngine, Inputs, Preset, TensorPlan};
 use encode::EncodeQueue;
 use error::Of;
 use fetch::Rows;
+use host_copies::HostMemory;
 use nvcomp::{Library, LibraryQueue};
 use pieces::Pieces;
 use plan::device_memory;
@@ -110,9 +113,39 @@ pub struct CudaEngine {
     cuda: Cuda,
     host: Host,
     options: CudaOptions,
+    /// For copies of values.
+    copies: Arc<HostMemory>,
     /// nvCOMP, once it was needed and found.
     library: Mutex<Option<Arc<Library>>>,
-    workers: Mutex<BTreeMap<u32, Arc<Mutex<Worker>>>>,
+    workers: Mutex<BTreeMap<(u32, Task), Arc<Mutex<Worker>>>>,
+}
+
+/// What a worker of a device does. Where budgets have room for both, tensors are planned while others are encoded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Task {
+    Code,
+    Plan,
+}
+
+/// The least device memory and pinned memory, in bytes, that have room for both.
+const BOTH: (u64, u64) = (128 << 20, 64 << 20);
+
+impl CudaOptions {
+    /// Whether planning has a worker of its own.
+    fn plans_apart(&self) -> bool {
+        self.scratch >= BOTH.0 && self.pinned >= BOTH.1
+    }
+
+    /// The device memory and the pinned memory of a worker.
+    fn share(&self, task: Task) -> (u64, u64) {
+        let Self { scratch, pinned, .. } = *self;
+        let planning = (scratch.min(1 << 30) / 8, pinned / 4);
+        match task {
+            _ if !self.plans_apart() => (scratch, pinned),
+            Task::Plan => planning,
+            Task::Code => (scratch - planning.0, pinned - planning.1),
+        }
+    }
 }
 
 impl std::fmt::Debug for CudaEngine {
@@ -209,8 +242,9 @@ impl CudaEngine {
     /// An engine on the devices of `cuda`. Devices are opened when they are first used.
     pub fn new(cuda: Cuda, options: CudaOptions) -> Self {
         let (cpu, pieces) = (CpuEngine::new(options.simd), Pieces::new(options.frames));
+        let copies = HostMemory::new(pieces.clone());
         let host = Host { cpu, chunks: Counters::default(), pieces };
-        Self { cuda, host, options, library: Mutex::default(), workers: Mutex::default() }
+        Self { cuda, host, options, copies, library: Mutex::default(), workers: Mutex::default() }
     }
 
     /// The devices.
@@ -232,10 +266,12 @@ impl CudaEngine {
     /// `Gpu`.
     pub fn scratch_high_water(&self, ordinal: u32) -> Result<u64> {
         let workers = self.workers.lock().unwrap_or_else(|e| e.into_inner());
-        let Some(worker) = workers.get(&ordinal).map(Arc::clone) else { return Ok(0) };
+        let own: Vec<_> = workers.range((ordinal, Task::Code)..=(ordinal, Task::Plan)).collect();
+        let own: Vec<_> = own.into_iter().map(|(_, worker)| Arc::clone(worker)).collect();
         drop(workers);
-        let worker = worker.lock().unwrap_or_else(|e| e.into_inner());
-        Ok(worker.pool.high_water()?)
+        own.iter().try_fold(0, |sum, worker| {
+            Ok(sum + worker.lock().unwrap_or_else(|e| e.into_inner()).pool.high_water()?)
+        })
     }
 
     /// Opens a device, unless it is open, and sees whether there is room for scratch. Waits for no stream of the
@@ -244,14 +280,15 @@ impl CudaEngine {
     /// # Errors
     /// `Gpu`: there is no such device, or not enough memory.
     pub fn open(&self, ordinal: u32) -> Result<()> {
-        let workers = self.workers(std::iter::once(ordinal))?;
+        let workers = self.workers(Task::Code, std::iter::once(ordinal))?;
         self.sessions(&workers, &[])?;
         Ok(())
     }
 
-    /// The memory of frames that callers hold on to.
+    /// The memory of frames that callers hold on to, and of copies of values.
     pub fn frame_memory(&self) -> FrameMemory {
-        self.host.pieces.memory()
+        let memory = self.host.pieces.memory();
+        FrameMemory { idle: memory.idle + self.copies.idle(), ..memory }
     }
 
     /// Sets [`CudaOptions::frames`]. What is in use beyond that goes back to the system once nobody holds it.
@@ -273,9 +310,19 @@ impl CudaEngine {
         self.host.pieces.keep(frames)
     }
 
-    /// Gives the memory of frames that nobody holds back to the system.
+    /// Gives the memory of frames and copies that nobody holds back to the system.
     pub fn trim_frame_memory(&self) {
+        self.copies.trim();
         self.host.pieces.shrink(0);
+    }
+
+    /// Copies values to page-locked memory of the host, within the budget of [`CudaOptions::frames`], in the order of all
+    /// that was queued on their streams before. The copies are made when this returns; the memory is kept for later ones.
+    ///
+    /// # Errors
+    /// `Budget` if there is no room for them, `OutOfMemory`, `Argument` for what is no memory of its device, `Driver`.
+    pub fn copy_to_host(&self, from: &[DeviceMemory]) -> std::result::Result<HostCopies, GpuError> {
+        self.copies.copy(&self.cuda, from)
     }
 
     /// Copies values to the host: for each item, in order, its number and the consecutive bytes of its
@@ -289,11 +336,10 @@ impl CudaEngine {
         sink: impl FnMut(&[(usize, &[u8])]) -> Result<(), E>,
     ) -> Result<(), E> {
         let memory: Vec<_> = items.iter().flatten().copied().collect();
-        let workers = self.workers(memory.iter().map(DeviceMemory::ordinal))?;
+        let workers = self.workers(Task::Plan, memory.iter().map(DeviceMemory::ordinal))?;
         let sessions = self.sessions(&workers, &memory)?;
-        let rows =
-            |parts: &Vec<DeviceMemory>| parts.iter().copied().flat_map(Rows::whole).collect();
-        fetch::run(&sessions, &items.iter().map(rows).collect::<Vec<_>>(), sink)
+        let rows: Vec<_> = items.iter().map(|parts| Rows::of_parts(parts)).collect();
+        fetch::run(&sessions, &rows, sink)
     }
 
     fn encode_run<E: From<CudaError>>(
@@ -306,7 +352,7 @@ impl CudaEngine {
         let given = jobs.inputs.memory();
         let memory = jobs.tensors[run.clone()].iter().map(device_memory);
         let memory = memory.collect::<Result<Vec<_>>>()?;
-        let workers = self.workers(memory.iter().map(|m| m.ordinal()))?;
+        let workers = self.workers(Task::Code, memory.iter().map(|m| m.ordinal()))?;
         let mut queues = BTreeMap::new();
         for (ordinal, _) in &workers.0 {
             let own = memory.iter().chain(&given).copied().filter(|m| m.ordinal() == *ordinal);
@@ -400,28 +446,29 @@ impl CudaEngine {
         trusted: Option<&Trusted>,
         work: impl FnOnce(&mut Decoder<'_, 'a>) -> Result<(), E>,
     ) -> Result<(), E> {
-        let workers = self.workers(memory.iter().map(DeviceMemory::ordinal))?;
+        let workers = self.workers(Task::Code, memory.iter().map(DeviceMemory::ordinal))?;
         let sessions = self.sessions(&workers, memory)?;
         let mut decoder = Decoder::new(sessions, &self.host, trusted);
         work(&mut decoder)?;
         Ok(decoder.finish()?)
     }
 
-    /// Opens the devices that are not open yet.
-    fn workers(&self, ordinals: impl Iterator<Item = u32>) -> Result<Workers> {
+    /// Opens the devices that are not open yet for a task.
+    fn workers(&self, task: Task, ordinals: impl Iterator<Item = u32>) -> Result<Workers> {
+        let task = if self.options.plans_apart() { task } else { Task::Code };
         let mut wanted: Vec<u32> = ordinals.collect();
         wanted.sort_unstable();
         wanted.dedup();
         let mut workers = self.workers.lock().unwrap_or_else(|e| e.into_inner());
         let mut out = vec![];
         for ordinal in wanted {
-            let worker = match workers.get(&ordinal) {
+            let worker = match workers.get(&(ordinal, task)) {
                 Some(worker) => Arc::clone(worker),
                 None => {
                     let device = self.cuda.device(ordinal)?;
-                    let worker = Worker::new(device, self.options.scratch, self.options.pinned)?;
-                    let worker = Arc::new(Mutex::new(worker));
-                    workers.insert(ordinal, Arc::clone(&worker));
+                    let (scratch, pinned) = self.options.share(task);
+                    let worker = Arc::new(Mutex::new(Worker::new(device, scratch, pinned)?));
+                    workers.insert((ordinal, task), Arc::clone(&worker));
                     worker
                 }
             };

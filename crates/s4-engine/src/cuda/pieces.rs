@@ -22,15 +22,15 @@ const KEPT: u64 = 2;
 /// Page-locked memory for encoded frames, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct FrameMemory {
-    /// What the system gave, and was not given back.
+    /// What the system gave, and was not given back; copies of values ([`super::HostCopies`]) included.
     pub taken: u64,
-    /// The part of it that holds no frames.
+    /// The part of it that holds neither frames nor copies.
     pub idle: u64,
     /// Bytes of frames that stay for later calls ([`super::CudaEngine::keep_frames`]).
     pub kept: u64,
     /// The most that may be taken.
     pub budget: u64,
-    /// How often the system was asked for a piece, so far.
+    /// How often the system was asked for memory, so far.
     pub pieces: u64,
 }
 
@@ -88,6 +88,25 @@ impl Pieces {
         }
         // The driver takes its time.
         drop(held);
+    }
+
+    /// Claims a part of the budget for other page-locked memory: idle pieces make room for it.
+    pub(super) fn claim(&self, bytes: u64) -> bool {
+        let budget = lock(&self.held).memory.budget;
+        let Some(left) = budget.checked_sub(bytes) else { return false };
+        self.shrink(left);
+        let mut held = lock(&self.held);
+        let Some(taken) = held.memory.taken.checked_add(bytes).filter(|t| *t <= budget) else {
+            return false;
+        };
+        held.memory.taken = taken;
+        held.memory.pieces += 1;
+        true
+    }
+
+    /// Gives up what was claimed.
+    pub(super) fn release(&self, bytes: u64) {
+        lock(&self.held).memory.taken -= bytes;
     }
 
     /// Takes one more piece, to be idle, unless those that were taken hold `bytes` of frames already. Returns whether it

@@ -9,10 +9,10 @@ use s4_codec_gpu::GpuError;
 use s4_format::{Digest, Error};
 use s4_predict::rank1::Grid;
 
-use super::CudaEngine;
 use super::error::{CudaError, Of, Result};
 use super::fetch::{self, Rows};
 use super::worker::Session;
+use super::{CudaEngine, Task};
 use crate::engine::{TensorError, TensorValues, each};
 use crate::planner::{About, Sample};
 use crate::{DeviceMemory, Inputs, ParentSample, Preset, Scratch, TensorPlan, planner};
@@ -49,7 +49,7 @@ impl CudaEngine {
     ) -> Result<Vec<TensorPlan>, E> {
         let memory = tensors.iter().map(device_memory).chain(inputs.memory().into_iter().map(Ok));
         let memory = memory.collect::<Result<Vec<_>>>()?;
-        let workers = self.workers(memory.iter().map(DeviceMemory::ordinal))?;
+        let workers = self.workers(Task::Plan, memory.iter().map(DeviceMemory::ordinal))?;
         let sessions = self.sessions(&workers, &memory)?;
         let moments = moment_samples(&sessions, tensors, inputs)?;
         let given = Given { preset, tensors, inputs, pool, moments: &moments, sessions: &sessions };

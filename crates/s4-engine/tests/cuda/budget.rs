@@ -20,6 +20,9 @@ fn hosts(gpu: &Gpu) -> Vec<Host> {
     out
 }
 
+/// The most device memory that drivers keep for an engine that does nothing.
+const OF_DRIVER: u64 = 4 << 20;
+
 #[test]
 fn scratch_stays_within_its_budget_and_nothing_is_left() {
     let Some(gpu) = gpu() else { return };
@@ -47,8 +50,14 @@ fn scratch_stays_within_its_budget_and_nothing_is_left() {
             if !gpu.is_slow() {
                 assert!((1..=scratch).contains(&peak), "{peak} of {scratch}");
             }
-            // Between calls, too, the engine keeps no device memory.
-            assert_eq!(free(), before, "after encoding");
+            // Between calls the engine keeps no device memory; the driver some, for page-locked memory and streams.
+            let idle = free();
+            assert!(
+                idle <= before && before - idle <= OF_DRIVER,
+                "{idle} of {before} after encoding"
+            );
+            on_gpu(&engine, &hosts, &uploads, None).unwrap();
+            assert_eq!(free(), idle, "after encoding again");
             if scratch == 32 << 20 {
                 for (host, back) in
                     hosts.iter().zip(decode(&gpu, &engine, &hosts, &encoded).unwrap())

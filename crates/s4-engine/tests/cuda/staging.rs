@@ -70,6 +70,52 @@ fn copies_are_what_was_there_whatever_comes_later() {
     assert_eq!((nothing.memory().len(), nothing.bytes()), (0, 0));
 }
 
+#[test]
+fn copies_on_the_host_are_what_was_there_in_memory_that_is_used_again() {
+    let Some(gpu) = gpu() else { return };
+    let tensors = tensors(&gpu);
+    let bytes: u64 = tensors.iter().map(|t| t.0.len() as u64).sum();
+    let engine = gpu.engine(CudaOptions { frames: bytes + (64 << 10), ..CudaOptions::default() });
+    let (mut address, mut taken) = (None, None);
+    for _ in 0..3 {
+        let copies = engine.copy_to_host(&all(&tensors)).unwrap();
+        for t in &tensors {
+            overwrite(&gpu, &t.1, &vec![0xee; t.0.len()]);
+        }
+        assert!(copies.values().eq(tensors.iter().map(|t| &t.0[..])));
+        assert!(copies.values().all(|v| v.as_ptr().addr() % 64 == 0));
+        for t in &tensors {
+            overwrite(&gpu, &t.1, &t.0);
+        }
+        let memory = engine.frame_memory();
+        assert_eq!((memory.taken, memory.idle), (copies.bytes(), 0));
+        let first = copies.values().next().map(|v| v.as_ptr().addr());
+        assert_eq!(*address.get_or_insert(first), first);
+        assert_eq!(*taken.get_or_insert(memory.taken), memory.taken);
+        // While they are there, there is no room for others.
+        let refused = engine.copy_to_host(&all(&tensors)).unwrap_err();
+        assert!(matches!(refused, GpuError::Budget { .. }), "{refused}");
+        drop(copies);
+        assert_eq!(engine.frame_memory().idle, memory.taken);
+    }
+    // What is idle makes room for frames and larger copies, and is given back.
+    let few = engine.copy_to_host(&all(&tensors[..3])).unwrap();
+    assert_eq!(few.values().map(<[u8]>::len).sum::<usize>(), 4);
+    drop(few);
+    engine.trim_frame_memory();
+    assert_eq!((engine.frame_memory().taken, engine.frame_memory().idle), (0, 0));
+    let nothing = engine.copy_to_host(&[]).unwrap();
+    assert_eq!(nothing.values().count(), 0);
+    engine.limit_frame_memory(bytes / 2);
+    let refused = engine.copy_to_host(&all(&tensors)).unwrap_err();
+    assert!(matches!(refused, GpuError::Budget { .. }), "{refused}");
+    // Of memory that is no device's nothing is copied.
+    // SAFETY: the engine finds out.
+    let strange = unsafe { DeviceMemory::new(0, 4096, 64, 0) };
+    let refused = engine.copy_to_host(&[strange]).unwrap_err();
+    assert!(matches!(refused, GpuError::Argument(_)), "{refused}");
+}
+
 /// Writes on the stream that the originals are used on.
 fn overwrite(gpu: &Gpu, upload: &Upload, bytes: &[u8]) {
     let pinned = Pinned::new(&gpu.device, bytes.len()).unwrap();

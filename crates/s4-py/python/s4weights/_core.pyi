@@ -74,7 +74,7 @@ class CudaEngine:
     """Encodes and decodes on CUDA devices, with so many bytes of memory on each while it works.
 
     Raises `S4Error` where there is no CUDA that can be used. It keeps page-locked host memory: ``frames``
-    bytes at most for what it encoded, besides its ring.
+    bytes at most for what it encoded or copied there, besides its ring.
     """
 
     def __new__(cls, scratch: int, frames: int) -> CudaEngine: ...
@@ -91,6 +91,13 @@ class CudaEngine:
         if there is no room for the copies besides. Tensors of no bytes are allowed.
         """
 
+    def copy_to_host(self, tensors: Sequence[tuple[int, int, Where]]) -> HostCopies:
+        """Copies tensors, given by address, bytes and where, to page-locked memory of the host, behind what was
+        queued on their streams before. The copies are made when it returns.
+
+        Raises `LimitError` if ``frames`` leave no room for them. Tensors of no bytes are allowed.
+        """
+
     def memory(self, ordinal: int) -> tuple[int, int]:
         """Free and total bytes of a device's memory, as the driver counts them."""
 
@@ -103,8 +110,8 @@ class CudaEngine:
         """Chunks done by the kernels, by the CPU, and by the CPU after the kernels refused them."""
 
     def frame_memory(self) -> tuple[int, int, int, int]:
-        """Page-locked memory for encoded frames: bytes that were taken from the system, that are idle, and
-        that may be taken at most; and how often the system was asked for a piece.
+        """Page-locked memory for encoded frames and copies: bytes that were taken from the system, that are
+        idle, and that may be taken at most; and how often the system was asked for some.
         """
 
     def limit_frame_memory(self, bytes: int) -> None:
@@ -120,6 +127,18 @@ class CudaEngine:
 
     def scratch_high_water(self, ordinal: int) -> int:
         """The most device memory, in bytes, that was held at once."""
+
+class HostCopies:
+    """Copies of tensors of CUDA devices in page-locked memory of the host."""
+
+    def addresses(self) -> list[int]:
+        """The address of each, in the order of the tensors."""
+
+    def nbytes(self) -> int:
+        """Bytes of host memory that they take."""
+
+    def free(self) -> None:
+        """Keeps the memory for the next copies. What reads these must be done."""
 
 class DeviceCopies:
     """Copies of tensors in the memory of CUDA devices, in memory that the driver gave."""

@@ -66,6 +66,7 @@ class StagedValues:
         self.upload_memory: int | None = None
         self._held: list[Any] = []
         self._copies: _core.DeviceCopies | None = None
+        self._host_copies: _core.HostCopies | None = None
         self._ordinals: set[int] = set()
         # Host memory with copies: until the save ends.
         self._buffer: HostBuffer | None = None
@@ -105,6 +106,8 @@ class StagedValues:
     def end(self) -> None:
         """The save has ended."""
         self.release()
+        if self._host_copies is not None:
+            self._host_copies.free()
         self._buffer = None
         self.sources = []
 
@@ -132,15 +135,24 @@ def stage_values(
         copies = copy_on_devices(entries, wheres, engine, stage, budget)
         stage = "host" if copies is None and (on_devices or stage == "auto") else "device"
     values = StagedValues(stage)
+    if stage == "host":
+        values._host_copies = copy_to_host(entries, wheres, engine, budget)
+    host = values._host_copies
     values._copies, values._ordinals = copies, on_devices
-    values.engine = engine if on_devices else None
-    values.waits = stage == "host" and bool(on_devices)
+    values.engine = engine if on_devices and host is None else None
+    values.waits = stage == "host" and bool(on_devices) and host is None
+    if host is not None and budget.host is not None:
+        budget = budget._replace(host=max(0, budget.host - host.nbytes()))
     values.upload_memory = budget.host
     # Keeps all storages alive, whatever the caller does.
     values._held = [entry.storage for entry in entries]
+    addresses: list[tuple[int, _core.Where] | None]
     if copies is not None:
         found = iter(copies.places())
         addresses = [None if where == HOST else next(found) for where in wheres]
+    elif host is not None:
+        there = iter(host.addresses())
+        addresses = [None if where == HOST else (next(there), HOST) for where in wheres]
     else:
         after = _streams(engine, places, on_devices) if stage == "lazy" else {}
         addresses = [
@@ -179,11 +191,7 @@ def copy_on_devices(
                 'stage="auto" they are copied there'
             )
         return None
-    tensors = [
-        (entry.storage.data_ptr(), entry.storage.nbytes(), where)
-        for entry, where in zip(entries, wheres, strict=True)
-        if where != HOST
-    ]
+    tensors = _on_devices(entries, wheres)
     ordinals = {where[0] for _, _, where in tensors}
     if not tensors:
         return None
@@ -195,6 +203,34 @@ def copy_on_devices(
                 f'stage="device": {error}; stage="auto" goes through host memory then'
             ) from error
         return None
+
+
+def copy_to_host(
+    entries: Sequence[Entry],
+    wheres: Sequence[_core.Where],
+    engine: _core.CudaEngine | None,
+    budget: Budget,
+) -> _core.HostCopies | None:
+    """Copies in page-locked memory of the host; ``None`` if there is nothing to copy, or no room."""
+    tensors = _on_devices(entries, wheres)
+    nbytes = sum(size for _, size, _ in tensors)
+    if engine is None or not tensors or (budget.host is not None and nbytes > budget.host):
+        return None
+    try:
+        return engine.copy_to_host(tensors)
+    except S4Error:  # What else is wrong with a device, encoding on it tells.
+        return None
+
+
+def _on_devices(
+    entries: Sequence[Entry], wheres: Sequence[_core.Where]
+) -> list[tuple[int, int, _core.Where]]:
+    """Address, bytes and place of what is on devices."""
+    return [
+        (entry.storage.data_ptr(), entry.storage.nbytes(), where)
+        for entry, where in zip(entries, wheres, strict=True)
+        if where != HOST
+    ]
 
 
 def _leave(engine: _core.CudaEngine, ordinals: Iterable[int], budget: Budget) -> dict[int, int]:

@@ -70,6 +70,8 @@ class StorageWriter:
 
     def __init__(self) -> None:
         self._numbers: dict[int, int] = {}
+        # Of tensors that were described, by `id`: while the object that is saved keeps them.
+        self._tensors: dict[int, int] = {}
         self._entries: list[Entry] = []
         self._names = UniqueNames()
         # Kinds of the devices that were met, which PyTorch makes a new text of for whoever asks.
@@ -94,7 +96,8 @@ class StorageWriter:
         shape: tuple[int, ...] | None,
     ) -> int:
         """Numbers a storage that has not been met before, from what a `Hint` knows."""
-        self._kind(storage)
+        if storage.device not in self._kinds:
+            self._kind(storage)
         nbytes, kind = storage.nbytes(), dtype_name(dtype)
         if shape is None:
             item = dtype.itemsize
@@ -114,6 +117,10 @@ class StorageWriter:
             kind = self._kinds[device] = device.type
         return kind
 
+    def note(self, tensor: Any, number: int) -> None:
+        """Remembers the number of a tensor's storage, for `find`; the caller keeps the tensor."""
+        self._tensors[id(tensor)] = number
+
     def entry(self, number: int) -> Entry:
         """What has been noted of a storage."""
         return self._entries[number]
@@ -127,6 +134,9 @@ class StorageWriter:
 
     def find(self, tensor: Any) -> int | None:
         """The number of the storage of a tensor, if it has been met."""
+        known = self._tensors.get(id(tensor))
+        if known is not None:
+            return known
         try:
             return self._numbers.get(tensor.untyped_storage()._cdata)
         except Exception:  # Wrappers without a storage of their own.
@@ -454,16 +464,27 @@ def _allocate(nbytes: int, device: torch.device | None = None) -> torch.UntypedS
 
 def is_strided(tensor: torch.Tensor) -> bool:
     """Whether a tensor is elements at strides of a storage, each of its element size."""
+    return strided_test()(tensor)
+
+
+@functools.cache
+def strided_test() -> Callable[[torch.Tensor], bool]:
+    """`is_strided`, with what it needs of PyTorch looked up: for who asks it of thousands."""
     import torch
 
-    return bool(
-        tensor.layout is torch.strided
-        and (tensor.is_cpu or tensor.is_cuda)
-        and not tensor.is_quantized
-        and not tensor.is_nested
-        and not tensor._is_zerotensor()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-    )
+    strided, is_wrapped = torch.strided, torch._C._functorch.is_functorch_wrapped_tensor
+
+    def test(tensor: torch.Tensor) -> bool:
+        return bool(
+            tensor.layout is strided
+            and (tensor.is_cpu or tensor.is_cuda)
+            and not tensor.is_quantized
+            and not tensor.is_nested
+            and not tensor._is_zerotensor()
+            and not is_wrapped(tensor)
+        )
+
+    return test
 
 
 def require_storage(tensor: torch.Tensor, path: str) -> None:

@@ -41,7 +41,7 @@ import math
 import reprlib
 import struct
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from ._device import as_tensor, is_array
@@ -53,8 +53,8 @@ from ._storages import (
     covering_shape,
     dtype_name,
     fits,
-    is_strided,
     require_storage,
+    strided_test,
 )
 
 if TYPE_CHECKING:
@@ -120,6 +120,10 @@ class TreeEncoder:
         self._tags: dict[torch.device, str] = {}
         self._nodes = 0
         self._kinds = _encoders()
+        self._is_strided = strided_test()
+        # Names of dimensions, which PyTorch gives up.
+        self._may_have_names = hasattr(torch.Tensor, "names")
+        self._tensor_kinds = (torch.Tensor, torch.nn.Parameter)
 
     def encode(self, obj: object) -> str:
         """The tree as JSON text.
@@ -135,18 +139,21 @@ class TreeEncoder:
     def _scan(self, root: object) -> None:
         """Looks for what is not plain before work is spent on what is."""
         budget, todo = MAX_NODES, [root]
-        leaves = (self._torch.Tensor, self._parameter, type(None), bool, int, float, str)
+        leaves = frozenset([*self._tensor_kinds, type(None), bool, int, float, str])
         while todo:
             obj = todo.pop()
-            budget -= 1
-            if budget < 0 or (type(obj) not in self._kinds and not is_array(obj)):
+            if type(obj) not in self._kinds and not is_array(obj):
                 raise NotPlain
-            if type(obj) in leaves:
-                continue
+            items: Collection[Any] = ()
             if isinstance(obj, dict):
-                todo.extend(obj.values())
+                items = obj.values()
             elif isinstance(obj, (list, tuple, set, frozenset)):
-                todo.extend(obj)
+                items = obj
+            budget -= 1 + len(items)
+            if budget < 0:
+                raise NotPlain
+            # Most are leaves: each costs no more than this.
+            todo += [item for item in items if type(item) not in leaves]
 
     def _node(self, obj: Any, path: str, depth: int) -> Any:
         self._nodes += 1
@@ -201,11 +208,16 @@ class TreeEncoder:
 
     def _pairs(self, obj: dict[Any, Any], path: str, depth: int) -> list[Any]:
         self._once(obj)
-        key_of, node = self._key, self._node
-        return [
-            [key if type(key) is str else key_of(key, path, depth), node(value, join(path, key), depth)]
-            for key, value in obj.items()
-        ]
+        key_of, node, tensor, kinds = self._key, self._node, self._tensor, self._tensor_kinds
+        if obj and depth > MAX_DEPTH:
+            raise NotPlain
+        pairs = []
+        for key, value in obj.items():
+            named = key if type(key) is str else key_of(key, path, depth)
+            # Most values are tensors, which `_scan` has counted.
+            of = tensor if type(value) in kinds else node
+            pairs.append([named, of(value, join(path, key), depth)])
+        return pairs
 
     def _key(self, key: Any, path: str, depth: int) -> Any:
         kind = type(key)
@@ -232,18 +244,20 @@ class TreeEncoder:
             return {"same": known}
         self._tensors[id(obj)] = len(self._tensors)
         try:
-            plain = _is_plain_tensor(obj)
+            plain = self._is_plain(obj)
         except RuntimeError:  # Wrappers refuse one question or another; pickling knows about them.
             plain = False
         if not plain:
             raise NotPlain
-        return self._tensor_node(obj, path)
+        node = self._tensor_node(obj, path)
+        self._storages.note(obj, node["tensor"])
+        return node
 
     def _array(self, obj: Any, path: str, depth: int) -> Any:
         if id(obj) in self._tensors:
             return {"same": self._tensors[id(obj)]}
         tensor = as_tensor(obj)
-        if tensor is None or not _is_plain_tensor(tensor):
+        if tensor is None or not self._is_plain(tensor):
             raise NotPlain
         self._tensors[id(obj)] = len(self._tensors)
         return self._tensor_node(tensor, path)
@@ -276,6 +290,17 @@ class TreeEncoder:
         if type(obj) is self._parameter:
             node["parameter"] = True
         return node
+
+    def _is_plain(self, tensor: Any) -> bool:
+        """Of a tensor or parameter of PyTorch's own classes: whether its state is what they have as attributes."""
+        return bool(
+            self._is_strided(tensor)
+            and not tensor.__dict__
+            and not tensor._backward_hooks
+            and not tensor.is_conj()
+            and not tensor.is_neg()
+            and not (self._may_have_names and any(tensor.names))
+        )
 
     def _tag(self, storage: torch.UntypedStorage) -> str:
         """What PyTorch calls a storage's device; it asks one kind of device after the other."""
@@ -315,24 +340,6 @@ def _encoders() -> dict[type, Callable[[TreeEncoder, Any, str, int], Any]]:
         torch.dtype: lambda self, obj, path, depth: {"torch.dtype": _short(obj)},
         torch.device: lambda self, obj, path, depth: {"torch.device": str(obj)},
     }
-
-
-def _is_plain_tensor(tensor: Any) -> bool:
-    """Of a tensor or parameter of PyTorch's own classes, whose state is what they have as attributes."""
-    return bool(
-        is_strided(tensor)
-        and not tensor.__dict__
-        and not tensor._backward_hooks
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-        and not _has_names(tensor)
-    )
-
-
-def _has_names(tensor: Any) -> bool:
-    """Whether dimensions have names, which PyTorch gives up."""
-    names = getattr(tensor, "names", None)
-    return names is not None and any(names)
 
 
 def _is_utf8(text: str) -> bool:
