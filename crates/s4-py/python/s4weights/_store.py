@@ -303,7 +303,8 @@ class CheckpointStore(Catalog):
             stage: with ``blocking=False``, how values are kept as they are at the call (docs/staging.md).
                 ``"device"`` copies those on CUDA devices into free memory there, which is freed as
                 soon as they are encoded, and is an error if there is no room. ``"host"`` returns
-                when they have been encoded, to memory of the host. Both copy tensors in host memory.
+                when they have been copied to page-locked memory of the host, or encoded to it if that has
+                no room for copies. Both copy tensors in host memory.
                 ``"lazy"`` returns at once: the caller promises not to change or resize any tensor
                 until they have been read, for which `PendingSave.guard` waits. ``"auto"`` takes
                 ``"device"`` if there is room, else ``"host"``; it needs no promise.
