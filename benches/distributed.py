@@ -4,8 +4,8 @@
 
 Trains an FSDP2 model of fp32 weights with AdamW for some steps, so that the state has the structure of a real
 one, then saves and loads it. Each row is the slowest rank's best of three, after one that does not count. GPUs
-if there are any (NCCL), else processors (gloo). Beside PyTorch's storage as it comes: with its Zstandard extension, and its
-stager with pinned memory and overlap. "Resharded": into tensors that are cut along another dimension than those saved.
+if there are any (NCCL), else processors (gloo). PyTorch's storage is measured as it comes, with its Zstandard
+extension, and with pinned memory and overlap. "Resharded": into tensors that are cut along another dimension.
 """
 
 from __future__ import annotations
@@ -185,7 +185,6 @@ class Bench:
         self.row(f"dcp.load, {name}", lambda: self.load(store))
         cut = resharded(self.state)
         self.row(f"dcp.load, {name}, resharded", lambda: self.load(store, cut))
-        del cut
         # Each is one step of training after the one before.
         train = lambda: one_step(*self.trained)  # noqa: E731
         self.row(f"dcp.save, {name}, delta", lambda: self.save(store, False), store, train)

@@ -123,9 +123,10 @@ def save(
         gpu_scratch: bytes of memory to use on each CUDA device meanwhile; ``None`` means 256 MiB.
         pinned_memory: the most page-locked host memory, in bytes, that this process takes for values of
             CUDA devices, as they are (``stage="host"``) or encoded: from now on, for all devices and
-            saves together. It is taken when it is needed, and after a save in the background as much as the next one needs, and kept for
-            later saves (`free_pinned_memory` gives it back). Where it does not suffice, encoded values are
-            copied to other memory. Half of it is for those that later saves of a store are deltas of.
+            saves together. It is taken when it is needed, and after a save in the background as much as
+            the next one needs, and kept for later saves (`free_pinned_memory` gives it back). Where it
+            does not suffice, encoded values are copied to other memory. Half of it is for those that later
+            saves of a store are deltas of.
             ``None`` leaves it as it is: at first 8 GiB, or an eighth of the machine's memory if that is less.
         progress: ``True`` for a bar, or a callable that is given the bytes done and the total.
             An exception that it raises cancels the save.
