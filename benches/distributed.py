@@ -38,6 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gb", type=float, default=3.0, help="state of all ranks, in GB")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/s4weights-dcp"))
+    parser.add_argument("--only", default="", help="only rows whose names contain this")
     parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
     args = parser.parse_args()
     gpu = torch.cuda.is_available()
@@ -50,7 +51,7 @@ def main() -> None:
         shutil.rmtree(args.folder, ignore_errors=True)
         args.folder.mkdir(parents=True)
     dist.barrier()
-    bench = Bench(args.folder, device, train(args.gb, device, world))
+    bench = Bench(args.folder, device, train(args.gb, device, world), args.only)
     bench.run()
     if rank == 0:
         bench.print()
@@ -106,8 +107,10 @@ def resharded(state: Any) -> Any:
 class Bench:
     """Rows of one run."""
 
-    def __init__(self, folder: Path, device: torch.device, trained: tuple[Any, Any]) -> None:
-        self.folder, self.device, self.trained = folder, device, trained
+    def __init__(
+        self, folder: Path, device: torch.device, trained: tuple[Any, Any], only: str
+    ) -> None:
+        self.folder, self.device, self.trained, self.only = folder, device, trained, only
         model, optimizer = get_state_dict(*trained)
         self.state = {"model": model, "optim": optimizer}
         self.rows: list[dict[str, Any]] = []
@@ -213,6 +216,8 @@ class Bench:
         where: Path | None = None,
         before: Callable[[], object] = lambda: None,
     ) -> None:
+        if self.only not in name:
+            return
         times = []
         for _ in range(ROUNDS + 1):
             before()
@@ -220,6 +225,8 @@ class Bench:
         self.note(name, min(times[1:]), None, where)
 
     def background(self, name: str, arguments: Callable[[], dict[str, Any]]) -> None:
+        if self.only not in name:
+            return
         blocked, whole = [], []
         for _ in range(ROUNDS + 1):
             given = arguments()

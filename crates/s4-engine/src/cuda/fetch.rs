@@ -11,7 +11,7 @@ use crate::DeviceMemory;
 
 const DESCRIPTOR: usize = size_of::<CopyRows>();
 /// Slots that batches take turns in: one is copied while the one before is handed on.
-const SLOTS: usize = 2;
+pub(super) const SLOTS: usize = 2;
 
 /// Evenly spaced runs of bytes of a device's memory.
 #[derive(Debug, Clone, Copy)]

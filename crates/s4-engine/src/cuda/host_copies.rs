@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use s4_codec_gpu::{Cuda, GpuError, Pinned, Result, Stream};
+use s4_codec_gpu::{Cuda, Device, GpuError, Pinned, Result, Stream};
 
 use super::pieces::Pieces;
 use crate::DeviceMemory;
@@ -85,9 +85,10 @@ impl HostMemory {
             end = end.saturating_add(bytes).next_multiple_of(ALIGN);
         }
         let streams = self.streams(cuda, from)?;
-        let pinned = self.take(cuda, from, end)?;
+        let device = streams.values().next().map(|stream| stream.device());
+        let pinned = device.map(|device| self.take(device, end)).transpose()?;
         let process = std::process::id();
-        let copies = HostCopies { home: Arc::clone(self), pinned: Some(pinned), places, process };
+        let copies = HostCopies { home: Arc::clone(self), pinned, places, process };
         let done = copies.fill(from, &streams);
         // Also after an error: nothing may be in flight to memory that goes away.
         let arrived = streams.values().map(|s| s.synchronize()).collect::<Vec<_>>();
@@ -97,51 +98,56 @@ impl HostMemory {
 
     /// A stream for each device, behind what was queued on the streams of its memory.
     fn streams(&self, cuda: &Cuda, from: &[DeviceMemory]) -> Result<BTreeMap<u32, Arc<Stream>>> {
-        let (mut out, mut seen, mut known) = (BTreeMap::new(), vec![], 0..0);
-        for m in from {
-            let device = cuda.device(m.ordinal())?;
-            let stream = match out.get(&m.ordinal()) {
-                Some(stream) => Arc::clone(stream),
-                None => {
-                    known = 0..0;
-                    let mut kept = self.lock();
-                    let stream = match kept.streams.get(&m.ordinal()) {
-                        Some(stream) => Arc::clone(stream),
-                        None => Arc::new(Stream::new(&device)?),
-                    };
-                    kept.streams.insert(m.ordinal(), Arc::clone(&stream));
-                    out.insert(m.ordinal(), Arc::clone(&stream));
-                    stream
-                }
-            };
-            let end = m.address().saturating_add(m.bytes());
-            if !(known.contains(&m.address()) && end <= known.end) {
-                known = device.check_pointer(m.address(), m.bytes())?;
+        let mut out = BTreeMap::new();
+        for ordinal in from.iter().map(DeviceMemory::ordinal) {
+            if !out.contains_key(&ordinal) {
+                out.insert(ordinal, self.stream(cuda, ordinal)?);
             }
-            if !seen.contains(&(m.ordinal(), m.stream())) {
-                seen.push((m.ordinal(), m.stream()));
-                // SAFETY: `DeviceMemory` names streams of its device's primary context.
-                stream.wait_for(&unsafe { Stream::borrow(&device, m.stream()) })?;
+        }
+        for (ordinal, stream) in &out {
+            let (device, mut seen) = (stream.device(), vec![]);
+            // What was allocated where the last of them lies: many are parts of the same.
+            let mut known = 0..0;
+            for m in from.iter().filter(|m| m.ordinal() == *ordinal) {
+                let end = m.address().saturating_add(m.bytes());
+                if !(known.contains(&m.address()) && end <= known.end) {
+                    known = device.check_pointer(m.address(), m.bytes())?;
+                }
+                if !seen.contains(&m.stream()) {
+                    seen.push(m.stream());
+                    // SAFETY: `DeviceMemory` names streams of its device's primary context.
+                    stream.wait_for(&unsafe { Stream::borrow(device, m.stream()) })?;
+                }
             }
         }
         Ok(out)
     }
 
+    /// The stream of a device. To open a device takes milliseconds.
+    fn stream(&self, cuda: &Cuda, ordinal: u32) -> Result<Arc<Stream>> {
+        let mut kept = self.lock();
+        if let Some(stream) = kept.streams.get(&ordinal) {
+            return Ok(Arc::clone(stream));
+        }
+        let stream = Arc::new(Stream::new(&cuda.device(ordinal)?)?);
+        kept.streams.insert(ordinal, Arc::clone(&stream));
+        Ok(stream)
+    }
+
     /// Memory of at least so many bytes.
-    fn take(&self, cuda: &Cuda, from: &[DeviceMemory], bytes: usize) -> Result<Pinned> {
+    fn take(&self, device: &Arc<Device>, bytes: usize) -> Result<Pinned> {
         let spare = self.lock().spare.take();
         match spare {
             Some(spare) if spare.len() >= bytes => return Ok(spare),
             // The old one goes before the new one comes.
             smaller => self.drop_pinned(smaller),
         }
-        let (bytes, ordinal) = (bytes.max(1), from.first().map_or(0, DeviceMemory::ordinal));
+        let bytes = bytes.max(1);
         if !self.budget.claim(bytes as u64) {
             let budget = self.budget.memory().budget;
             return Err(GpuError::Budget { what: WHAT, needed: bytes as u64, budget });
         }
-        let pinned = cuda.device(ordinal).and_then(|device| Pinned::new(&device, bytes));
-        pinned.inspect_err(|_| self.budget.release(bytes as u64))
+        Pinned::new(device, bytes).inspect_err(|_| self.budget.release(bytes as u64))
     }
 }
 

@@ -58,7 +58,7 @@ use host_copies::HostMemory;
 use nvcomp::{Library, LibraryQueue};
 use pieces::Pieces;
 use plan::device_memory;
-use worker::{Session, Worker};
+use worker::{Session, Task, Worker};
 
 /// How much memory the engine may take.
 #[derive(Debug, Clone, Copy)]
@@ -120,14 +120,8 @@ pub struct CudaEngine {
     workers: Mutex<BTreeMap<(u32, Task), Arc<Mutex<Worker>>>>,
 }
 
-/// What a worker of a device does. Where budgets have room for both, tensors are planned while others are encoded.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Task {
-    Code,
-    Plan,
-}
-
-/// The least device memory and pinned memory, in bytes, that have room for both.
+/// The least device memory and pinned memory, in bytes, that have room for a worker for each task: then tensors are planned
+/// while others are encoded.
 const BOTH: (u64, u64) = (128 << 20, 64 << 20);
 
 impl CudaOptions {
@@ -466,8 +460,8 @@ impl CudaEngine {
                 Some(worker) => Arc::clone(worker),
                 None => {
                     let device = self.cuda.device(ordinal)?;
-                    let (scratch, pinned) = self.options.share(task);
-                    let worker = Arc::new(Mutex::new(Worker::new(device, scratch, pinned)?));
+                    let worker = Worker::new(task, device, self.options.share(task))?;
+                    let worker = Arc::new(Mutex::new(worker));
                     workers.insert((ordinal, task), Arc::clone(&worker));
                     worker
                 }

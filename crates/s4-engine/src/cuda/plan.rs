@@ -9,10 +9,10 @@ use s4_codec_gpu::GpuError;
 use s4_format::{Digest, Error};
 use s4_predict::rank1::Grid;
 
+use super::CudaEngine;
 use super::error::{CudaError, Of, Result};
 use super::fetch::{self, Rows};
-use super::worker::Session;
-use super::{CudaEngine, Task};
+use super::worker::{Session, Task};
 use crate::engine::{TensorError, TensorValues, each};
 use crate::planner::{About, Sample};
 use crate::{DeviceMemory, Inputs, ParentSample, Preset, Scratch, TensorPlan, planner};

@@ -14,7 +14,7 @@ use crate::DeviceMemory;
 pub(super) const SLOTS: usize = 4;
 /// The most bytes of values that one group has: more would only take longer to begin.
 const MOST: u64 = 32 << 20;
-/// Shares of the device budget: one for each slot's frames, the others for the kernels' scratch.
+/// Shares of the device budget where chunks are encoded.
 const SHARES: u64 = SLOTS as u64 + 6;
 /// Memory pools take device memory in pieces of this size: larger budgets are kept in whole ones.
 const PIECE: u64 = POOL_PIECE;
@@ -25,9 +25,36 @@ const WHOLE: u64 = 3 << 29;
 /// A slot holds at least the largest frame.
 const LEAST: u64 = (MAX_CHUNK_BYTES as u64).next_multiple_of(64 << 10);
 
+/// What memory is cut for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Task {
+    /// Encoding and decoding.
+    Code,
+    /// Planning, which fetches values and runs no other kernels.
+    Plan,
+}
+
+impl Task {
+    fn slots(self) -> u64 {
+        match self {
+            Self::Code => SLOTS as u64,
+            Self::Plan => super::fetch::SLOTS as u64,
+        }
+    }
+
+    /// Shares of the device budget: one for each slot, the others for the kernels' scratch.
+    fn shares(self) -> u64 {
+        match self {
+            Self::Code => SHARES,
+            Self::Plan => self.slots(),
+        }
+    }
+}
+
 /// How memory is cut; in bytes, all multiples of 256.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Sizes {
+    task: Task,
     /// Frames of a slot, on the device and in pinned memory.
     pub(super) frames: u64,
     /// Descriptors and results of a slot, on both sides.
@@ -38,27 +65,31 @@ pub(super) struct Sizes {
 
 impl Sizes {
     /// Cuts `device` bytes of device memory and `pinned` bytes of pinned memory.
-    pub(super) fn cut(device: u64, pinned: u64) -> Result<Self> {
+    pub(super) fn cut(task: Task, device: u64, pinned: u64) -> Result<Self> {
         if device < LEAST_DEVICE {
             return Err(GpuError::Budget { what: SCRATCH, needed: LEAST_DEVICE, budget: device });
         }
         let device = if device < PIECE { LEAST_DEVICE } else { device / PIECE * PIECE };
-        let least = SLOTS as u64 * (LEAST + LEAST / 16);
+        let slots = task.slots();
+        let least = slots * (LEAST + LEAST / 16);
         if pinned < least {
             let what = "page-locked host memory";
             return Err(GpuError::Budget { what, needed: least, budget: pinned });
         }
-        let share = (device / SHARES).max(LEAST + LEAST / 16);
-        let share = share.min(pinned / SLOTS as u64).min(MOST + MOST / 16);
+        let share = (device / task.shares()).max(LEAST + LEAST / 16);
+        let share = share.min(pinned / slots).min(MOST + MOST / 16);
         let meta = (share / 17).min(1 << 20) & !255;
         let frames = (share - meta).min(MOST) & !255;
-        let scratch = (device - SLOTS as u64 * (frames + meta)) & !255;
-        // Kernels get no faster with more than this.
-        Ok(Self { frames, meta, scratch: scratch.min(6 * frames) })
+        let scratch = match task {
+            // Kernels get no faster with more than this.
+            Task::Code => ((device - slots * (frames + meta)) & !255).min(6 * frames),
+            Task::Plan => 0,
+        };
+        Ok(Self { task, frames, meta, scratch })
     }
 
     fn device(&self) -> u64 {
-        SLOTS as u64 * (self.frames + self.meta) + self.scratch
+        self.task.slots() * (self.frames + self.meta) + self.scratch
     }
 
     /// At most half of the device memory, in the same pinned memory; `None`: less would not do.
@@ -67,7 +98,7 @@ impl Sizes {
             return None;
         }
         let half = self.device().next_multiple_of(PIECE) / 2;
-        Self::cut(half.max(LEAST_DEVICE), pinned).ok()
+        Self::cut(self.task, half.max(LEAST_DEVICE), pinned).ok()
     }
 }
 
@@ -99,8 +130,12 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    pub(super) fn new(device: Arc<Device>, scratch: u64, pinned: u64) -> Result<Self> {
-        let sizes = Sizes::cut(scratch, pinned)?;
+    pub(super) fn new(
+        task: Task,
+        device: Arc<Device>,
+        (scratch, pinned): (u64, u64),
+    ) -> Result<Self> {
+        let sizes = Sizes::cut(task, scratch, pinned)?;
         let bytes = usize::try_from(sizes.frames + sizes.meta).unwrap_or(usize::MAX);
         let slot = |_| {
             Ok(Slot {
@@ -111,7 +146,7 @@ impl Worker {
             })
         };
         Ok(Self {
-            slots: (0..SLOTS).map(slot).collect::<Result<_>>()?,
+            slots: (0..task.slots()).map(slot).collect::<Result<_>>()?,
             compute: Arc::new(Stream::new(&device)?),
             copy: Arc::new(Stream::new(&device)?),
             up: Arc::new(Stream::new(&device)?),
@@ -231,7 +266,7 @@ impl<'a> Session<'a> {
 
     /// Address of the kernels' scratch.
     pub(super) fn scratch(&self) -> u64 {
-        self.frames(SLOTS)
+        self.frames(self.worker.slots.len())
     }
 
     /// Where a slot's descriptors and results start in its pinned memory.
@@ -260,7 +295,7 @@ mod tests {
     fn memory_is_cut_within_both_budgets() {
         for device in [16 << 20, 32 << 20, 100 << 20, 256 << 20, 4 << 30, u64::MAX] {
             for pinned in [9 << 20, 96 << 20, 1 << 30, u64::MAX] {
-                let s = Sizes::cut(device, pinned).unwrap();
+                let s = Sizes::cut(Task::Code, device, pinned).unwrap();
                 let taken = s.device();
                 let taken = if taken < PIECE { taken } else { taken.next_multiple_of(PIECE) };
                 assert!(taken <= device, "{device} {s:?}");
@@ -269,15 +304,19 @@ mod tests {
                 assert!(s.frames <= MOST && s.meta >= s.frames / 32);
             }
         }
-        let small = Sizes::cut(8 << 20, 96 << 20).unwrap_err();
+        let planning = Sizes::cut(Task::Plan, 32 << 20, 24 << 20).unwrap();
+        assert!(planning.device() <= 32 << 20 && planning.scratch == 0);
+        assert!(planning.frames >= 11 << 20 && 2 * (planning.frames + planning.meta) <= 24 << 20);
+        let small = Sizes::cut(Task::Code, 8 << 20, 96 << 20).unwrap_err();
         assert!(matches!(small, GpuError::Budget { budget: 8_388_608, .. }), "{small}");
-        assert!(matches!(Sizes::cut(256 << 20, 1 << 20), Err(GpuError::Budget { .. })));
+        let small = Sizes::cut(Task::Code, 256 << 20, 1 << 20);
+        assert!(matches!(small, Err(GpuError::Budget { .. })));
     }
 
     #[test]
     fn memory_is_halved_until_there_is_just_enough() {
         for (device, pinned) in [(256 << 20, 96 << 20), (1 << 30, 9 << 20), (100 << 20, 96 << 20)] {
-            let mut sizes = Sizes::cut(device, pinned).unwrap();
+            let mut sizes = Sizes::cut(Task::Code, device, pinned).unwrap();
             let slot = sizes.frames + sizes.meta;
             let mut steps = 0;
             while let Some(less) = sizes.halved(pinned) {
