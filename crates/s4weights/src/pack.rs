@@ -27,10 +27,7 @@ impl Class {
         let tops =
             data.chunks_exact(width).map(|v| u16::from_le_bytes([v[width - 2], v[width - 1]]));
         let (sign, largest) = tops.fold((0, 0), |(s, m), t| (s | t, m.max(t & 0x7fff)));
-        // Those of 5 bits begin three bits further up than those of 8.
-        let short = matches!(dtype, DType::Float16 | DType::Complex32);
-        let magnitude = (largest >> if short { 13 } else { 10 }) as u8;
-        Self { dtype, group, negative: sign >> 15 == 1, magnitude }
+        Self { dtype, group, negative: sign >> 15 == 1, magnitude: (largest >> 10) as u8 }
     }
 }
 
