@@ -1,6 +1,6 @@
 //! What each layout of a sample would cost.
 
-use s4_codec_cpu::rans::{Counts, Precision, cost, entropy};
+use s4_codec_cpu::rans::{Counts, Precision, Table, cost, entropy};
 use s4_codec_cpu::{Context, Symbols};
 use s4_format::dtype::Form;
 use s4_format::limits::MAX_TABLES;
@@ -175,7 +175,10 @@ impl CpuEngine {
                         (layout == LayoutId::BYTES).then_some((alike, all / CONTEXTS_LOSS));
                     choose_in_context(plane, &contexts, dense, (values, smooth))
                 }
-                _ => choose(plane, dense, may_lose),
+                _ => choose(plane, dense, may_lose, |table| match small {
+                    true => 8 * (table.encoded_len() * values) as u64 / about.values().max(1),
+                    false => 0,
+                }),
             };
             let cost = match (layout, i) {
                 (LayoutId::FIELDS_SIGN, 0) if small => cost.min(bits_of_signs(plane)),
@@ -270,8 +273,14 @@ fn bits_of_signs(plane: &[u8]) -> u64 {
     plane.chunks(sample::PROBE / 8).filter(varies).map(|run| 8 * run.len() as u64).sum()
 }
 
-/// How a plane is coded, and its estimated cost in bits. `may_lose`: of how many bits, for being faster.
-fn choose(plane: &[u8], dense: bool, may_lose: impl Fn(u64) -> u64) -> (PlannedPlane, u64) {
+/// How a plane is coded, and its estimated cost in bits. `may_lose`: of how many bits, for being faster. `stored`: the bits of
+/// a table, as far as they count.
+fn choose(
+    plane: &[u8],
+    dense: bool,
+    may_lose: impl Fn(u64) -> u64,
+    stored: impl Fn(&Table) -> u64,
+) -> (PlannedPlane, u64) {
     let counts = Counts::of_all(plane);
     let (raw, noise) = noise(plane, dense);
     let least = entropy(&counts);
@@ -281,15 +290,14 @@ fn choose(plane: &[u8], dense: bool, may_lose: impl Fn(u64) -> u64) -> (PlannedP
     } else if !is_worth(least, raw) {
         (noise, raw)
     } else {
-        let pairs = cost(&counts, &counts.table(Precision::P8));
-        let much_less = pairs.saturating_sub(may_lose(pairs));
-        let singles = match least < much_less {
-            true => cost(&counts, &counts.table(Precision::P12)),
-            false => pairs,
-        };
-        let (coding, cost) = match singles < much_less {
-            true => (PlaneCoding::RANS12, singles),
-            false => (PlaneCoding::RANS8, pairs),
+        let table = counts.table(Precision::P8);
+        let pairs = cost(&counts, &table);
+        let much_less = (pairs + stored(&table)).saturating_sub(may_lose(pairs));
+        let singles = (least < much_less).then(|| counts.table(Precision::P12));
+        let singles = singles.map(|table| (cost(&counts, &table), stored(&table)));
+        let (coding, cost) = match singles {
+            Some((singles, table)) if singles + table < much_less => (PlaneCoding::RANS12, singles),
+            _ => (PlaneCoding::RANS8, pairs),
         };
         if is_worth(cost, raw) { (coding, cost) } else { (noise, raw) }
     };
