@@ -29,13 +29,8 @@ impl State {
     pub fn parse(file: &[u8]) -> Outcome<Self> {
         let mut tensors = vec![];
         for (name, view) in SafeTensors::deserialize(file)?.tensors() {
-            let dtype = match view.dtype() {
-                Dtype::F32 => DType::Float32,
-                Dtype::BF16 => DType::BFloat16,
-                Dtype::F16 => DType::Float16,
-                Dtype::I64 => DType::Int64,
-                other => return Err(format!("tensor `{name}` of {other:?}").into()),
-            };
+            let dtype = dtype(view.dtype())
+                .ok_or_else(|| format!("tensor `{name}` of {:?}", view.dtype()))?;
             let shape = view.shape().iter().map(|&d| d as u64).collect();
             tensors.push((name, dtype, shape, view.data().to_vec()));
         }
@@ -50,6 +45,7 @@ impl State {
             ("model.", RoleKind::Weight),
             ("master.", RoleKind::Master),
             ("optimizer.exp_avg.", RoleKind::ExpAvg),
+            ("optimizer.momentum_buffer.", RoleKind::ExpAvg),
             ("optimizer.exp_avg_sq.", RoleKind::ExpAvgSq),
         ];
         let mut parameters: Vec<&str> = vec![];
@@ -103,4 +99,21 @@ impl State {
         values.len() == self.0.len()
             && all.into_iter().all(|((name, v), t)| name == t.0 && *v == t.3)
     }
+}
+
+fn dtype(dtype: Dtype) -> Option<DType> {
+    Some(match dtype {
+        Dtype::F64 => DType::Float64,
+        Dtype::F32 => DType::Float32,
+        Dtype::BF16 => DType::BFloat16,
+        Dtype::F16 => DType::Float16,
+        Dtype::F8_E4M3 => DType::Float8E4M3Fn,
+        Dtype::F8_E5M2 => DType::Float8E5M2,
+        Dtype::I64 => DType::Int64,
+        Dtype::I32 => DType::Int32,
+        Dtype::I8 => DType::Int8,
+        Dtype::U8 => DType::UInt8,
+        Dtype::BOOL => DType::Bool,
+        _ => return None,
+    })
 }

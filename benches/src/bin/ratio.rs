@@ -1,10 +1,10 @@
 //! Ratios of checkpoints by preset, and the speed of each beside that of `fast`.
 //!
-//! `ratio --data DIR [--threads N] [--markdown] [--tensors]` looks for `NAME_sK.safetensors`, and stores step 0 by itself, as the state of
+//! `ratio --data DIR [--threads N] [--markdown] [--tensors] [--sizes]` looks for `NAME_sK.safetensors`, and stores step 0 by itself, as the state of
 //! a run in mixed precision with the same values (fp32 only), and each other step as a delta of step 0. Roles are told from
 //! names. Speeds are of values, in memory, with N threads (1 unless told): the medians of calls that alternate between
 //! the presets. Every file is read back and compared. `--tensors` tells instead what each tensor and plane takes, in bits a value,
-//! with preset `balanced`.
+//! with preset `balanced`; `--sizes` the bytes of each file and tensor: file, tensor (none: the whole file), preset, bytes.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -22,7 +22,8 @@ const CALLS: usize = 7;
 const PRESETS: [Preset; 3] = [Preset::Fast, Preset::Balanced, Preset::Small];
 
 fn main() -> Outcome<()> {
-    let (mut data, mut threads, mut markdown, mut tensors) = (None, 1, false, false);
+    let (mut data, mut threads, mut markdown) = (None, 1, false);
+    let (mut tensors, mut sizes) = (false, false);
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
@@ -30,12 +31,16 @@ fn main() -> Outcome<()> {
             "--threads" => threads = arguments.next().unwrap_or_default().parse()?,
             "--markdown" => markdown = true,
             "--tensors" => tensors = true,
+            "--sizes" => sizes = true,
             _ => return Err("usage: ratio --data DIR [--threads N] [--markdown]".into()),
         }
     }
     let data = data.ok_or("usage: ratio --data DIR [--threads N] [--markdown]")?;
     if tensors {
         return cases(&data)?.iter().try_for_each(|case| of_tensors(case, threads));
+    }
+    if sizes {
+        return cases(&data)?.iter().try_for_each(|case| of_files(case, threads));
     }
     let bar = |cells: &[String]| match markdown {
         true => println!("| {} |", cells.join(" | ")),
@@ -60,6 +65,8 @@ fn main() -> Outcome<()> {
 
 struct Case {
     name: String,
+    /// Without its ending.
+    file: String,
     parent: Option<State>,
     state: State,
 }
@@ -77,15 +84,17 @@ fn cases(dir: &Path) -> Outcome<Vec<Case>> {
     let mut out = vec![];
     for (name, step, path) in &files {
         let state = State::read(path)?;
+        let file = format!("{name}_s{step}");
         if *step == 0 {
             if name.contains("fp32") {
-                let (name, state) = (format!("{name} mixed"), state.in_mixed_precision());
-                out.push(Case { name, parent: None, state });
+                let (name, file) = (format!("{name} mixed"), format!("{file} mixed"));
+                let state = state.in_mixed_precision();
+                out.push(Case { name, file, parent: None, state });
             }
-            out.push(Case { name: format!("{name} s0"), parent: None, state });
+            out.push(Case { name: format!("{name} s0"), file, parent: None, state });
         } else if let Some(base) = files.iter().find(|f| f.0 == *name && f.1 == 0) {
             let (name, parent) = (format!("{name} s0 -> s{step}"), Some(State::read(&base.2)?));
-            out.push(Case { name, parent, state });
+            out.push(Case { name, file, parent, state });
         }
     }
     Ok(out)
@@ -105,6 +114,19 @@ fn of_tensors(case: &Case, threads: usize) -> Outcome<()> {
         let planes: Vec<_> = planes.collect();
         let bits = 8.0 * stored as f64 / values;
         println!("  {:40} {bits:7.3}  {:28} {}", t.name, t.plan, planes.join(", "));
+    }
+    Ok(())
+}
+
+/// Prints the bytes of a case's file by `fast` and `balanced`, and those of its tensors that are not packed.
+fn of_files(case: &Case, threads: usize) -> Outcome<()> {
+    for preset in [Preset::Fast, Preset::Balanced] {
+        let (_, reader, report) = stored(case, preset, threads)?;
+        println!("{}\t\t{}\t{}", case.file, preset.name(), report.bytes_out);
+        for t in reader.inspect(false)?.tensors {
+            let Some(stored) = t.stored else { continue };
+            println!("{}\t{}\t{}\t{stored}", case.file, t.name, preset.name());
+        }
     }
     Ok(())
 }

@@ -19,6 +19,7 @@ pub mod json;
 pub mod layout;
 pub mod limits;
 pub mod manifest;
+pub mod offsets;
 pub mod plan;
 pub mod side;
 mod wire;

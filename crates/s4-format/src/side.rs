@@ -5,6 +5,7 @@
 
 use crate::error::{Error, Result};
 use crate::limits::MAX_SIDE;
+use crate::offsets;
 use crate::wire::{Cursor, fit};
 
 /// What a section holds.
@@ -26,6 +27,8 @@ impl SideKind {
     pub const OFFSETS: Self = Self(6);
     /// How contexts are told: from exponents, or from updates.
     pub const CONTEXTS: Self = Self(7);
+    /// [`SideKind::OFFSETS`] in few bits, on disk alone: they are read as that kind.
+    pub const PACKED_OFFSETS: Self = Self(8);
 
     /// The kinds that this version reads.
     const OPEN: [Self; 3] = [Self::TABLES, Self::OFFSETS, Self::CONTEXTS];
@@ -55,17 +58,22 @@ impl Side {
         self.sections.iter().find(|s| s.0 == kind.0).map_or(&[], |s| &s.1)
     }
 
-    /// Bytes of the sections on disk.
+    /// Bytes of the sections on disk, if offsets are not packed.
     pub fn encoded_len(&self) -> usize {
         self.sections.iter().map(|s| 8 + s.1.len().next_multiple_of(8)).sum()
     }
 
-    /// Appends the sections.
+    /// Appends the sections, and offsets in few bits where these take fewer.
     ///
     /// # Errors
     /// `Limit` if a section does not fit its length field.
     pub fn write(&self, out: &mut Vec<u8>) -> Result<()> {
         for (kind, bytes) in &self.sections {
+            let packed = (*kind == SideKind::OFFSETS.0).then(|| offsets::pack(bytes)).flatten();
+            let (kind, bytes) = match &packed {
+                Some(packed) => (&SideKind::PACKED_OFFSETS.0, packed),
+                None => (kind, bytes),
+            };
             out.extend(kind.to_le_bytes());
             out.extend(fit::<u32>(bytes.len(), "side data section")?.to_le_bytes());
             out.extend(bytes);
@@ -84,8 +92,12 @@ impl Side {
         while c.rest() > 0 {
             let kind = c.u32()?;
             let len = c.u32()? as usize;
-            let data = c.take(len)?.to_vec();
+            let data = c.take(len)?;
             c.take(len.next_multiple_of(8) - len)?;
+            let (kind, data) = match SideKind(kind) {
+                SideKind::PACKED_OFFSETS => (SideKind::OFFSETS.0, offsets::unpack(data)?),
+                _ => (kind, data.to_vec()),
+            };
             if side.sections.iter().any(|s| s.0 == kind) {
                 return Err(Error::corrupt(format!("side data section {kind} appears twice")));
             }
@@ -101,6 +113,24 @@ impl Side {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn offsets_are_packed_on_disk_alone() {
+        let mut offsets = vec![0; 24 + 2 * 100];
+        offsets[0] = 60;
+        offsets[4] = 40;
+        let mut side = Side::default();
+        side.push(SideKind::OFFSETS, offsets).unwrap();
+        let mut bytes = vec![];
+        side.write(&mut bytes).unwrap();
+        assert_eq!(bytes[0], 8);
+        assert!(bytes.len() < side.encoded_len() / 2);
+        assert_eq!(Side::parse(&bytes).unwrap(), side);
+        // Once in each form is twice.
+        let mut raw = vec![6, 0, 0, 0, 8, 0, 0, 0];
+        raw.extend([0; 8]);
+        assert!(matches!(Side::parse(&[bytes, raw].concat()), Err(Error::Corrupt { .. })));
+    }
 
     #[test]
     fn sections_round_trip_and_hostile_ones_are_refused() {

@@ -138,7 +138,7 @@ pub struct TensorReport {
     pub shape: Vec<u64>,
     /// Bytes of its values.
     pub bytes: u64,
-    /// Bytes of its chunks; `None` if it shares a chunk with other small tensors.
+    /// Bytes of its chunks, and of its tables and offsets; `None` if it shares a chunk with other small tensors.
     pub stored: Option<u64>,
     /// Predictor, residual and layout.
     pub plan: String,

@@ -83,14 +83,13 @@ impl Reader {
             plan: "packed".into(),
             planes: vec![],
         };
-        if let TensorKind::Packed { .. } = t.kind {
-            return Ok(out);
-        }
+        let TensorKind::Chunks { block, .. } = t.kind else { return Ok(out) };
         let plan = &self.manifest.plans[usize::from(t.plan)];
         out.plan = format!("{} {} {}", plan.predictor, plan.residual, plan.layout);
         let blocks = self.blocks(&[number])?;
         let records = &blocks[&number].records;
-        out.stored = Some(records.iter().map(|r| u64::from(r.len)).sum());
+        let chunks: u64 = records.iter().map(|r| u64::from(r.len)).sum();
+        out.stored = Some(chunks + u64::from(block.len));
         if planes {
             out.planes = self.inspect_planes(number, records)?;
         }

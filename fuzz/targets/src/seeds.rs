@@ -120,6 +120,12 @@ fn parts(out: &mut Vec<Seed>) {
     let _ = side.write(&mut bytes);
     index(3, 0, &bytes);
     index(4, 0, &s4_format::file::header());
+    let offsets = [&20u32.to_le_bytes()[..], &12u32.to_le_bytes(), &[0; 16], &[1, 0].repeat(32)];
+    let mut packed = Side::default();
+    let _ = packed.push(SideKind::OFFSETS, offsets.concat());
+    let mut bytes = vec![];
+    let _ = packed.write(&mut bytes);
+    index(3, 0, &bytes);
     let sides = [&2u32.to_le_bytes()[..], &3u32.to_le_bytes()].concat();
     let offsets =
         [&sides[..], &[7, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0], &[1; 10]].concat();

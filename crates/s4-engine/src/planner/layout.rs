@@ -1,13 +1,13 @@
 //! What each layout of a sample would cost.
 
-use s4_codec_cpu::rans::{Counts, Precision, cost, entropy};
+use s4_codec_cpu::rans::{Counts, Precision, Table, cost, entropy};
 use s4_codec_cpu::{Context, Symbols};
 use s4_format::dtype::Form;
 use s4_format::limits::MAX_TABLES;
 use s4_format::{CodecId, DType, LayoutId, Result};
 use s4_predict::{ContextModel, Known, Tensor};
 
-use super::{About, allowed};
+use super::{About, allowed, sample};
 use crate::chunk::repeats;
 use crate::planes::Layout;
 use crate::scratch::sized;
@@ -27,6 +27,13 @@ const PAIRS_LOSS: u64 = 50;
 /// As [`PAIRS_LOSS`] for a delta, of the bits of all its planes: coarse frequencies waste a larger part of
 /// planes that take few bits.
 const PAIRS_LOSS_OF_ALL: u64 = 128;
+/// As [`PAIRS_LOSS_OF_ALL`], where more is done for size.
+const LITTLE_LOSS_OF_ALL: u64 = 512;
+/// As that, of values whose exponents come with some bits of the mantissa: with more than [`MANY`] symbols. Those of fp16
+/// do, and 256 slots hardly tell them apart.
+const LEAST_LOSS_OF_ALL: u64 = 2048;
+/// See [`LEAST_LOSS_OF_ALL`].
+const MANY: usize = 32;
 /// Contexts of a plane must save this part of all planes' bits: one table is faster.
 const CONTEXTS_LOSS: u64 = 256;
 /// What entropy coding costs, as a part of a bit for each value: it is most of a decoder's work.
@@ -81,16 +88,18 @@ impl CpuEngine {
     pub(super) fn best(
         &self,
         about: &About<'_>,
-        sample: &[u8],
+        values: &[u8],
         of: Of<'_>,
         scratch: &mut Scratch,
     ) -> Result<Option<Candidate>> {
         let dtype = about.dtype;
         let tried = match of {
-            _ if sample.is_empty() => &[],
+            _ if values.is_empty() => &[],
             Of::InContext { .. } => IN_CONTEXT,
             _ => layouts(dtype),
         };
+        // `fast` writes what its golden files hold.
+        let small = allowed(about.preset).rank1;
         let mut best: Option<Candidate> = None;
         for &layout in tried {
             let fits = match of {
@@ -101,17 +110,19 @@ impl CpuEngine {
             if !fits {
                 continue;
             }
-            let mut c = self.candidate(layout, about, sample, of, scratch)?;
+            let mut c = self.candidate(layout, about, values, of, scratch)?;
             if best.as_ref().is_none_or(|b| c.cost < b.cost - b.cost / LAYOUT_GAIN) {
                 // Where all but the exponents are noise, sign and all, no other layout is smaller.
                 let noise = c.planes.iter().skip(1).all(|p| p.noise);
-                if !matches!(of, Of::Values | Of::Residuals) {
+                let differs = !matches!(of, Of::Values | Of::Residuals);
+                if differs || small {
                     c.planes.iter_mut().for_each(expect_changes);
                 }
                 best = Some(c);
-                // (But a sign that never changes may look like noise among the low bits.)
-                if layout == LayoutId::FIELDS && noise && matches!(of, Of::Values | Of::Differences)
-                {
+                // (But a sign that does not change, here or there, may look like noise among the low bits.)
+                let plain = matches!(of, Of::Values | Of::Differences);
+                let signs = !small || sample::signs_change(values, about.width());
+                if layout == LayoutId::FIELDS && noise && plain && signs {
                     break;
                 }
             }
@@ -142,11 +153,17 @@ impl CpuEngine {
         // frequencies of pairs waste a larger part: what counts is the part of all bits.
         let delta = !matches!(of, Of::Values | Of::Residuals);
         let least = |i| entropy(&Counts::of_all(plane(i))).min(8 * plane(i).len() as u64);
-        let all = if delta { (0..planes).map(least).sum() } else { 0 };
+        let small = allowed(about.preset).rank1;
+        let all = if delta || small { (0..planes).map(least).sum() } else { 0 };
         for i in 0..planes {
             let dense = layout == LayoutId::FIELDS_SIGN && i == 2;
-            let may_lose =
-                |pairs: u64| if delta { all / PAIRS_LOSS_OF_ALL } else { pairs / PAIRS_LOSS };
+            let many = symbols_of(&Counts::of_all(plane(i))) > MANY;
+            let may_lose = |pairs: u64| match (small, delta) {
+                (true, false) if many => all / LEAST_LOSS_OF_ALL,
+                (true, _) => all / LITTLE_LOSS_OF_ALL,
+                (false, true) => all / PAIRS_LOSS_OF_ALL,
+                (false, false) => pairs / PAIRS_LOSS,
+            };
             let known: Vec<_> = (0..i).map(plane).collect();
             let contexts = self.contexts(of, layout, &known, plane(i).len())?;
             let plane = plane(i);
@@ -158,7 +175,14 @@ impl CpuEngine {
                         (layout == LayoutId::BYTES).then_some((alike, all / CONTEXTS_LOSS));
                     choose_in_context(plane, &contexts, dense, (values, smooth))
                 }
-                _ => choose(plane, dense, may_lose),
+                _ => choose(plane, dense, may_lose, |table| match small {
+                    true => 8 * (table.encoded_len() * values) as u64 / about.values().max(1),
+                    false => 0,
+                }),
+            };
+            let cost = match (layout, i) {
+                (LayoutId::FIELDS_SIGN, 0) if small => cost.min(bits_of_signs(plane)),
+                _ => cost,
             };
             let precision = precision(planned.coding);
             let work = if precision.is_some() { values as u64 / RANS_WORK } else { 0 };
@@ -220,7 +244,7 @@ pub(super) fn precision(coding: PlaneCoding) -> Option<Precision> {
     Precision::from_param(param).ok()
 }
 
-/// A plane of differences that is constant in the sample may have some elsewhere: few, as a rule.
+/// A plane that is constant in the sample may have other symbols elsewhere: few, as a rule.
 fn expect_changes(plane: &mut PlannedPlane) {
     let PlannedPlane { coding, counts, noise, .. } = plane;
     let constant = |c: &Counts| (0..=255).any(|s| c.get(s) == c.total());
@@ -243,8 +267,20 @@ pub(super) fn layouts(dtype: DType) -> &'static [LayoutId] {
     }
 }
 
-/// How a plane is coded, and its estimated cost in bits. `may_lose`: of how many bits, for being faster.
-fn choose(plane: &[u8], dense: bool, may_lose: impl Fn(u64) -> u64) -> (PlannedPlane, u64) {
+/// What signs take in chunks of which some have one sign alone, as those of moments in a buffer of weights and moments do.
+fn bits_of_signs(plane: &[u8]) -> u64 {
+    let varies = |run: &&[u8]| run.iter().any(|b| *b != run[0]);
+    plane.chunks(sample::PROBE / 8).filter(varies).map(|run| 8 * run.len() as u64).sum()
+}
+
+/// How a plane is coded, and its estimated cost in bits. `may_lose`: of how many bits, for being faster. `stored`: the bits of
+/// a table, as far as they count.
+fn choose(
+    plane: &[u8],
+    dense: bool,
+    may_lose: impl Fn(u64) -> u64,
+    stored: impl Fn(&Table) -> u64,
+) -> (PlannedPlane, u64) {
     let counts = Counts::of_all(plane);
     let (raw, noise) = noise(plane, dense);
     let least = entropy(&counts);
@@ -254,15 +290,14 @@ fn choose(plane: &[u8], dense: bool, may_lose: impl Fn(u64) -> u64) -> (PlannedP
     } else if !is_worth(least, raw) {
         (noise, raw)
     } else {
-        let pairs = cost(&counts, &counts.table(Precision::P8));
-        let much_less = pairs.saturating_sub(may_lose(pairs));
-        let singles = match least < much_less {
-            true => cost(&counts, &counts.table(Precision::P12)),
-            false => pairs,
-        };
-        let (coding, cost) = match singles < much_less {
-            true => (PlaneCoding::RANS12, singles),
-            false => (PlaneCoding::RANS8, pairs),
+        let table = counts.table(Precision::P8);
+        let pairs = cost(&counts, &table);
+        let much_less = (pairs + stored(&table)).saturating_sub(may_lose(pairs));
+        let singles = (least < much_less).then(|| counts.table(Precision::P12));
+        let singles = singles.map(|table| (cost(&counts, &table), stored(&table)));
+        let (coding, cost) = match singles {
+            Some((singles, table)) if singles + table < much_less => (PlaneCoding::RANS12, singles),
+            _ => (PlaneCoding::RANS8, pairs),
         };
         if is_worth(cost, raw) { (coding, cost) } else { (noise, raw) }
     };
@@ -322,12 +357,16 @@ fn choose_in_context(
     }
 }
 
+/// How many symbols there are.
+fn symbols_of(counts: &Counts) -> usize {
+    (0..=255).filter(|s| counts.get(*s) > 0).count()
+}
+
 /// Bits that a table of a sample's own counts seems to save and does not: with many tables it adds up. For independent
 /// frequencies it is 0.7 bits each (G. A. Miller, "Note on the bias of information estimates", 1955); those of residuals
-/// depend on each other, and on the files of `docs/ratio.md` a third of that told best which plan is smaller.
+/// depend on each other, and on the files of `docs/ratio.md` half a bit told best which plan is smaller.
 fn unseen(counts: &Counts) -> u64 {
-    let symbols = (0..=255).filter(|s| counts.get(*s) > 0).count() as u64;
-    symbols.saturating_sub(1) / 4
+    (symbols_of(counts) as u64).saturating_sub(1) / 2
 }
 
 /// Counts of what a sample need not have seen: each symbol's becomes the mean of those near it, which are the more the

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use s4_codec_cpu::rans::{Counts, Precision, Table, write_tables};
 use s4_format::dtype::Form;
 use s4_format::manifest::{RoleKind, TensorRole};
+use s4_format::offsets::stored_len;
 use s4_format::side::{Side, SideKind};
 use s4_format::{ContextsId, DType, Digest, Error, LayoutId, Plan, ResidualId, Result};
 use s4_predict::rank1::{self, Expected, Grid, Offsets};
@@ -274,7 +275,7 @@ impl CpuEngine {
         let width = width_of(about.width())?;
         // What the offsets take, as a part of what the sample does.
         let stored =
-            8 * offsets.len() as u64 * sample.values.len() as u64 / about.bytes.max(1) as u64;
+            8 * stored_len(offsets) as u64 * sample.values.len() as u64 / about.bytes.max(1) as u64;
         let offsets = Offsets::parse(width, offsets)?;
         let (mut residuals, mut room, mut at) = (sample.values.clone(), vec![], 0);
         for run in &sample.runs {

@@ -11,8 +11,10 @@ const PROBES: usize = 16;
 pub(super) const PROBE: usize = 1024;
 /// Sizes differ from run to run if that adds this part to how much they differ within runs: 8 means one in 8.
 const EVEN: u64 = 8;
-/// Chunks of the parent that the planner looks into: each may have to be read and decoded whole.
-const PARENT_CHUNKS: u64 = 4;
+/// Chunks of the parent that the planner looks into, which may each have to be read and decoded whole: of a tensor with fewer
+/// chunks than [`MANY_CHUNKS`], and of others. A buffer of weights and moments is another thing here than there.
+const PARENT_CHUNKS: [u64; 2] = [4, 8];
+const MANY_CHUNKS: u64 = 24;
 
 /// The values of a tensor's parent that the planner looks at, as ranges of value numbers in
 /// ascending order. Fixed for a dtype and a number of values; they lie in a few chunks.
@@ -24,12 +26,13 @@ pub fn parent_probes(dtype: DType, values: u64) -> Vec<Range<u64>> {
     }
     let chunk = 1 << chunk_log2(dtype);
     let whole = values / chunk;
-    if whole <= PARENT_CHUNKS {
+    let chunks = PARENT_CHUNKS[usize::from(whole >= MANY_CHUNKS)];
+    if whole <= chunks {
         return spread(0..values, probes).collect();
     }
     // Whole chunks, from the first to the last of them, and some probes in each.
-    let at = |i| (whole - 1) * i / (PARENT_CHUNKS - 1) * chunk;
-    (0..PARENT_CHUNKS).flat_map(|i| spread(at(i)..at(i) + chunk, probes / PARENT_CHUNKS)).collect()
+    let at = |i| (whole - 1) * i / (chunks - 1) * chunk;
+    (0..chunks).flat_map(|i| spread(at(i)..at(i) + chunk, probes / chunks)).collect()
 }
 
 /// Runs of [`PROBE`] values, evenly spaced from the start of a range to its end.
@@ -86,6 +89,15 @@ impl Sample {
     pub(crate) fn fetched(runs: Vec<Range<u64>>, values: &[u8]) -> Self {
         Self { runs, values: values.to_vec() }
     }
+}
+
+/// Whether values of both signs are in each run of [`PROBE`].
+pub(super) fn signs_change(sample: &[u8], width: usize) -> bool {
+    sample.chunks(PROBE * width).all(|run| {
+        let mut signs = run.chunks_exact(width).map(|v| v[width - 1] >> 7);
+        let first = signs.next();
+        signs.any(|s| Some(s) != first)
+    })
 }
 
 /// Whether the sizes of floats differ from run to run of [`PROBE`] values, or their signs do not differ at all.

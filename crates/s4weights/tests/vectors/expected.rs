@@ -87,7 +87,8 @@ fn golden_files_hold_what_is_written_down() {
         // The chain and the store are being made by the tests beside this one.
         return;
     }
-    for folder in ["chain", "predicted", "updated", "blended"] {
+    let packed = ["packed/predicted", "packed/blended"];
+    for folder in ["chain", "predicted", "updated", "blended"].into_iter().chain(packed) {
         let [base, delta] = ["base", "delta"].map(|name| format!("{folder}/{name}.s4w"));
         let parent = open(&root.join(&base), None);
         let mut of_delta = facts(&open(&root.join(&delta), Some(&parent)));
