@@ -34,7 +34,7 @@ pub fn all() -> Vec<Seed> {
             // Number 255 is the large file.
             let mut list = vec![if op == 19 { 255 } else { op }];
             for i in 0..6u8 {
-                let seed = [i.wrapping_mul(op) | 1, op, i, 3 * i, 0x11 * op];
+                let seed = [i.wrapping_mul(op) | 1, op, i, 3 * i, 0x11u8.wrapping_mul(op)];
                 list.push(op + i * 20 % 61);
                 list.extend(expand(&seed, width - 1));
             }
