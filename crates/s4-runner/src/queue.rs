@@ -74,7 +74,7 @@ pub(crate) struct Submission {
     pub tags: BTreeMap<String, String>,
     /// Who submits it.
     pub uid: u32,
-    /// The file that it came from, in watch mode.
+    /// The file or folder that it came from, in watch mode.
     pub origin: Option<crate::record::Origin>,
 }
 

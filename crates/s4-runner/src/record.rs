@@ -62,18 +62,21 @@ impl State {
     }
 }
 
-/// The file in the watched folder that a checkpoint came from.
+/// The file or folder in the watched folder that a checkpoint came from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Origin {
-    /// The file.
+    /// The file or folder.
     pub path: PathBuf,
     /// Its bytes.
     pub len: u64,
-    /// When it last changed, in nanoseconds since 1970.
+    /// When it last changed, in nanoseconds since 1970; of a folder, when its metadata did.
     pub mtime_ns: i64,
     /// Its number in the file system.
     pub inode: u64,
+    /// Of a folder: a digest of the names, sizes, times and numbers of its files.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub files: Option<String>,
 }
 
 /// One submitted checkpoint, as the journal keeps it.
@@ -106,7 +109,7 @@ pub(crate) struct Record {
     pub submitted_ms: i64,
     /// When it became durable.
     pub durable_ms: Option<i64>,
-    /// The file that it came from, in watch mode.
+    /// The file or folder that it came from, in watch mode.
     pub origin: Option<Origin>,
     /// Its checkpoint in the local store.
     pub local: Option<CheckpointId>,

@@ -23,7 +23,7 @@ use crate::record::State;
 use crate::service::Service;
 use crate::staging::Staging;
 use crate::stores::Stores;
-use crate::watch::{Convert, Watcher};
+use crate::watch::{Convert, Unconverted, Watcher};
 use crate::worker::{CrashPoints, Worker};
 use crate::{http, notify, socket};
 
@@ -46,7 +46,9 @@ impl Default for Hooks {
         Self {
             reached: Arc::new(|_| {}),
             gpu: Arc::new(devices),
-            convert: Arc::new(|_, _| Err("such files are not converted here".into())),
+            convert: Arc::new(|_, _| {
+                Err(Unconverted::Rejected("such files are not converted here".into()))
+            }),
         }
     }
 }
