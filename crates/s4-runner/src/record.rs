@@ -7,6 +7,8 @@ use s4weights::store::CheckpointId;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
+use crate::clock::Uptime;
+
 /// How far a checkpoint is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -107,8 +109,14 @@ pub(crate) struct Record {
     pub uid: u32,
     /// When, in milliseconds since 1970.
     pub submitted_ms: i64,
-    /// When it became durable.
+    /// When, by a clock that nobody can set.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub submitted_at: Option<Uptime>,
+    /// When it became durable, in milliseconds since 1970.
     pub durable_ms: Option<i64>,
+    /// How long that took, in milliseconds by the steady clock.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub durable_after_ms: Option<u64>,
     /// The file or folder that it came from, in watch mode.
     pub origin: Option<Origin>,
     /// Its checkpoint in the local store.

@@ -10,6 +10,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::Instant;
 use uuid::Uuid;
 
+use crate::clock::Moment;
 use crate::config::Config;
 use crate::entitlement;
 use crate::error::{Error, Result};
@@ -140,7 +141,7 @@ fn recover(config: Config, hooks: &Hooks, engine: String) -> Result<(Arc<Service
             record.error = Some(why.to_owned());
         }
     }
-    let queue = Arc::new(Queue::new(journal, records));
+    let queue = Arc::new(Queue::new(journal, records, &Moment::now()));
     let stores = Arc::new(Stores::new(config.clone(), staging.clone()));
     let health = Arc::new(Health::default());
     let metrics = Arc::new(Metrics::default());

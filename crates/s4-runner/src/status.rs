@@ -1,11 +1,11 @@
 //! What the service says of itself.
 
 use std::collections::BTreeMap;
+use std::time::Instant;
 
 use serde::Serialize;
 use uuid::Uuid;
 
-use crate::clock::now_ms;
 use crate::config::Config;
 use crate::health::{Health, Interruption, StoreHealth};
 use crate::queue::{Mode, Queue};
@@ -37,6 +37,8 @@ pub(crate) struct Shown {
     pub submitted_ms: i64,
     /// When it became durable.
     pub durable_ms: Option<i64>,
+    /// How long that took, by a clock that nobody can set.
+    pub durable_after_ms: Option<u64>,
     /// What went wrong last.
     pub error: Option<String>,
 }
@@ -52,6 +54,7 @@ impl From<&Record> for Shown {
             kind: r.local.map(|_| if r.local_parent.is_some() { "delta" } else { "base" }),
             submitted_ms: r.submitted_ms,
             durable_ms: r.durable_ms,
+            durable_after_ms: r.durable_after_ms,
             error: r.error.clone(),
         }
     }
@@ -126,9 +129,8 @@ impl Status {
             *states.entry(record.state.name()).or_default() += 1;
         }
         let open = records.iter().filter(|r| !r.state.is_final());
-        let oldest = open.map(|r| r.submitted_ms).min();
-        // A clock that was set back makes no negative age.
-        let lag = oldest.map_or(0, |ms| now_ms().saturating_sub(ms).max(0)) as f64 / 1000.0;
+        let now = Instant::now();
+        let lag = open.filter_map(|r| from.queue.age(r.seq, now)).max().unwrap_or_default();
         let durable = || records.iter().filter(|r| r.state == State::Durable);
         let last = durable().max_by_key(|r| (r.step, r.seq));
         let sum = |of: fn(&Record) -> u64| durable().map(of).fold(0, u64::saturating_add);
@@ -151,7 +153,7 @@ impl Status {
             uptime_seconds: from.health.uptime().as_secs(),
             states,
             last_durable: last.map(Shown::from),
-            durable_lag_seconds: lag,
+            durable_lag_seconds: lag.as_secs_f64(),
             queued_bytes: records.iter().map(Record::held_bytes).fold(0, u64::saturating_add),
             quota_bytes: from.config.quota_bytes,
             staging_free_bytes: from.staging.free().unwrap_or(0),

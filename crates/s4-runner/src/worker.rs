@@ -198,7 +198,7 @@ impl Worker {
         if let Err(e) = self.stores.tidy_local(&records, sweep) {
             tracing::warn!(error = %e, "the local store could not be tidied up");
         }
-        self.staging.tidy();
+        self.staging.tidy(Instant::now());
         let listed: Vec<CheckpointId> = match self.stores.local().and_then(|l| l.list()) {
             Ok(list) => list.iter().map(|c| c.id()).collect(),
             Err(_) => return,
@@ -321,10 +321,13 @@ impl Worker {
         began: Instant,
     ) -> s4weights::Result<()> {
         let now = now_ms();
+        let age = self.queue.age(record.seq, Instant::now());
+        let after = age.map(|age| u64::try_from(age.as_millis()).unwrap_or(u64::MAX));
         let new = self.update(record.id, |r| {
             r.state = State::Durable;
             r.remote = Some(copy);
             r.durable_ms = Some(now);
+            r.durable_after_ms = after;
             r.error = None;
         })?;
         (self.reached)("durable");
