@@ -129,6 +129,19 @@ impl Queue {
         self.lock().records.values().cloned().collect()
     }
 
+    /// Bytes that are free on the journal's drive.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(crate) fn free(&self) -> io::Result<u64> {
+        self.journal.free()
+    }
+
+    /// Does something that makes room, with the room that is kept for that.
+    pub(crate) fn with_reserve<T>(&self, work: impl FnOnce() -> T) -> T {
+        self.journal.with_reserve(work)
+    }
+
     /// For how long a record has been here.
     #[must_use]
     pub(crate) fn age(&self, seq: u64, now: Instant) -> Option<Duration> {
@@ -223,7 +236,7 @@ impl Queue {
         let mut new = record.clone();
         change(&mut new);
         if new != *record {
-            self.journal.put(&new)?;
+            self.journal.put_again(&new)?;
             *record = new.clone();
         }
         if new.error.is_none() {

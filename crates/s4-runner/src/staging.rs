@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use uuid::Uuid;
 
 use crate::error::{Error, Result};
-use crate::journal::{make_folder, sync_folder};
+use crate::journal::{free, make_folder, sync_folder};
 
 /// How long files that nobody submitted or fetched stay.
 const FORGOTTEN: Duration = Duration::from_secs(24 * 3600);
@@ -223,10 +223,10 @@ impl Staging {
                 let mark = (about.len(), about.mtime(), about.mtime_nsec());
                 let known = before.get(&path).filter(|known| known.mark == mark);
                 let since = known.map_or(now, |known| known.since);
-                if now.duration_since(since) > FORGOTTEN {
-                    if let Err(e) = fs::remove_file(&path) {
-                        tracing::debug!(path = %path.display(), error = %e, "stays");
-                    }
+                if now.duration_since(since) > FORGOTTEN
+                    && let Err(e) = fs::remove_file(&path)
+                {
+                    tracing::debug!(path = %path.display(), error = %e, "stays");
                 }
                 lying.insert(path, Lying { mark, since });
             }
@@ -238,8 +238,7 @@ impl Staging {
     /// # Errors
     /// The system's.
     pub(crate) fn free(&self) -> io::Result<u64> {
-        let about = rustix::fs::statvfs(&self.root)?;
-        Ok(about.f_bavail.saturating_mul(about.f_frsize))
+        free(&self.root)
     }
 }
 

@@ -15,6 +15,9 @@ use crate::staging::Staging;
 /// Checkpoints that the status lists.
 const LISTED: usize = 50;
 
+/// Bytes that the journal needs to go on.
+const JOURNAL: u64 = 64 << 10;
+
 /// The longest a queue may lag behind before `/readyz` says no, in seconds.
 const LAG: f64 = 3600.0;
 
@@ -178,8 +181,11 @@ impl Status {
         if mode == Mode::Draining {
             out.push("draining: nothing is accepted any more".into());
         }
-        if self.staging_free_bytes < from.config.min_free_bytes {
+        if self.staging_free_bytes == 0 || self.staging_free_bytes < from.config.min_free_bytes {
             out.push("the local drive is full".into());
+        }
+        if from.queue.free().unwrap_or(0) < JOURNAL {
+            out.push("the drive of the journal is full".into());
         }
         if self.quota_bytes > 0 && self.queued_bytes >= self.quota_bytes {
             out.push("the quota of the local drive is used up".into());

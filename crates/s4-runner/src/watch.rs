@@ -90,7 +90,7 @@ impl Watcher {
         self.seen.retain(|path, _| found.iter().any(|d| d.origin.path == *path));
         let settled = |d: Dropped| self.settled_since(&d.origin, now).map(|since| (since, d));
         let mut due: Vec<_> = found.into_iter().filter_map(settled).collect();
-        due.sort_by(|(a, _), (b, _)| a.cmp(b));
+        due.sort_by_key(|(since, _)| *since);
         let records = self.service.queue.list();
         for (_, dropped) in due {
             let of = records.iter().rev().find(|r| r.origin.as_ref() == Some(&dropped.origin));

@@ -2,6 +2,7 @@
 //! runner says so. With `libfaketime`, which sets the clock for one process alone.
 
 #![cfg(target_os = "linux")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod common;
 

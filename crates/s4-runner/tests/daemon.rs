@@ -1,6 +1,7 @@
 //! The runner in a process of its own: what it accepts becomes durable, once, whatever happens to it.
 
 #![cfg(target_os = "linux")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod common;
 
