@@ -48,7 +48,7 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Compress a .safetensors file (and, with the Python wheel, a .pt file) into a .s4w file
+    /// Compress a .safetensors file (with the Python wheel also a .pt file, or a folder of torch.distributed.checkpoint) into a .s4w file
     Compress {
         /// File to read
         input: String,

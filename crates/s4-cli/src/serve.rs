@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::Args;
-use s4_runner::{Config, Hooks};
+use s4_runner::{Config, Hooks, Unconverted};
 use s4weights::WriteOptions;
 
 use crate::convert;
@@ -72,7 +72,11 @@ pub(crate) fn serve(args: Serve) -> Result<()> {
             let options = WriteOptions { preset, threads, ..WriteOptions::default() };
             let (from, to) = (from.to_string_lossy(), to.to_string_lossy());
             let done = convert::compress(&from, &to, options, &Bar::new(true));
-            done.map(drop).map_err(|e: Failure| e.to_string())
+            done.map(drop).map_err(|e: Failure| match e.exit_code() {
+                // Not readable or writable now: a full drive, say.
+                3 => Unconverted::Later(e.to_string()),
+                _ => Unconverted::Rejected(e.to_string()),
+            })
         }),
         ..Hooks::default()
     };

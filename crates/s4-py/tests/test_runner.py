@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import s4weights
 from s4weights import CheckpointStore, StorageError
@@ -129,7 +130,8 @@ def test_a_runner_that_is_killed_is_waited_for(runner: Runner) -> None:
 
 
 @needs_program
-def test_files_of_torch_are_taken_from_a_watched_folder(runner: Runner, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_torch_writes_is_taken_from_a_watched_folder(runner: Runner, tmp_path: Path) -> None:
     converter = shutil.which("s4w", path=str(Path(os.sys.executable).parent))  # type: ignore[attr-defined]
     if converter is None:
         pytest.skip("the wheel's program is not installed")
@@ -151,15 +153,19 @@ def test_files_of_torch_are_taken_from_a_watched_folder(runner: Runner, tmp_path
             return (Path.touch, (mark,))
 
     torch.save({"x": Evil()}, drop / "step_6.pt")
+    # Folders of torch.distributed.checkpoint, and one whose metadata would run something.
+    for step in (7, 8):
+        dcp.save(state(step), checkpoint_id=drop / f"step_{step}", no_dist=True)
+    (drop / "step_8" / ".metadata").write_bytes(pickle.dumps(Evil()))
     end = time.monotonic() + 90
-    while (drop / "step_5.pt").exists():
+    while (drop / "step_5.pt").exists() or (drop / "step_7").exists():
         assert time.monotonic() < end
         time.sleep(0.1)
     runner.end()
-    assert (drop / "step_6.pt").exists() and not mark.exists()
+    assert (drop / "step_6.pt").exists() and (drop / "step_8").exists() and not mark.exists()
     with CheckpointStore(runner.store) as store:
-        assert [entry.step for entry in store.list()] == [5]
-        assert same(store.load_checkpoint(), state(5))
+        assert [entry.step for entry in store.list()] == [5, 7]
+        assert same(store.load_checkpoint(5), state(5)) and same(store.load_checkpoint(7), state(7))
 
 
 # Against a server that answers as a test wants.

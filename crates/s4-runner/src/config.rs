@@ -54,26 +54,26 @@ pub struct Config {
     pub imds: String,
     /// Do not start without a CUDA device.
     pub require_gpu: bool,
-    /// A folder whose files are taken.
+    /// A folder whose checkpoints are taken.
     pub watch: Option<Watch>,
     /// Whether this machine may run the service.
     pub entitlement: entitlement::Settings,
 }
 
-/// A folder where trainers drop files.
+/// A folder where trainers drop checkpoints.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Watch {
     /// The folder.
     pub folder: PathBuf,
-    /// Whether a file is removed once it is durable.
+    /// Whether a checkpoint is removed once it is durable.
     #[serde(default)]
     pub remove: bool,
-    /// Seconds for which a file must not have changed.
+    /// Seconds for which a checkpoint must not have changed.
     #[serde(default = "settle")]
     pub settle_seconds: u64,
-    /// The program that turns `.pt` files into `.s4w`: the `s4w` of the Python wheel, which unpickles
-    /// nothing but tensors and plain values. None: such files are refused.
+    /// The program that turns `.pt` files and folders of `torch.distributed.checkpoint` into `.s4w`: the `s4w`
+    /// of the Python wheel, which unpickles nothing but tensors and plain values. None: these are refused.
     #[serde(default)]
     pub pt_converter: Option<PathBuf>,
 }

@@ -14,11 +14,15 @@ use crate::record::Record;
 
 /// Bytes of a record, at most.
 const MAX_RECORD: u64 = 256 << 10;
+/// Bytes of the drive that are kept for records of what was accepted, which go on though it is full: or nothing
+/// could ever become durable, and make room.
+const RESERVE: usize = 256 << 10;
 
 /// The folder of the records, which this process alone uses.
 #[derive(Debug)]
 pub(crate) struct Journal {
     folder: PathBuf,
+    reserve: PathBuf,
     _lock: File,
 }
 
@@ -45,10 +49,12 @@ impl Journal {
         let lock = lock.map_err(|e| Error::io("open", &path, e))?;
         rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)
             .map_err(|_| Error::Locked(state_dir.display().to_string()))?;
-        let journal = Self { folder: state_dir.join("journal"), _lock: lock };
+        let (folder, reserve) = (state_dir.join("journal"), state_dir.join("reserve"));
+        let journal = Self { folder, reserve, _lock: lock };
         make_folder(&journal.folder, 0o700)?;
         sync_folder(state_dir).map_err(|e| Error::io("sync", state_dir, e))?;
         let (records, damaged) = journal.read()?;
+        journal.take_reserve();
         Ok((journal, records, damaged))
     }
 
@@ -83,13 +89,51 @@ impl Journal {
     pub(crate) fn put(&self, record: &Record) -> io::Result<()> {
         let path = self.path(record.id);
         let temporary = path.with_extension("tmp");
-        let text = serde_json::to_vec(record)?;
-        let mut open = OpenOptions::new();
-        let mut file = open.create(true).truncate(true).write(true).mode(0o600).open(&temporary)?;
-        file.write_all(&text)?;
-        file.sync_all()?;
-        fs::rename(&temporary, &path)?;
+        let written = write_synced(&temporary, &serde_json::to_vec(record)?);
+        written.and_then(|()| fs::rename(&temporary, &path)).inspect_err(|_| {
+            // What was written of it takes room.
+            let _ = fs::remove_file(&temporary);
+        })?;
         sync_folder(&self.folder)
+    }
+
+    /// Writes a record of what was accepted before: on a full drive into the room that is kept for that.
+    ///
+    /// # Errors
+    /// As of [`Journal::put`].
+    pub(crate) fn put_again(&self, record: &Record) -> io::Result<()> {
+        match self.put(record) {
+            Err(e) if is_full(&e) => self.with_reserve(|| self.put(record)),
+            other => {
+                self.take_reserve();
+                other
+            }
+        }
+    }
+
+    /// Does something that makes room, and needs some for that.
+    pub(crate) fn with_reserve<T>(&self, work: impl FnOnce() -> T) -> T {
+        // It may be used up.
+        let _ = fs::remove_file(&self.reserve);
+        let done = work();
+        self.take_reserve();
+        done
+    }
+
+    /// Takes the room that is kept, if it is to be had.
+    fn take_reserve(&self) {
+        if !self.reserve.exists() && write_synced(&self.reserve, &vec![b'-'; RESERVE]).is_err() {
+            // It may not be there.
+            let _ = fs::remove_file(&self.reserve);
+        }
+    }
+
+    /// Bytes that are free on its drive.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(crate) fn free(&self) -> io::Result<u64> {
+        free(&self.folder)
     }
 
     /// Forgets a record.
@@ -106,6 +150,26 @@ impl Journal {
     fn path(&self, id: Uuid) -> PathBuf {
         self.folder.join(format!("{id}.json"))
     }
+}
+
+fn write_synced(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut open = OpenOptions::new();
+    let mut file = open.create(true).truncate(true).write(true).mode(0o600).open(path)?;
+    file.write_all(bytes)?;
+    file.sync_all()
+}
+
+/// Bytes that are free on a folder's drive: none, if no file can be made.
+pub(crate) fn free(folder: &Path) -> io::Result<u64> {
+    let about = rustix::fs::statvfs(folder)?;
+    // Some file systems do not count files.
+    let no_files = about.f_files > 0 && about.f_favail == 0;
+    Ok(if no_files { 0 } else { about.f_bavail.saturating_mul(about.f_frsize) })
+}
+
+/// Whether there is no room left, or none for this user.
+pub(crate) fn is_full(e: &io::Error) -> bool {
+    matches!(e.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
 }
 
 fn read_record(path: &Path) -> std::result::Result<Record, String> {
@@ -157,7 +221,9 @@ mod tests {
             tags: [("run".to_owned(), "a".to_owned())].into(),
             uid: 1,
             submitted_ms: 5,
+            submitted_at: None,
             durable_ms: None,
+            durable_after_ms: None,
             origin: None,
             local: None,
             local_parent: None,
@@ -218,5 +284,18 @@ mod tests {
         let kept: Vec<_> = kept.map(|e| e.file_name().into_string().unwrap()).collect();
         assert_eq!(kept.iter().filter(|n| n.ends_with(".damaged")).count(), 4, "{kept:?}");
         assert!(!kept.contains(&"half.tmp".to_owned()));
+    }
+
+    #[test]
+    fn room_is_kept_and_taken_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let (journal, ..) = Journal::open(dir.path()).unwrap();
+        let reserve = dir.path().join("reserve");
+        assert_eq!(fs::metadata(&reserve).unwrap().len(), RESERVE as u64);
+        journal.with_reserve(|| assert!(!reserve.exists()));
+        assert!(reserve.exists());
+        fs::remove_file(&reserve).unwrap();
+        journal.put_again(&record(1)).unwrap();
+        assert!(reserve.exists() && journal.free().unwrap() > 0);
     }
 }

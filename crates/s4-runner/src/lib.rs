@@ -13,6 +13,8 @@
 mod clock;
 mod config;
 mod connections;
+mod converter;
+mod dropped;
 pub mod entitlement;
 mod error;
 mod health;
@@ -38,5 +40,5 @@ pub use config::{Config, Watch};
 pub use error::{Error, Result};
 pub use imds::{Imds, NoAnswer};
 pub use run::{Hooks, run};
-pub use watch::Convert;
+pub use watch::{Convert, Unconverted};
 pub use worker::CrashPoints;

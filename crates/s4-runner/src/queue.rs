@@ -9,7 +9,7 @@ use s4weights::store::CheckpointId;
 use tokio::sync::watch;
 use uuid::Uuid;
 
-use crate::clock::now_ms;
+use crate::clock::Moment;
 use crate::journal::Journal;
 use crate::record::{Record, State};
 
@@ -32,6 +32,8 @@ pub(crate) struct Queue {
 struct Inner {
     records: BTreeMap<u64, Record>,
     by_id: HashMap<Uuid, u64>,
+    /// When each record was accepted, by this process's steady clock.
+    accepted: HashMap<u64, Instant>,
     /// When a record that failed is tried again, and how often it failed.
     pauses: HashMap<u64, (Instant, u32)>,
     mode: Mode,
@@ -74,14 +76,14 @@ pub(crate) struct Submission {
     pub tags: BTreeMap<String, String>,
     /// Who submits it.
     pub uid: u32,
-    /// The file that it came from, in watch mode.
+    /// The file or folder that it came from, in watch mode.
     pub origin: Option<crate::record::Origin>,
 }
 
 impl Queue {
-    /// A queue of what the journal holds.
+    /// A queue of what the journal holds now.
     #[must_use]
-    pub(crate) fn new(journal: Journal, records: Vec<Record>) -> Self {
+    pub(crate) fn new(journal: Journal, records: Vec<Record>, now: &Moment) -> Self {
         let mut inner = Inner::default();
         for mut record in records {
             // These are of a process that was killed: the work is begun again.
@@ -91,6 +93,8 @@ impl Queue {
                 state => state,
             };
             inner.by_id.insert(record.id, record.seq);
+            let accepted = now.of(record.submitted_at.as_ref(), record.submitted_ms);
+            inner.accepted.insert(record.seq, accepted);
             inner.records.insert(record.seq, record);
         }
         let (changed, _) = watch::channel(0);
@@ -123,6 +127,25 @@ impl Queue {
     #[must_use]
     pub(crate) fn list(&self) -> Vec<Record> {
         self.lock().records.values().cloned().collect()
+    }
+
+    /// Bytes that are free on the journal's drive.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(crate) fn free(&self) -> io::Result<u64> {
+        self.journal.free()
+    }
+
+    /// Does something that makes room, with the room that is kept for that.
+    pub(crate) fn with_reserve<T>(&self, work: impl FnOnce() -> T) -> T {
+        self.journal.with_reserve(work)
+    }
+
+    /// For how long a record has been here.
+    #[must_use]
+    pub(crate) fn age(&self, seq: u64, now: Instant) -> Option<Duration> {
+        self.lock().accepted.get(&seq).map(|at| now.duration_since(*at))
     }
 
     /// What is wanted now.
@@ -165,6 +188,7 @@ impl Queue {
         let mut inner = self.lock();
         let seq = inner.records.last_key_value().map_or(1, |(last, _)| last + 1);
         let Submission { id, step, metrics, tags, uid, origin } = submission;
+        let now = Moment::now();
         let record = Record {
             v: 1,
             id,
@@ -177,8 +201,10 @@ impl Queue {
             metrics,
             tags,
             uid,
-            submitted_ms: now_ms(),
+            submitted_ms: now.wall_ms,
+            submitted_at: now.uptime,
             durable_ms: None,
+            durable_after_ms: None,
             origin,
             local: None,
             local_parent: None,
@@ -192,6 +218,7 @@ impl Queue {
             return Err(e);
         }
         inner.by_id.insert(id, seq);
+        inner.accepted.insert(seq, now.steady);
         inner.records.insert(seq, record.clone());
         drop(inner);
         self.tell();
@@ -209,7 +236,7 @@ impl Queue {
         let mut new = record.clone();
         change(&mut new);
         if new != *record {
-            self.journal.put(&new)?;
+            self.journal.put_again(&new)?;
             *record = new.clone();
         }
         if new.error.is_none() {
@@ -306,9 +333,7 @@ impl Queue {
         let found = seq.filter(|seq| inner.records[seq].state == State::Failed);
         let Some(seq) = found else { return Ok(false) };
         self.journal.remove(id)?;
-        inner.records.remove(&seq);
-        inner.by_id.remove(&id);
-        inner.pauses.remove(&seq);
+        inner.drop_record(seq, id);
         drop(inner);
         self.tell();
         Ok(true)
@@ -325,9 +350,7 @@ impl Queue {
             finals[..most].iter().filter(|r| !needs(r)).map(|r| (r.seq, r.id)).collect();
         for (seq, id) in gone {
             if self.journal.remove(id).is_ok() {
-                inner.records.remove(&seq);
-                inner.by_id.remove(&id);
-                inner.pauses.remove(&seq);
+                inner.drop_record(seq, id);
             }
         }
     }
@@ -337,6 +360,13 @@ impl Queue {
 const IDLE: Duration = Duration::from_secs(5);
 
 impl Inner {
+    fn drop_record(&mut self, seq: u64, id: Uuid) {
+        self.records.remove(&seq);
+        self.by_id.remove(&id);
+        self.accepted.remove(&seq);
+        self.pauses.remove(&seq);
+    }
+
     fn is_due(&self, seq: u64) -> bool {
         self.pauses.get(&seq).is_none_or(|(at, _)| *at <= Instant::now())
     }
@@ -384,7 +414,7 @@ mod tests {
     fn verified(parents: &[Option<usize>]) -> Case {
         let dir = tempfile::tempdir().unwrap();
         let (journal, records, _) = Journal::open(dir.path()).unwrap();
-        let queue = Queue::new(journal, records);
+        let queue = Queue::new(journal, records, &Moment::now());
         let accept = |(n, parent): (usize, &Option<usize>)| {
             let id = Uuid::new_v4();
             let (metrics, tags) = Default::default();
@@ -454,8 +484,25 @@ mod tests {
         drop(queue);
         let (journal, records, _) = Journal::open(dir.path()).unwrap();
         let states: Vec<State> =
-            Queue::new(journal, records).list().iter().map(|r| r.state).collect();
+            Queue::new(journal, records, &Moment::now()).list().iter().map(|r| r.state).collect();
         assert_eq!(states, [State::Verified, State::Staged]);
+    }
+
+    #[test]
+    fn a_record_is_as_old_after_a_restart_though_the_clock_was_set() {
+        let case = verified(&[None]);
+        let Case { queue, dir, .. } = case;
+        drop(queue);
+        let day = 86_400_000;
+        for set_by in [-day, 0, day] {
+            let (journal, records, _) = Journal::open(dir.path()).unwrap();
+            let mut now = Moment::now();
+            now.wall_ms += set_by;
+            let later = now.steady + Duration::from_secs(5);
+            let queue = Queue::new(journal, records, &now);
+            let age = queue.age(1, later).unwrap();
+            assert!((5..3600).contains(&age.as_secs()), "{set_by}: {age:?}");
+        }
     }
 
     #[test]

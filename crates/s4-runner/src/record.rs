@@ -7,6 +7,8 @@ use s4weights::store::CheckpointId;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
+use crate::clock::Uptime;
+
 /// How far a checkpoint is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -62,18 +64,21 @@ impl State {
     }
 }
 
-/// The file in the watched folder that a checkpoint came from.
+/// The file or folder in the watched folder that a checkpoint came from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Origin {
-    /// The file.
+    /// The file or folder.
     pub path: PathBuf,
     /// Its bytes.
     pub len: u64,
-    /// When it last changed, in nanoseconds since 1970.
+    /// When it last changed, in nanoseconds since 1970; of a folder, when its metadata did.
     pub mtime_ns: i64,
     /// Its number in the file system.
     pub inode: u64,
+    /// Of a folder: a digest of the names, sizes, times and numbers of its files.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub files: Option<String>,
 }
 
 /// One submitted checkpoint, as the journal keeps it.
@@ -104,9 +109,15 @@ pub(crate) struct Record {
     pub uid: u32,
     /// When, in milliseconds since 1970.
     pub submitted_ms: i64,
-    /// When it became durable.
+    /// When, by a clock that nobody can set.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub submitted_at: Option<Uptime>,
+    /// When it became durable, in milliseconds since 1970.
     pub durable_ms: Option<i64>,
-    /// The file that it came from, in watch mode.
+    /// How long that took, in milliseconds by the steady clock.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub durable_after_ms: Option<u64>,
+    /// The file or folder that it came from, in watch mode.
     pub origin: Option<Origin>,
     /// Its checkpoint in the local store.
     pub local: Option<CheckpointId>,

@@ -10,6 +10,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::time::Instant;
 use uuid::Uuid;
 
+use crate::clock::Moment;
 use crate::config::Config;
 use crate::entitlement;
 use crate::error::{Error, Result};
@@ -23,7 +24,7 @@ use crate::record::State;
 use crate::service::Service;
 use crate::staging::Staging;
 use crate::stores::Stores;
-use crate::watch::{Convert, Watcher};
+use crate::watch::{Convert, Unconverted, Watcher};
 use crate::worker::{CrashPoints, Worker};
 use crate::{http, notify, socket};
 
@@ -46,7 +47,9 @@ impl Default for Hooks {
         Self {
             reached: Arc::new(|_| {}),
             gpu: Arc::new(devices),
-            convert: Arc::new(|_, _| Err("such files are not converted here".into())),
+            convert: Arc::new(|_, _| {
+                Err(Unconverted::Rejected("such files are not converted here".into()))
+            }),
         }
     }
 }
@@ -138,7 +141,7 @@ fn recover(config: Config, hooks: &Hooks, engine: String) -> Result<(Arc<Service
             record.error = Some(why.to_owned());
         }
     }
-    let queue = Arc::new(Queue::new(journal, records));
+    let queue = Arc::new(Queue::new(journal, records, &Moment::now()));
     let stores = Arc::new(Stores::new(config.clone(), staging.clone()));
     let health = Arc::new(Health::default());
     let metrics = Arc::new(Metrics::default());

@@ -9,6 +9,7 @@ use uuid::Uuid;
 
 use crate::config::Config;
 use crate::health::Health;
+use crate::journal::is_full;
 use crate::metrics::Metrics;
 use crate::queue::{Mode, SharedQueue, Submission};
 use crate::record::{Record, State};
@@ -86,11 +87,6 @@ impl Refusal {
     }
 }
 
-fn is_full(e: &std::io::Error) -> bool {
-    use std::io::ErrorKind as K;
-    matches!(e.kind(), K::StorageFull | K::QuotaExceeded)
-}
-
 /// Where trainers write, and how much fits.
 #[derive(Debug, Serialize)]
 pub(crate) struct Room {
@@ -141,7 +137,7 @@ impl Service {
 
     fn check_quota(&self, bytes: u64) -> Result<(), Refusal> {
         let free = self.staging.free()?;
-        if free < self.config.min_free_bytes {
+        if free == 0 || free < self.config.min_free_bytes {
             return Err(Refusal::Full(format!(
                 "{free} bytes are free on the runner's drive, {} are to stay free",
                 self.config.min_free_bytes

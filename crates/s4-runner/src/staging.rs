@@ -1,15 +1,17 @@
 //! The local drive: where trainers write, what was accepted, and how much room there is.
 
+use std::collections::HashMap;
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use uuid::Uuid;
 
 use crate::error::{Error, Result};
-use crate::journal::{make_folder, sync_folder};
+use crate::journal::{free, make_folder, sync_folder};
 
 /// How long files that nobody submitted or fetched stay.
 const FORGOTTEN: Duration = Duration::from_secs(24 * 3600);
@@ -21,6 +23,16 @@ const LINK: i32 = rustix::io::Errno::LOOP.raw_os_error();
 #[derive(Debug, Clone)]
 pub(crate) struct Staging {
     root: PathBuf,
+    lying: Arc<Mutex<HashMap<PathBuf, Lying>>>,
+}
+
+/// A file that nobody has submitted or fetched yet.
+#[derive(Debug, Clone, Copy)]
+struct Lying {
+    /// Size and time of the last change: what shows that somebody still writes to it.
+    mark: (u64, i64, i64),
+    /// Since when it is seen like this.
+    since: Instant,
 }
 
 /// Why a file was not taken.
@@ -50,7 +62,7 @@ impl Staging {
     /// [`Error::Io`].
     pub(crate) fn open(root: &Path) -> Result<Self> {
         make_folder(root, 0o750)?;
-        let staging = Self { root: root.to_path_buf() };
+        let staging = Self { root: root.to_path_buf(), lying: Arc::default() };
         for (folder, mode) in
             [(staging.incoming(), 0o3770), (staging.queue(), 0o700), (staging.restored(), 0o2770)]
         {
@@ -199,19 +211,24 @@ impl Staging {
         sync_folder(&queue).map_err(|e| Error::io("sync", &queue, e))
     }
 
-    /// Removes what nobody submitted or fetched for a day.
-    pub(crate) fn tidy(&self) {
-        let now = SystemTime::now();
-        let old = |path: &Path| {
-            let changed = fs::symlink_metadata(path).and_then(|m| m.modified());
-            changed.is_ok_and(|t| now.duration_since(t).is_ok_and(|age| age > FORGOTTEN))
-        };
+    /// Removes what nobody submitted or fetched for a day, as this process has seen: the times of files are those
+    /// of a clock that may have been set.
+    pub(crate) fn tidy(&self, now: Instant) {
+        let mut lying = self.lying.lock().unwrap_or_else(|e| e.into_inner());
+        let before = std::mem::take(&mut *lying);
         for folder in [self.incoming(), self.restored()] {
             let entries = fs::read_dir(&folder).into_iter().flatten().filter_map(|e| e.ok());
-            for path in entries.map(|e| e.path()).filter(|p| old(p)) {
-                if let Err(e) = fs::remove_file(&path) {
+            for path in entries.map(|e| e.path()) {
+                let Ok(about) = fs::symlink_metadata(&path) else { continue };
+                let mark = (about.len(), about.mtime(), about.mtime_nsec());
+                let known = before.get(&path).filter(|known| known.mark == mark);
+                let since = known.map_or(now, |known| known.since);
+                if now.duration_since(since) > FORGOTTEN
+                    && let Err(e) = fs::remove_file(&path)
+                {
                     tracing::debug!(path = %path.display(), error = %e, "stays");
                 }
+                lying.insert(path, Lying { mark, since });
             }
         }
     }
@@ -221,8 +238,7 @@ impl Staging {
     /// # Errors
     /// The system's.
     pub(crate) fn free(&self) -> io::Result<u64> {
-        let about = rustix::fs::statvfs(&self.root)?;
-        Ok(about.f_bavail.saturating_mul(about.f_frsize))
+        free(&self.root)
     }
 }
 
@@ -298,5 +314,35 @@ mod tests {
         assert!(staging.has(needed) && !staging.has(done) && !staging.has(unknown));
         // Its trainer submits it again.
         assert_eq!(staging.take(unknown, uid).unwrap(), 3);
+    }
+
+    #[test]
+    fn only_what_lay_untouched_for_a_day_is_removed_whatever_the_clock_says() {
+        let (_dir, staging, _) = staging();
+        let day = Duration::from_secs(24 * 3600);
+        let set = |path: &Path, when| {
+            File::options().write(true).open(path).unwrap().set_modified(when).unwrap();
+        };
+        let [ahead, behind, busy] = [(); 3].map(|()| staging.offered(Uuid::new_v4()));
+        let restored = staging.restored().join("a.s4w");
+        for path in [&ahead, &behind, &busy, &restored] {
+            fs::write(path, "abc").unwrap();
+        }
+        // Written before the clock was set back, and before it was set forward.
+        let wall = std::time::SystemTime::now();
+        set(&ahead, wall + 30 * day);
+        set(&behind, wall - 30 * day);
+        let start = Instant::now();
+        staging.tidy(start);
+        staging.tidy(start + day / 2);
+        fs::write(&busy, "abcd").unwrap();
+        set(&busy, wall - 30 * day);
+        staging.tidy(start + day);
+        assert!([&ahead, &behind, &busy, &restored].iter().all(|path| path.exists()));
+        staging.tidy(start + day + Duration::from_secs(1));
+        assert!(busy.exists(), "somebody writes to it");
+        assert!([&ahead, &behind, &restored].iter().all(|path| !path.exists()));
+        staging.tidy(start + 3 * day);
+        assert!(!busy.exists());
     }
 }

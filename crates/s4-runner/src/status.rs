@@ -1,11 +1,11 @@
 //! What the service says of itself.
 
 use std::collections::BTreeMap;
+use std::time::Instant;
 
 use serde::Serialize;
 use uuid::Uuid;
 
-use crate::clock::now_ms;
 use crate::config::Config;
 use crate::health::{Health, Interruption, StoreHealth};
 use crate::queue::{Mode, Queue};
@@ -14,6 +14,9 @@ use crate::staging::Staging;
 
 /// Checkpoints that the status lists.
 const LISTED: usize = 50;
+
+/// Bytes that the journal needs to go on.
+const JOURNAL: u64 = 64 << 10;
 
 /// The longest a queue may lag behind before `/readyz` says no, in seconds.
 const LAG: f64 = 3600.0;
@@ -37,6 +40,8 @@ pub(crate) struct Shown {
     pub submitted_ms: i64,
     /// When it became durable.
     pub durable_ms: Option<i64>,
+    /// How long that took, by a clock that nobody can set.
+    pub durable_after_ms: Option<u64>,
     /// What went wrong last.
     pub error: Option<String>,
 }
@@ -52,6 +57,7 @@ impl From<&Record> for Shown {
             kind: r.local.map(|_| if r.local_parent.is_some() { "delta" } else { "base" }),
             submitted_ms: r.submitted_ms,
             durable_ms: r.durable_ms,
+            durable_after_ms: r.durable_after_ms,
             error: r.error.clone(),
         }
     }
@@ -126,9 +132,8 @@ impl Status {
             *states.entry(record.state.name()).or_default() += 1;
         }
         let open = records.iter().filter(|r| !r.state.is_final());
-        let oldest = open.map(|r| r.submitted_ms).min();
-        // A clock that was set back makes no negative age.
-        let lag = oldest.map_or(0, |ms| now_ms().saturating_sub(ms).max(0)) as f64 / 1000.0;
+        let now = Instant::now();
+        let lag = open.filter_map(|r| from.queue.age(r.seq, now)).max().unwrap_or_default();
         let durable = || records.iter().filter(|r| r.state == State::Durable);
         let last = durable().max_by_key(|r| (r.step, r.seq));
         let sum = |of: fn(&Record) -> u64| durable().map(of).fold(0, u64::saturating_add);
@@ -151,7 +156,7 @@ impl Status {
             uptime_seconds: from.health.uptime().as_secs(),
             states,
             last_durable: last.map(Shown::from),
-            durable_lag_seconds: lag,
+            durable_lag_seconds: lag.as_secs_f64(),
             queued_bytes: records.iter().map(Record::held_bytes).fold(0, u64::saturating_add),
             quota_bytes: from.config.quota_bytes,
             staging_free_bytes: from.staging.free().unwrap_or(0),
@@ -176,8 +181,11 @@ impl Status {
         if mode == Mode::Draining {
             out.push("draining: nothing is accepted any more".into());
         }
-        if self.staging_free_bytes < from.config.min_free_bytes {
+        if self.staging_free_bytes == 0 || self.staging_free_bytes < from.config.min_free_bytes {
             out.push("the local drive is full".into());
+        }
+        if from.queue.free().unwrap_or(0) < JOURNAL {
+            out.push("the drive of the journal is full".into());
         }
         if self.quota_bytes > 0 && self.queued_bytes >= self.quota_bytes {
             out.push("the quota of the local drive is used up".into());

@@ -90,37 +90,56 @@ impl Stores {
     }
 
     /// Deletes what the local store need not keep: all that is durable but the newest, and what these
-    /// are deltas of. `sweep`: also what a process that was killed left there.
+    /// are deltas of.
     ///
     /// # Errors
     /// Those of the local store.
-    pub(crate) fn tidy_local(&self, records: &[Record], sweep: bool) -> s4weights::Result<()> {
+    pub(crate) fn tidy_local(&self, records: &[Record], tidy: Tidy) -> s4weights::Result<()> {
         let local = self.local()?;
+        if tidy != Tidy::Usual {
+            // First what needs no entry in the log, for which there may be no room.
+            sweep(&local)?;
+        }
         let state = local.state()?;
-        let durable = |id: CheckpointId| {
-            let of = records.iter().find(|r| r.local == Some(id));
+        let durable = |c: &Checkpoint| {
+            let own = c.about.tags.get(SUBMISSION);
+            let of = records.iter().find(|r| own == Some(&r.id.to_string()));
             of.is_none_or(|r| r.state == State::Durable)
         };
+        let keep = if tidy == Tidy::Full { 0 } else { self.config.keep_local.max(1) };
         let listed = state.list();
-        let cut = listed.len().saturating_sub(self.config.keep_local.max(1));
+        let cut = listed.len().saturating_sub(keep);
         let mut gone: Vec<CheckpointId> = vec![];
         // The newest first: what is needed by one that stays, stays.
-        for id in listed[..cut].iter().rev().map(|c| c.id()).filter(|id| durable(*id)) {
+        for id in listed[..cut].iter().rev().filter(|c| durable(c)).map(|c| c.id()) {
             let free = state.descendants(&[id]).iter().all(|d| *d == id || gone.contains(d));
             if free {
                 gone.push(id);
             }
         }
-        if gone.is_empty() && !sweep {
+        if gone.is_empty() {
             return Ok(());
         }
-        if !gone.is_empty() {
-            local.retire(&gone, "durable elsewhere")?;
-        }
-        // Nothing else writes here now; whoever reads finds the checkpoint in the other store.
-        let sweep = SweepOptions { grace: Duration::ZERO, exclusive: true, dry_run: false };
-        local.sweep(&sweep).map(drop)
+        local.retire(&gone, "durable elsewhere")?;
+        sweep(&local)
     }
+}
+
+/// How thoroughly the local store is tidied up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Tidy {
+    /// After a checkpoint.
+    Usual,
+    /// Also what a process that was killed left there.
+    Start,
+    /// There is no room: nothing stays that is durable, and nothing that could not be completed.
+    Full,
+}
+
+/// Nothing else writes here meanwhile; whoever reads finds the checkpoint in the other store.
+fn sweep(local: &CheckpointStore) -> s4weights::Result<()> {
+    let options = SweepOptions { grace: Duration::ZERO, exclusive: true, dry_run: false };
+    local.sweep(&options).map(drop)
 }
 
 fn open(

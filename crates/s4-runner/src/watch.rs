@@ -1,38 +1,52 @@
-//! Watch mode: files that trainers drop into a folder are compressed, made durable and, if that is wanted,
-//! removed. No pickle is executed: `.pt` files are converted by another program, which reads tensors and
-//! plain values alone.
+//! Watch mode: files and folders that trainers drop into a folder are compressed, made durable and, if that
+//! is wanted, removed. No pickle is executed: what PyTorch wrote is converted by another program, which reads
+//! tensors and plain values alone.
 
 use std::collections::HashMap;
 use std::fs;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use uuid::Uuid;
 
 use crate::config::Watch;
+use crate::converter;
+use crate::dropped::{self, Dropped, Kind};
 use crate::queue::{Mode, Submission};
 use crate::record::{Origin, State};
 use crate::service::{Refusal, Service};
 
 /// How often the folder is looked at.
 const POLL: Duration = Duration::from_secs(2);
-/// How long converting a file may take.
-const LONGEST: Duration = Duration::from_secs(3600);
+/// The longest pause after something could not be taken for now.
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 /// Files that are looked at, at most.
 const MOST: usize = 10_000;
 
-/// Turns a `.safetensors` file into a `.s4w` file, or says why it cannot.
-pub type Convert = Arc<dyn Fn(&Path, &Path) -> Result<(), String> + Send + Sync>;
+/// Why something in the watched folder was not converted.
+#[derive(Debug, thiserror::Error)]
+pub enum Unconverted {
+    /// It may be later: the drive is full, say.
+    #[error("{0}")]
+    Later(String),
+    /// Not as it is: it is left alone until it changes.
+    #[error("{0}")]
+    Rejected(String),
+}
 
-/// A file that was seen.
+/// Turns a `.safetensors` file into a `.s4w` file, or says why it cannot.
+pub type Convert = Arc<dyn Fn(&Path, &Path) -> Result<(), Unconverted> + Send + Sync>;
+
+/// Something that was seen.
 struct Seen {
     origin: Origin,
+    /// Since when it is as it is.
     since: Instant,
-    /// It cannot be taken as it is.
+    /// It cannot be taken as it is, or not be removed.
     rejected: bool,
+    /// When it is tried again, and how long the pause was.
+    pause: Option<(Instant, Duration)>,
 }
 
 /// Watches a folder.
@@ -52,179 +66,168 @@ impl Watcher {
 
     /// Watches until the service ends.
     pub(crate) fn run(mut self) {
+        if let Err(e) = dropped::finish_removals(&self.watch.folder) {
+            self.unreadable(&e);
+        }
         while !self.service.queue.is_stopped() {
-            self.look();
+            self.look(Instant::now());
             std::thread::sleep(POLL);
         }
     }
 
-    /// Looks once.
-    pub(crate) fn look(&mut self) {
+    fn unreadable(&self, e: &std::io::Error) {
+        tracing::warn!(folder = %self.watch.folder.display(), error = %e, "cannot be watched");
+        self.service.metrics.error("watch");
+    }
+
+    /// Looks once. What has been as it is for longest is first: by the steady clock, since the times of files
+    /// are those of a clock that may have been set; by these only what was there from the start.
+    pub(crate) fn look(&mut self, now: Instant) {
         let found = match self.list() {
             Ok(found) => found,
-            Err(e) => {
-                tracing::warn!(folder = %self.watch.folder.display(), error = %e, "cannot be watched");
-                self.service.metrics.error("watch");
-                return;
-            }
+            Err(e) => return self.unreadable(&e),
         };
-        self.seen.retain(|path, _| found.iter().any(|origin| origin.path == *path));
-        for origin in found {
-            if !self.is_settled(&origin) {
-                continue;
-            }
-            match self.state_of(&origin) {
-                Some(State::Durable) if self.watch.remove => self.remove(&origin),
+        self.seen.retain(|path, _| found.iter().any(|d| d.origin.path == *path));
+        let settled = |d: Dropped| self.settled_since(&d.origin, now).map(|since| (since, d));
+        let mut due: Vec<_> = found.into_iter().filter_map(settled).collect();
+        due.sort_by_key(|(since, _)| *since);
+        let records = self.service.queue.list();
+        for (_, dropped) in due {
+            let of = records.iter().rev().find(|r| r.origin.as_ref() == Some(&dropped.origin));
+            match of.map(|r| r.state) {
+                Some(State::Durable) if self.watch.remove => self.remove(&dropped.origin),
                 Some(_) => {}
-                None => self.take(&origin),
+                None => self.take(&dropped),
             }
         }
     }
 
-    fn list(&self) -> std::io::Result<Vec<Origin>> {
+    fn list(&self) -> std::io::Result<Vec<Dropped>> {
         let mut found = vec![];
         for entry in fs::read_dir(&self.watch.folder)?.take(MOST) {
-            let path = entry?.path();
-            let name = path.file_name().unwrap_or_default().to_string_lossy();
-            if name.starts_with('.') || !(is_pickle(&path) || is_safetensors(&path)) {
-                continue;
-            }
-            found.extend(origin(&path));
+            found.extend(dropped::look(&entry?.path()));
         }
-        found.sort_by(|a, b| (a.mtime_ns, &a.path).cmp(&(b.mtime_ns, &b.path)));
+        found.sort_by(|a, b| {
+            let key = |d: &Dropped| (d.origin.mtime_ns, d.origin.path.clone());
+            key(a).cmp(&key(b))
+        });
         Ok(found)
     }
 
-    /// Whether a file has been as it is for long enough, by this machine's steady clock.
-    fn is_settled(&mut self, origin: &Origin) -> bool {
+    /// Since when something has been as it is, if that is for long enough and it is to be looked at.
+    fn settled_since(&mut self, origin: &Origin, now: Instant) -> Option<Instant> {
         let settle = Duration::from_secs(self.watch.settle_seconds);
-        let now = Instant::now();
-        let new = || Seen { origin: origin.clone(), since: now, rejected: false };
+        let new = || Seen { origin: origin.clone(), since: now, rejected: false, pause: None };
         let seen = self.seen.entry(origin.path.clone()).or_insert_with(new);
         if seen.origin != *origin {
             *seen = new();
         }
-        !seen.rejected && now.duration_since(seen.since) >= settle
+        let waits = seen.rejected || seen.pause.is_some_and(|(until, _)| now < until);
+        (!waits && now.duration_since(seen.since) >= settle).then_some(seen.since)
     }
 
-    fn state_of(&self, origin: &Origin) -> Option<State> {
-        let records = self.service.queue.list();
-        records.iter().rev().find(|r| r.origin.as_ref() == Some(origin)).map(|r| r.state)
-    }
-
-    fn remove(&self, durable: &Origin) {
-        // What was written there since is another checkpoint.
-        if origin(&durable.path).as_ref() != Some(durable) {
-            return;
-        }
-        if let Err(e) = fs::remove_file(&durable.path) {
+    fn remove(&mut self, durable: &Origin) {
+        if let Err(e) = dropped::remove(durable) {
             tracing::warn!(path = %durable.path.display(), error = %e, "stays, though it is durable");
+            self.reject(&durable.path);
         }
     }
 
-    fn take(&mut self, origin: &Origin) {
+    /// Leaves something alone until it changes.
+    fn reject(&mut self, path: &Path) {
+        if let Some(seen) = self.seen.get_mut(path) {
+            seen.rejected = true;
+        }
+    }
+
+    fn take(&mut self, dropped: &Dropped) {
         if self.service.queue.mode() == Mode::Draining {
             return;
         }
-        let path = &origin.path;
-        match self.submit(origin) {
+        let path = &dropped.origin.path;
+        match self.submit(dropped) {
             Ok(step) => tracing::info!(path = %path.display(), step, "accepted"),
-            // There will be room.
-            Err(Problem::Later(why)) => {
+            Err(Unconverted::Later(why)) => {
                 tracing::warn!(path = %path.display(), error = why, "is tried again");
+                if let Some(seen) = self.seen.get_mut(path) {
+                    let pause = seen.pause.map_or(POLL, |(_, pause)| pause * 2).min(LONGEST_PAUSE);
+                    seen.pause = Some((Instant::now() + pause, pause));
+                }
             }
-            Err(Problem::Rejected(why)) => {
+            Err(Unconverted::Rejected(why)) => {
                 tracing::error!(path = %path.display(), error = why, "cannot be taken as it is");
                 self.service.metrics.error("watch");
-                if let Some(seen) = self.seen.get_mut(path) {
-                    seen.rejected = true;
-                }
+                self.reject(path);
             }
         }
     }
 
-    fn submit(&self, from: &Origin) -> Result<u64, Problem> {
-        let stem = from.path.file_stem().unwrap_or_default().to_string_lossy();
-        let rejected = |why: &str| Problem::Rejected(why.to_owned());
-        let step = step_of(&stem).ok_or_else(|| rejected("its name has no step in it"))?;
+    fn submit(&self, dropped: &Dropped) -> Result<u64, Unconverted> {
+        let Dropped { origin, kind } = dropped;
+        let rejected = |why: String| Unconverted::Rejected(why);
+        if let Kind::Distributed { newer: Some(newer), .. } = kind {
+            return Err(rejected(format!(
+                "{newer} is newer than .metadata, which is written last: it is being written again"
+            )));
+        }
+        let name = origin.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let stem = match kind {
+            Kind::Distributed { .. } => name.clone(),
+            _ => origin.path.file_stem().unwrap_or_default().to_string_lossy().into_owned(),
+        };
+        let step = step_of(&stem).ok_or_else(|| rejected("its name has no step in it".into()))?;
+        self.check_room(origin)?;
         let id = Uuid::new_v4();
         let target = self.service.staging.offered(id);
-        let converted = match is_pickle(&from.path) {
-            true => self.convert_pickle(&from.path, &target),
-            false => (self.convert)(&from.path, &target),
-        };
         let discard = |problem| {
             // It may not be there.
             let _ = fs::remove_file(&target);
             problem
         };
-        converted.map_err(|why| discard(Problem::Rejected(why)))?;
-        if origin(&from.path).as_ref() != Some(from) {
-            return Err(discard(Problem::Later("it changed while it was read".into())));
+        self.convert(kind, &origin.path, &target).map_err(discard)?;
+        if dropped::look(&origin.path).is_none_or(|now| now.origin != *origin) {
+            return Err(discard(Unconverted::Later("it changed while it was read".into())));
         }
-        let name = from.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let submission = Submission {
             id,
             step,
             metrics: Default::default(),
             tags: [("source".to_owned(), name)].into(),
             uid: rustix::process::geteuid().as_raw(),
-            origin: Some(from.clone()),
+            origin: Some(origin.clone()),
         };
         match self.service.submit(submission) {
             Ok(_) => Ok(step),
             Err(e @ (Refusal::Full(_) | Refusal::Draining | Refusal::Io(_))) => {
-                Err(discard(Problem::Later(e.to_string())))
+                Err(discard(Unconverted::Later(e.to_string())))
             }
-            Err(e) => Err(discard(Problem::Rejected(e.to_string()))),
+            Err(e) => Err(discard(rejected(e.to_string()))),
         }
     }
 
-    fn convert_pickle(&self, from: &Path, to: &Path) -> Result<(), String> {
-        let program = self.watch.pt_converter.as_ref();
-        let program = program.ok_or("`.pt` files need `pt_converter`: the `s4w` of the wheel")?;
-        let mut command = Command::new(program);
-        command.arg("compress").arg(from).arg(to).stdin(Stdio::null()).stdout(Stdio::null());
-        let child = command.stderr(Stdio::null()).spawn();
-        let mut child = child.map_err(|e| format!("{}: {e}", program.display()))?;
-        let end = Instant::now() + LONGEST;
-        loop {
-            match child.try_wait().map_err(|e| e.to_string())? {
-                Some(status) if status.success() => return Ok(()),
-                Some(status) => return Err(format!("{} ended with {status}", program.display())),
-                None if Instant::now() > end || self.service.queue.is_stopped() => {
-                    let _ = child.kill();
-                    let _ = child.wait();
-                    return Err("converting it took too long".to_owned());
-                }
-                None => std::thread::sleep(Duration::from_millis(50)),
-            }
+    /// What is converted is not much larger than what it is converted from.
+    fn check_room(&self, origin: &Origin) -> Result<(), Unconverted> {
+        let free = self.service.staging.free().map_err(|e| Unconverted::Later(e.to_string()))?;
+        let needed = self.service.config.min_free_bytes.saturating_add(origin.len);
+        match free >= needed {
+            true => Ok(()),
+            false => Err(Unconverted::Later(format!(
+                "{free} bytes are free on the runner's drive, {needed} are needed"
+            ))),
         }
     }
-}
 
-enum Problem {
-    Later(String),
-    Rejected(String),
-}
-
-fn is_pickle(path: &Path) -> bool {
-    path.extension().is_some_and(|e| ["pt", "pth", "ckpt"].iter().any(|known| e == *known))
-}
-
-fn is_safetensors(path: &Path) -> bool {
-    path.extension().is_some_and(|e| e == "safetensors")
-}
-
-/// The file as it is now, if it is one: no link is followed.
-fn origin(path: &Path) -> Option<Origin> {
-    let about = fs::symlink_metadata(path).ok().filter(|about| about.is_file())?;
-    Some(Origin {
-        path: path.to_path_buf(),
-        len: about.len(),
-        mtime_ns: about.mtime().saturating_mul(1_000_000_000).saturating_add(about.mtime_nsec()),
-        inode: about.ino(),
-    })
+    fn convert(&self, kind: &Kind, from: &Path, to: &Path) -> Result<(), Unconverted> {
+        if *kind == Kind::Safetensors {
+            return (self.convert)(from, to);
+        }
+        let program = self.watch.pt_converter.as_ref().ok_or_else(|| {
+            Unconverted::Rejected(
+                "PyTorch's files need `pt_converter`: the `s4w` of the wheel".into(),
+            )
+        })?;
+        converter::run(program, from, to, &|| self.service.queue.is_stopped())
+    }
 }
 
 /// The step that a name tells: the number after `step`, or else the last one.

@@ -17,7 +17,7 @@ use crate::metrics::Metrics;
 use crate::queue::{SharedQueue, Work};
 use crate::record::{Record, State};
 use crate::staging::Staging;
-use crate::stores::{SUBMISSION, Stores, find};
+use crate::stores::{SUBMISSION, Stores, Tidy, find};
 
 /// Named places where a test may stop the world.
 pub type CrashPoints = Arc<dyn Fn(&'static str) + Send + Sync>;
@@ -47,7 +47,7 @@ impl Worker {
     /// Compresses until the service ends.
     pub(crate) fn compress_all(&self) {
         self.interrupt.watch(|| {
-            self.tidy(true);
+            self.tidy(Tidy::Start);
             loop {
                 self.health.beat(Thread::Compress);
                 let record = match self.queue.next_staged() {
@@ -57,6 +57,9 @@ impl Worker {
                 };
                 if let Err(e) = self.compress(&record) {
                     self.failed(&record, State::Staged, &e);
+                    if e.cause() == Some(Cause::DiskFull) {
+                        self.queue.with_reserve(|| self.tidy(Tidy::Full));
+                    }
                 }
             }
         });
@@ -188,17 +191,17 @@ impl Worker {
         (self.reached)("verified");
         self.staging.remove(id).map_err(|e| at(record, "remove its staged file", e))?;
         self.metrics.compressed(about.raw_len, about.data_len, started.elapsed());
-        self.tidy(false);
+        self.tidy(Tidy::Usual);
         Ok(())
     }
 
     /// Deletes what is durable from the local store, while nothing else writes to it.
-    fn tidy(&self, sweep: bool) {
+    fn tidy(&self, how: Tidy) {
         let records = self.queue.list();
-        if let Err(e) = self.stores.tidy_local(&records, sweep) {
+        if let Err(e) = self.stores.tidy_local(&records, how) {
             tracing::warn!(error = %e, "the local store could not be tidied up");
         }
-        self.staging.tidy();
+        self.staging.tidy(Instant::now());
         let listed: Vec<CheckpointId> = match self.stores.local().and_then(|l| l.list()) {
             Ok(list) => list.iter().map(|c| c.id()).collect(),
             Err(_) => return,
@@ -321,10 +324,13 @@ impl Worker {
         began: Instant,
     ) -> s4weights::Result<()> {
         let now = now_ms();
+        let age = self.queue.age(record.seq, Instant::now());
+        let after = age.map(|age| u64::try_from(age.as_millis()).unwrap_or(u64::MAX));
         let new = self.update(record.id, |r| {
             r.state = State::Durable;
             r.remote = Some(copy);
             r.durable_ms = Some(now);
+            r.durable_after_ms = after;
             r.error = None;
         })?;
         (self.reached)("durable");

@@ -1,10 +1,12 @@
 //! The runner in a process of its own: what it accepts becomes durable, once, whatever happens to it.
 
 #![cfg(target_os = "linux")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod common;
 
 use std::fs;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use common::{LONG, Setup, values, write_checkpoint};
@@ -264,6 +266,24 @@ fn what_was_lost_with_the_drive_is_said_to_be() {
     setup.check_store(&[2]);
 }
 
+/// In place of the wheel's `s4w`, whose own tests convert real files: it is given a `.s4w` file to copy, or a folder
+/// with one.
+fn make_converter(program: &Path) {
+    let script = "#!/bin/sh\n[ \"$1\" = compress ] || exit 2\n[ -d \"$2\" ] && set \"$1\" \"$2/__0_0.distcp\" \"$3\"\n\
+                  cp \"$2\" \"$3\"\n";
+    fs::write(program, script).unwrap();
+    fs::set_permissions(program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+}
+
+/// Waits until something is as it should be.
+fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let end = Instant::now() + LONG;
+    while !is_so() {
+        assert!(Instant::now() < end, "{what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
 #[test]
 fn files_that_are_dropped_into_a_folder_become_durable() {
     let drop_folder = tempfile::tempdir().unwrap();
@@ -272,11 +292,7 @@ fn files_that_are_dropped_into_a_folder_become_durable() {
         "[watch]\nfolder = {folder:?}\nremove = true\nsettle_seconds = 0\npt_converter = {:?}\n",
         folder.join("convert")
     ));
-    // In place of the wheel's `s4w`, whose own tests convert real files: it is given a `.s4w` file to copy.
-    let script = "#!/bin/sh\n[ \"$1\" = compress ] && cp \"$2\" \"$3\"\n";
-    let program = folder.join("convert");
-    fs::write(&program, script).unwrap();
-    fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    make_converter(&folder.join("convert"));
     let daemon = setup.start();
     write_checkpoint(&folder.join(".hidden"), 7);
     fs::rename(folder.join(".hidden"), folder.join("run_step_7.pt")).unwrap();
@@ -284,11 +300,7 @@ fn files_that_are_dropped_into_a_folder_become_durable() {
     fs::write(folder.join("final.pt"), "it has no step").unwrap();
     fs::write(folder.join("step_8.pt"), "this is no checkpoint").unwrap();
     std::os::unix::fs::symlink("/etc/passwd", folder.join("step_9.pt")).unwrap();
-    let end = Instant::now() + LONG;
-    while folder.join("run_step_7.pt").exists() {
-        assert!(Instant::now() < end, "it is never taken");
-        std::thread::sleep(Duration::from_millis(50));
-    }
+    until("it is taken", || !folder.join("run_step_7.pt").exists());
     for name in ["notes.txt", "final.pt", "step_9.pt"] {
         assert!(fs::symlink_metadata(folder.join(name)).is_ok(), "{name}");
     }
@@ -296,4 +308,101 @@ fn files_that_are_dropped_into_a_folder_become_durable() {
     daemon.stop();
     setup.check_store(&[7]);
     assert_eq!(fs::read_to_string(folder.join("step_8.pt")).unwrap(), "this is no checkpoint");
+}
+
+/// A folder as PyTorch leaves it: the metadata are there last.
+fn write_folder(path: &Path, step: u64) {
+    fs::create_dir_all(path).unwrap();
+    write_checkpoint(&path.join("__0_0.distcp"), step);
+    fs::write(path.join("__1_0.distcp"), "the other rank's").unwrap();
+    fs::write(path.join(".metadata.tmp"), "metadata").unwrap();
+}
+
+fn complete(path: &Path) {
+    fs::rename(path.join(".metadata.tmp"), path.join(".metadata")).unwrap();
+}
+
+#[test]
+fn folders_of_torch_become_durable_once_they_are_complete() {
+    let drop_folder = tempfile::tempdir().unwrap();
+    let folder = drop_folder.path();
+    let setup = Setup::new(&format!(
+        "[watch]\nfolder = {folder:?}\nremove = true\nsettle_seconds = 1\npt_converter = {:?}\n",
+        folder.join("convert")
+    ));
+    make_converter(&folder.join("convert"));
+    let (seven, eight) = (folder.join("step_7"), folder.join("run/step_8"));
+    let (nine, ten) = (folder.join("step-9.5"), folder.join("step_10"));
+    write_folder(&seven, 7);
+    write_folder(&eight, 8);
+    complete(&eight);
+    // One with something else in it is taken, and stays.
+    write_folder(&nine, 9);
+    fs::write(nine.join("tokenizer.json"), "mine").unwrap();
+    complete(&nine);
+    // One that is written again, as its times tell.
+    write_folder(&ten, 10);
+    complete(&ten);
+    let file = fs::File::options().write(true).open(ten.join("__1_0.distcp")).unwrap();
+    file.set_modified(std::time::SystemTime::now() + Duration::from_secs(100)).unwrap();
+    let daemon = setup.start();
+    let steps = || -> Vec<u64> {
+        setup
+            .store()
+            .join("repo.json")
+            .exists()
+            .then(|| setup.open_store())
+            .map_or(vec![], |store| store.list().unwrap().iter().map(|c| c.step()).collect())
+    };
+    until("9 is durable", || steps() == [9]);
+    // Two more looks.
+    std::thread::sleep(Duration::from_secs(5));
+    assert_eq!(steps(), [9], "7 is not complete, 8 is another folder's, 10 is being written");
+    assert!(nine.join("tokenizer.json").exists() && nine.join(".metadata").exists());
+    let refused = "s4w_runner_errors_total{kind=\"watch\"} 1\n";
+    assert!(daemon.get("/metrics").text.contains(refused), "10 is said to be refused, once");
+    complete(&seven);
+    until("7 is removed", || !seven.exists());
+    // Its metadata come at last.
+    fs::write(ten.join(".metadata.tmp"), "metadata of the second time").unwrap();
+    complete(&ten);
+    let file = fs::File::options().write(true).open(ten.join(".metadata")).unwrap();
+    file.set_modified(std::time::SystemTime::now() + Duration::from_secs(200)).unwrap();
+    until("10 is removed", || !ten.exists());
+    let store = setup.open_store();
+    let sources: Vec<_> =
+        store.list().unwrap().iter().map(|c| c.about.tags["source"].clone()).collect();
+    assert_eq!(sources, ["step-9.5", "step_7", "step_10"]);
+    daemon.stop();
+    setup.check_store(&[7, 9, 10]);
+    let mut left: Vec<_> = fs::read_dir(folder)
+        .unwrap()
+        .map(|e| e.unwrap().file_name().into_string().unwrap())
+        .collect();
+    left.sort();
+    assert_eq!(left, ["convert", "run", "step-9.5"]);
+}
+
+#[test]
+fn a_folder_is_removed_whole_though_the_process_is_killed() {
+    let drop_folder = tempfile::tempdir().unwrap();
+    let folder = drop_folder.path();
+    let setup = Setup::new(&format!(
+        "[watch]\nfolder = {folder:?}\nremove = true\nsettle_seconds = 0\npt_converter = {:?}\n",
+        folder.join("convert")
+    ));
+    make_converter(&folder.join("convert"));
+    write_folder(&folder.join("step_1"), 1);
+    complete(&folder.join("step_1"));
+    let mut daemon = setup.start_with("durable:1", |_| {});
+    assert!(!daemon.wait().success());
+    drop(daemon);
+    // As a process leaves it that is killed while it removes.
+    let hidden = folder.join(".s4w-removed-step_1");
+    fs::rename(folder.join("step_1"), &hidden).unwrap();
+    fs::remove_file(hidden.join(".metadata")).unwrap();
+    let daemon = setup.start();
+    until("it is gone", || !hidden.exists());
+    daemon.stop();
+    setup.check_store(&[1]);
 }

@@ -1,7 +1,8 @@
-"""The command ``s4w``: the native program, and PyTorch's own files, which need PyTorch."""
+"""The command ``s4w``: the native program, and PyTorch's own files and folders, which need PyTorch."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -22,7 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     paths = [a for a in arguments[1:] if not a.startswith("-")]
     command = arguments[0] if arguments else ""
     pickles = any(path.endswith(PICKLES) for path in paths)
-    if pickles and command == "compress":
+    is_folder = bool(paths) and os.path.isdir(paths[0])
+    if command == "compress" and (pickles or is_folder):
         return _convert(arguments[1:], paths, _compress)
     if pickles and command == "decompress":
         return _convert(arguments[1:], paths, _decompress)
@@ -97,10 +99,16 @@ def _compress(source: str, target: str | None = None) -> str:
     import torch
 
     from . import save
+    from ._dcp_folder import load_folder
 
-    target = target or str(Path(source).with_suffix(".s4w"))
-    # The file's own pickle runs restricted: nothing but tensors and plain values.
-    report = save(torch.load(source, map_location="cpu", weights_only=True), target)
+    if os.path.isdir(source):
+        target = target or f"{source.rstrip(os.sep)}.s4w"
+        state = load_folder(source)
+    else:
+        target = target or str(Path(source).with_suffix(".s4w"))
+        # The file's own pickle runs restricted: nothing but tensors and plain values.
+        state = torch.load(source, map_location="cpu", weights_only=True)
+    report = save(state, target)
     ratio = report["bytes_in"] / max(report["bytes_out"], 1)
     return (
         f"{target}: {report['tensors']} tensors, {report['bytes_in']} -> "

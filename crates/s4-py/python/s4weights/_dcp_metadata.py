@@ -44,7 +44,7 @@ def to_json(metadata: Metadata, names: dict[MetadataIndex, str]) -> bytes:
     ]
     planner = metadata.planner_data
     if planner is not None:
-        planner = {fqn: _path(fqn, path) for fqn, path in _items(planner)}
+        planner = planner_paths(planner)
     everything = {"version": VERSION, "state": state, "planner": planner, "pieces": pieces}
     return json.dumps(everything, separators=(",", ":")).encode()
 
@@ -69,23 +69,24 @@ def from_json(text: bytes, where: str) -> tuple[Metadata, dict[MetadataIndex, st
     return Metadata(state, planner, dict(names)), names
 
 
-def _items(planner: Any) -> Any:
+def planner_paths(planner: Any) -> dict[str, tuple[str | int, ...]]:
+    """Where each entry is in the nested state dict: what PyTorch's default planners note."""
     if not isinstance(planner, dict):
         raise UnsupportedFormatError(
             f"planner_data of type {type(planner).__name__}: only what PyTorch's default planners "
             "keep there can be stored, since nothing is pickled"
         )
-    return planner.items()
+    return {fqn: _path(fqn, path) for fqn, path in planner.items()}
 
 
-def _path(fqn: str, path: Any) -> list[str | int]:
+def _path(fqn: str, path: Any) -> tuple[str | int, ...]:
     parts: list[Any] = list(path) if isinstance(path, (tuple, list)) else [None]
     for part in parts:
         if type(part) not in (str, int):
             raise UnsupportedFormatError(
                 f"planner_data of {fqn!r} is {path!r}: a path of texts and integers expected"
             )
-    return parts
+    return tuple(parts)
 
 
 def _entry(fqn: str, value: Any) -> dict[str, Any]:

@@ -83,6 +83,9 @@ async fn leftovers_of_killed_writers_are_swept() {
     for path in [&log, &data] {
         std::fs::write(path, b"half").unwrap();
     }
+    // The clock was set back since this one was written.
+    let tomorrow = std::time::SystemTime::now() + Duration::from_secs(86_400);
+    std::fs::File::options().write(true).open(&data).unwrap().set_modified(tomorrow).unwrap();
     let gentle = store.sweep(&SweepOptions::default()).await.unwrap();
     assert!(gentle.deleted.is_empty() && log.exists());
     let mut now = SweepOptions { grace: Duration::ZERO, exclusive: true, dry_run: true };
