@@ -4,7 +4,7 @@
 //! A copy takes as long as the link does, whatever is encoded how. The memory is kept for the next copies, within the budget
 //! that encoded frames have.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use s4_codec_gpu::{Cuda, Device, GpuError, Pinned, Result, Stream};
@@ -98,12 +98,9 @@ impl HostMemory {
 
     /// A stream for each device, behind what was queued on the streams of its memory.
     fn streams(&self, cuda: &Cuda, from: &[DeviceMemory]) -> Result<BTreeMap<u32, Arc<Stream>>> {
-        let mut out = BTreeMap::new();
-        for ordinal in from.iter().map(DeviceMemory::ordinal) {
-            if !out.contains_key(&ordinal) {
-                out.insert(ordinal, self.stream(cuda, ordinal)?);
-            }
-        }
+        let ordinals: BTreeSet<_> = from.iter().map(DeviceMemory::ordinal).collect();
+        let streams = ordinals.into_iter().map(|o| Ok((o, self.stream(cuda, o)?)));
+        let out = streams.collect::<Result<BTreeMap<_, _>>>()?;
         for (ordinal, stream) in &out {
             let (device, mut seen) = (stream.device(), vec![]);
             // What was allocated where the last of them lies: many are parts of the same.

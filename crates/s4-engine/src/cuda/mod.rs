@@ -117,8 +117,11 @@ pub struct CudaEngine {
     copies: Arc<HostMemory>,
     /// nvCOMP, once it was needed and found.
     library: Mutex<Option<Arc<Library>>>,
-    workers: Mutex<BTreeMap<(u32, Task), Arc<Mutex<Worker>>>>,
+    workers: Mutex<BTreeMap<(u32, Task), SharedWorker>>,
 }
+
+/// A worker, which one call has at a time.
+type SharedWorker = Arc<Mutex<Worker>>;
 
 /// The least device memory and pinned memory, in bytes, that have room for a worker for each task: then tensors are planned
 /// while others are encoded.
@@ -149,7 +152,7 @@ impl std::fmt::Debug for CudaEngine {
 }
 
 /// The workers of some devices, in ascending order: the order in which they are locked.
-struct Workers(Vec<(u32, Arc<Mutex<Worker>>)>);
+struct Workers(Vec<(u32, SharedWorker)>);
 
 impl Workers {
     fn lock(&self, ordinal: u32) -> Option<MutexGuard<'_, Worker>> {
