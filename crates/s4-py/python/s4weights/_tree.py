@@ -123,7 +123,7 @@ class TreeEncoder:
         self._is_strided = strided_test()
         # Names of dimensions, which PyTorch gives up.
         self._may_have_names = hasattr(torch.Tensor, "names")
-        self._tensor_kinds = (torch.Tensor, torch.nn.Parameter)
+        self._tensor_kinds: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
 
     def encode(self, obj: object) -> str:
         """The tree as JSON text.

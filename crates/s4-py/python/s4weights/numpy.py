@@ -245,6 +245,7 @@ class _Encoder(TreeEncoder):
         # Nothing of the base class's, which is about tensors.
         self._seen: set[int] = set()
         self._nodes = 0
+        self._tensor_kinds = ()
         self._kinds = {
             **dict.fromkeys((type(None), bool, str), TreeEncoder._same),
             int: TreeEncoder._int,
