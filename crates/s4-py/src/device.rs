@@ -10,11 +10,15 @@ use s4weights::cuda::{
 };
 use s4weights::{DType, Error, TensorSource};
 
+use crate::object::Sources;
 use crate::watch::watched;
 use crate::writer::{to_value_error, values};
 
 /// Number of the device, or -1 for the host; handle of the stream that the memory was used on.
-type Where = (i64, u64);
+pub(crate) type Where = (i64, u64);
+
+/// Address, bytes, and where.
+pub(crate) type DeviceRange = (usize, usize, Where);
 
 /// Name, dtype, shape, address, bytes, and where.
 pub(crate) type PlacedTensor = (String, String, Vec<u64>, usize, usize, Where);
@@ -70,14 +74,15 @@ impl CudaEngine {
         watched(py, None, || self.0.open(ordinal).map_err(of_engine))
     }
 
-    /// Queues copies of tensors, given by address, bytes and where, on the streams that they are used on.
-    /// `leave`: bytes of each device's memory, by its number, that must stay free.
+    /// Queues copies of values on devices, on the streams that they are used on. `leave`: bytes of each device's
+    /// memory, by its number, that must stay free.
     fn copy(
         &self,
         py: Python<'_>,
-        tensors: Vec<(usize, usize, Where)>,
+        sources: &Sources,
         leave: BTreeMap<u32, u64>,
     ) -> PyResult<DeviceCopies> {
+        let tensors = sources.on_devices();
         let mut lists = BTreeMap::<u32, (Vec<usize>, Vec<DeviceMemory>)>::new();
         for (i, &(address, nbytes, place)) in tensors.iter().enumerate() {
             let memory = memory(address, nbytes, place)?;
@@ -102,13 +107,10 @@ impl CudaEngine {
         })
     }
 
-    /// Copies tensors, given by address, bytes and where, to page-locked memory of the host, which is kept for the next
-    /// copies. They are made when this returns.
-    fn copy_to_host(
-        &self,
-        py: Python<'_>,
-        tensors: Vec<(usize, usize, Where)>,
-    ) -> PyResult<HostCopies> {
+    /// Copies values on devices to page-locked memory of the host, which is kept for the next copies. They are made
+    /// when this returns.
+    fn copy_to_host(&self, py: Python<'_>, sources: &Sources) -> PyResult<HostCopies> {
+        let tensors = sources.on_devices();
         let memory = tensors.iter().map(|&(address, nbytes, place)| memory(address, nbytes, place));
         let memory = memory.collect::<PyResult<Vec<_>>>()?;
         watched(py, None, || {
@@ -275,7 +277,8 @@ pub(crate) fn requests(list: &[DeviceRequest]) -> PyResult<Vec<(usize, DeviceMem
     list.iter().map(|r| Ok((r.0, memory(r.1, r.2, r.3)?))).collect()
 }
 
-fn memory(address: usize, nbytes: usize, (ordinal, stream): Where) -> PyResult<DeviceMemory> {
+/// Values in the memory of a CUDA device.
+pub(crate) fn memory(address: usize, nbytes: usize, (ordinal, stream): Where) -> PyResult<DeviceMemory> {
     let ordinal = u32::try_from(ordinal);
     let ordinal = ordinal.map_err(|_| PyValueError::new_err("a device's number expected"))?;
     // SAFETY:

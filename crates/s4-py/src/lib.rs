@@ -6,13 +6,15 @@
 //! other Python threads can continue and a process may fork between calls. Ctrl-C stops it, its panics
 //! become exceptions (`watch`), and what it logs goes to Python's `logging` (`log`).
 //!
-//! What is deliberately absent: Python objects and PyTorch, which the package's Python part knows.
+//! Of Python objects it knows what a saved one is made of (`object`), since thousands of tensors take too long to
+//! describe in Python. Everything else that has to do with PyTorch is in the package's Python part.
 
 mod codec;
 mod copy;
 mod device;
 mod errors;
 mod log;
+mod object;
 mod panics;
 mod ranks;
 mod reader;
@@ -32,6 +34,7 @@ use pyo3::types::PyBytes;
 use codec::{Compressed, TensorCodec};
 use copy::copy_memory;
 use device::{CudaEngine, DeviceCopies, HostCopies};
+use object::{Sources, Storages};
 use reader::Reader;
 use store::Store;
 use watch::{detached, watched};
@@ -143,6 +146,9 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<CudaEngine>()?;
     m.add_class::<DeviceCopies>()?;
     m.add_class::<HostCopies>()?;
+    m.add_function(wrap_pyfunction!(object::write_tree, m)?)?;
+    m.add_class::<Storages>()?;
+    m.add_class::<Sources>()?;
     m.add_class::<Writer>()?;
     m.add_class::<Reader>()
 }

@@ -17,10 +17,11 @@ use s4weights::{Contents, StagedFn};
 use serde_json::value::RawValue;
 use serde_json::{Value, json};
 
-use crate::device::{CudaEngine, PlacedTensor, placed};
+use crate::device::CudaEngine;
+use crate::object::Sources;
 use crate::reader::Reader;
 use crate::watch::{Watcher, progress};
-use crate::writer::{in_groups, to_value_error};
+use crate::writer::to_value_error;
 
 /// A store that is open. Calls may come from several threads.
 #[pyclass(frozen, module = "s4weights._core")]
@@ -88,7 +89,7 @@ impl Store {
     /// not needed any more, with `host_changes` when no tensor's are; `staging_memory`: bytes that may wait
     /// to be uploaded until then. Returns the entry and the report, as JSON.
     #[pyo3(signature = (
-        step, tensors, *, groups, roles, tree, blobs, metadata, metrics, tags, base, callback, engine,
+        step, sources, *, roles, tree, blobs, metadata, metrics, tags, base, callback, engine,
         staged, host_changes, staging_memory
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords")]
@@ -96,8 +97,7 @@ impl Store {
         &self,
         py: Python<'_>,
         step: u64,
-        tensors: Vec<PlacedTensor>,
-        groups: Vec<u8>,
+        sources: &Sources,
         roles: Option<String>,
         tree: Option<String>,
         blobs: HashMap<String, PyBackedBytes>,
@@ -111,7 +111,8 @@ impl Store {
         host_changes: bool,
         staging_memory: Option<usize>,
     ) -> PyResult<String> {
-        let sources = in_groups(tensors.iter().map(placed), &groups)?;
+        let list = sources.list();
+        let tensors = list.iter().map(|s| s.tensor()).collect::<PyResult<Vec<_>>>()?;
         let (roles, contents) = (parse_roles(roles)?, contents(tree, blobs, metadata)?);
         let staged = staged.map(teller);
         let saved = self.watcher.run(py, callback, || {
@@ -127,7 +128,7 @@ impl Store {
                 staging_memory,
                 engine: engine.map(|e| Arc::clone(&e.get().0)),
             };
-            self.inner.save(step, &sources, &options)
+            self.inner.save(step, &tensors, &options)
         })?;
         Ok(saved_json(&saved))
     }

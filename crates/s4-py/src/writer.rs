@@ -4,15 +4,16 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::exceptions::{PyIndexError, PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use s4weights::{
     DType, Preset, StorageOptions, Target, TensorSource, WriteOptions, check_storage_options,
 };
 
-use crate::device::{self, CudaEngine, PlacedTensor};
+use crate::device::CudaEngine;
 use crate::errors::to_python;
+use crate::object::Sources;
 use crate::sink::PySink;
 use crate::store::{contents, parse_roles};
 use crate::watch::{Watcher, progress};
@@ -86,23 +87,29 @@ impl Writer {
         Ok(())
     }
 
-    /// As `write`, for tensors of the host and of CUDA devices. `ahead`: bytes of encoded values of devices that may
-    /// wait to be written.
-    #[pyo3(signature = (engine, tensors, groups, progress, ahead=None))]
-    fn write_placed(
+    /// Writes the sources from `first` to before `end`. Those on CUDA devices need an engine. `ahead`: bytes of
+    /// encoded values of devices that may wait to be written.
+    #[pyo3(signature = (engine, sources, first, end, progress, ahead=None))]
+    #[expect(clippy::too_many_arguments, reason = "what, which of it, and how")]
+    fn write_sources(
         &self,
         py: Python<'_>,
-        engine: Py<CudaEngine>,
-        tensors: Vec<PlacedTensor>,
-        groups: Vec<u8>,
+        engine: Option<Py<CudaEngine>>,
+        sources: &Sources,
+        first: usize,
+        end: usize,
         progress: Option<Py<PyAny>>,
         ahead: Option<usize>,
     ) -> PyResult<()> {
-        let sources = in_groups(tensors.iter().map(device::placed), &groups)?;
+        let list = sources.list();
+        let some = list.get(first..end).ok_or_else(|| PyIndexError::new_err((first, end)))?;
+        let tensors = some.iter().map(|s| s.tensor()).collect::<PyResult<Vec<_>>>()?;
         let mut writer = self.take()?;
-        writer.set_engine(Arc::clone(&engine.get().0));
-        writer.set_ahead(ahead);
-        let work = move || writer.write(&sources).map(|()| writer);
+        if let Some(engine) = engine {
+            writer.set_engine(Arc::clone(&engine.get().0));
+            writer.set_ahead(ahead);
+        }
+        let work = move || writer.write(&tensors).map(|()| writer);
         let writer = self.watcher.run(py, progress, work)?;
         self.lock().replace(writer);
         Ok(())

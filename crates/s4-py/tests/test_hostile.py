@@ -28,8 +28,7 @@ def save_stream(stream: bytes, path: Path, state: object = None) -> None:
     from s4weights._device import Compute
     from s4weights._progress import Progress
 
-    groups = [0] * len(storages)
-    storages.write(writer, groups, Progress(None, 0, "save"), Compute("cpu", None))
+    storages.write(writer, Progress(None, 0, "save"), Compute("cpu", None))
     writer.finish(None, {"pickle": stream}, {})
 
 
@@ -139,7 +138,7 @@ def save_tree(root: object, path: Path) -> None:
     from s4weights._device import Compute
     from s4weights._progress import Progress
 
-    storages.write(writer, [0], Progress(None, 0, "save"), Compute("cpu", None))
+    storages.write(writer, Progress(None, 0, "save"), Compute("cpu", None))
     writer.finish(json.dumps({"root": root}), {}, {})
 
 

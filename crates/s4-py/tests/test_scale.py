@@ -111,20 +111,20 @@ def test_storages_of_other_devices_are_staged_in_parts(
     for i, tensor in enumerate(tensors):
         hint = _storages.Hint(f"t{i}", torch.float32, tuple(tensor.shape))
         storages.number(Remote(tensor), lambda hint=hint: hint)  # type: ignore[arg-type]
-    batches = []
-    write_batch = _storages._write_batch
-
-    def counted(writer: Any, engine: Any, batch: Any, groups: Any, progress: Any) -> None:
-        batches.append(len(batch))
-        write_batch(writer, engine, batch, groups, progress)
-        live["now"] = 0
-
-    monkeypatch.setattr(_storages, "_write_batch", counted)
     stream = io.BytesIO()
-    writer = s4weights._save._core.Writer(None, None, stream, "fast", None, {})
+    native = s4weights._save._core.Writer(None, None, stream, "fast", None, {})
+    parts = []
+
+    class Writer:
+        def write_sources(self, engine: Any, sources: Any, first: int, end: int, progress: Any) -> None:
+            parts.append(end - first)
+            native.write_sources(engine, sources, first, end, progress)
+            live["now"] = 0
+
+    writer: Any = Writer()
     compute = s4weights._save.Compute("auto", None)
-    storages.write(writer, bytes(21), s4weights._save.Progress(None, 6000, "save"), compute)
-    writer.finish(None, {}, {})
-    assert batches == [5, 5, 5, 5, 1] and live["most"] == 2000
+    storages.write(writer, s4weights._save.Progress(None, 6000, "save"), compute)
+    native.finish(None, {}, {})
+    assert parts == [5, 5, 5, 5, 1] and live["most"] == 2000
     loaded = s4weights.load(io.BytesIO(stream.getvalue()))
     assert_identical(tensors, list(loaded.values()))

@@ -18,7 +18,7 @@ import torch
 
 import s4weights
 from compare import assert_identical
-from s4weights import CheckpointStore, LimitError, S4Error, _pending, _staging
+from s4weights import CheckpointStore, LimitError, S4Error, _pending, _staging, _storages
 
 STAGES = ["auto", "device", "host", "lazy"]
 
@@ -468,8 +468,9 @@ class FakeEngine:
     def memory(self, ordinal: int) -> tuple[int, int]:
         return self.free, 80 << 30
 
-    def copy(self, tensors: Any, leave: dict[int, int]) -> FakeCopies:
+    def copy(self, sources: Any, leave: dict[int, int]) -> FakeCopies:
         self.leave = leave
+        tensors = sources.on_devices()
         needed = sum(nbytes for _, nbytes, _ in tensors)
         if needed + leave[0] > self.free:
             raise LimitError(f"a copy needs {needed} bytes")
@@ -478,7 +479,8 @@ class FakeEngine:
     def after(self, ordinal: int, stream: int) -> int:
         return stream + 1000
 
-    def copy_to_host(self, tensors: Any) -> FakeHostCopies:
+    def copy_to_host(self, sources: Any) -> FakeHostCopies:
+        tensors = sources.on_devices()
         needed = sum(nbytes for _, nbytes, _ in tensors)
         if needed > self.pinned:
             raise LimitError(f"copies need {needed} bytes")
@@ -508,7 +510,7 @@ class FakeStorage:
     device = torch.device("cuda", 0)
 
     def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
+        self._nbytes, self._cdata = nbytes, id(self)
 
     def nbytes(self) -> int:
         return self._nbytes
@@ -518,101 +520,101 @@ class FakeStorage:
 
 
 @pytest.fixture
-def entries(monkeypatch: pytest.MonkeyPatch) -> Any:
+def storages(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A tensor on a device, one in host memory, and an empty one."""
-    monkeypatch.setattr(_staging.Places, "_find", lambda _, d: (0, 5) if d.index == 0 else (-1, 0))
+    monkeypatch.setattr(_staging, "current_streams", lambda ordinals: dict.fromkeys(ordinals, 5))
     monkeypatch.setattr(_staging, "_regrowth", lambda ordinal: 1 << 30)
     host = torch.arange(10.0).untyped_storage()
-    storages: list[Any] = [FakeStorage(4 << 30), host, FakeStorage(0)]
-    return [
-        SimpleNamespace(storage=storage, name=str(i), dtype="bytes", shape=(storage.nbytes(),))
-        for i, storage in enumerate(storages)
-    ]
+    found = _storages.StorageWriter()
+    all_storages: list[Any] = [FakeStorage(4 << 30), host, FakeStorage(0)]
+    for storage in all_storages:
+        found.number(storage, lambda: _storages.Hint("t", torch.uint8, None))
+    return found
 
 
-def stage_fake(entries: Any, free: int, stage: str, pinned: int = 0, **budget: Any) -> Any:
+def stage_fake(storages: Any, free: int, stage: str, pinned: int = 0, **budget: Any) -> Any:
     engine: Any = FakeEngine(free, pinned)
     buffer = _pending.HostBuffer(None)
-    values = _staging.stage_values(entries, engine, stage, buffer, _staging.Budget(**budget))
+    values = _staging.stage_values(storages, engine, stage, buffer, _staging.Budget(**budget))
     return values, engine
 
 
-def test_there_is_room_if_enough_stays_free(entries: Any) -> None:
+def test_there_is_room_if_enough_stays_free(storages: Any) -> None:
     # 4 GiB; a tenth of the device, and 1 GiB that PyTorch once had, stay free.
     room = (4 + 8 + 1) << 30
     for stage in ("auto", "device"):
-        values, engine = stage_fake(entries, room, stage)
+        values, engine = stage_fake(storages, room, stage)
         assert (values.stage, values.waits, values.is_ready) == ("device", False, True)
         assert engine.leave == {0: 9 << 30}
         assert values.sources[0][3:] == (1 << 40, 4 << 30, (0, 99))
         assert values.sources[1][5] == values.sources[2][5] == (-1, 0)
-        assert values.sources[1][3] != entries[1].storage.data_ptr()
+        assert values.sources[1][3] != storages.all()[1].data_ptr()
         assert values.sources[2][3:5] == (0, 0)
         values.settle()
-        assert values._held == []
+        assert values._held is None
         values.release()
         assert values._copies.done == ["wait", "free"]
-    values, _ = stage_fake(entries, room - 1, "auto")
+    values, _ = stage_fake(storages, room - 1, "auto")
     assert (values.stage, values.waits, values.is_ready) == ("host", True, False)
     assert values.sources[0][3:] == (1 << 30, 4 << 30, (0, 5))
-    assert len(values._held) == 3
+    assert len(values._held.native) == 3
     with pytest.raises(LimitError, match=rf'stage="device".*{4 << 30} bytes'):
-        stage_fake(entries, room - 1, "device")
-    values, engine = stage_fake(entries, 5 << 30, "auto", device_reserve=0)
+        stage_fake(storages, room - 1, "device")
+    values, engine = stage_fake(storages, 5 << 30, "auto", device_reserve=0)
     assert values.stage == "device" and engine.leave == {0: 1 << 30}
-    values, engine = stage_fake(entries, room, "auto", scratch=1)
+    values, engine = stage_fake(storages, room, "auto", scratch=1)
     assert values.stage == "host" and engine.leave == {0: (9 << 30) + 1}
 
 
-def test_lazy_reads_behind_what_was_queued_at_the_call(entries: Any) -> None:
-    values, _ = stage_fake(entries, 0, "lazy")
+def test_lazy_reads_behind_what_was_queued_at_the_call(storages: Any) -> None:
+    values, _ = stage_fake(storages, 0, "lazy")
     assert (values.stage, values.waits, values.is_ready) == ("lazy", False, False)
-    assert values.reads_host and len(values._held) == 3
+    assert values.reads_host and len(values._held.native) == 3
     assert values.sources[0][3:] == (1 << 30, 4 << 30, (0, 1005))
-    assert values.sources[1][3] == entries[1].storage.data_ptr()
+    assert values.sources[1][3] == storages.all()[1].data_ptr()
     values.settle()
-    assert len(values._held) == 3
+    assert len(values._held.native) == 3
     values.release()
-    assert values._held == []
+    assert values._held is None
 
 
-def test_host_waits_for_the_device(entries: Any) -> None:
-    values, _ = stage_fake(entries, 80 << 30, "host")
+def test_host_waits_for_the_device(storages: Any) -> None:
+    values, _ = stage_fake(storages, 80 << 30, "host")
     assert (values.stage, values.waits, values.reads_host) == ("host", True, False)
     assert values.sources[0][5] == (0, 5)
-    values, _ = stage_fake(entries, 80 << 30, "host", host=39)
+    values, _ = stage_fake(storages, 80 << 30, "host", host=39)
     assert values.waits and values.reads_host
-    values, _ = stage_fake(entries, 80 << 30, "host", host=50)
+    values, _ = stage_fake(storages, 80 << 30, "host", host=50)
     assert not values.reads_host and values.upload_memory == 10
 
 
-def test_host_copies_if_page_locked_memory_has_room(entries: Any) -> None:
+def test_host_copies_if_page_locked_memory_has_room(storages: Any) -> None:
     for stage in ("auto", "host"):
-        values, _ = stage_fake(entries, 0, stage, pinned=4 << 30)
+        values, _ = stage_fake(storages, 0, stage, pinned=4 << 30)
         assert (values.stage, values.waits, values.is_ready) == ("host", False, True)
         assert values.engine is None and not values.reads_host
         assert values.sources[0][3:] == (1 << 50, 4 << 30, (-1, 0))
-        assert values.sources[1][3] != entries[1].storage.data_ptr()
+        assert values.sources[1][3] != storages.all()[1].data_ptr()
         # They are read until the save ends, when nothing reads the caller's tensors any more.
         values.settle()
-        assert values._held == []
+        assert values._held is None
         values.release()
         assert not values._host_copies.is_free
         values.end()
         assert values._host_copies.is_free
-    values, _ = stage_fake(entries, 0, "host", pinned=(4 << 30) - 1)
+    values, _ = stage_fake(storages, 0, "host", pinned=(4 << 30) - 1)
     assert values.waits and values._host_copies is None
     # What staging may take of host memory counts them, too.
-    values, _ = stage_fake(entries, 0, "host", pinned=4 << 30, host=(4 << 30) - 1)
+    values, _ = stage_fake(storages, 0, "host", pinned=4 << 30, host=(4 << 30) - 1)
     assert values.waits and values._host_copies is None
-    values, _ = stage_fake(entries, 0, "host", pinned=4 << 30, host=(4 << 30) + 50)
+    values, _ = stage_fake(storages, 0, "host", pinned=4 << 30, host=(4 << 30) + 50)
     assert not values.waits and not values.reads_host and values.upload_memory == 10
 
 
 def test_a_guard_lets_streams_wait_for_copies(
-    entries: Any, monkeypatch: pytest.MonkeyPatch
+    storages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values, _ = stage_fake(entries, 80 << 30, "device")
+    values, _ = stage_fake(storages, 80 << 30, "device")
     stream = SimpleNamespace(cuda_stream=17)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda ordinal: stream)
     pending = s4weights.PendingSave(0, "somewhere")
@@ -627,7 +629,7 @@ def test_a_guard_lets_streams_wait_for_copies(
     assert values._copies.done == [("hold", 0, 17), "wait"]
 
 
-def test_without_an_engine_devices_are_not_copied(entries: Any) -> None:
+def test_without_an_engine_devices_are_not_copied(storages: Any) -> None:
     buffer = _pending.HostBuffer(None)
     with pytest.raises(S4Error, match='stage="device"'):
-        _staging.stage_values(entries, None, "device", buffer, _staging.Budget())
+        _staging.stage_values(storages, None, "device", buffer, _staging.Budget())

@@ -65,6 +65,73 @@ def is_url(text: str) -> bool:
 def command_line(arguments: Sequence[str]) -> int:
     """Runs ``s4w`` with arguments; gives its exit code."""
 
+def write_tree(obj: object, number: Callable[[Any, str], int]) -> str | None:
+    """The tree of an object as JSON; ``None`` if it cannot be one. ``number`` is asked once for each object
+    that is neither a plain value nor a container, with its path as a unique name, for the number of a
+    tensor of the file.
+    """
+
+class Storages:
+    """The storages of an object's tensors, numbered as they are met, each the tensor of a file that it
+    becomes. It keeps them alive.
+    """
+
+    def __len__(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes of all."""
+
+    def tree(self, obj: object) -> str | None:
+        """The object's tree as JSON, with its tensors' storages numbered; ``None`` if it cannot be one: then
+        this object is to be thrown away. Raises `S4Error` for tensors whose storage was freed.
+        """
+
+    def roles(self, obj: object) -> str | None:
+        """What tensors are to an optimizer, as JSON, if the object has one; weights and the optimizer's
+        state are in different groups from then on.
+        """
+
+    def find(self, storage: Any) -> int | None:
+        """The number of a storage, if it has been met."""
+
+    def add(self, storage: Any, name: str, dtype: Any, shape: Sequence[int] | None) -> int:
+        """Numbers a storage that has not been met; without a shape it is one dimension of all there is."""
+
+    def get(self, numbers: Sequence[int]) -> list[Any]:
+        """Storages by their numbers."""
+
+    def devices(self) -> list[int]:
+        """The numbers of the CUDA devices that have values."""
+
+    def sources(self, streams: Mapping[int, int]) -> Sources:
+        """Where the values are. ``streams``: of the CUDA devices on which values are to be read, by number,
+        the stream to read them on.
+        """
+
+class Sources:
+    """Where values are that are to be written. The caller keeps them alive."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, number: int) -> PlacedSource: ...
+    def nbytes(self, first: int = ..., end: int = ...) -> int:
+        """Bytes of those from ``first`` to before ``end``."""
+
+    def on_devices(self) -> list[tuple[int, int, Where]]:
+        """Address, bytes and place of values on CUDA devices."""
+
+    def device_nbytes(self) -> int:
+        """Bytes on CUDA devices."""
+
+    def on_host(self, elsewhere: bool = ...) -> list[tuple[int, int]]:
+        """Numbers and bytes of values in host memory; with ``elsewhere``, of those that must be copied there
+        first. Without those of no bytes.
+        """
+
+    def put(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Says that values were copied to host memory: number and address of each."""
+
+    def move_to(self, places: Sequence[tuple[int, Where]]) -> None:
+        """Says that all values on CUDA devices were copied: address and place of each copy, in order."""
+
 class Compressed:
     """A compressed tensor in memory; ``len`` is its size in bytes."""
 
@@ -81,21 +148,19 @@ class CudaEngine:
     def open(self, ordinal: int) -> None:
         """Opens a device, takes the scratch memory and gives it back."""
 
-    def copy(
-        self, tensors: Sequence[tuple[int, int, Where]], leave: Mapping[int, int]
-    ) -> DeviceCopies:
-        """Queues copies of tensors, given by address, bytes and where, on the streams that they are used
-        on: after what was queued there before, and before all that is queued later.
+    def copy(self, sources: Sources, leave: Mapping[int, int]) -> DeviceCopies:
+        """Queues copies of values on devices, on the streams that they are used on: after what was queued
+        there before, and before all that is queued later.
 
         ``leave``: bytes of each device's memory, by its number, that must stay free. Raises `LimitError`
-        if there is no room for the copies besides. Tensors of no bytes are allowed.
+        if there is no room for the copies besides.
         """
 
-    def copy_to_host(self, tensors: Sequence[tuple[int, int, Where]]) -> HostCopies:
-        """Copies tensors, given by address, bytes and where, to page-locked memory of the host, behind what was
-        queued on their streams before. The copies are made when it returns.
+    def copy_to_host(self, sources: Sources) -> HostCopies:
+        """Copies values on devices to page-locked memory of the host, behind what was queued on their streams
+        before. The copies are made when it returns.
 
-        Raises `LimitError` if ``frames`` leave no room for them. Tensors of no bytes are allowed.
+        Raises `LimitError` if ``frames`` leave no room for them.
         """
 
     def memory(self, ordinal: int) -> tuple[int, int]:
@@ -190,9 +255,8 @@ class Store:
     def save(
         self,
         step: int,
-        tensors: Sequence[PlacedSource],
+        sources: Sources,
         *,
-        groups: bytes,
         roles: str | None,
         tree: str | None,
         blobs: Mapping[str, bytes],
@@ -317,16 +381,18 @@ class Writer:
         each tensor.
         """
 
-    def write_placed(
+    def write_sources(
         self,
-        engine: CudaEngine,
-        tensors: Sequence[PlacedSource],
-        groups: bytes,
+        engine: CudaEngine | None,
+        sources: Sources,
+        first: int,
+        end: int,
         progress: Progress | None,
         ahead: int | None = ...,
     ) -> None:
-        """As `write`, of host and device memory. Nothing reads it any more when this returns. ``ahead``: bytes
-        of encoded values of devices that may wait, in page-locked memory, to be written after that.
+        """Encodes the values from ``first`` to before ``end``; those on CUDA devices need an engine. Nothing
+        reads their memory any more when this returns. ``ahead``: bytes of encoded values of devices that
+        may wait, in page-locked memory, to be written after that.
         """
 
     def finish(

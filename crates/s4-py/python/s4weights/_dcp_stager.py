@@ -13,10 +13,10 @@ import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from . import _core
-from ._device import HOST, Compute
+from ._device import Compute
 from ._pending import HostBuffer
-from ._staging import Budget, copy_on_devices, where_encoded
-from ._storages import Entry, is_strided
+from ._staging import Budget, copy_on_devices
+from ._storages import Hint, StorageWriter, is_strided
 
 #: Buffers that are kept for the next call.
 _SPARE = 2
@@ -127,12 +127,12 @@ class Stager(AsyncStager):  # type: ignore[misc]
         """
         if self._closed:
             raise ValueError("the stager is closed")
-        found = _Storages()
-        found.collect(state_dict)
+        found = StorageWriter()
+        _collect(state_dict, found)
         buffer = self._take()
         try:
             with torch.no_grad():
-                copies = self._copy(found.entries(), buffer)
+                copies = self._copy(found, buffer)
                 staged = _StagedState(_Copier(copies).copy(state_dict))
         except BaseException:
             # A copy may go on still, on a GPU: then nobody gets this memory again.
@@ -164,30 +164,30 @@ class Stager(AsyncStager):  # type: ignore[misc]
                 self._spare.append(buffer)
 
     def _copy(
-        self, entries: list[Entry], buffer: HostBuffer | _SharedBuffers
+        self, storages: StorageWriter, buffer: HostBuffer | _SharedBuffers
     ) -> dict[int, torch.Tensor]:
         """Copies storages; for each, by its identity, the bytes of the copy."""
         copies: dict[int, torch.Tensor] = {}
         if not self._shared:
-            copies = self._copy_on_devices(entries)
-        rest = [entry.storage for entry in entries if entry.storage._cdata not in copies]
+            copies = self._copy_on_devices(storages)
+        rest = [s for s in storages.all() if s._cdata not in copies]
         for storage, values in zip(rest, buffer.views(rest), strict=True):
             copies[storage._cdata] = values
         return copies
 
-    def _copy_on_devices(self, entries: list[Entry]) -> dict[int, torch.Tensor]:
-        ordinals = {e.storage.device.index for e in entries if e.storage.device.type == "cuda"}
-        engine = self._compute().engine(ordinals) if ordinals else None
-        wheres = where_encoded(entries, engine)
-        on_devices = copy_on_devices(entries, wheres, engine, "auto", self._budget)
+    def _copy_on_devices(self, storages: StorageWriter) -> dict[int, torch.Tensor]:
+        engine = storages.engine(self._compute())
+        sources = storages.sources(engine)
+        ordinals = storages.native.devices()
+        on_devices = copy_on_devices(sources, engine, ordinals, "auto", self._budget)
         if on_devices is None:
             return {}
-        there = [entry for entry, where in zip(entries, wheres, strict=True) if where != HOST]
+        there = [s for s in storages.all() if s.device.type == "cuda" and s.nbytes()]
         copies = {}
-        for entry, (address, where) in zip(there, on_devices.places(), strict=True):
-            held = _DeviceBytes(on_devices, address, entry.storage.nbytes())
+        for storage, (address, where) in zip(there, on_devices.places(), strict=True):
+            held = _DeviceBytes(on_devices, address, storage.nbytes())
             _device_copies[address] = held
-            copies[entry.storage._cdata] = torch.as_tensor(held, device=f"cuda:{where[0]}")
+            copies[storage._cdata] = torch.as_tensor(held, device=f"cuda:{where[0]}")
         return copies
 
 
@@ -212,32 +212,21 @@ def _inner(tensor: torch.Tensor) -> tuple[list[str], Any] | None:
     return names, context
 
 
-class _Storages:
-    """The storages of a state's tensors."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, torch.UntypedStorage] = {}
-
-    def collect(self, obj: Any) -> None:
-        if isinstance(obj, torch.Tensor):
-            inner = _inner(obj)
-            if inner is not None:
-                for name in inner[0]:
-                    self.collect(getattr(obj, name))
-            elif is_strided(obj) and obj.device.type in ("cpu", "cuda"):
-                storage = obj.untyped_storage()
-                self._found[storage._cdata] = storage
-        elif isinstance(obj, dict):
-            for value in obj.values():
-                self.collect(value)
-        elif isinstance(obj, (list, tuple)):
-            for value in obj:
-                self.collect(value)
-
-    def entries(self) -> list[Entry]:
-        return [
-            Entry(s, str(n), "uint8", (s.nbytes(),)) for n, s in enumerate(self._found.values())
-        ]
+def _collect(obj: Any, storages: StorageWriter) -> None:
+    """Numbers the storages of a state's tensors."""
+    if isinstance(obj, torch.Tensor):
+        inner = _inner(obj)
+        if inner is not None:
+            for name in inner[0]:
+                _collect(getattr(obj, name), storages)
+        elif is_strided(obj) and obj.device.type in ("cpu", "cuda"):
+            storages.number(obj.untyped_storage(), lambda: Hint("", torch.uint8, None))
+    elif isinstance(obj, dict):
+        for value in obj.values():
+            _collect(value, storages)
+    elif isinstance(obj, (list, tuple)):
+        for value in obj:
+            _collect(value, storages)
 
 
 class _Copier:

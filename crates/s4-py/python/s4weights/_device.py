@@ -164,16 +164,19 @@ class Places:
             found = self._found[device] = self._find(device)
         return found
 
-    def streams(self) -> dict[int, int]:
-        """The streams that were looked up, by number of the device."""
-        return {ordinal: stream for ordinal, stream in self._found.values() if ordinal >= 0}
-
     def _find(self, device: torch.device) -> tuple[int, int]:
         import torch
 
         if device.type != "cuda":
             return HOST
         return device.index, torch.cuda.current_stream(device).cuda_stream
+
+
+def current_streams(ordinals: Iterable[int]) -> dict[int, int]:
+    """The handles of the streams that are current on CUDA devices, by their numbers."""
+    import torch
+
+    return {n: torch.cuda.current_stream(n).cuda_stream for n in ordinals}
 
 
 def place(storage: torch.UntypedStorage) -> tuple[int, int]:

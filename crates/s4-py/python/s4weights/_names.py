@@ -32,13 +32,13 @@ _LEAVES = (
 
 def join(path: str, key: object) -> str:
     """The path of what lies under ``key`` of the object at ``path``: ``model.layers.0.weight``."""
-    text = key if type(key) is str else _label(key)
+    text = key if type(key) is str else label(key)
     path = f"{path}.{text}" if path else text
     # Objects may be nested without end; the end of a path says more than its beginning.
     return path if len(path) <= MAX_PATH else f"...{path[-MAX_PATH // 2 :]}"
 
 
-def _label(key: object, depth: int = 0) -> str:
+def label(key: object, depth: int = 0) -> str:
     """A key as text, without running code of its class."""
     if type(key) is int and key.bit_length() > 64:
         return hex(key)  # Python refuses to write very long ones in decimal.
@@ -46,35 +46,10 @@ def _label(key: object, depth: int = 0) -> str:
         return str(key)
     if type(key) is tuple and depth < MAX_LABEL_DEPTH:
         # Nested tuples would double the label at every level.
-        parts = [_label(part, depth + 1)[:MAX_NAME] for part in key[:MAX_LABEL_PARTS]]
+        parts = [label(part, depth + 1)[:MAX_NAME] for part in key[:MAX_LABEL_PARTS]]
         more = ["..."] if len(key) > MAX_LABEL_PARTS else []
         return f"({', '.join(parts + more)})"[:MAX_NAME]
     return type(key).__name__
-
-
-class UniqueNames:
-    """Makes names fit for the file: UTF-8 without NUL, of bounded length, each used once."""
-
-    def __init__(self) -> None:
-        # Each name that is used, with how often it was asked for.
-        self._used: dict[str, int] = {}
-
-    def take(self, path: str) -> str:
-        """A name for what is at this path."""
-        name = base = _clean(path) or "tensor"
-        while name in self._used:
-            self._used[base] += 1
-            name = f"{base}~{self._used[base]}"
-        self._used[name] = 1
-        return name
-
-
-def _clean(path: str) -> str:
-    if path.isascii() and "\0" not in path and len(path) < MAX_NAME - 16:
-        return path
-    raw = path.replace("\0", "\\0").encode("utf-8", "backslashreplace")
-    # The end says more than the beginning; 16 bytes are left for a suffix of `take`.
-    return raw[-(MAX_NAME - 16) :].decode("utf-8", "ignore")
 
 
 def walk_tensors(

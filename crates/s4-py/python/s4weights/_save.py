@@ -12,19 +12,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, overload
 
 from . import _core, _pickled
-from ._collection import NoCollection
 from ._device import Compute
 from ._errors import S4Error, UnsupportedFormatError
 from ._nvcomp import load_nvcomp
 from ._pending import HostBuffer, PendingFile
 from ._progress import Progress, ProgressArgument
 from ._report import Recorder
-from ._roles import find_roles
 from ._sources import FileLike, is_url
 from ._staging import Budget, Stage, check_stage, stage_values
 from ._storages import StorageWriter, write_sources
 from ._torch import OURS, call_original, require_torch
-from ._tree import NotPlain, TreeEncoder
 
 logger = logging.getLogger("s4weights")
 
@@ -162,11 +159,11 @@ def save(
     start = time.perf_counter()
     recorder = Recorder("save", f)
     storages, tree, stream = describe(obj, pickle_module, pickle_protocol)
-    groups, roles = find_roles(obj, storages)
+    roles = storages.find_roles(obj)
     blobs = {} if stream is None else {"pickle": stream}
     described = (tree, blobs, dict(metadata or {}))
-    tracker = Progress(progress, storages.nbytes, "save")
-    nbytes = recorder.raw_bytes = storages.nbytes
+    nbytes = recorder.raw_bytes = storages.nbytes()
+    tracker = Progress(progress, nbytes, "save")
 
     def write(writer: _core.Writer, values: Callable[[], None]) -> dict[str, Any]:
         with recorder.watch():
@@ -197,12 +194,12 @@ def save(
 
     writer = open_writer()
     if blocking:
-        return write(writer, lambda: storages.write(writer, groups, tracker, compute))
+        return write(writer, lambda: storages.write(writer, tracker, compute))
     pending = PendingFile(os.fspath(f) if isinstance(f, (str, os.PathLike)) else repr(f))
     try:
         engine = storages.engine(compute)
         with recorder.begin("stage"):
-            values = stage_values(storages.entries(), engine, stage, HostBuffer(threads), budget)
+            values = stage_values(storages, engine, stage, HostBuffer(threads), budget)
     except BaseException:
         writer.abort()
         tracker.close()
@@ -211,7 +208,7 @@ def save(
 
     def write_values() -> None:
         ahead = sys.maxsize if values.upload_memory is None else values.upload_memory
-        write_sources(writer, engine, values.sources, groups, tracker, pending._check, ahead)
+        write_sources(writer, engine, values.sources, tracker, pending._check, ahead)
         pending._finish_values()
 
     pending._start(lambda: write(writer, write_values))
@@ -228,11 +225,9 @@ def describe(
 ) -> tuple[StorageWriter, str | None, bytes | None]:
     """The storages of an object, and its tree or, if it is not plain, its pickle."""
     storages = StorageWriter()
-    try:
-        with NoCollection():
-            return storages, TreeEncoder(storages).encode(obj), None
-    except (NotPlain, RecursionError):
-        pass  # What pickling raises is not to be chained to this.
+    tree = storages.write_tree(obj)
+    if tree is not None:
+        return storages, tree, None
     storages = StorageWriter()
     return storages, None, _pickled.dump(obj, storages, pickle_module, protocol)
 

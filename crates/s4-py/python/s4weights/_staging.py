@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from . import _core
-from ._device import HOST, Places
+from ._device import HOST, current_streams
 from ._errors import LimitError, S4Error
 
 if TYPE_CHECKING:
     from ._pending import HostBuffer
-    from ._storages import Entry
+    from ._storages import StorageWriter
 
 Stage = Literal["auto", "device", "host", "lazy"]
 
@@ -52,10 +52,10 @@ def check_stage(stage: str, blocking: bool) -> None:
 class StagedValues:
     """The values of a save, wherever they are read from."""
 
-    def __init__(self, stage: str) -> None:
+    def __init__(self, stage: str, storages: StorageWriter, sources: _core.Sources) -> None:
         #: What was done: ``"device"``, ``"host"`` or ``"lazy"``.
         self.stage = stage
-        self.sources: list[_core.PlacedSource] = []
+        self.sources = sources
         #: What encodes those on devices; ``None``: there are none.
         self.engine: _core.CudaEngine | None = None
         #: Whether the caller is kept waiting until the native part needs its tensors no more.
@@ -64,10 +64,11 @@ class StagedValues:
         self.reads_host = False
         #: Bytes that may wait to be uploaded while values are needed; ``None``: no limit.
         self.upload_memory: int | None = None
-        self._held: list[Any] = []
+        # Keeps all storages alive, whatever the caller does.
+        self._held: StorageWriter | None = storages
         self._copies: _core.DeviceCopies | None = None
         self._host_copies: _core.HostCopies | None = None
-        self._ordinals: set[int] = set()
+        self._ordinals: list[int] = []
         # Host memory with copies: until the save ends.
         self._buffer: HostBuffer | None = None
 
@@ -81,7 +82,7 @@ class StagedValues:
         if self._copies is not None:
             self._copies.wait()
         if self.is_ready:
-            self._held = []
+            self._held = None
 
     def wait_copied(self) -> None:
         """Waits until copies on devices are made."""
@@ -99,7 +100,7 @@ class StagedValues:
 
     def release(self) -> None:
         """Nothing reads the caller's tensors or copies on devices any more."""
-        self._held = []
+        self._held = None
         if self._copies is not None:
             self._copies.free()
 
@@ -109,11 +110,10 @@ class StagedValues:
         if self._host_copies is not None:
             self._host_copies.free()
         self._buffer = None
-        self.sources = []
 
 
 def stage_values(
-    entries: Sequence[Entry],
+    storages: StorageWriter,
     engine: _core.CudaEngine | None,
     stage: str,
     buffer: HostBuffer,
@@ -127,76 +127,53 @@ def stage_values(
         LimitError: ``stage="device"``, and there is no room on a device.
         S4Error: ``stage="device"``, and devices are not used by `_core` here.
     """
-    places = Places()
-    wheres = where_encoded(entries, engine, places)
-    on_devices = {where[0] for where in wheres if where != HOST}
+    ordinals = storages.native.devices()
+    if engine is None and stage == "device" and ordinals:
+        raise S4Error(
+            'stage="device": values on CUDA devices go through host memory here; with '
+            'stage="auto" they are copied there'
+        )
+    streams = current_streams(ordinals) if engine is not None else {}
+    if engine is not None and stage == "lazy":
+        # Streams that come after what was queued so far, and after nothing else.
+        streams = {n: engine.after(n, stream) for n, stream in streams.items()}
+    sources = storages.sources(engine, streams)
+    on_devices = sources.device_nbytes() > 0
     copies = None
     if stage in ("auto", "device"):
-        copies = copy_on_devices(entries, wheres, engine, stage, budget)
+        copies = copy_on_devices(sources, engine, streams, stage, budget)
         stage = "host" if copies is None and (on_devices or stage == "auto") else "device"
-    values = StagedValues(stage)
-    if stage == "host":
-        values._host_copies = copy_to_host(entries, wheres, engine, budget)
+    values = StagedValues(stage, storages, sources)
+    if stage == "host" and on_devices:
+        values._host_copies = copy_to_host(sources, engine, budget)
     host = values._host_copies
-    values._copies, values._ordinals = copies, on_devices
+    values._copies, values._ordinals = copies, sorted(streams)
     values.engine = engine if on_devices and host is None else None
-    values.waits = stage == "host" and bool(on_devices) and host is None
+    values.waits = stage == "host" and on_devices and host is None
     if host is not None and budget.host is not None:
         budget = budget._replace(host=max(0, budget.host - host.nbytes()))
     values.upload_memory = budget.host
-    # Keeps all storages alive, whatever the caller does.
-    values._held = [entry.storage for entry in entries]
-    addresses: list[tuple[int, _core.Where] | None]
+    on_host = sources.on_host()
     if copies is not None:
-        found = iter(copies.places())
-        addresses = [None if where == HOST else next(found) for where in wheres]
+        sources.move_to(copies.places())
     elif host is not None:
-        there = iter(host.addresses())
-        addresses = [None if where == HOST else (next(there), HOST) for where in wheres]
-    else:
-        after = _streams(engine, places, on_devices) if stage == "lazy" else {}
-        addresses = [
-            None
-            if where == HOST
-            else (entry.storage.data_ptr(), (where[0], after.get(where[0], where[1])))
-            for entry, where in zip(entries, wheres, strict=True)
-        ]
-    _stage_host(values, entries, addresses, stage, buffer, budget)
+        sources.move_to([(address, HOST) for address in host.addresses()])
+    _stage_host(values, storages, on_host, stage, buffer, budget)
     return values
 
 
-def where_encoded(
-    entries: Sequence[Entry], engine: _core.CudaEngine | None, places: Places | None = None
-) -> list[_core.Where]:
-    """Where storages are, if they are to be encoded there."""
-    places = places or Places()
-    return [
-        places.of(entry.storage) if engine is not None and entry.storage.nbytes() else HOST
-        for entry in entries
-    ]
-
-
 def copy_on_devices(
-    entries: Sequence[Entry],
-    wheres: Sequence[_core.Where],
+    sources: _core.Sources,
     engine: _core.CudaEngine | None,
+    ordinals: Iterable[int],
     stage: str,
     budget: Budget,
 ) -> _core.DeviceCopies | None:
     """Copies on the devices; ``None`` if there is nothing to copy, or no room."""
-    if engine is None:
-        if stage == "device" and any(e.storage.device.type == "cuda" for e in entries):
-            raise S4Error(
-                'stage="device": values on CUDA devices go through host memory here; with '
-                'stage="auto" they are copied there'
-            )
-        return None
-    tensors = _on_devices(entries, wheres)
-    ordinals = {where[0] for _, _, where in tensors}
-    if not tensors:
+    if engine is None or not sources.device_nbytes():
         return None
     try:
-        return engine.copy(tensors, _leave(engine, ordinals, budget))
+        return engine.copy(sources, _leave(engine, ordinals, budget))
     except LimitError as error:
         if stage == "device":
             raise LimitError(
@@ -206,31 +183,16 @@ def copy_on_devices(
 
 
 def copy_to_host(
-    entries: Sequence[Entry],
-    wheres: Sequence[_core.Where],
-    engine: _core.CudaEngine | None,
-    budget: Budget,
+    sources: _core.Sources, engine: _core.CudaEngine | None, budget: Budget
 ) -> _core.HostCopies | None:
     """Copies in page-locked memory of the host; ``None`` if there is nothing to copy, or no room."""
-    tensors = _on_devices(entries, wheres)
-    nbytes = sum(size for _, size, _ in tensors)
-    if engine is None or not tensors or (budget.host is not None and nbytes > budget.host):
+    nbytes = sources.device_nbytes()
+    if engine is None or not nbytes or (budget.host is not None and nbytes > budget.host):
         return None
     try:
-        return engine.copy_to_host(tensors)
+        return engine.copy_to_host(sources)
     except S4Error:  # What else is wrong with a device, encoding on it tells.
         return None
-
-
-def _on_devices(
-    entries: Sequence[Entry], wheres: Sequence[_core.Where]
-) -> list[tuple[int, int, _core.Where]]:
-    """Address, bytes and place of what is on devices."""
-    return [
-        (entry.storage.data_ptr(), entry.storage.nbytes(), where)
-        for entry, where in zip(entries, wheres, strict=True)
-        if where != HOST
-    ]
 
 
 def _leave(engine: _core.CudaEngine, ordinals: Iterable[int], budget: Budget) -> dict[int, int]:
@@ -261,44 +223,30 @@ def _regrowth(ordinal: int) -> int:
     return max(0, peak - int(stats.get("reserved_bytes.all.current", 0)))
 
 
-def _streams(
-    engine: _core.CudaEngine | None, places: Places, ordinals: Iterable[int]
-) -> dict[int, int]:
-    """For each device a stream that comes after what was queued so far, and after nothing else."""
-    if engine is None:
-        return {}
-    current = places.streams()
-    return {ordinal: engine.after(ordinal, current[ordinal]) for ordinal in ordinals}
-
-
 def _stage_host(
     values: StagedValues,
-    entries: Sequence[Entry],
-    addresses: Sequence[tuple[int, _core.Where] | None],
+    storages: StorageWriter,
+    on_host: list[tuple[int, int]],
     stage: str,
     buffer: HostBuffer,
     budget: Budget,
 ) -> None:
-    """Copies what is not read on a device to the buffer, unless it is read where it is."""
-    there = [entry.storage for entry, at in zip(entries, addresses, strict=True) if at is None]
-    nbytes = sum(storage.nbytes() for storage in there)
+    """Copies what is not read on a device to the buffer; values ``on_host``, given by number and bytes,
+    may also be read where they are.
+    """
+    sources = values.sources
+    copied = sources.on_host(elsewhere=True)
+    nbytes = sum(size for _, size in (*copied, *on_host))
     fits = budget.host is None or nbytes <= budget.host
     if stage == "lazy" or not fits:
-        values.reads_host = any(s.device.type == "cpu" and s.nbytes() for s in there)
+        values.reads_host = bool(on_host)
         # Without a promise the caller waits until they are encoded.
         values.waits = values.waits or (values.reads_host and stage != "lazy")
-        there = [storage for storage in there if storage.device.type != "cpu"]
-    elif budget.host is not None:
-        values.upload_memory = budget.host - nbytes
+    else:
+        copied += on_host
+        if budget.host is not None:
+            values.upload_memory = budget.host - nbytes
     values._buffer = buffer
-    copied = iter(buffer.copy(there))
-    for entry, at in zip(entries, addresses, strict=True):
-        size = entry.storage.nbytes()
-        if at is not None:
-            address, where = at
-        elif values.reads_host and entry.storage.device.type == "cpu":
-            address, where = entry.storage.data_ptr(), HOST
-        else:
-            address, where = next(copied)[0], HOST
-        address = address if size else 0
-        values.sources.append((entry.name, entry.dtype, entry.shape, address, size, where))
+    numbers = [number for number, _ in copied]
+    copies = buffer.copy(storages.native.get(numbers))
+    sources.put([(number, address) for number, (address, _) in zip(numbers, copies, strict=True)])

@@ -8,13 +8,13 @@ dtype and shape of the first tensor that uses it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
-from ._device import HOST, Compute, Places
+from ._collection import NoCollection
+from ._device import HOST, Compute, Places, current_streams
 from ._errors import CorruptDataError, LimitError, S4Error
-from ._names import UniqueNames
 from ._progress import Progress
 
 if TYPE_CHECKING:
@@ -34,15 +34,6 @@ class Hint(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...] | None
-
-
-class Entry(NamedTuple):
-    """A storage, and the name, dtype and shape of the stored tensor that it becomes."""
-
-    storage: torch.UntypedStorage
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
 
 
 @functools.cache
@@ -69,132 +60,103 @@ class StorageWriter:
     """Numbers storages in the order in which they are met, then writes them in that order."""
 
     def __init__(self) -> None:
-        self._numbers: dict[int, int] = {}
-        # Of tensors that were described, by `id`: while the object that is saved keeps them.
-        self._tensors: dict[int, int] = {}
-        self._entries: list[Entry] = []
-        self._names = UniqueNames()
-        # Kinds of the devices that were met, which PyTorch makes a new text of for whoever asks.
-        self._kinds: dict[torch.device, str] = {}
-        self.nbytes = 0
+        self.native = _core.Storages()
+
+    def write_tree(self, obj: object) -> str | None:
+        """The tree of an object as JSON, its storages numbered; ``None`` if it is not plain: then this one
+        is to be thrown away.
+        """
+        with NoCollection():
+            return self.native.tree(obj)
+
+    def find_roles(self, obj: object) -> str | None:
+        """What tensors of an object are to its optimizer, as JSON, if there is one."""
+        with NoCollection():
+            return self.native.roles(obj)
 
     def number(self, storage: torch.UntypedStorage, hint: Callable[[], Hint]) -> int:
         """The number of a storage; ``hint`` is asked when it is met for the first time."""
-        found = self.find_storage(storage)
-        return self.add(storage, *hint()) if found is None else found
+        found = self.native.find(storage)
+        if found is None:
+            name, dtype, shape = hint()
+            # Halves of surrogate pairs are not UTF-8, as names are.
+            name = name.encode("utf-8", "backslashreplace").decode("utf-8")
+            found = self.native.add(storage, name, dtype, shape)
+        return found
 
-    def find_storage(self, storage: torch.UntypedStorage) -> int | None:
-        """The number of a storage, if it has been met."""
-        # The entry keeps the storage alive, so that the address is its alone.
-        return self._numbers.get(storage._cdata)
+    def nbytes(self) -> int:
+        """Bytes of all storages."""
+        return self.native.nbytes()
 
-    def add(
-        self,
-        storage: torch.UntypedStorage,
-        name: str,
-        dtype: torch.dtype,
-        shape: tuple[int, ...] | None,
-    ) -> int:
-        """Numbers a storage that has not been met before, from what a `Hint` knows."""
-        if storage.device not in self._kinds:
-            self._kind(storage)
-        nbytes, kind = storage.nbytes(), dtype_name(dtype)
-        if shape is None:
-            item = dtype.itemsize
-            if nbytes % item:
-                kind, item = "bytes", 1
-            shape = (nbytes // item,)
-        number = self._numbers[storage._cdata] = len(self._entries)
-        self._entries.append(Entry(storage, self._names.take(name), kind, shape))
-        self.nbytes += nbytes
-        return number
-
-    def _kind(self, storage: torch.UntypedStorage) -> str:
-        """The kind of a storage's device."""
-        device = storage.device
-        kind = self._kinds.get(device)
-        if kind is None:
-            kind = self._kinds[device] = device.type
-        return kind
-
-    def note(self, tensor: Any, number: int) -> None:
-        """Remembers the number of a tensor's storage, for `find`; the caller keeps the tensor."""
-        self._tensors[id(tensor)] = number
-
-    def entry(self, number: int) -> Entry:
-        """What has been noted of a storage."""
-        return self._entries[number]
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def entries(self) -> list[Entry]:
-        """Everything that has been noted, in order."""
-        return self._entries
-
-    def find(self, tensor: Any) -> int | None:
-        """The number of the storage of a tensor, if it has been met."""
-        known = self._tensors.get(id(tensor))
-        if known is not None:
-            return known
-        try:
-            return self._numbers.get(tensor.untyped_storage()._cdata)
-        except Exception:  # Wrappers without a storage of their own.
-            return None
+    def all(self) -> list[torch.UntypedStorage]:
+        """All storages, in order."""
+        return self.native.get(range(len(self.native)))
 
     def engine(self, compute: Compute) -> _core.CudaEngine | None:
         """The engine for the CUDA devices that storages are on; ``None`` if there are none, or if
         their values are to go through host memory.
         """
-        if "cuda" not in self._kinds.values():
-            return None
-        there = {
-            entry.storage.device.index
-            for entry in self._entries
-            if self._kind(entry.storage) == "cuda" and entry.storage.nbytes()
-        }
+        there = self.native.devices()
         return compute.engine(there) if there else None
 
+    def sources(
+        self, engine: _core.CudaEngine | None, streams: Mapping[int, int] | None = None
+    ) -> _core.Sources:
+        """Where the values are; with an engine those of CUDA devices are read there, on the current
+        streams unless others are named.
+        """
+        if engine is not None and streams is None:
+            streams = current_streams(self.native.devices())
+        return self.native.sources(streams or {} if engine is not None else {})
+
     def write(
-        self, writer: _core.Writer, groups: Sequence[int], progress: Progress, compute: Compute
+        self, writer: _core.Writer, progress: Progress, compute: Compute
     ) -> None:
-        """Hands all storages, and the group of each, to the native writer: those of the host and of
-        CUDA devices as they are, others copied to the host a few at a time.
+        """Hands all storages to the native writer: those of the host and of CUDA devices as they are,
+        others copied to the host a few at a time.
         """
         engine = self.engine(compute)
-        on_host = all(kind == "cpu" for kind in self._kinds.values())
-        places = Places()
-        batch: list[Any] = []
-        kinds: list[int] = []
-        staged: list[torch.UntypedStorage] = []
+        sources = self.sources(engine)
+        first = 0
+        staged: list[int] = []
         staged_bytes = 0
-        for entry, group in zip(self._entries, groups, strict=True):
-            storage = entry.storage
-            nbytes = storage.nbytes()
-            where = HOST
-            if engine is not None and nbytes:
-                where = places.of(storage)
-            if not on_host and where == HOST and self._kind(storage) != "cpu":
-                if staged and staged_bytes + nbytes > STAGING_BYTES:
-                    _write_batch(writer, engine, batch, kinds, progress)
-                    batch, kinds, staged, staged_bytes = [], [], [], 0
-                storage = storage.cpu()
-                staged.append(storage)
-                staged_bytes += nbytes
-            address = storage.data_ptr() if nbytes else 0
-            if engine is None:
-                batch.append((entry.name, entry.dtype, entry.shape, address, nbytes))
-            else:
-                batch.append((entry.name, entry.dtype, entry.shape, address, nbytes, where))
-            kinds.append(group)
-        _write_batch(writer, engine, batch, kinds, progress)
+        for number, nbytes in sources.on_host(elsewhere=True):
+            if staged and staged_bytes + nbytes > STAGING_BYTES:
+                self._write_part(writer, engine, sources, first, number, staged, progress)
+                first, staged, staged_bytes = number, [], 0
+            staged.append(number)
+            staged_bytes += nbytes
+        self._write_part(writer, engine, sources, first, len(sources), staged, progress)
+
+    def _write_part(
+        self,
+        writer: _core.Writer,
+        engine: _core.CudaEngine | None,
+        sources: _core.Sources,
+        first: int,
+        end: int,
+        staged: list[int],
+        progress: Progress,
+    ) -> None:
+        copies = copy_elsewhere(self, sources, staged)
+        writer.write_sources(engine, sources, first, end, progress.native())
+        progress.advance(sources.nbytes(first, end))
+        del copies
+
+
+def copy_elsewhere(
+    storages: StorageWriter, sources: _core.Sources, numbers: Sequence[int]
+) -> list[torch.UntypedStorage]:
+    """Copies storages of other devices to host memory; the copies, which the caller keeps."""
+    copies = [storage.cpu() for storage in storages.native.get(numbers)]
+    sources.put([(n, copy.data_ptr()) for n, copy in zip(numbers, copies, strict=True)])
+    return copies
 
 
 def write_sources(
     writer: _core.Writer,
     engine: _core.CudaEngine | None,
-    sources: list[_core.PlacedSource],
-    groups: Sequence[int],
+    sources: _core.Sources,
     progress: Progress,
     check: Callable[[], None],
     ahead: int,
@@ -209,35 +171,8 @@ def write_sources(
         if report is not None:
             report(done)
 
-    there = sources if engine else [source[:5] for source in sources]
-    _write(writer, engine, there, bytes(groups), watch, ahead)
-    progress.advance(sum(source[4] for source in sources))
-
-
-def _write_batch(
-    writer: _core.Writer,
-    engine: _core.CudaEngine | None,
-    batch: list[Any],
-    groups: list[int],
-    progress: Progress,
-) -> None:
-    _write(writer, engine, batch, bytes(groups), progress.native())
-    progress.advance(sum(tensor[4] for tensor in batch))
-
-
-def _write(
-    writer: _core.Writer,
-    engine: _core.CudaEngine | None,
-    sources: list[Any],
-    groups: bytes,
-    progress: _core.Progress | None,
-    ahead: int | None = None,
-) -> None:
-    """``sources`` say where they are if there is an engine."""
-    if engine is None:
-        writer.write(sources, groups, progress)
-    else:
-        writer.write_placed(engine, sources, groups, progress, ahead)
+    writer.write_sources(engine, sources, 0, len(sources), watch, ahead)
+    progress.advance(sources.nbytes())
 
 
 class StorageReader:
@@ -464,27 +399,16 @@ def _allocate(nbytes: int, device: torch.device | None = None) -> torch.UntypedS
 
 def is_strided(tensor: torch.Tensor) -> bool:
     """Whether a tensor is elements at strides of a storage, each of its element size."""
-    return strided_test()(tensor)
-
-
-@functools.cache
-def strided_test() -> Callable[[torch.Tensor], bool]:
-    """`is_strided`, with what it needs of PyTorch looked up: for who asks it of thousands."""
     import torch
 
-    strided, is_wrapped = torch.strided, torch._C._functorch.is_functorch_wrapped_tensor
-
-    def test(tensor: torch.Tensor) -> bool:
-        return bool(
-            tensor.layout is strided
-            and (tensor.is_cpu or tensor.is_cuda)
-            and not tensor.is_quantized
-            and not tensor.is_nested
-            and not tensor._is_zerotensor()
-            and not is_wrapped(tensor)
-        )
-
-    return test
+    return bool(
+        tensor.layout is torch.strided
+        and (tensor.is_cpu or tensor.is_cuda)
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor._is_zerotensor()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
 
 
 def require_storage(tensor: torch.Tensor, path: str) -> None:

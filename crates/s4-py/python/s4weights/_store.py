@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import _core, _live
 from ._catalog import Catalog
-from ._device import HOST, Compute, Places, free_pinned_memory
+from ._device import Compute, free_pinned_memory
 from ._entries import CheckpointEntry, Retention, listed
 from ._errors import CorruptDataError, UnsupportedFormatError
 from ._load import check_pickle_arguments, read
@@ -25,16 +25,11 @@ from ._load import load as read_file
 from ._pending import Deadline, HostBuffer, PendingSave
 from ._progress import Progress, ProgressArgument
 from ._report import Recorder
-from ._roles import find_roles
 from ._runner import RunnerClient
 from ._save import describe, require_little_endian
 from ._staging import Budget, Stage, StagedValues, check_stage, stage_values
+from ._storages import StorageWriter, copy_elsewhere
 from ._turn import Turn
-
-if TYPE_CHECKING:
-    import torch
-
-    from ._storages import StorageWriter
 
 logger = logging.getLogger("s4weights")
 
@@ -380,19 +375,19 @@ class CheckpointStore(Catalog):
         self._settle()
         recorder = Recorder("save", self.url, step)
         storages, tree, stream = describe(state, pickle_module, pickle_protocol)
-        groups, roles = find_roles(state, storages)
+        roles = storages.find_roles(state)
         blobs = {} if stream is None else {"pickle": stream}
         texts = dict(metadata or {})
         numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
         words = {str(name): str(value) for name, value in (tags or {}).items()}
-        tracker = Progress(progress, storages.nbytes, "save")
+        recorder.raw_bytes = storages.nbytes()
+        tracker = Progress(progress, recorder.raw_bytes, "save")
 
         engine = storages.engine(self._compute())
         self._used_devices |= engine is not None
-        recorder.raw_bytes = storages.nbytes
 
         def save(
-            sources: Sequence[_core.PlacedSource],
+            sources: _core.Sources,
             pending: PendingSave | None = None,
             values: StagedValues | None = None,
         ) -> CheckpointEntry:
@@ -407,7 +402,6 @@ class CheckpointStore(Catalog):
                 done = native.save(
                     step,
                     sources,
-                    groups=groups,
                     roles=roles,
                     tree=tree,
                     blobs=blobs,
@@ -436,16 +430,18 @@ class CheckpointStore(Catalog):
 
         if not blocking:
             return self._save_later(step, storages, watched, engine, stage, recorder)
-        held, sources = _sources(storages, engine is not None)
+        sources = storages.sources(engine)
+        elsewhere = [number for number, _ in sources.on_host(elsewhere=True)]
+        copies = copy_elsewhere(storages, sources, elsewhere)
         entry = watched(sources)
-        del held
+        del copies
         return entry
 
     def _save_later(
         self,
         step: int,
         storages: StorageWriter,
-        save: Callable[[Sequence[_core.PlacedSource], PendingSave, StagedValues], CheckpointEntry],
+        save: Callable[[_core.Sources, PendingSave, StagedValues], CheckpointEntry],
         engine: _core.CudaEngine | None,
         stage: str,
         recorder: Recorder,
@@ -454,7 +450,7 @@ class CheckpointStore(Catalog):
         # If the copy fails it may go on still, on a GPU: then nobody gets this memory again.
         buffer, self._spare = self._spare or HostBuffer(self._threads), None
         with recorder.begin("stage"):
-            values = stage_values(storages.entries(), engine, stage, buffer, self._budget)
+            values = stage_values(storages, engine, stage, buffer, self._budget)
         pending._take(values)
 
         def run() -> CheckpointEntry:
@@ -652,29 +648,3 @@ def _in_child() -> None:
 
 
 _live.at_fork(_in_child)
-
-
-def _where(storage: torch.UntypedStorage, on_gpu: bool, places: Places) -> tuple[int, int]:
-    """Where a storage is, if it is to be encoded there."""
-    return places.of(storage) if on_gpu and storage.nbytes() else HOST
-
-
-def _sources(
-    storages: StorageWriter, on_gpu: bool
-) -> tuple[list[Any], list[_core.PlacedSource]]:
-    """Where the values of all storages are, those of other devices copied to host memory, and what
-    keeps copies alive.
-    """
-    held: list[Any] = []
-    sources: list[_core.PlacedSource] = []
-    places = Places()
-    for entry in storages.entries():
-        storage = entry.storage
-        where = _where(storage, on_gpu, places)
-        if storage.device.type != "cpu" and where == HOST:
-            storage = storage.cpu()
-            held.append(storage)
-        nbytes = storage.nbytes()
-        address = storage.data_ptr() if nbytes else 0
-        sources.append((entry.name, entry.dtype, entry.shape, address, nbytes, where))
-    return held, sources

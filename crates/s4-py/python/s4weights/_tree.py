@@ -28,8 +28,8 @@ array                                  a list
 ``{"same": 3}``                        the same object as the fourth tensor node
 =====================================  =====================================================
 
-The tree is ``{"root": node}``. An object that does not fit (`NotPlain`) is pickled instead: the
-form is decided for the whole object.
+The tree is ``{"root": node}``. An object that does not fit is pickled instead: the form is decided for
+the whole object. Trees are written by the native part (`_core.Storages.tree`), and read here.
 """
 
 from __future__ import annotations
@@ -41,40 +41,15 @@ import math
 import reprlib
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from ._device import as_tensor, is_array
 from ._errors import CorruptDataError
-from ._names import join
-from ._storages import (
-    StorageReader,
-    StorageWriter,
-    covering_shape,
-    dtype_name,
-    fits,
-    require_storage,
-    strided_test,
-)
-
-if TYPE_CHECKING:
-    import torch
-
-#: Deepest nesting: JSON readers that stop at 128 levels can read it (a dict takes three).
-MAX_DEPTH = 32
-#: Nodes of a tree. Larger objects (long lists of numbers) are smaller and faster as a pickle.
-MAX_NODES = 1 << 20
-#: Bytes of the JSON text, and of byte strings in it.
-MAX_TEXT = 64 << 20
-MAX_BYTES = 1 << 20
+from ._storages import StorageReader, fits
 
 #: Dimensions of a tensor, as in the format, and what no size reaches.
 MAX_RANK = 64
 MAX_SIZE = 1 << 63
-
-_SAFE_INT = 1 << 53
-
-_TEXT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 #: Kinds of nodes, and the members that a node of each may have besides the one that names it.
 _KINDS: dict[str, frozenset[str]] = {
@@ -100,254 +75,6 @@ _PLACE = frozenset(["dtype", "shape", "offset", "stride", "device"])
 
 _short_repr = reprlib.Repr()
 _short_repr.maxstring = _short_repr.maxother = 200
-
-
-class NotPlain(Exception):
-    """The object needs a pickle: it is more than plain values in plain containers."""
-
-
-class TreeEncoder:
-    """Writes an object as a tree and numbers the storages of its tensors."""
-
-    def __init__(self, storages: StorageWriter) -> None:
-        import torch
-
-        self._torch = torch
-        self._parameter = torch.nn.Parameter
-        self._storages = storages
-        self._seen: set[int] = set()
-        self._tensors: dict[int, int] = {}
-        self._tags: dict[torch.device, str] = {}
-        self._nodes = 0
-        self._kinds = _encoders()
-        self._is_strided = strided_test()
-        # Names of dimensions, which PyTorch gives up.
-        self._may_have_names = hasattr(torch.Tensor, "names")
-        self._tensor_kinds: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter)
-
-    def encode(self, obj: object) -> str:
-        """The tree as JSON text.
-
-        Raises `NotPlain` if it cannot be one; the storages are then to be thrown away.
-        """
-        self._scan(obj)
-        text = _TEXT.encode({"root": self._node(obj, "", 0)})
-        if len(text) > MAX_TEXT or not _is_utf8(text):
-            raise NotPlain
-        return text
-
-    def _scan(self, root: object) -> None:
-        """Looks for what is not plain before work is spent on what is."""
-        budget, todo = MAX_NODES, [root]
-        leaves = frozenset([*self._tensor_kinds, type(None), bool, int, float, str])
-        while todo:
-            obj = todo.pop()
-            if type(obj) not in self._kinds and not is_array(obj):
-                raise NotPlain
-            items: Collection[Any] = ()
-            if isinstance(obj, dict):
-                items = obj.values()
-            elif isinstance(obj, (list, tuple, set, frozenset)):
-                items = obj
-            budget -= 1 + len(items)
-            if budget < 0:
-                raise NotPlain
-            # Most are leaves: each costs no more than this.
-            todo += [item for item in items if type(item) not in leaves]
-
-    def _node(self, obj: Any, path: str, depth: int) -> Any:
-        self._nodes += 1
-        kind = self._kinds.get(type(obj)) or (TreeEncoder._array if is_array(obj) else None)
-        if kind is None or depth > MAX_DEPTH or self._nodes > MAX_NODES:
-            raise NotPlain
-        return kind(self, obj, path, depth + 1)
-
-    def _once(self, obj: object) -> None:
-        """Containers that can change are met once: sharing them, or a cycle, needs a pickle."""
-        if id(obj) in self._seen:
-            raise NotPlain
-        self._seen.add(id(obj))
-
-    def _same(self, obj: Any, path: str, depth: int) -> Any:
-        return obj
-
-    def _int(self, obj: int, path: str, depth: int) -> Any:
-        return obj if -_SAFE_INT < obj < _SAFE_INT else {"int": hex(obj)}
-
-    def _float(self, obj: float, path: str, depth: int) -> Any:
-        return obj if math.isfinite(obj) else {"float": struct.pack(">d", obj).hex()}
-
-    def _complex(self, obj: complex, path: str, depth: int) -> Any:
-        return {"complex": [self._float(obj.real, path, depth), self._float(obj.imag, path, depth)]}
-
-    def _bytes(self, obj: bytes | bytearray, path: str, depth: int) -> Any:
-        if len(obj) > MAX_BYTES:
-            raise NotPlain
-        return {type(obj).__name__: base64.b64encode(obj).decode("ascii")}
-
-    def _bytearray(self, obj: bytearray, path: str, depth: int) -> Any:
-        self._once(obj)
-        return self._bytes(obj, path, depth)
-
-    def _items(self, items: Any, path: str, depth: int) -> list[Any]:
-        return [self._node(item, join(path, i), depth) for i, item in enumerate(items)]
-
-    def _list(self, obj: list[Any], path: str, depth: int) -> Any:
-        self._once(obj)
-        return self._items(obj, path, depth)
-
-    def _tuple(self, obj: tuple[Any, ...], path: str, depth: int) -> Any:
-        return {"tuple": self._items(obj, path, depth)}
-
-    def _set(self, obj: set[Any], path: str, depth: int) -> Any:
-        self._once(obj)
-        return {"set": self._items(obj, path, depth)}
-
-    def _frozenset(self, obj: frozenset[Any], path: str, depth: int) -> Any:
-        return {"frozenset": self._items(obj, path, depth)}
-
-    def _pairs(self, obj: dict[Any, Any], path: str, depth: int) -> list[Any]:
-        self._once(obj)
-        key_of, node, tensor, kinds = self._key, self._node, self._tensor, self._tensor_kinds
-        if obj and depth > MAX_DEPTH:
-            raise NotPlain
-        pairs = []
-        for key, value in obj.items():
-            named = key if type(key) is str else key_of(key, path, depth)
-            # Most values are tensors, which `_scan` has counted.
-            of = tensor if type(value) in kinds else node
-            pairs.append([named, of(value, join(path, key), depth)])
-        return pairs
-
-    def _key(self, key: Any, path: str, depth: int) -> Any:
-        kind = type(key)
-        if kind is str:
-            return key
-        if kind is tuple and depth < MAX_DEPTH:
-            return {"tuple": [self._key(part, path, depth + 1) for part in key]}
-        if kind in (int, float, bool, type(None)):
-            return self._node(key, path, depth)
-        raise NotPlain
-
-    def _dict(self, obj: dict[Any, Any], path: str, depth: int) -> Any:
-        return {"dict": self._pairs(obj, path, depth)}
-
-    def _odict(self, obj: OrderedDict[Any, Any], path: str, depth: int) -> Any:
-        node = {"odict": self._pairs(obj, path, depth)}
-        if vars(obj):
-            node["attrs"] = self._node(vars(obj), path, depth)
-        return node
-
-    def _tensor(self, obj: Any, path: str, depth: int) -> Any:
-        known = self._tensors.get(id(obj))
-        if known is not None:
-            return {"same": known}
-        self._tensors[id(obj)] = len(self._tensors)
-        try:
-            plain = self._is_plain(obj)
-        except RuntimeError:  # Wrappers refuse one question or another; pickling knows about them.
-            plain = False
-        if not plain:
-            raise NotPlain
-        node = self._tensor_node(obj, path)
-        self._storages.note(obj, node["tensor"])
-        return node
-
-    def _array(self, obj: Any, path: str, depth: int) -> Any:
-        if id(obj) in self._tensors:
-            return {"same": self._tensors[id(obj)]}
-        tensor = as_tensor(obj)
-        if tensor is None or not self._is_plain(tensor):
-            raise NotPlain
-        self._tensors[id(obj)] = len(self._tensors)
-        return self._tensor_node(tensor, path)
-
-    def _tensor_node(self, obj: Any, path: str) -> Any:
-        storages, storage = self._storages, obj.untyped_storage()
-        dtype, shape = obj.dtype, obj.shape
-        whole = covering_shape(obj, storage)
-        if whole is None:
-            require_storage(obj, path)
-        number = storages.find_storage(storage)
-        if number is None:
-            number = storages.add(storage, path, dtype, whole)
-        stored = storages.entry(number)
-        node: dict[str, Any] = {"tensor": number}
-        # Most are the first tensor of their storage, and all of it.
-        if stored.shape is not whole or stored.dtype == "bytes":
-            if stored.dtype == "bytes" or dtype_name(dtype) != stored.dtype:
-                node["dtype"] = _short(dtype)
-            if shape != stored.shape:
-                node["shape"] = [*shape]
-            if offset := obj.storage_offset():
-                node["offset"] = offset
-        if (stride := obj.stride()) != row_major(shape):
-            node["stride"] = [*stride]
-        if not obj.is_cpu:
-            node["device"] = self._tag(storage)
-        if obj.requires_grad:
-            node["grad"] = True
-        if type(obj) is self._parameter:
-            node["parameter"] = True
-        return node
-
-    def _is_plain(self, tensor: Any) -> bool:
-        """Of a tensor or parameter of PyTorch's own classes: whether its state is what they have as attributes."""
-        return bool(
-            self._is_strided(tensor)
-            and not tensor.__dict__
-            and not tensor._backward_hooks
-            and not tensor.is_conj()
-            and not tensor.is_neg()
-            and not (self._may_have_names and any(tensor.names))
-        )
-
-    def _tag(self, storage: torch.UntypedStorage) -> str:
-        """What PyTorch calls a storage's device; it asks one kind of device after the other."""
-        device = storage.device
-        tag = self._tags.get(device)
-        if tag is None:
-            tag = self._torch.serialization.location_tag(storage)
-            if device.type == "cuda":
-                self._tags[device] = tag
-        return str(tag)
-
-
-@functools.cache
-def _encoders() -> dict[type, Callable[[TreeEncoder, Any, str, int], Any]]:
-    """What makes a node of an object, by its type."""
-    import torch
-
-    encoder = TreeEncoder
-    return {
-        type(None): encoder._same,
-        bool: encoder._same,
-        str: encoder._same,
-        int: encoder._int,
-        float: encoder._float,
-        complex: encoder._complex,
-        bytes: encoder._bytes,
-        bytearray: encoder._bytearray,
-        list: encoder._list,
-        tuple: encoder._tuple,
-        set: encoder._set,
-        frozenset: encoder._frozenset,
-        dict: encoder._dict,
-        OrderedDict: encoder._odict,
-        torch.Tensor: encoder._tensor,
-        torch.nn.Parameter: encoder._tensor,
-        torch.Size: lambda self, obj, path, depth: {"torch.Size": list(obj)},
-        torch.dtype: lambda self, obj, path, depth: {"torch.dtype": _short(obj)},
-        torch.device: lambda self, obj, path, depth: {"torch.device": str(obj)},
-    }
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:  # lone surrogates
-        return False
-    return True
 
 
 def parse_tree(text: str) -> Any:

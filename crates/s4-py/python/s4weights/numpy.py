@@ -29,13 +29,13 @@ from . import _core
 from ._collection import NoCollection
 from ._device import is_array
 from ._errors import CorruptDataError, LimitError, UnsupportedFormatError
-from ._names import UniqueNames, join
+from ._names import join
 from ._open import File, Slice, name_of, ranges_of
 from ._progress import Progress, ProgressArgument
 from ._save import new_writer, require_little_endian
 from ._select import select
 from ._sources import FileLike, open_source, require_s4w
-from ._tree import NotPlain, TreeDecoder, TreeEncoder, brief, natural, row_major
+from ._tree import TreeDecoder, brief, natural, row_major
 
 __all__ = ["ArrayFile", "ArraySlice", "load", "open", "save"]
 
@@ -69,20 +69,18 @@ def save(
         S4Error: another of its kinds, as there.
     """
     require_little_endian()
-    encoder = _Encoder()
-    try:
-        with NoCollection():
-            tree = encoder.encode(obj)
-    except (NotPlain, RecursionError):
+    arrays = _Arrays()
+    tree = _core.write_tree(obj, arrays.add)
+    if tree is None:
         raise UnsupportedFormatError(
             "only s4weights.save, with PyTorch, can keep such an object: a list or dict that occurs "
             "twice, keys that are not plain, or more than a million values"
-        ) from None
-    total = sum(source[4] for source in encoder.sources)
+        )
+    total = sum(source[4] for source in arrays.sources)
     with contextlib.closing(Progress(progress, total, "save")) as tracker:
         writer = new_writer(f, preset, threads, storage_options, None)
         try:
-            writer.write(encoder.sources, bytes(len(encoder.sources)), tracker.native())
+            writer.write(arrays.sources, b"", tracker.native())
             tracker.advance(total)
             report: dict[str, Any] = json.loads(writer.finish(tree, {}, dict(metadata or {})))
         except BaseException:
@@ -238,53 +236,22 @@ def _open(
     return reader, reader.tensors()
 
 
-class _Encoder(TreeEncoder):
-    """Writes an object as a tree and lists its arrays."""
+class _Arrays:
+    """The arrays of an object, numbered as they are met."""
 
     def __init__(self) -> None:
-        # Nothing of the base class's, which is about tensors.
-        self._seen: set[int] = set()
-        self._nodes = 0
-        self._tensor_kinds = ()
-        self._kinds = {
-            **dict.fromkeys((type(None), bool, str), TreeEncoder._same),
-            int: TreeEncoder._int,
-            float: TreeEncoder._float,
-            complex: TreeEncoder._complex,
-            bytes: TreeEncoder._bytes,
-            bytearray: TreeEncoder._bytearray,
-            list: TreeEncoder._list,
-            tuple: TreeEncoder._tuple,
-            set: TreeEncoder._set,
-            frozenset: TreeEncoder._frozenset,
-            dict: TreeEncoder._dict,
-            OrderedDict: TreeEncoder._odict,
-        }
-        self._names = UniqueNames()
-        self._numbers: dict[int, int] = {}
-        #: Whose memory is to be read, and whose identity was noted.
+        #: Whose memory is to be read.
         self._kept: list[Any] = []
         self.sources: list[_core.TensorSource] = []
 
-    def _scan(self, root: object) -> None:
-        """Arrays are not touched before they are met."""
-
-    def _node(self, obj: Any, path: str, depth: int) -> Any:
-        if type(obj) in self._kinds:
-            return super()._node(obj, path, depth)
+    def add(self, obj: Any, path: str) -> int:
+        """The number of an array that has not been met."""
         # Subclasses may be more than their values, as masked arrays are.
-        array = type(obj) in (np.ndarray, np.memmap) or isinstance(obj, np.generic)
-        if not array and not (is_array(obj) and hasattr(obj, "__array__")):
+        is_numpy = type(obj) in (np.ndarray, np.memmap) or isinstance(obj, np.generic)
+        if not is_numpy and not (is_array(obj) and hasattr(obj, "__array__")):
             raise UnsupportedFormatError(
                 f"`{path}` is of type {type(obj).__name__}: arrays and plain values are kept"
             )
-        known = self._numbers.get(id(obj))
-        if known is None:
-            known = self._numbers[id(obj)] = self._add(obj, path)
-            return {"tensor": known}
-        return {"same": known}
-
-    def _add(self, obj: Any, path: str) -> int:
         array = np.asarray(obj)
         name = array.dtype.name
         if array.dtype.kind not in "biufcV" or name not in _core.dtypes():
@@ -294,7 +261,7 @@ class _Encoder(TreeEncoder):
         self._kept += (obj, array)
         address = array.ctypes.data if array.nbytes else 0
         place = (tuple(array.shape), address, array.nbytes)
-        self.sources.append((self._names.take(path), name, *place))
+        self.sources.append((path, name, *place))
         return len(self.sources) - 1
 
 

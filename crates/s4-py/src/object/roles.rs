@@ -1,0 +1,390 @@
+//! What tensors are to an optimizer, told from the shape of a state dict.
+//!
+//! A training checkpoint is usually `{"model": ..., "optimizer": optimizer.state_dict(), ...}`. Its tensors are
+//! stored in two groups, so that weights can be read without the optimizer's state, and the file says which moment
+//! belongs to which weight. A wrong guess costs some ratio, and nothing else.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyFloat, PyInt, PyList, PyString, PyTuple, PyType};
+use serde::Serialize;
+
+use super::storages::Storages;
+use super::torch::sizes;
+use super::tree::address;
+use crate::writer::to_value_error;
+
+/// The group of an optimizer's state; weights, and all else, are in the first.
+const OPTIMIZER: u8 = 1;
+
+/// How deep optimizers are looked for: `{"trainer": {"optimizers": [...]}}`.
+const DEPTH: usize = 4;
+
+/// Where frameworks keep the weights in fp32 that a model in 16 bits is rounded from: lists of tensors, in the order
+/// of the parameters, as they are or flattened.
+const MASTERS: [&str; 9] = [
+    // apex.fp16_utils, and apex.amp's master parameters
+    "fp32_from_fp16",
+    "fp32_groups_flat",
+    "master_params",
+    "master_weights",
+    // Megatron-LM
+    "fp32_from_fp16_params",
+    "fp32_from_float16_params",
+    "shard_fp32_from_float16_groups",
+    // DeepSpeed
+    "fp32_flat_groups",
+    "single_partition_of_fp32_groups",
+];
+
+/// What optimizers of PyTorch and others call their state.
+fn kind_of(name: &str) -> Option<&'static str> {
+    Some(match name {
+        "exp_avg" | "momentum_buffer" => "exp_avg",
+        "exp_avg_sq" => "exp_avg_sq",
+        // The last two: Megatron's distributed optimizer, per parameter.
+        "master" | "master_param" | "master_params" | "param" | "fp32_param" => "master",
+        _ => return None,
+    })
+}
+
+/// Puts storages into groups; returns the role table as JSON, if there is one.
+pub(super) fn find(obj: &Bound<'_, PyAny>, storages: &mut Storages) -> PyResult<Option<String>> {
+    let (mut optimizers, mut masters) = (vec![], vec![]);
+    find_optimizers(obj, DEPTH, &mut optimizers)?;
+    find_masters(obj, DEPTH, &mut masters)?;
+    if optimizers.is_empty() && masters.is_empty() {
+        return Ok(None);
+    }
+    let kind = obj.py().import("torch")?.getattr("Tensor")?.cast_into()?;
+    let parts: Vec<_> = optimizers.iter().map(|o| o.as_any()).chain(&masters).collect();
+    let inside = parts.iter().map(|part| address(part)).collect();
+    let mut weights = Weights::default();
+    for tensor in tensors_in(obj, inside, &kind)? {
+        if let Some(number) = storages.of_tensor(&tensor) {
+            weights.add(number, shape_of(&tensor, storages));
+        }
+    }
+    for part in parts {
+        for tensor in tensors_in(part, HashSet::new(), &kind)? {
+            if let Some(number) = storages.of_tensor(&tensor)
+                && !weights.known.contains(&number)
+            {
+                storages.entries[number].group = OPTIMIZER;
+            }
+        }
+    }
+    let mut table = Table { rows: vec![], groups: vec![] };
+    let mut parameters = Parameters::default();
+    let mut next = 0;
+    for optimizer in &optimizers {
+        table.add(optimizer, storages, &weights, &mut parameters, &mut next)?;
+    }
+    let mut next = 0;
+    for part in &masters {
+        for tensor in tensors_in(part, HashSet::new(), &kind)? {
+            table.add_master(&tensor, storages, &weights, &mut parameters, &mut next);
+        }
+    }
+    if table.rows.is_empty() {
+        return Ok(None);
+    }
+    if table.groups.is_empty() {
+        table.groups.push(BTreeMap::new());
+    }
+    serde_json::to_string(&table).map(Some).map_err(to_value_error)
+}
+
+fn find_optimizers<'py>(
+    obj: &Bound<'py, PyAny>,
+    depth: usize,
+    found: &mut Vec<Bound<'py, PyDict>>,
+) -> PyResult<()> {
+    if let Ok(dict) = obj.cast::<PyDict>()
+        && let Some(state) = dict.get_item("state")?
+        && let Some(groups) = dict.get_item("param_groups")?
+        && state.is_instance_of::<PyDict>()
+        && groups.is_instance_of::<PyList>()
+    {
+        found.push(dict.clone());
+    } else if depth > 0 {
+        for item in items_of(obj)? {
+            find_optimizers(&item, depth - 1, found)?;
+        }
+    }
+    Ok(())
+}
+
+/// Containers of the weights in fp32 that a model is rounded from.
+fn find_masters<'py>(
+    obj: &Bound<'py, PyAny>,
+    depth: usize,
+    found: &mut Vec<Bound<'py, PyAny>>,
+) -> PyResult<()> {
+    let mut rest = vec![];
+    if let Ok(dict) = obj.cast::<PyDict>() {
+        for (key, item) in pairs_of(dict)? {
+            let name = key.cast_exact::<PyString>().ok().and_then(|k| k.to_str().ok());
+            if name.is_some_and(|name| MASTERS.contains(&name)) && is_container(&item) {
+                found.push(item);
+            } else {
+                rest.push(item);
+            }
+        }
+    } else {
+        rest = items_of(obj)?;
+    }
+    if depth > 0 {
+        rest.iter().try_for_each(|item| find_masters(item, depth - 1, found))?;
+    }
+    Ok(())
+}
+
+/// Tensors in containers, in order; not of those `without`, by address.
+fn tensors_in<'py>(
+    root: &Bound<'py, PyAny>,
+    without: HashSet<usize>,
+    tensor: &Bound<'py, PyType>,
+) -> PyResult<Vec<Bound<'py, PyAny>>> {
+    let (mut seen, mut todo, mut found) = (without, vec![root.clone()], vec![]);
+    while let Some(obj) = todo.pop() {
+        // Asking for the type itself is faster, and right for nearly all.
+        if obj.get_type().is(tensor) {
+            found.push(obj);
+        } else if is_container(&obj) {
+            if seen.insert(address(&obj)) {
+                todo.extend(items_of(&obj)?.into_iter().rev());
+            }
+        } else if obj.is_instance(tensor)? {
+            found.push(obj);
+        }
+    }
+    Ok(found)
+}
+
+fn is_container(obj: &Bound<'_, PyAny>) -> bool {
+    obj.is_instance_of::<PyDict>() || obj.is_instance_of::<PyList>() || obj.is_instance_of::<PyTuple>()
+}
+
+/// What is in a container.
+fn items_of<'py>(obj: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyAny>>> {
+    if obj.is_instance_of::<PyDict>() {
+        obj.call_method0(intern!(obj.py(), "values"))?.try_iter()?.collect()
+    } else if is_container(obj) {
+        obj.try_iter()?.collect()
+    } else {
+        Ok(vec![])
+    }
+}
+
+type Pair<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>);
+
+fn pairs_of<'py>(dict: &Bound<'py, PyDict>) -> PyResult<Vec<Pair<'py>>> {
+    let items = dict.call_method0(intern!(dict.py(), "items"))?;
+    items.try_iter()?.map(|pair| pair?.extract()).collect()
+}
+
+/// The shape of a tensor. One that is no list of numbers is like no other.
+fn shape_of(tensor: &Bound<'_, PyAny>, storages: &Storages) -> Option<Vec<u64>> {
+    if let Some((_, shape)) = storages.tensors.get(&address(tensor)) {
+        return Some(shape.clone());
+    }
+    sizes(&tensor.getattr(intern!(tensor.py(), "shape")).ok()?).ok()
+}
+
+/// The tensors outside of optimizers, each storage once, in order.
+#[derive(Default)]
+struct Weights {
+    /// The numbers of their storages.
+    numbers: Vec<usize>,
+    known: HashSet<usize>,
+    /// Where in `numbers` there are tensors of a shape, and of as many values.
+    alike: HashMap<Vec<u64>, Vec<usize>>,
+    as_large: HashMap<u128, Vec<usize>>,
+}
+
+impl Weights {
+    fn add(&mut self, number: usize, shape: Option<Vec<u64>>) {
+        if !self.known.insert(number) {
+            return;
+        }
+        let at = self.numbers.len();
+        self.numbers.push(number);
+        if let Some(shape) = shape {
+            self.as_large.entry(values_of(&shape)).or_default().push(at);
+            self.alike.entry(shape).or_default().push(at);
+        }
+    }
+
+    /// The next weight of a shape, from one on; without one, the next of as many values: an optimizer's tensors may
+    /// be flattened.
+    fn find(&self, first: usize, shape: &[u64]) -> Option<usize> {
+        let next = |list: Option<&Vec<usize>>| {
+            let list = list?;
+            list.get(list.partition_point(|&at| at < first)).copied()
+        };
+        next(self.alike.get(shape)).or_else(|| next(self.as_large.get(&values_of(shape))))
+    }
+}
+
+fn values_of(shape: &[u64]) -> u128 {
+    shape.iter().fold(1, |n: u128, &size| n.saturating_mul(size.into()))
+}
+
+/// The parameters that were met.
+#[derive(Default)]
+struct Parameters {
+    count: usize,
+    /// The parameter and group of each weight that has one, by the number of its storage.
+    of: HashMap<usize, (usize, usize)>,
+}
+
+#[derive(Serialize)]
+struct Table {
+    #[serde(rename = "tensors")]
+    rows: Vec<Row>,
+    groups: Vec<BTreeMap<String, f64>>,
+}
+
+#[derive(Serialize)]
+struct Row {
+    tensor: usize,
+    kind: &'static str,
+    parameter: usize,
+    group: usize,
+}
+
+impl Table {
+    fn push(&mut self, tensor: usize, kind: &'static str, (parameter, group): (usize, usize)) {
+        self.rows.push(Row { tensor, kind, parameter, group });
+    }
+
+    /// Adds an optimizer's state. Its parameters are in the model's order, as in `torch.optim`; `next`: the weight
+    /// that comes next.
+    fn add(
+        &mut self,
+        optimizer: &Bound<'_, PyDict>,
+        storages: &Storages,
+        weights: &Weights,
+        parameters: &mut Parameters,
+        next: &mut usize,
+    ) -> PyResult<()> {
+        let (Some(state), Some(groups)) =
+            (optimizer.get_item("state")?, optimizer.get_item("param_groups")?)
+        else {
+            return Ok(());
+        };
+        let state = state.cast::<PyDict>()?;
+        for group in groups.cast::<PyList>()? {
+            let Ok(group) = group.cast::<PyDict>() else { continue };
+            let Some(params) = group.get_item("params")? else { continue };
+            let Ok(params) = params.cast::<PyList>() else { continue };
+            let number = self.groups.len();
+            self.groups.push(scalars(group)?);
+            for key in params {
+                if key.cast_exact::<PyInt>().is_err() && key.cast_exact::<PyString>().is_err() {
+                    continue;
+                }
+                if let Some(of) = state.get_item(key)?
+                    && let Ok(of) = of.cast::<PyDict>()
+                {
+                    self.add_parameter(of, number, storages, weights, parameters, next)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn add_parameter(
+        &mut self,
+        state: &Bound<'_, PyDict>,
+        group: usize,
+        storages: &Storages,
+        weights: &Weights,
+        parameters: &mut Parameters,
+        next: &mut usize,
+    ) -> PyResult<()> {
+        let parameter = (parameters.count, group);
+        let mut last = None;
+        for (name, tensor) in pairs_of(state)? {
+            let name = name.cast_exact::<PyString>().ok().and_then(|name| name.to_str().ok());
+            if let Some(kind) = name.and_then(kind_of)
+                && let Some(number) = storages.of_tensor(&tensor)
+            {
+                self.push(number, kind, parameter);
+                last = Some(tensor);
+            }
+        }
+        let Some(last) = last else { return Ok(()) };
+        if let Some(shape) = shape_of(&last, storages)
+            && let Some(at) = weights.find(*next, &shape)
+        {
+            let weight = weights.numbers[at];
+            self.push(weight, "weight", parameter);
+            parameters.of.insert(weight, parameter);
+            *next = at + 1;
+        }
+        parameters.count += 1;
+        Ok(())
+    }
+
+    /// Adds weights in fp32 that a model's are rounded from, which are in the order of the parameters.
+    fn add_master(
+        &mut self,
+        tensor: &Bound<'_, PyAny>,
+        storages: &Storages,
+        weights: &Weights,
+        parameters: &mut Parameters,
+        next: &mut usize,
+    ) {
+        let Some(shape) = shape_of(tensor, storages) else { return };
+        let (Some(number), Some(at)) = (storages.of_tensor(tensor), weights.find(*next, &shape))
+        else {
+            return;
+        };
+        let weight = weights.numbers[at];
+        *next = at + 1;
+        if number == weight {
+            return;
+        }
+        let parameter = match parameters.of.get(&weight) {
+            Some(parameter) => *parameter,
+            None => {
+                let parameter = (parameters.count, 0);
+                parameters.count += 1;
+                parameters.of.insert(weight, parameter);
+                self.push(weight, "weight", parameter);
+                parameter
+            }
+        };
+        self.push(number, "master", parameter);
+    }
+}
+
+/// Numbers of a parameter group (lr, betas, eps...) that JSON can hold.
+fn scalars(group: &Bound<'_, PyDict>) -> PyResult<BTreeMap<String, f64>> {
+    let mut out = BTreeMap::new();
+    for (name, value) in pairs_of(group)? {
+        let Ok(name) = name.cast_exact::<PyString>() else { continue };
+        let Ok(name) = name.to_str() else { continue };
+        if name == "params" {
+            continue;
+        }
+        if value.is_instance_of::<PyTuple>() || value.is_instance_of::<PyList>() {
+            for (i, part) in items_of(&value)?.iter().enumerate() {
+                out.extend(number_of(part).map(|part| (format!("{name}{i}"), part)));
+            }
+        } else {
+            out.extend(number_of(&value).map(|value| (name.to_owned(), value)));
+        }
+    }
+    Ok(out)
+}
+
+fn number_of(value: &Bound<'_, PyAny>) -> Option<f64> {
+    let is_number = value.cast_exact::<PyInt>().is_ok() || value.cast_exact::<PyFloat>().is_ok();
+    let number: f64 = is_number.then(|| value.extract().ok())??;
+    (number.is_finite() && number.abs() < 1e300).then_some(number)
+}

@@ -1,0 +1,131 @@
+//! `_core.Sources`: where the values of an object's storages are.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use pyo3::exceptions::{PyIndexError, PyValueError};
+use pyo3::prelude::*;
+use s4weights::{DType, TensorSource};
+
+use crate::device::{DeviceRange, Where, memory};
+use crate::writer::values;
+
+/// The values of a tensor to be written.
+#[derive(Clone)]
+pub(crate) struct Source {
+    pub(super) name: String,
+    pub(super) dtype: DType,
+    pub(super) shape: Vec<u64>,
+    pub(super) address: usize,
+    pub(super) nbytes: usize,
+    /// `None`: somewhere that they must be copied from first.
+    pub(super) place: Option<Where>,
+    pub(super) group: u8,
+}
+
+/// Values to be written, wherever they are. Who has it sees to it that they are there.
+#[pyclass(frozen, module = "s4weights._core")]
+pub(crate) struct Sources(Mutex<Arc<Vec<Source>>>);
+
+#[pymethods]
+impl Sources {
+    fn __len__(&self) -> usize {
+        self.list().len()
+    }
+
+    /// Name, dtype, shape, address, bytes and place of one.
+    fn __getitem__(&self, number: usize) -> PyResult<(String, String, Vec<u64>, usize, usize, Where)> {
+        let list = self.list();
+        let s = list.get(number).ok_or_else(|| PyIndexError::new_err(number))?;
+        let dtype = s.dtype.name().to_owned();
+        Ok((s.name.clone(), dtype, s.shape.clone(), s.address, s.nbytes, s.place.unwrap_or((-1, 0))))
+    }
+
+    /// Bytes of those from `first` to before `end`.
+    #[pyo3(signature = (first=0, end=usize::MAX))]
+    fn nbytes(&self, first: usize, end: usize) -> usize {
+        self.list().iter().take(end).skip(first).map(|s| s.nbytes).sum()
+    }
+
+    /// Address, bytes and place of what is on CUDA devices.
+    pub(crate) fn on_devices(&self) -> Vec<DeviceRange> {
+        let list = self.list();
+        list.iter().filter_map(|s| Some((s.address, s.nbytes, s.device()?))).collect()
+    }
+
+    /// Bytes on CUDA devices.
+    fn device_nbytes(&self) -> usize {
+        self.list().iter().filter(|s| s.device().is_some()).map(|s| s.nbytes).sum()
+    }
+
+    /// Numbers and bytes of values in host memory; with `elsewhere`, of those that must be copied there first.
+    #[pyo3(signature = (elsewhere=false))]
+    fn on_host(&self, elsewhere: bool) -> Vec<(usize, usize)> {
+        let list = self.list();
+        let some = list.iter().enumerate().filter(|(_, s)| s.nbytes > 0);
+        some.filter(|(_, s)| if elsewhere { s.place.is_none() } else { s.is_on_host() })
+            .map(|(i, s)| (i, s.nbytes))
+            .collect()
+    }
+
+    /// Says that values were copied to host memory: by their numbers, the addresses.
+    fn put(&self, copies: Vec<(usize, usize)>) -> PyResult<()> {
+        self.change(|list| {
+            for (number, address) in copies {
+                let s = list.get_mut(number).ok_or_else(|| PyIndexError::new_err(number))?;
+                (s.address, s.place) = (address, Some((-1, 0)));
+            }
+            Ok(())
+        })
+    }
+
+    /// Says that all values on devices were copied: the address and place of each copy, in their order.
+    fn move_to(&self, places: Vec<(usize, Where)>) -> PyResult<()> {
+        self.change(|list| {
+            let mut places = places.into_iter();
+            for s in list.iter_mut().filter(|s| s.device().is_some()) {
+                let copies = "a copy of each value on a device expected";
+                let (address, place) = places.next().ok_or_else(|| PyValueError::new_err(copies))?;
+                (s.address, s.place) = (address, Some(place));
+            }
+            Ok(())
+        })
+    }
+}
+
+impl Sources {
+    pub(super) fn new(list: Vec<Source>) -> Self {
+        Self(Mutex::new(Arc::new(list)))
+    }
+
+    pub(crate) fn list(&self) -> Arc<Vec<Source>> {
+        Arc::clone(&self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn change(&self, with: impl FnOnce(&mut Vec<Source>) -> PyResult<()>) -> PyResult<()> {
+        with(Arc::make_mut(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner)))
+    }
+}
+
+impl Source {
+    fn device(&self) -> Option<Where> {
+        self.place.filter(|place| place.0 >= 0)
+    }
+
+    fn is_on_host(&self) -> bool {
+        self.place.is_some_and(|place| place.0 < 0)
+    }
+
+    /// The tensor for the native writer, which reads the values where they are.
+    pub(crate) fn tensor(&self) -> PyResult<TensorSource<'_>> {
+        let (name, shape) = (self.name.as_str(), self.shape.as_slice());
+        let tensor = match self.device() {
+            Some(place) => {
+                TensorSource::new(name, self.dtype, shape, memory(self.address, self.nbytes, place)?)
+            }
+            None => {
+                TensorSource::new(name, self.dtype, shape, values(name, self.address, self.nbytes)?)
+            }
+        };
+        Ok(tensor.in_group(self.group))
+    }
+}

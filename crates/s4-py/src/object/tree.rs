@@ -1,0 +1,316 @@
+//! The typed JSON tree (python/s4weights/_tree.py says what it is), written while the object is walked over.
+
+use std::collections::{HashMap, HashSet};
+
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use pyo3::prelude::*;
+use pyo3::types::{
+    PyBool, PyByteArray, PyBytes, PyComplex, PyDict, PyFloat, PyFrozenSet, PyInt, PyList, PySet,
+    PyString, PyTuple, PyType,
+};
+
+use super::names::{Path, UniqueNames};
+
+/// Deepest nesting: JSON readers that stop at 128 levels can read it (a dict takes three).
+const MAX_DEPTH: usize = 32;
+/// Nodes of a tree. Larger objects (long lists of numbers) are smaller and faster as a pickle.
+const MAX_NODES: usize = 1 << 20;
+/// Bytes of the JSON text, and of a byte string in it.
+const MAX_TEXT: usize = 64 << 20;
+const MAX_BYTES: usize = 1 << 20;
+/// What no integer that every JSON reader takes reaches.
+const SAFE_INT: i64 = 1 << 53;
+
+/// Why there is no tree.
+pub(super) enum Stop {
+    /// The object needs a pickle: it is more than plain values in plain containers.
+    NotPlain,
+    Error(PyErr),
+}
+
+impl<E: Into<PyErr>> From<E> for Stop {
+    fn from(error: E) -> Self {
+        Self::Error(error.into())
+    }
+}
+
+/// What was written for an object that is neither a plain value nor a container.
+pub(super) enum Leaf {
+    /// A tensor's node: where the object is met again, a reference to this one is written.
+    Tensor,
+    Value,
+}
+
+/// What knows of objects that are neither plain values nor containers.
+pub(super) trait Leaves<'py> {
+    /// Writes the node of an object at a path.
+    fn write(
+        &mut self,
+        obj: &Bound<'py, PyAny>,
+        path: &Path<'_>,
+        text: &mut Vec<u8>,
+    ) -> Result<Leaf, Stop>;
+}
+
+/// The tree of an object as JSON text; `None` if it cannot be one.
+pub(super) fn tree_of<'py>(
+    obj: &Bound<'py, PyAny>,
+    leaves: &mut dyn Leaves<'py>,
+) -> PyResult<Option<String>> {
+    let py = obj.py();
+    let mut tree = Tree {
+        text: b"{\"root\":".to_vec(),
+        nodes: 0,
+        seen: HashSet::new(),
+        tensors: HashMap::new(),
+        ordered: py.import("collections")?.getattr("OrderedDict")?.cast_into()?,
+        leaves,
+    };
+    match tree.node(obj, &Path::Root, 0) {
+        Ok(()) => {}
+        Err(Stop::NotPlain) => return Ok(None),
+        Err(Stop::Error(error)) => return Err(error),
+    }
+    tree.text.push(b'}');
+    Ok(if tree.text.len() > MAX_TEXT { None } else { String::from_utf8(tree.text).ok() })
+}
+
+/// The tree of an object as JSON text; `None` if it cannot be one. `number` is asked once for each object that is
+/// neither a plain value nor a container, with its path as a unique name; it gives the number of a tensor of the file.
+#[pyfunction]
+pub(crate) fn write_tree<'py>(
+    obj: &Bound<'py, PyAny>,
+    number: Bound<'py, PyAny>,
+) -> PyResult<Option<String>> {
+    struct Numbers<'py>(Bound<'py, PyAny>, UniqueNames);
+
+    impl<'py> Leaves<'py> for Numbers<'py> {
+        fn write(
+            &mut self,
+            obj: &Bound<'py, PyAny>,
+            path: &Path<'_>,
+            text: &mut Vec<u8>,
+        ) -> Result<Leaf, Stop> {
+            let number: usize = self.0.call1((obj, self.1.take(&path.text())))?.extract()?;
+            text.extend_from_slice(format!("{{\"tensor\":{number}}}").as_bytes());
+            Ok(Leaf::Tensor)
+        }
+    }
+
+    tree_of(obj, &mut Numbers(number, UniqueNames::default()))
+}
+
+struct Tree<'a, 'py> {
+    text: Vec<u8>,
+    nodes: usize,
+    /// Containers that were met, by address: the object keeps them.
+    seen: HashSet<usize>,
+    /// Likewise the nodes of tensors.
+    tensors: HashMap<usize, usize>,
+    ordered: Bound<'py, PyType>,
+    leaves: &'a mut dyn Leaves<'py>,
+}
+
+impl<'py> Tree<'_, 'py> {
+    fn node(&mut self, obj: &Bound<'py, PyAny>, path: &Path<'_>, depth: usize) -> Result<(), Stop> {
+        self.nodes += 1;
+        if depth > MAX_DEPTH || self.nodes > MAX_NODES {
+            return Err(Stop::NotPlain);
+        }
+        let depth = depth + 1;
+        if let Ok(text) = obj.cast_exact::<PyString>() {
+            self.string(text)
+        } else if obj.is_none() {
+            self.raw("null")
+        } else if let Ok(value) = obj.cast_exact::<PyBool>() {
+            self.raw(if value.is_true() { "true" } else { "false" })
+        } else if let Ok(value) = obj.cast_exact::<PyInt>() {
+            self.integer(value)
+        } else if let Ok(value) = obj.cast_exact::<PyFloat>() {
+            self.float(value.value())
+        } else if let Ok(dict) = obj.cast_exact::<PyDict>() {
+            self.raw("{\"dict\":")?;
+            self.pairs(dict, path, depth)?;
+            self.raw("}")
+        } else if obj.get_type().is(&self.ordered) {
+            self.ordered_dict(obj, path, depth)
+        } else if let Ok(list) = obj.cast_exact::<PyList>() {
+            self.once(obj)?;
+            self.items(list.iter().map(Ok), path, depth)
+        } else if let Ok(tuple) = obj.cast_exact::<PyTuple>() {
+            self.raw("{\"tuple\":")?;
+            self.items(tuple.iter().map(Ok), path, depth)?;
+            self.raw("}")
+        } else {
+            self.rare(obj, path, depth)
+        }
+    }
+
+    fn rare(&mut self, obj: &Bound<'py, PyAny>, path: &Path<'_>, depth: usize) -> Result<(), Stop> {
+        if let Ok(value) = obj.cast_exact::<PyComplex>() {
+            self.raw("{\"complex\":[")?;
+            self.float(value.real())?;
+            self.raw(",")?;
+            self.float(value.imag())?;
+            self.raw("]}")
+        } else if let Ok(bytes) = obj.cast_exact::<PyBytes>() {
+            self.bytes("bytes", bytes.as_bytes())
+        } else if let Ok(bytes) = obj.cast_exact::<PyByteArray>() {
+            self.once(obj)?;
+            self.bytes("bytearray", &bytes.to_vec())
+        } else if obj.cast_exact::<PySet>().is_ok() {
+            self.once(obj)?;
+            self.raw("{\"set\":")?;
+            self.items(obj.try_iter()?, path, depth)?;
+            self.raw("}")
+        } else if obj.cast_exact::<PyFrozenSet>().is_ok() {
+            self.raw("{\"frozenset\":")?;
+            self.items(obj.try_iter()?, path, depth)?;
+            self.raw("}")
+        } else if let Some(known) = self.tensors.get(&address(obj)) {
+            let same = format!("{{\"same\":{known}}}");
+            self.raw(&same)
+        } else {
+            if let Leaf::Tensor = self.leaves.write(obj, path, &mut self.text)? {
+                self.tensors.insert(address(obj), self.tensors.len());
+            }
+            Ok(())
+        }
+    }
+
+    fn raw(&mut self, text: &str) -> Result<(), Stop> {
+        self.text.extend_from_slice(text.as_bytes());
+        Ok(())
+    }
+
+    fn string(&mut self, text: &Bound<'py, PyString>) -> Result<(), Stop> {
+        // Halves of surrogate pairs are no UTF-8.
+        let text = text.to_str().map_err(|_| Stop::NotPlain)?;
+        self.json(text)
+    }
+
+    fn json(&mut self, value: &(impl serde::Serialize + ?Sized)) -> Result<(), Stop> {
+        serde_json::to_writer(&mut self.text, value).map_err(|_| Stop::NotPlain)
+    }
+
+    fn integer(&mut self, value: &Bound<'py, PyInt>) -> Result<(), Stop> {
+        match value.extract::<i64>() {
+            Ok(small) if -SAFE_INT < small && small < SAFE_INT => self.json(&small),
+            _ => {
+                let hex = value.py().import("builtins")?.call_method1("hex", (value,))?;
+                self.raw("{\"int\":")?;
+                self.json(&hex.extract::<String>()?)?;
+                self.raw("}")
+            }
+        }
+    }
+
+    fn float(&mut self, value: f64) -> Result<(), Stop> {
+        if value.is_finite() {
+            return self.json(&value);
+        }
+        self.raw(&format!("{{\"float\":\"{:016x}\"}}", value.to_bits()))
+    }
+
+    fn bytes(&mut self, kind: &str, bytes: &[u8]) -> Result<(), Stop> {
+        if bytes.len() > MAX_BYTES {
+            return Err(Stop::NotPlain);
+        }
+        self.raw(&format!("{{\"{kind}\":\"{}\"}}", STANDARD.encode(bytes)))
+    }
+
+    /// Containers that can change are met once: sharing them, or a cycle, needs a pickle.
+    fn once(&mut self, obj: &Bound<'py, PyAny>) -> Result<(), Stop> {
+        if self.seen.insert(address(obj)) { Ok(()) } else { Err(Stop::NotPlain) }
+    }
+
+    fn items(
+        &mut self,
+        items: impl Iterator<Item = PyResult<Bound<'py, PyAny>>>,
+        path: &Path<'_>,
+        depth: usize,
+    ) -> Result<(), Stop> {
+        self.raw("[")?;
+        for (i, item) in items.enumerate() {
+            self.raw(if i == 0 { "" } else { "," })?;
+            self.node(&item?, &Path::Index(path, i), depth)?;
+        }
+        self.raw("]")
+    }
+
+    fn ordered_dict(
+        &mut self,
+        obj: &Bound<'py, PyAny>,
+        path: &Path<'_>,
+        depth: usize,
+    ) -> Result<(), Stop> {
+        self.raw("{\"odict\":")?;
+        self.pairs(obj.cast::<PyDict>()?, path, depth)?;
+        let attributes = obj.getattr("__dict__")?;
+        if !attributes.cast::<PyDict>()?.is_empty() {
+            self.raw(",\"attrs\":")?;
+            self.node(&attributes, path, depth)?;
+        }
+        self.raw("}")
+    }
+
+    fn pairs(
+        &mut self,
+        dict: &Bound<'py, PyDict>,
+        path: &Path<'_>,
+        depth: usize,
+    ) -> Result<(), Stop> {
+        self.once(dict)?;
+        self.raw("[")?;
+        // A list of them, in the order that an ordered dict has: what is asked of tensors and arrays is code
+        // that may change the dict.
+        let items = dict.call_method0(pyo3::intern!(dict.py(), "items"))?;
+        for (i, item) in items.try_iter()?.collect::<PyResult<Vec<_>>>()?.iter().enumerate() {
+            self.raw(if i == 0 { "[" } else { ",[" })?;
+            let pair = item.cast::<PyTuple>()?;
+            let (key, value) = (pair.get_item(0)?, pair.get_item(1)?);
+            self.key(&key, path, depth)?;
+            self.raw(",")?;
+            match key.cast_exact::<PyString>() {
+                Ok(key) => self.node(&value, &Path::Key(path, key.to_str()?), depth)?,
+                Err(_) => self.node(&value, &Path::Key(path, &label(&key)?), depth)?,
+            }
+            self.raw("]")?;
+        }
+        self.raw("]")
+    }
+
+    fn key(&mut self, key: &Bound<'py, PyAny>, path: &Path<'_>, depth: usize) -> Result<(), Stop> {
+        if let Ok(text) = key.cast_exact::<PyString>() {
+            return self.string(text);
+        }
+        if let Ok(parts) = key.cast_exact::<PyTuple>()
+            && depth < MAX_DEPTH
+        {
+            self.raw("{\"tuple\":[")?;
+            for (i, part) in parts.iter().enumerate() {
+                self.raw(if i == 0 { "" } else { "," })?;
+                self.key(&part, path, depth + 1)?;
+            }
+            return self.raw("]}");
+        }
+        let is_plain = key.is_none()
+            || key.cast_exact::<PyInt>().is_ok()
+            || key.cast_exact::<PyFloat>().is_ok()
+            || key.cast_exact::<PyBool>().is_ok();
+        if is_plain { self.node(key, path, depth) } else { Err(Stop::NotPlain) }
+    }
+}
+
+/// A key as text.
+fn label(key: &Bound<'_, PyAny>) -> PyResult<String> {
+    if let Ok(number) = key.cast_exact::<PyInt>().map_err(PyErr::from).and_then(|n| n.extract::<i64>()) {
+        return Ok(number.to_string());
+    }
+    key.py().import("s4weights._names")?.call_method1("label", (key,))?.extract()
+}
+
+pub(super) fn address(obj: &Bound<'_, PyAny>) -> usize {
+    obj.as_ptr().addr()
+}
