@@ -1,10 +1,10 @@
 //! Mending a damaged log.
 //!
-//! A repair links what is left of the log again. An unreadable entry is replaced by what a view knows of
-//! it, or by a `fence`; later entries keep their numbers and operations, and get the new hash of the entry
-//! before them. Whatever is overwritten or removed is copied first. Entries are written in ascending order:
-//! a repair that was interrupted leaves a log whose damage is still visible, and running it again gives the
-//! same result.
+//! A repair relinks the remaining entries of the log. An unreadable entry is restored from a view, or
+//! replaced by a `fence`; later entries keep their numbers and operations, and get the new hash of the
+//! entry before them. Whatever is overwritten or removed is copied first. Entries are written in ascending
+//! order: a repair that was interrupted leaves a log whose damage is still visible, and running it again
+//! gives the same result.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,4 +1,5 @@
-//! Indexes of several writers become one: how processes that encode side by side store one checkpoint.
+//! Merges the indexes of several writers into one, so that processes that encode side by side store
+//! one checkpoint.
 
 use bytes::Bytes;
 use s4_format::index::{Block, TensorKind};

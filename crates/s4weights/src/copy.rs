@@ -1,5 +1,4 @@
-//! Copies whole checkpoints, and compares them: the one piece of code behind a rebase, a restore and a
-//! transcoding.
+//! Copies whole checkpoints and compares them: the code that rebase, restore and transcode share.
 
 use std::fmt;
 
@@ -40,8 +39,8 @@ pub struct Copied {
     pub digests: Option<Vec<Digest>>,
 }
 
-/// Copies all that a checkpoint holds, and finishes the copy: every tensor, in order, so that numbers stay
-/// what they are, the tree, blobs, metadata and roles.
+/// Copies everything in a checkpoint, and finishes the copy: every tensor, in order, so that numbers do
+/// not change, the tree, blobs, metadata and roles.
 ///
 /// # Errors
 /// Those of reading and of writing. Nothing is visible then.
@@ -119,8 +118,9 @@ impl fmt::Display for Difference {
     }
 }
 
-/// Compares a copy with its original: everything that a caller can read, and that it stands alone. The
-/// original's values are read again, unless `digests` of them are at hand ([`Copied::digests`]).
+/// Compares a copy with its original: everything that a caller can read. Also checks that the copy
+/// needs no parent. The original's values are read again, unless `digests` of them are at hand
+/// ([`Copied::digests`]).
 ///
 /// # Errors
 /// Those of reading.

@@ -16,9 +16,9 @@ use crate::reader::Reader;
 /// Takes the data objects of a checkpoint, whole, one after the other. Their names and storage are up to
 /// the implementor; a reader asks for an object by its number.
 ///
-/// The writer is blocked as long as a call lasts: an implementor that uploads in the background
-/// bounds how much it has in flight, and reports what failed at the next call, or to whoever
-/// publishes the checkpoint. What was put for a checkpoint that is never finished is garbage.
+/// Each call blocks the writer: an implementor that uploads in the background bounds its data in
+/// flight, and reports failures at the next call, or to the code that publishes the checkpoint.
+/// What was put for a checkpoint that is never finished is garbage.
 pub trait ObjectSink: Send {
     /// Takes an object. Numbers start at 0 and come in any order, each once.
     ///

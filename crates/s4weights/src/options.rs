@@ -33,7 +33,7 @@ pub type StagedFn = Arc<dyn Fn() + Send + Sync>;
 /// at the same time).
 pub type ParentResolver = Arc<dyn Fn(&Digest) -> Result<Arc<Reader>> + Send + Sync>;
 
-/// Most checkpoints of a chain that a writer adds to, unless told.
+/// Longest chain that a writer adds to, in checkpoints, by default.
 pub const DEFAULT_MAX_CHAIN: u32 = 16;
 
 /// Options of a [`crate::Writer`].

@@ -60,7 +60,8 @@ pub enum Source {
     ReadAt(String, Box<dyn ReadAt>),
 }
 
-/// Where the bytes of a file go to: implement it to write to what is no path, URL or stream.
+/// A target for the bytes of a file: implement it to write anywhere besides a path, URL or
+/// stream.
 ///
 /// Bytes come one after the other. Nothing is visible before [`Sink::commit`], and a sink that is dropped
 /// before leaves nothing behind: a save that fails, is cancelled or is given up just drops it.
@@ -111,7 +112,7 @@ pub trait Sink: Send {
     }
 }
 
-/// Where the bytes of a file come from: implement it to read from what is no path, URL or bytes in memory.
+/// A source of the bytes of a file: implement it to read from anywhere besides a path, URL or memory.
 pub trait ReadAt: Send + Sync {
     /// Bytes of the whole file.
     fn len(&self) -> u64;

@@ -1,9 +1,8 @@
 //! A checkpoint store: what a training loop saves to and resumes from.
 //!
 //! [`CheckpointStore`] joins `s4-store`, which keeps and lists checkpoints in a folder or a bucket,
-//! with [`crate::Writer`] and [`crate::Reader`], which know what they hold. A checkpoint becomes a
-//! difference from an earlier one when that is smaller, and from which one is chosen so that a restore
-//! reads few of them.
+//! with [`crate::Writer`] and [`crate::Reader`], which know their content. A checkpoint becomes a
+//! delta when that is smaller, with a parent chosen so that a restore reads few checkpoints.
 //!
 //! ```
 //! use s4weights::store::{CheckpointStore, StoreOptions, SaveOptions};

@@ -1,10 +1,10 @@
 //! One checkpoint, stored by several processes.
 //!
-//! One process, the coordinator, begins it ([`CheckpointStore::begin_parts`]) and tells the others what it
-//! is a part of. Each encodes its own tensors into objects of the same attempt
-//! ([`CheckpointStore::save_part`]), side by side and without a word between them. The coordinator is given
-//! what each of them returned, makes one index of all indexes, and lists the checkpoint by one entry of the
-//! log ([`CheckpointStore::publish_parts`]). What comes of it is a checkpoint like any other.
+//! One process, the coordinator, begins it ([`CheckpointStore::begin_parts`]) and tells the others which
+//! attempt they share. Each encodes its own tensors into objects of that attempt
+//! ([`CheckpointStore::save_part`]), without communicating with the others. The coordinator receives each
+//! one's result, merges the indexes, and lists the checkpoint with one log entry
+//! ([`CheckpointStore::publish_parts`]). The result is a checkpoint like any other.
 
 use std::time::Instant;
 

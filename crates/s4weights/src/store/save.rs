@@ -490,8 +490,8 @@ impl CheckpointStore {
     }
 }
 
-/// The end of an upload whose writer failed: nothing of it stays if that can be helped. Gives the
-/// upload's own failure.
+/// Ends an upload whose writer failed, and removes its objects if possible. Returns the upload's
+/// own failure.
 pub(crate) async fn end_of(
     joined: std::result::Result<(Attempt, s4_store::Result<()>), tokio::task::JoinError>,
 ) -> Option<StoreError> {
