@@ -52,9 +52,9 @@ pub struct RepairReport {
     pub listed: Vec<Checkpoint>,
     /// What is lost.
     pub losses: Vec<Loss>,
-    /// Entries that are rewritten, and do what they did.
+    /// Entries that are rewritten with the same operation.
     pub rewritten: Vec<u64>,
-    /// Entries that are written from what a view knows of them.
+    /// Entries that are restored from a view.
     pub reconstructed: Vec<u64>,
     /// Numbers that are taken by an entry that does nothing.
     pub fenced: Vec<u64>,
@@ -76,8 +76,9 @@ struct Plan {
 }
 
 impl Store {
-    /// Mends the log of a store, or with `apply` false says what that would do and writes nothing.
-    /// **Nothing else may use the store meanwhile**: writers would be lost, readers confused.
+    /// Repairs the log of a store, or with `apply` false reports what a repair would do and writes
+    /// nothing. **Nothing else may use the store meanwhile**: it would lose saves of writers and
+    /// confuse readers.
     ///
     /// Stopped at any point, it can be run again.
     ///

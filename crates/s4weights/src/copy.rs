@@ -15,8 +15,8 @@ const BATCH: u64 = 64 << 20;
 /// How a checkpoint is copied.
 #[derive(Debug, Clone, Copy)]
 pub struct CopyOptions<'a> {
-    /// Bytes of values that are in memory at once, unless one tensor is larger: 64 MiB unless told. What
-    /// is written depends on it: small tensors are packed and chunks are placed batch by batch.
+    /// Bytes of values in memory at once, unless one tensor is larger; 64 MiB by default. The output
+    /// depends on it: small tensors are packed and chunks are placed batch by batch.
     pub batch: u64,
     /// The group of each tensor ([`TensorSource::group`]); none: all are of group 0.
     pub groups: &'a [u8],
@@ -35,7 +35,7 @@ impl Default for CopyOptions<'_> {
 pub struct Copied {
     /// What was written.
     pub written: Written,
-    /// Of each tensor, by number, the hash of its values, if they were wanted.
+    /// The hash of each tensor's values, by number, if requested.
     pub digests: Option<Vec<Digest>>,
 }
 
@@ -70,7 +70,7 @@ pub fn copy(from: &Reader, mut to: Writer, options: &CopyOptions<'_>) -> Result<
     Ok(Copied { written, digests })
 }
 
-/// All that a checkpoint holds besides tensors and their roles.
+/// Everything in a checkpoint besides tensors and their roles.
 fn contents(from: &Reader) -> Result<Contents> {
     let manifest = from.manifest();
     let blobs = manifest.blobs.keys().map(|name| Ok((name.clone(), from.blob(name)?)));
@@ -81,7 +81,7 @@ fn contents(from: &Reader) -> Result<Contents> {
     })
 }
 
-/// In what a copy differs from its original.
+/// How a copy differs from its original.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Difference {

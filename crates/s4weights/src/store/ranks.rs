@@ -23,8 +23,8 @@ use crate::store::{CheckpointStore, ParentValues, SaveOptions, Saved};
 use crate::write::TensorSource;
 use crate::writer::{Writer, Written};
 
-/// What the parts of a checkpoint have in common: made by the coordinator, given to every rank, also as
-/// JSON.
+/// The data that the parts of a checkpoint share: the coordinator makes it and gives it to every rank,
+/// also as JSON.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PartOf {
@@ -189,8 +189,7 @@ impl CheckpointStore {
         Ok(saved)
     }
 
-    /// Gives up a checkpoint of several processes: nobody can list it any more, and what was stored of it is
-    /// deleted.
+    /// Gives up a checkpoint of several processes: it can never be listed, and its objects are deleted.
     pub fn give_up_parts(&self, of: &PartOf) {
         self.give_up(of.id);
     }
