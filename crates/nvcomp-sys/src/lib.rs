@@ -7,8 +7,8 @@
 //! Device addresses and streams are plain `u64`: this crate knows of no CUDA binding.
 //!
 //! What is deliberately absent: the library and its headers, the C++ interfaces, gzip, checksums, and
-//! any call that waits for the device. nvCOMP's licence is for systems with NVIDIA GPUs, so callers
-//! should look for a GPU before they open it.
+//! any call that waits for the device. nvCOMP's licence covers only systems with NVIDIA GPUs, so
+//! callers should check for a GPU before they open it.
 
 mod api;
 mod error;

@@ -1,4 +1,4 @@
-//! Options of the formats: 64 bytes each, given by value. Bytes without a name are reserved and 0.
+//! Options of the formats: 64 bytes each, passed by value. Unnamed bytes are reserved and 0.
 
 /// What the values of a block are to the format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

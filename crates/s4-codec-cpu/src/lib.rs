@@ -4,9 +4,10 @@
 //! bitstream, so everything here decodes what other implementations (a GPU kernel, a vendor's
 //! library) of the same id wrote. The bitstreams are specified in `docs/codecs`, one page each.
 //!
-//! What is deliberately absent: async, I/O, names of tensors, the choice of a codec, and any state
-//! that outlives a call but for the caller's [`Workspace`]. Decoders take any bytes and return the data or an error; nothing in a
-//! stream is used as a size before it is checked against the stream and the destination.
+//! What is deliberately absent: async, I/O, names of tensors, the choice of a codec, and any state that
+//! outlives a call except the caller's [`Workspace`]. Decoders take any bytes and return the data or an
+//! error; nothing in a stream is used as a size before it is checked against the stream and the
+//! destination.
 
 mod bits;
 pub mod blocks;

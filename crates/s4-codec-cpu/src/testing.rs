@@ -1,8 +1,8 @@
-//! The contract of [`Codec`] as a suite that any implementation can be run through, also those of
-//! other crates.
+//! The contract of [`Codec`] as a test suite for any implementation, also in other crates.
 //!
-//! What is deliberately absent: skips. A codec that refuses some data says which, and is held to
-//! it. Every function panics when the contract is broken, so that it can be called from a test.
+//! What is deliberately absent: skips. A codec that refuses some data declares which, and must
+//! refuse exactly that. Every function panics when the contract is broken, so that it can be
+//! called from a test.
 
 use s4_format::{Error, Result};
 
@@ -90,8 +90,8 @@ fn variants(codec: &dyn Codec, name: &str, symbols: &Symbols<'_>, used: &mut Wor
 
 /// Runs a codec that carries through a suite of its own.
 ///
-/// - Something is carried, of every input of [`conformance`] that is not empty;
-/// - of a stream behind that is shorter than what could be carried, no more is carried than it has;
+/// - It carries something for every input of [`conformance`] that is not empty;
+/// - if the next stream is shorter than what it could carry, it carries only that;
 /// - damaged streams that carry, as in [`conformance`], give an error or data.
 ///
 /// # Panics

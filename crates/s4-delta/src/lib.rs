@@ -1,8 +1,8 @@
-//! Differences from what values were expected to be, and chains of checkpoints that are differences.
+//! Residuals against predicted values, and chains of deltas.
 //!
 //! - [`Residual`]: the difference from predicted bits, by XOR or in the order of values.
-//! - [`chain()`]: the checkpoints that one is a difference from, down to its base.
-//! - [`Tree`]: which earlier checkpoint one is a difference from, so that chains stay short.
+//! - [`chain()`]: a checkpoint and its ancestors, down to the base.
+//! - [`Tree`]: which earlier checkpoint becomes the parent, so that chains stay short.
 //! - [`policy`]: when the next checkpoint should be a base.
 //!
 //! What is deliberately absent: I/O (parents are slices and closures); the predictors, which are in

@@ -1,7 +1,7 @@
-//! When the next checkpoint should be a base, and what it is a delta of if not.
+//! When the next checkpoint should be a base, and otherwise which parent it gets.
 //!
 //! A delta is small but must be read together with its parents. These are the rules for ending a
-//! chain; all are plain arithmetic on what a store knows of the checkpoints that it lists.
+//! chain; all are plain arithmetic on a store's records of its listed checkpoints.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! Which of the checkpoints before it a checkpoint is a delta of.
+//! Which earlier checkpoint is the parent of a delta.
 //!
 //! The checkpoints that share a base are numbered: the base is 0, the next one 1, and so on. If each
 //! were a delta of the one before, restoring the last would decode all of them; if each were a delta

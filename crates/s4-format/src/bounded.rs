@@ -1,4 +1,4 @@
-//! Maps and lists of JSON with as many entries as is believed; those of maps each once.
+//! JSON maps and lists with a bounded number of entries, and no key of a map twice.
 //!
 //! An entry is a few bytes of text and up to some hundred of memory.
 

@@ -1,8 +1,8 @@
 //! What holds for every JSON text of the format, whatever its type: no object has a member twice, and no
 //! text holds half of a surrogate pair.
 //!
-//! Structs of `serde` see to it for their own members. Maps do not, nor does whoever keeps a text as it
-//! is, as the manifest keeps the tree.
+//! Structs of `serde` check this for their own members. Maps do not, nor does code that keeps a text as
+//! it is, as the manifest keeps the tree.
 
 use std::borrow::Cow;
 use std::collections::HashSet;
@@ -14,7 +14,7 @@ use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visi
 use crate::bounded::take;
 use crate::limits::MAX_ENTRIES;
 
-/// Checks a JSON text that is to be read, with nothing before or behind it. Objects that are open at one
+/// Checks a JSON text before it is parsed, with nothing before or after it. Objects that are open at one
 /// place have at most [`MAX_ENTRIES`] members together.
 ///
 /// # Errors

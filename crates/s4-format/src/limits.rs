@@ -24,7 +24,7 @@ pub const MAX_TENSOR_BYTES: u64 = 1 << 46;
 pub const MAX_DEPENDENCY_DEPTH: usize = 4;
 /// Longest chain of checkpoints: a base and its descendants.
 pub const MAX_CHAIN: usize = 64;
-/// Depth of a checkpoint in which contexts are told from moments: each of its ancestors' are needed, too.
+/// Depth of a checkpoint whose contexts come from moments: a reader needs each ancestor's moments, too.
 pub const MAX_UPDATES: u32 = 16;
 /// Objects of a checkpoint.
 pub const MAX_OBJECTS: usize = 1 << 20;

@@ -1,8 +1,8 @@
-//! Row and column offsets in few bits: how they stand on disk. In memory they have 16 bits each.
+//! Row and column offsets in few bits, as stored on disk. In memory they have 16 bits each.
 //!
-//! Offsets are small next to 16 bits, and a few are large: each is a number of which the top is counted in zeros and some low
-//! bits follow (R. F. Rice, "Some practical universal noiseless coding techniques", 1979). docs/predictors/offsets.md
-//! has the bits.
+//! Most offsets need far fewer than 16 bits, and a few are large, so each is a Rice code: a run of zeros
+//! counts the top of the number, and some low bits follow (R. F. Rice, "Some practical universal noiseless
+//! coding techniques", 1979). docs/predictors/offsets.md has the bits.
 
 use crate::error::{Error, Result};
 use crate::limits::MAX_SIDE;

@@ -19,8 +19,8 @@
 //! compiled for each set. The rest is scalar, and so is `token`, which uses BMI2 where there is AVX2.
 //!
 //! What is deliberately absent: allocation, names of tensors, dtypes (callers pick a layout and a
-//! [`Width`]), and errors. Sizes are the caller's to get right, and are asserted: a wrong size is
-//! a bug, not bad data. The one operation that reads data of unknown origin as more than plain
+//! [`Width`]), and errors. The caller must pass correct sizes, which are asserted: a wrong size
+//! is a bug, not bad data. The one operation that reads data of unknown origin as more than plain
 //! bits, [`Kernels::merge_token`], returns an error instead.
 
 mod kernels;

@@ -1,7 +1,7 @@
 //! Elements that are hard on codecs, predictors and kernels, for tests and self-tests.
 //!
-//! Every pattern is a function of the kind of element and the element's position alone: the same on
-//! every machine.
+//! Every pattern depends only on the kind of element and its position, so it is the same on every
+//! machine.
 
 use crate::Width;
 

@@ -1,5 +1,5 @@
-//! Telling a place that is known to hold no store from one that cannot be seen, or that has lost a part
-//! of its store: a run must not start over because of a typo or of a folder that is not mounted.
+//! Distinguishes a place that holds no store from one that cannot be seen or has lost part of its
+//! store: a run must not start over because of a typo or an unmounted folder.
 
 use crate::error::{Error, Result};
 use crate::io::Io;

@@ -29,7 +29,7 @@ const MAX_NUMBER: u32 = 1 << 21;
 pub struct About {
     /// The training step.
     pub step: u64,
-    /// What it is a delta of: [`Checkpoint::reference`] of that one.
+    /// Its parent: that checkpoint's [`Checkpoint::reference`].
     pub parent: Option<Reference>,
     /// How many checkpoints the writer has made since the base, this one counted; 0 for a base. It is
     /// kept with the checkpoint, so that a later writer knows its number in the chain, even when those
@@ -48,7 +48,8 @@ pub struct About {
     pub tags: BTreeMap<String, String>,
 }
 
-/// A checkpoint that is being uploaded. Dropped, it stops; what was uploaded is left for a sweep.
+/// A checkpoint being uploaded. Dropping it stops the uploads; a sweep deletes the uploaded
+/// objects.
 #[derive(Debug)]
 pub struct Attempt {
     inner: Arc<Inner>,
@@ -221,9 +222,9 @@ impl Attempt {
         Ok(())
     }
 
-    /// Begins to check, during the uploads, that all objects are there which a delta of `parent` needs.
-    /// [`Attempt::stage`] does so if this was not called, and returns what was found. Must be called within
-    /// a tokio runtime.
+    /// Begins to check, during the uploads, that every object that a delta of `parent` needs is there.
+    /// [`Attempt::stage`] does so if this was not called, and returns the result. Must be called within a
+    /// tokio runtime.
     pub fn expect_parent(&mut self, parent: Reference) {
         if self.parent.as_ref().is_some_and(|(begun, _)| *begun == parent) {
             return;
@@ -234,8 +235,8 @@ impl Attempt {
         self.parent = Some((parent, task));
     }
 
-    /// Waits for all uploads, writes the manifest, and checks that every object is there, those of what
-    /// the checkpoint is a delta of included.
+    /// Waits for all uploads, writes the manifest, and checks that every object is there, including
+    /// those of the checkpoint's ancestors.
     ///
     /// # Errors
     /// The failure of an upload; [`Error::Argument`] if a metric is not finite; [`Error::Missing`] or
@@ -307,8 +308,8 @@ impl Attempt {
         self.stage(blob, about).await?.publish().await
     }
 
-    /// Stops the uploads and deletes what was uploaded. What a request in flight leaves behind is swept
-    /// later.
+    /// Stops the uploads and deletes the uploaded objects. A sweep later deletes the objects of
+    /// requests still in flight.
     ///
     /// # Errors
     /// If objects cannot be deleted.
@@ -331,7 +332,7 @@ impl Staged {
         Reference { id: self.publish.id, manifest_blake3: self.publish.manifest_blake3 }
     }
 
-    /// Reads its objects, to check what was stored before it is published.
+    /// Reads its objects, to check them before publishing.
     #[must_use]
     pub fn reading(&self) -> Reading {
         Reading::new(Arc::clone(&self.inner), self.publish.id, self.manifest.clone())

@@ -59,7 +59,7 @@ pub enum Cause {
 }
 
 impl Cause {
-    /// What the failure of an object store came from.
+    /// The cause of an object store's failure.
     #[must_use]
     pub fn of(error: &StoreError) -> Self {
         Answer::of(error).cause

@@ -125,8 +125,8 @@ impl CheckReport {
 }
 
 impl Store {
-    /// Replays the whole log and checks every listed checkpoint against it. Where the log is damaged,
-    /// that is a finding, and what can be proved of it is checked.
+    /// Replays the whole log and checks every listed checkpoint against it. A damaged log is a
+    /// finding; the part of it that can be proved is checked.
     ///
     /// # Errors
     /// If the log or a listing cannot be read at all; everything else is in the report.

@@ -1,13 +1,13 @@
-//! What makes a commit safe where the object store is not: looking before and after.
+//! Makes commits safe on unsafe object stores, by checks before and after.
 //!
-//! A server that looks whether an object is there and then writes it can tell two writers that each
-//! created the same entry; the last write stays. And a folder can be removed, a bucket emptied, while a
-//! writer has the store open. So a writer looks for the newest entries that it knows before it creates the
-//! next one, and reads both back before it acknowledges anything.
+//! A server that checks whether an object exists and then writes it can tell two writers that each created
+//! the same entry; the last write stays. And a folder can be removed, or a bucket emptied, while a writer
+//! has the store open. So a writer checks the newest entries that it knows before it creates the next one,
+//! and reads both back before it acknowledges anything.
 //!
-//! Of two versions of an entry the one counts that the next entry names by its hash. Whoever knows its
-//! bytes puts it back, and the other writer commits again after what is there. What a writer
-//! acknowledged and does not find any more it lists again.
+//! Of two versions of an entry, the valid one is that whose hash the next entry names. Whoever knows
+//! its bytes puts it back, and the other writer commits again after it. A writer lists again any
+//! checkpoint that it acknowledged and no longer finds in the log.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;

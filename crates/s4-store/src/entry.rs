@@ -93,7 +93,7 @@ pub struct Publish {
     pub id: CheckpointId,
     /// The training step.
     pub step: u64,
-    /// What it is a delta of; absent for a full checkpoint.
+    /// Its parent; absent for a base.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<Reference>,
     /// How many checkpoints its writer had made since the base, itself counted; 0 for a base. Writers

@@ -311,7 +311,7 @@ fn missing_entries(first: u64, last: u64) -> String {
 }
 
 /// Why the log's rules forbid a change. A log entry that breaks a rule has no effect, whoever wrote
-/// it, so these are decided by replaying the log and by nothing else.
+/// it, so only replaying the log decides these.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Conflict {

@@ -2,10 +2,10 @@
 //!
 //! It needs only PUT, LIST and DELETE of an object store, with effects that are seen at once. A process that
 //! wants to write puts a claim, and then lists: if nothing else is there it becomes the holder, otherwise it
-//! withdraws. Of two that do so at the same time at least one sees the other, so both may withdraw, but never
-//! do both hold the lease. A lease that was not renewed for [`EXPIRES`], by the object store's own
-//! clock, is dead and is removed by the next holder. A holder looks for its lease before each commit;
-//! if it renewed too late, it asks for it again.
+//! withdraws. If two do so at the same time, at least one sees the other: both may withdraw, but they never
+//! both hold the lease. A lease not renewed for [`EXPIRES`], by the object store's own clock, is dead, and
+//! the next holder removes it. A holder checks for its lease before each commit; if it renewed too late, it
+//! claims the lease again.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};

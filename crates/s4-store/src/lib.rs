@@ -1,5 +1,5 @@
-//! The checkpoint store: chains of checkpoints in a folder or a bucket, published atomically, of which
-//! nothing that is needed is ever deleted.
+//! The checkpoint store: chains of checkpoints in a folder or a bucket, published atomically. It never
+//! deletes anything that a listed checkpoint needs.
 //!
 //! A [`Store`] keeps opaque data objects and an opaque manifest for each checkpoint. They are listed by a
 //! log of small objects, each created once and never changed; creating the next one is the only
@@ -25,9 +25,8 @@
 //! # }).unwrap();
 //! ```
 //!
-//! Futures need a tokio runtime with time and I/O. A future that is dropped stops where it is: data of
-//! an unfinished attempt stays behind for a sweep, and a commit that was in flight is in the log or
-//! not.
+//! Futures need a tokio runtime with time and I/O. A dropped future stops where it is: data of an
+//! unfinished attempt stays for a sweep, and a commit in flight may or may not be in the log.
 //!
 //! Deliberately absent: compression and the meaning of the bytes; multipart uploads, which object
 //! stores keep and bill when a client dies; locks, which a paused process outlives (the lease of a

@@ -27,7 +27,7 @@ pub struct ObjectInfo {
     pub len: u64,
     /// Their hash.
     pub blake3: Digest,
-    /// What it holds, in a word of the caller's: `weights`, `optimizer`...
+    /// Its kind of content, in the caller's word: `weights`, `optimizer`...
     #[serde(default, skip_serializing_if = "String::is_empty")]
     pub kind: String,
 }

@@ -58,8 +58,8 @@ pub enum Writers {
     /// create an object only if it is absent.
     #[default]
     Many,
-    /// One at a time, on any object store. A lease keeps others out: whoever wants to write while
-    /// another process holds it gets [`crate::Error::Locked`].
+    /// One at a time, on any object store. A lease keeps others out: a process that tries to
+    /// write while another holds it gets [`crate::Error::Locked`].
     Single,
 }
 

@@ -1,9 +1,9 @@
 //! Finds out whether an object store creates an object only if it is absent.
 //!
 //! Some servers ignore the condition, and some check it and then write, which lets two writers slip through:
-//! only a test shows it. So the object store is tested, by consecutive writes and in many races, with objects
-//! of the probe's own. Only clean answers count: a race in which an answer was lost
-//! proves nothing, and is run again under another key.
+//! only a test shows it. So the probe tests the object store by consecutive writes and many races, on
+//! objects of its own. Only clean answers count: a race that lost an answer proves nothing, and is run
+//! again under another key.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -303,8 +303,8 @@ impl<'a> Probe<'a> {
     }
 }
 
-/// One race of writers that start at once. Says what is wrong, if anything is; a race that was
-/// disturbed shows nothing wrong.
+/// One race of writers that start at once. Returns what went wrong, if anything; a disturbed race
+/// shows nothing wrong.
 pub(crate) async fn race(store: &Arc<dyn ObjectStore>, key: &Path, racers: u32) -> Option<String> {
     let race = Race { racers, len: SMALL, spread: Duration::ZERO };
     match run_race(store, key, race, Instant::now() + PATIENCE).await {

@@ -74,7 +74,7 @@ impl Reading {
         }
     }
 
-    /// Bytes of an object, with nothing checked but their number: the caller's checksums are for that.
+    /// Bytes of an object, checked only for their number; the caller has checksums.
     ///
     /// # Errors
     /// [`Error::Argument`] if the object has no such range; [`Error::Missing`] if it is gone.
@@ -103,8 +103,8 @@ impl Reading {
         }
     }
 
-    /// The file that holds an object, where objects are files of a local folder: for those who read
-    /// many small ranges, of which nothing is checked. It need not exist.
+    /// The file that holds an object, if objects are files in a local folder: for reading many
+    /// small ranges without any check. It need not exist.
     #[must_use]
     pub fn local_path(&self, n: u32) -> Option<PathBuf> {
         let (key, _) = self.find(n).ok()?;

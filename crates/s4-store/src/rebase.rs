@@ -1,5 +1,4 @@
-//! Replacing a delta by a full checkpoint with the same content, so that what it was a delta of can
-//! go.
+//! Replaces a delta by a base with the same content, so that its former parent can go.
 
 use std::error::Error as StdError;
 

@@ -1,7 +1,7 @@
-//! What log entries must have said, as far as a view shows it.
+//! Reconstructs the content of log entries, as far as a view shows it.
 //!
-//! A view names the entry that listed each checkpoint, with all that this entry said of it, and the
-//! entry that ended each other one.
+//! A view names the entry that listed each checkpoint, with everything that the entry said about
+//! it, and the entry that ended each unlisted one.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -51,8 +51,8 @@ pub(crate) fn reconstruct(state: &State) -> BTreeMap<u64, Op> {
     ops
 }
 
-/// Adds checkpoints that ended and that entries name as what they need or replace, at one of the `lost`
-/// numbers before: no more is known of them, and no more matters.
+/// Adds the ended checkpoints that entries name as parent or as replaced, at an earlier one of the
+/// `lost` numbers: nothing more is known about them, or matters.
 pub(crate) fn adopt(
     ops: &mut BTreeMap<u64, Op>,
     state: &State,

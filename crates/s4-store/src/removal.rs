@@ -1,5 +1,5 @@
-//! How a sweep deletes: what can still be listed again is given up in the log first, data goes before
-//! manifests, and a full disk is no reason not to make room.
+//! How a sweep deletes: the log first gives up checkpoints that could be listed again, data goes
+//! before manifests, and a full disk does not keep a sweep from making room.
 
 use std::collections::BTreeSet;
 

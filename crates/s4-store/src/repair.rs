@@ -1,10 +1,10 @@
 //! Mending a damaged log.
 //!
-//! A repair links what is left of the log again. An unreadable entry is replaced by what a view knows of
-//! it, or by a `fence`; later entries keep their numbers and operations, and get the new hash of the entry
-//! before them. Whatever is overwritten or removed is copied first. Entries are written in ascending order:
-//! a repair that was interrupted leaves a log whose damage is still visible, and running it again gives the
-//! same result.
+//! A repair relinks the remaining entries of the log. An unreadable entry is restored from a view, or
+//! replaced by a `fence`; later entries keep their numbers and operations, and get the new hash of the
+//! entry before them. Whatever is overwritten or removed is copied first. Entries are written in ascending
+//! order: a repair that was interrupted leaves a log whose damage is still visible, and running it again
+//! gives the same result.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -52,9 +52,9 @@ pub struct RepairReport {
     pub listed: Vec<Checkpoint>,
     /// What is lost.
     pub losses: Vec<Loss>,
-    /// Entries that are rewritten, and do what they did.
+    /// Entries that are rewritten with the same operation.
     pub rewritten: Vec<u64>,
-    /// Entries that are written from what a view knows of them.
+    /// Entries that are restored from a view.
     pub reconstructed: Vec<u64>,
     /// Numbers that are taken by an entry that does nothing.
     pub fenced: Vec<u64>,
@@ -76,8 +76,9 @@ struct Plan {
 }
 
 impl Store {
-    /// Mends the log of a store, or with `apply` false says what that would do and writes nothing.
-    /// **Nothing else may use the store meanwhile**: writers would be lost, readers confused.
+    /// Repairs the log of a store, or with `apply` false reports what a repair would do and writes
+    /// nothing. **Nothing else may use the store meanwhile**: it would lose saves of writers and
+    /// confuse readers.
     ///
     /// Stopped at any point, it can be run again.
     ///

@@ -35,7 +35,7 @@ pub struct Repo {
     pub id: Uuid,
     /// How many processes may write.
     pub mode: Mode,
-    /// What the probe found when the store was created. For one writer at a time no races are run.
+    /// The probe's findings when the store was created. For one writer at a time no races are run.
     pub probe: ProbeReport,
     /// The kind and address of the object store that was probed. A store that was moved to another
     /// one is probed again before it is written to.

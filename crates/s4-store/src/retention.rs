@@ -8,8 +8,8 @@ use crate::id::CheckpointId;
 use crate::state::{Checkpoint, State};
 use crate::store::{MAX_IDS, Store};
 
-/// A policy. What any of its rules keeps is kept; so is what a kept checkpoint is a delta of, what is
-/// pinned, and always the newest. A policy without rules keeps everything.
+/// A policy. It keeps the union of its rules, the ancestors of kept checkpoints, pinned checkpoints,
+/// and always the newest. A policy without rules keeps everything.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Retention {
     /// The newest so many.
@@ -60,12 +60,12 @@ pub enum Keep {
 pub struct Plan {
     /// What stays, and why.
     pub keep: BTreeMap<CheckpointId, Vec<Keep>>,
-    /// What goes, deltas before what they are deltas of.
+    /// The checkpoints to retire, deltas before their parents.
     pub retire: Vec<CheckpointId>,
 }
 
 impl Retention {
-    /// What the policy decides about a state.
+    /// Applies the policy to a state.
     ///
     /// # Errors
     /// [`Error::Argument`] if checkpoints would go although none has a metric by which the best are to
@@ -153,7 +153,8 @@ impl Best {
 }
 
 impl Store {
-    /// Retires what the policy does not keep. Returns the ids; their data stays until a sweep.
+    /// Retires the checkpoints that the policy does not keep. Returns their ids; their data stays
+    /// until a sweep.
     ///
     /// # Errors
     /// As [`Retention::plan`]; if the log cannot be read or written.

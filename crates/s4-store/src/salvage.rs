@@ -1,10 +1,10 @@
 //! What can be proved of a damaged log.
 //!
-//! Each entry that can be read carries its own hash, and the entry after it names that, too; a view
-//! carries the hash of the entry that it ends with. So a bad entry costs what that entry said and no
-//! more: those before it mean what they meant, and those after it are applied by the rules of the
-//! log, as far as these let them. A checkpoint that one of them publishes counts if its manifest is
-//! there; what a lost entry retired is listed again.
+//! Each readable entry carries its own hash, and the next entry names it, too; a view carries the
+//! hash of the entry that it ends with. So a bad entry loses only its own content: earlier entries
+//! keep their meaning, and later ones are applied as far as the rules of the log allow. A checkpoint
+//! published after the damage counts if its manifest is there; a checkpoint that a lost entry
+//! retired is listed again.
 
 use std::collections::{BTreeMap, BTreeSet};
 

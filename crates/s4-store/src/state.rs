@@ -195,7 +195,7 @@ impl State {
         self.dead.get(&id).copied()
     }
 
-    /// The checkpoint and what it needs, itself first and its base last.
+    /// The checkpoint and its ancestors, itself first and its base last.
     ///
     /// # Errors
     /// [`Error::NoCheckpoint`] if it is not listed; [`Error::Corrupt`] if the chain is broken, which

@@ -1,4 +1,4 @@
-//! Deleting what nothing needs any more.
+//! Deletes data that no listed checkpoint needs.
 //!
 //! The log decides what may go, the object store's own clock decides when. The state may come from a
 //! view, but a view alone decides no deletion: the log entry that ended a checkpoint is read first.

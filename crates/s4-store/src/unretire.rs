@@ -1,8 +1,8 @@
-//! Listing retired checkpoints again, for as long as no sweep has begun to delete their data.
+//! Lists retired checkpoints again, until a sweep begins to delete their data.
 //!
-//! A sweep says in the log which retired checkpoints it gives up (`abort`) before it deletes anything of
-//! them, and `unretire` has no effect after that, as `abort` has none after an `unretire`. So the order
-//! of the log decides which of the two was first, and the loser leaves everything as it is.
+//! Before a sweep deletes any data of a retired checkpoint, it gives the checkpoint up in the log
+//! (`abort`). An `unretire` after that has no effect, nor has an `abort` after an `unretire`. So the
+//! order of the log decides which came first, and the loser changes nothing.
 
 use std::collections::BTreeMap;
 

@@ -1,7 +1,7 @@
 //! A stored copy of the replayed state, so that opening a store does not mean reading its whole log.
 //!
-//! It may be old, absent or damaged. It counts only if the log still has the entry that it ends with;
-//! and before data is deleted for what a view says, the log entry that ended the checkpoint is read.
+//! It may be old, absent or damaged. It counts only if the log still has the entry that it ends with.
+//! A view alone never deletes data: the log entry that ended the checkpoint is read first.
 
 use std::sync::Arc;
 

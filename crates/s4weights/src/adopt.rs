@@ -1,4 +1,5 @@
-//! Indexes of several writers become one: how processes that encode side by side store one checkpoint.
+//! Merges the indexes of several writers into one, so that processes that encode side by side store
+//! one checkpoint.
 
 use bytes::Bytes;
 use s4_format::index::{Block, TensorKind};
@@ -46,9 +47,9 @@ struct Shift {
 
 impl Writer {
     /// Takes over all tensors of a checkpoint in objects, which another writer encoded: `index` is its
-    /// [`Written::index`]. Its objects follow those that were taken over before, in the same order; their
-    /// bytes are not looked at. What it holds besides tensors and roles is left out. A writer that takes over
-    /// tensors writes none of its own.
+    /// [`Written::index`]. Its objects follow those taken over before, in the same order; their bytes are
+    /// not read. Everything besides tensors and roles is left out. A writer that takes over tensors writes
+    /// none of its own.
     ///
     /// # Errors
     /// `Format` if the index is damaged; `Argument` if a name is taken, if the index is of a file that has

@@ -1,4 +1,5 @@
-//! A reader's parent: found when its values are wanted, checked, asked for what a difference needs.
+//! A reader's parent: opened when its values are needed, checked, and read for the values that a
+//! delta needs.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;

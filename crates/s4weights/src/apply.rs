@@ -1,7 +1,8 @@
 //! Applying a delta in place: memory that holds the parent's values becomes this checkpoint's.
 //!
-//! No ancestor is opened or read, unless contexts are told from moments that are not applied, too. The checksum of every chunk's values is compared afterwards, so memory
-//! that held something else is an error and never a wrong value.
+//! No ancestor is opened or read, unless contexts come from moments that are not applied as well. The
+//! checksum of every chunk's values is compared afterwards, so memory that held something else is an error
+//! and never a wrong value.
 
 use std::collections::HashSet;
 

@@ -1,5 +1,5 @@
-//! Buffers of many megabytes that are used again. The system gives memory page by page, each filled with
-//! zeros first, which costs as much as copying into it or more.
+//! Reusable buffers of many megabytes. The system hands out new memory page by page and zeroes each
+//! page, which costs at least as much as copying into it.
 
 #![expect(unsafe_code, reason = "advice about memory, and memory that threads fill")]
 

@@ -1,4 +1,4 @@
-//! Bytes that follow each other, on their way to a file or an object: some copied, some where they are.
+//! Consecutive bytes on their way to a file or an object: some copied, some in place.
 
 use std::ops::Range;
 

@@ -35,7 +35,7 @@ enum Look {
     Wide { bf16: Vec<u8>, fp16: Vec<u8> },
 }
 
-/// The tensors that may be copies, or have some, by number in the list, and the bytes of each that are to be looked at.
+/// The tensors that may be copies or have copies, by number in the list, and the bytes of each to compare.
 pub(crate) struct Candidates {
     /// Of each number of values, those that are wider and those that are not.
     by_values: HashMap<u64, [Vec<usize>; 2]>,

@@ -1,5 +1,4 @@
-//! Copies whole checkpoints, and compares them: the one piece of code behind a rebase, a restore and a
-//! transcoding.
+//! Copies whole checkpoints and compares them: the code that rebase, restore and transcode share.
 
 use std::fmt;
 
@@ -16,8 +15,8 @@ const BATCH: u64 = 64 << 20;
 /// How a checkpoint is copied.
 #[derive(Debug, Clone, Copy)]
 pub struct CopyOptions<'a> {
-    /// Bytes of values that are in memory at once, unless one tensor is larger: 64 MiB unless told. What
-    /// is written depends on it: small tensors are packed and chunks are placed batch by batch.
+    /// Bytes of values in memory at once, unless one tensor is larger; 64 MiB by default. The output
+    /// depends on it: small tensors are packed and chunks are placed batch by batch.
     pub batch: u64,
     /// The group of each tensor ([`TensorSource::group`]); none: all are of group 0.
     pub groups: &'a [u8],
@@ -36,12 +35,12 @@ impl Default for CopyOptions<'_> {
 pub struct Copied {
     /// What was written.
     pub written: Written,
-    /// Of each tensor, by number, the hash of its values, if they were wanted.
+    /// The hash of each tensor's values, by number, if requested.
     pub digests: Option<Vec<Digest>>,
 }
 
-/// Copies all that a checkpoint holds, and finishes the copy: every tensor, in order, so that numbers stay
-/// what they are, the tree, blobs, metadata and roles.
+/// Copies everything in a checkpoint, and finishes the copy: every tensor, in order, so that numbers do
+/// not change, the tree, blobs, metadata and roles.
 ///
 /// # Errors
 /// Those of reading and of writing. Nothing is visible then.
@@ -71,7 +70,7 @@ pub fn copy(from: &Reader, mut to: Writer, options: &CopyOptions<'_>) -> Result<
     Ok(Copied { written, digests })
 }
 
-/// All that a checkpoint holds besides tensors and their roles.
+/// Everything in a checkpoint besides tensors and their roles.
 fn contents(from: &Reader) -> Result<Contents> {
     let manifest = from.manifest();
     let blobs = manifest.blobs.keys().map(|name| Ok((name.clone(), from.blob(name)?)));
@@ -82,7 +81,7 @@ fn contents(from: &Reader) -> Result<Contents> {
     })
 }
 
-/// In what a copy differs from its original.
+/// How a copy differs from its original.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Difference {
@@ -119,8 +118,9 @@ impl fmt::Display for Difference {
     }
 }
 
-/// Compares a copy with its original: everything that a caller can read, and that it stands alone. The
-/// original's values are read again, unless `digests` of them are at hand ([`Copied::digests`]).
+/// Compares a copy with its original: everything that a caller can read. Also checks that the copy
+/// needs no parent. The original's values are read again, unless `digests` of them are at hand
+/// ([`Copied::digests`]).
 ///
 /// # Errors
 /// Those of reading.

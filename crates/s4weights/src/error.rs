@@ -104,10 +104,10 @@ impl Error {
     }
 }
 
-/// What can be wrong with a parent checkpoint.
+/// Faults of a parent checkpoint.
 #[derive(Debug, thiserror::Error)]
 pub enum ParentProblem {
-    /// Its values are needed, and nobody gave it.
+    /// Its values are needed, and the caller did not supply it.
     #[error("its values are needed, and it is not at hand")]
     Missing,
     /// It was looked for and could not be opened.
@@ -116,7 +116,7 @@ pub enum ParentProblem {
     /// Another checkpoint was given.
     #[error("another checkpoint was given, whose manifest has the hash {0}")]
     OtherHash(Digest),
-    /// The length of its chain is not what its descendant says.
+    /// The length of its chain contradicts its descendant.
     #[error("its chain has {found} checkpoints, {expected} expected")]
     Depth {
         /// As its descendant says.
@@ -143,7 +143,7 @@ pub enum ParentProblem {
         /// Its shape there.
         shape: Vec<u64>,
     },
-    /// Values kept in memory are not what the checkpoint holds.
+    /// Values kept in memory differ from the checkpoint's.
     #[error("the values kept in memory are not the checkpoint's (chunk {chunk})")]
     Changed {
         /// Number of the first chunk that differs.

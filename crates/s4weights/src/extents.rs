@@ -1,7 +1,7 @@
-//! Which bytes of a checkpoint's objects hold chunks: none of them those of two.
+//! Checks that no byte of a checkpoint's objects belongs to two chunks.
 //!
-//! A chunk table is 24 bytes a chunk. If several chunks could lie in the same bytes, a small file would
-//! be worth any number of values, each decoded again.
+//! A chunk table is 24 bytes a chunk. If several chunks could share bytes, a small file could claim any
+//! number of values, all to be decoded.
 
 use std::collections::BTreeMap;
 

@@ -1,4 +1,4 @@
-//! What a writer's tensors are predicted from, for the engine that encodes them.
+//! The inputs of a writer's predictions, for the engine that encodes its tensors.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! Stops a call that waits: a flag that every thread working for the call looks at.
+//! Stops a waiting call: a flag that every thread of the call checks.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,5 +1,5 @@
-//! Tensors with chunks of their own: first those that need no others, then weights that are told from their moments, then
-//! copies of other tensors.
+//! Writes tensors with their own chunks: first those that need no others, then weights with contexts from
+//! their moments, then copies of other tensors.
 
 use std::collections::{HashMap, HashSet};
 

@@ -1,4 +1,4 @@
-//! What the chunks of a tensor are differences from, checkpoint by checkpoint.
+//! A tensor along its chain: its chunks in each checkpoint, down to the base.
 
 use std::sync::Arc;
 

@@ -21,11 +21,11 @@
 //! # Ok(()) }
 //! ```
 //!
-//! A checkpoint may be stored as its difference from the one before ([`Parent`]), and in several
-//! objects instead of one file ([`ObjectSink`], [`ObjectSource`]). Files may go to and come from what the
-//! caller brings ([`Sink`], [`ReadAt`]).
+//! A checkpoint may be stored as a delta of an earlier one ([`Parent`]), and in several objects instead
+//! of one file ([`ObjectSink`], [`ObjectSource`]). Callers may supply their own targets and sources of
+//! files ([`Sink`], [`ReadAt`]).
 //!
-//! [`Writer::declare`] says what tensors are to the optimizer, before any of them is planned.
+//! [`Writer::declare`] tells the planner the tensors' roles before any of them is planned.
 //!
 //! [`copy`] copies whole checkpoints, and compares them.
 //!

@@ -1,9 +1,9 @@
-//! Tensors that the checkpoints of a chain cut into chunks of different sizes.
+//! Restores tensors whose chunk size differs along the chain.
 //!
-//! Chunks of one size are read one by one, down the chain: each is wanted once. Of a larger chunk each of
-//! the smaller ones that lie in it would want a part, again on every level. Such tensors are restored
-//! block by block instead, from the base up, in one buffer: a block has as many values as the largest
-//! chunk that there can be, so that every chunk of every level lies in one block and is read once.
+//! Chunks of equal size are read one by one, down the chain, each once. A larger chunk would be read
+//! again for each smaller chunk in it, on every level. So such tensors are restored block by block, from
+//! the base up, in one buffer: a block has as many values as the largest possible chunk, so every chunk
+//! of every level lies in one block and is read once.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;

@@ -16,9 +16,9 @@ use crate::reader::Reader;
 /// Takes the data objects of a checkpoint, whole, one after the other. Their names and storage are up to
 /// the implementor; a reader asks for an object by its number.
 ///
-/// The writer is blocked as long as a call lasts: an implementor that uploads in the background
-/// bounds how much it has in flight, and reports what failed at the next call, or to whoever
-/// publishes the checkpoint. What was put for a checkpoint that is never finished is garbage.
+/// Each call blocks the writer: an implementor that uploads in the background bounds its data in
+/// flight, and reports failures at the next call, or to the code that publishes the checkpoint.
+/// Objects of a checkpoint that is never finished are garbage.
 pub trait ObjectSink: Send {
     /// Takes an object. Numbers start at 0 and come in any order, each once.
     ///
@@ -35,8 +35,8 @@ pub struct DataObject {
     pub number: u32,
     /// The group that its tensors are of, for those who keep groups apart.
     pub group: u8,
-    /// What it holds, in one part or several. The memory of a part may be page-locked, which there is little of:
-    /// whoever keeps an object for longer than it takes to store it copies it.
+    /// Its bytes, in one part or several. A part's memory may be page-locked, which is scarce: to keep an
+    /// object after it is stored, copy it.
     pub bytes: PutPayload,
     /// BLAKE3 of the bytes, as the manifest has it.
     pub blake3: Digest,
@@ -165,7 +165,7 @@ impl Reader {
 /// How a checkpoint is cut into objects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ObjectOptions {
-    /// Most bytes of an object: 4 to 64 MiB. 32 MiB unless told.
+    /// Most bytes of an object: 4 to 64 MiB. 32 MiB by default.
     pub bytes: usize,
 }
 

@@ -33,7 +33,7 @@ pub type StagedFn = Arc<dyn Fn() + Send + Sync>;
 /// at the same time).
 pub type ParentResolver = Arc<dyn Fn(&Digest) -> Result<Arc<Reader>> + Send + Sync>;
 
-/// Most checkpoints of a chain that a writer adds to, unless told.
+/// Longest chain that a writer adds to, in checkpoints, by default.
 pub const DEFAULT_MAX_CHAIN: u32 = 16;
 
 /// Options of a [`crate::Writer`].
@@ -56,14 +56,14 @@ pub struct WriteOptions {
     pub deadline: Option<Duration>,
     /// Told of progress.
     pub progress: Option<ProgressFn>,
-    /// What encodes tensors that are in the memory of devices.
+    /// The encoder of tensors in device memory.
     #[cfg(feature = "cuda")]
     pub engine: Option<Arc<s4_engine::cuda::CudaEngine>>,
     /// Bytes of frames in the engine's page-locked memory that may wait to be written to a file; `None`: 64 MiB. With
     /// more, values on devices are needed for less time.
     pub ahead: Option<usize>,
-    /// Called once by each [`crate::Writer::write`], when the values that lie on devices are not needed any
-    /// more: whoever works on them may go on, while those of the host are written.
+    /// Called once by each [`crate::Writer::write`], when it no longer needs the values on devices: the
+    /// caller may change them while it writes those of the host.
     pub staged: Option<StagedFn>,
 }
 

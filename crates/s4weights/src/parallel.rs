@@ -10,8 +10,8 @@ pub(crate) fn worth(threads: usize, work: u64) -> usize {
     threads.min(usize::try_from(work).unwrap_or(usize::MAX)).max(1)
 }
 
-/// A pool of `threads` threads; `None` for one, which the caller's own thread is. What stops the
-/// caller's work stops theirs.
+/// A pool of `threads` threads; `None` for one, since the caller's own thread does the work. An
+/// interrupt of the caller stops them, too.
 pub(crate) fn pool(threads: usize) -> Result<Option<ThreadPool>> {
     if threads <= 1 {
         return Ok(None);

@@ -24,7 +24,7 @@ pub struct ParentTensor<'a> {
     pub shape: &'a [u64],
 }
 
-/// Bytes of a tensor's values that are wanted.
+/// The requested bytes of a tensor's values.
 #[derive(Debug)]
 pub struct ParentRange<'a> {
     /// Number of the tensor.
@@ -77,8 +77,8 @@ pub trait Parent: Send + Sync {
         true
     }
 
-    /// What the rows and columns of a tensor that [`Parent::find`] gave say of its values, if it is stored so. The tensor is
-    /// predicted from both then, if that is smaller.
+    /// The row and column offsets of a tensor that [`Parent::find`] gave, if it is stored with any. The
+    /// tensor is then predicted from both, if that is smaller.
     ///
     /// # Errors
     /// As [`Parent::read`].
@@ -87,9 +87,9 @@ pub trait Parent: Send + Sync {
         Ok(None)
     }
 
-    /// The open checkpoint that holds the frames of a tensor that [`Parent::find`] gave, where they
-    /// are quickly had: a device decodes them itself. Otherwise it is given what
-    /// [`Parent::read`] gives.
+    /// The open checkpoint that holds the frames of a tensor that [`Parent::find`] gave, if they
+    /// are quick to get: a device decodes them itself. Otherwise it gets the values from
+    /// [`Parent::read`].
     fn frames_of(&self, tensor: u32) -> Option<&Reader> {
         let _ = tensor;
         None

@@ -296,8 +296,8 @@ impl Reader {
         self.fetch_checked(wants, &mut |wants| self.fetch(wants))
     }
 
-    /// As [`Reader::read_into`], into memory that nobody has used yet: the system is asked to give it in
-    /// large pages, since giving it page by page may take longer than decoding.
+    /// As [`Reader::read_into`], into memory not used yet: asks the system for large pages, since
+    /// faulting in small ones may take longer than decoding.
     ///
     /// # Errors
     /// As [`Reader::read_into`].
@@ -306,8 +306,8 @@ impl Reader {
         self.read_into(requests)
     }
 
-    /// Fills every want. What does not match its checksums in objects of a store is read once more
-    /// before it is called damaged: bytes may be damaged in transit.
+    /// Fills every want. If bytes in objects of a store do not match their checksums, they are
+    /// read once more before they count as damaged: the damage may be in transit.
     fn fetch_checked(
         &self,
         mut wants: Vec<Want<'_>>,

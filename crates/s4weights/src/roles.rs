@@ -1,4 +1,4 @@
-//! What tensors are to the optimizer, as planning asks for it.
+//! The tensors' roles, as the planner asks for them.
 
 use std::collections::HashMap;
 

@@ -1,4 +1,4 @@
-//! What is read of a file: wanted bytes, cut at the borders of chunks, and chunks that lie close together.
+//! The ranges to read from a file: wanted bytes, cut at chunk borders, with nearby chunks joined.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -91,7 +91,7 @@ impl Writer {
     }
 
     /// Starts a checkpoint in objects. `name` is for messages. Memory holds one object for each
-    /// group of tensors, and what the sink has in flight.
+    /// group of tensors, and the sink's data in flight.
     ///
     /// # Errors
     /// As [`Writer::create`].
@@ -146,8 +146,8 @@ impl Writer {
         })
     }
 
-    /// Says what the tensors are to the optimizer, and its hyperparameters: before the first tensor is
-    /// written, so that every plan can depend on it. Rows name tensors by number, the first that is
+    /// Declares the tensors' roles and the optimizer's hyperparameters, before the first tensor is
+    /// written, so that every plan can depend on them. Rows name tensors by number, the first that is
     /// written being 0; tensors without a row have no role. The manifest keeps the table as it is.
     ///
     /// # Errors

@@ -1,5 +1,5 @@
-//! The writer of a page: bits go to 32 lanes, and words are in the order in which a decoder takes
-//! them.
+//! The writer of a page: it deals bits to 32 lanes, and puts words in the order in which a
+//! decoder takes them.
 
 use super::LANES;
 

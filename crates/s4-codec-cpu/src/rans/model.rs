@@ -1,5 +1,5 @@
-//! From counts of symbols to tables, and what coding with a table would cost. Integers only, so
-//! that every encoder writes the same tables.
+//! Turns counts of symbols into tables, and estimates the cost of coding with a table. Integers
+//! only, so that every encoder writes the same tables.
 
 use super::table::{Precision, Table, TableEntry};
 

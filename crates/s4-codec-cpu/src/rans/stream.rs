@@ -10,7 +10,7 @@ pub(super) const LANES: usize = 32;
 pub(super) const RUN: usize = 8;
 /// Symbols of a block.
 pub(super) const BLOCK: usize = LANES * RUN;
-/// Symbols of a segment as encoders write it if not told otherwise, as a power of two.
+/// Symbols of a segment that encoders write by default, as a power of two.
 pub(super) const SEGMENT_LOG2: u8 = 14;
 /// The longest segments that there are.
 pub(super) const LONG_SEGMENT_LOG2: u8 = 15;

@@ -1,4 +1,4 @@
-//! Reading the words of a segment by whole vectors, without ever reading outside of the stream.
+//! Reads the words of a segment in whole vectors, never outside the stream.
 
 use s4_format::{Error, Result};
 

@@ -1,4 +1,5 @@
-//! What a checkpoint store needs of an object store, as a test that anyone can run on theirs.
+//! The requirements of a checkpoint store on an object store, as a test that anyone can run on
+//! their own.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +18,7 @@ use crate::sweep::SweepOptions;
 
 type Outcome = Result<(), String>;
 
-/// Tries everything that a checkpoint store rests on, below `prefix`, where nothing else may be.
+/// Tests everything that a checkpoint store relies on, below `prefix`, which must be empty.
 ///
 /// # Errors
 /// What the store does not do, in words.

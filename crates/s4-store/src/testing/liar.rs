@@ -1,4 +1,4 @@
-//! Object stores whose conditional create does not hold, as servers in the wild have it.
+//! Object stores with a broken conditional create, like some servers in the wild.
 
 use std::collections::BTreeSet;
 use std::fmt;

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 
 const KIND: &str = "Azure";
 
-/// Names of the options, besides those of the client: for those who mistype one.
+/// Names of the options, besides those of the client, to suggest one for a typo.
 pub(super) const NAMES: [&str; 23] = [
     "access_key",
     "account_key",

@@ -167,9 +167,8 @@ fn checked(name: &str, key: ClientConfigKey, value: &str) -> Result<String> {
     })
 }
 
-/// Quick retries only: whoever sends a request repeats it for as long as its deadline allows, and reads
-/// back what must not be repeated blindly. Slow ones would also hide the cause of a failure from a
-/// deadline that is short.
+/// Quick retries only: callers repeat a request until its deadline, and read back where a blind repeat
+/// is unsafe. Slow retries would also hide the cause of a failure from a short deadline.
 pub(super) fn retry_config() -> RetryConfig {
     let init_backoff = Duration::from_millis(20);
     RetryConfig {

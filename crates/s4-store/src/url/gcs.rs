@@ -13,7 +13,7 @@ use crate::error::Result;
 
 const KIND: &str = "Google Cloud Storage";
 
-/// Names of the options, besides those of the client: for those who mistype one.
+/// Names of the options, besides those of the client, to suggest one for a typo.
 pub(super) const NAMES: [&str; 12] = [
     "anon",
     "application_credentials",

@@ -119,8 +119,8 @@ fn check_parts(url: &Url) -> std::result::Result<(), &'static str> {
     Ok(())
 }
 
-/// Checks options where they do nothing. They may be there all the same, for a place that is one in the
-/// cloud at other times; a name that means nothing anywhere is a slip.
+/// Checks options at a place where they have no effect. They are allowed, since the place may be in the
+/// cloud at other times; a name that no kind of place knows is a typo.
 ///
 /// # Errors
 /// [`Error::Argument`] with the name, and which one may be meant.

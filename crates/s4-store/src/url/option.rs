@@ -1,5 +1,5 @@
-//! Values of options, taken strictly: what is not understood is an error that names the option and what
-//! it may be. Values may be secrets and are not repeated.
+//! Parses values of options strictly: an invalid value is an error that names the option and its valid
+//! values. Values may be secrets and are not repeated.
 
 use std::ops::RangeInclusive;
 use std::time::Duration;

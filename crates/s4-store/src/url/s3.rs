@@ -1,4 +1,4 @@
-//! S3 and what speaks its protocol.
+//! S3 and servers that speak its protocol.
 
 use std::str::FromStr;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::error::Result;
 const KIND: &str = "S3";
 const OWNER: &str = "x-amz-expected-bucket-owner";
 
-/// Names of the options, besides those of the client: for those who mistype one.
+/// Names of the options, besides those of the client, to suggest one for a typo.
 pub(super) const NAMES: [&str; 43] = [
     "access_key_id",
     "addressing_style",

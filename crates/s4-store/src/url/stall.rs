@@ -1,7 +1,7 @@
-//! Finding out that a server has gone silent.
+//! Detects that a server has gone silent.
 //!
-//! A limit on a whole request cannot do that: an object takes minutes over a slow line, and a lookup
-//! none. So what is limited is the time in which nothing moves, in either direction.
+//! A limit on the whole request cannot do that: an object takes minutes over a slow line, a lookup
+//! takes none. So the limit is on the time without any data in either direction.
 
 use std::fmt;
 use std::future::poll_fn;

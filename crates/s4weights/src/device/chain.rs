@@ -1,4 +1,4 @@
-//! Differences from the device's point of view: which frames of which checkpoints its values are
+//! Deltas from the device's point of view: the frames, of each checkpoint, that its values are
 //! decoded from.
 
 use std::collections::{HashMap, HashSet};

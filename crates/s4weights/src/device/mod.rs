@@ -1,4 +1,4 @@
-//! Tensors in the memory of CUDA devices: read to there.
+//! Reads tensors into the memory of CUDA devices.
 
 mod chain;
 mod read;

@@ -40,7 +40,7 @@ pub enum Target {
     Url(String, StorageOptions),
     /// An object of a store that the caller made.
     Object(Arc<dyn ObjectStore>, ObjectPath),
-    /// A stream; what is written cannot be taken back.
+    /// A stream; written bytes cannot be taken back.
     Stream(Box<dyn Write + Send>),
     /// A sink of the caller's own, and its name for messages.
     Sink(String, Box<dyn Sink>),
@@ -60,7 +60,8 @@ pub enum Source {
     ReadAt(String, Box<dyn ReadAt>),
 }
 
-/// Where the bytes of a file go to: implement it to write to what is no path, URL or stream.
+/// A target for the bytes of a file: implement it to write anywhere besides a path, URL or
+/// stream.
 ///
 /// Bytes come one after the other. Nothing is visible before [`Sink::commit`], and a sink that is dropped
 /// before leaves nothing behind: a save that fails, is cancelled or is given up just drops it.
@@ -92,7 +93,7 @@ pub enum Source {
 /// # Ok::<_, s4weights::Error>(())
 /// ```
 pub trait Sink: Send {
-    /// Takes all of `bytes`, which follow those of the call before.
+    /// Takes all of `bytes`, which follow those of the previous call.
     ///
     /// # Errors
     /// What keeps them from being written, most often [`Error::Io`]. The sink is dropped then.
@@ -104,14 +105,14 @@ pub trait Sink: Send {
     /// What keeps it from being visible; nothing is then.
     fn commit(self: Box<Self>) -> Result<()>;
 
-    /// Whether another thread than the caller's may call [`Sink::write`] while the caller goes on, one
-    /// call at a time. `true` unless told.
+    /// Whether a thread other than the caller's may call [`Sink::write`] while the caller goes on, one
+    /// call at a time. `true` by default.
     fn may_move(&self) -> bool {
         true
     }
 }
 
-/// Where the bytes of a file come from: implement it to read from what is no path, URL or bytes in memory.
+/// A source of the bytes of a file: implement it to read from anywhere besides a path, URL or memory.
 pub trait ReadAt: Send + Sync {
     /// Bytes of the whole file.
     fn len(&self) -> u64;
@@ -134,7 +135,7 @@ pub trait ReadAt: Send + Sync {
         None
     }
 
-    /// Bytes that one request should ask for: large where a request is slow to answer. 1 MiB unless told.
+    /// Bytes that one request should ask for: large where requests are slow. 1 MiB by default.
     fn request_size(&self) -> usize {
         LOCAL_REQUEST
     }
@@ -200,8 +201,8 @@ enum Resolved {
     Remote(Arc<dyn ObjectStore>, ObjectPath),
 }
 
-/// Checks the options of an object store where a path, a stream or bytes are used instead, for which they
-/// mean nothing: their names, as for a checkpoint store in a folder.
+/// Checks the names of object-store options where a path, a stream or bytes are used, which ignore them;
+/// as for a checkpoint store in a folder.
 ///
 /// # Errors
 /// `Argument` for a name that means nothing anywhere.

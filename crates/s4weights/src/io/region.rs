@@ -69,8 +69,7 @@ impl Drop for Region {
     }
 }
 
-/// Puts a huge page in the place of the pages under a block, some of which may not exist yet. What
-/// they hold stays.
+/// Replaces the pages under a block by a huge page; some may not exist yet. Their content is kept.
 pub(super) fn collapse(block: &mut [u8]) -> io::Result<()> {
     // SAFETY: it changes no byte that is there, and touches no other memory.
     let done =

@@ -1,4 +1,4 @@
-//! Files that nobody sees before they are complete.
+//! Files that become visible only when they are complete.
 
 use std::ffi::OsStr;
 use std::fs::{self, File, Metadata};

@@ -21,7 +21,7 @@ use crate::store::parents::ParentCheckpoint;
 use crate::store::save::{Ready, Saved, StageSeconds, WhyBase, chain, end_of, is_parents};
 use crate::writer::Writer;
 
-/// Called with the id under which a checkpoint is about to be listed, once all of it is stored and was
+/// Called with the id under which a checkpoint is about to be listed, after all of it is stored and
 /// compared. An error keeps it from being listed.
 pub type ListingFn = Arc<dyn Fn(CheckpointId) -> Result<()> + Send + Sync>;
 

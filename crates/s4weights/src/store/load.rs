@@ -32,7 +32,7 @@ pub struct StoredBytes {
 pub struct Skipped {
     /// The checkpoint.
     pub checkpoint: Checkpoint,
-    /// What is wrong with it, or with one that it needs.
+    /// The fault of the checkpoint, or of one that it needs.
     pub error: Error,
 }
 
@@ -49,14 +49,14 @@ impl Loaded {
         self.checkpoint.step()
     }
 
-    /// Reads its tensors; what it is a difference from is read with it.
+    /// Reads its tensors, and its ancestors as needed.
     #[must_use]
     pub fn reader(&self) -> &Arc<Reader> {
         &self.reader
     }
 }
 
-/// Whether an error says that what is stored is damaged or gone, so that another checkpoint may do.
+/// Whether an error means that stored data is damaged or gone, so that another checkpoint may do.
 #[must_use]
 pub fn is_damage(error: &Error) -> bool {
     match error {
@@ -113,8 +113,8 @@ impl CheckpointStore {
         self.load_from(&state, id, progress)
     }
 
-    /// Opens a checkpoint and nothing that it is a delta of: what is stored by itself can be read, and the
-    /// rest be applied ([`Reader::apply_into`]).
+    /// Opens a checkpoint without its ancestors: tensors stored by themselves can be read, and the rest
+    /// applied ([`Reader::apply_into`]).
     ///
     /// # Errors
     /// As [`CheckpointStore::load`].
@@ -170,8 +170,8 @@ impl CheckpointStore {
         Ok(Loaded { checkpoint, reader })
     }
 
-    /// Reads the newest checkpoint by `read`; if it is damaged, the one before, and so on. Gives what
-    /// was read, and the newer checkpoints that were damaged.
+    /// Reads the newest checkpoint with `read`; if it is damaged, the one before, and so on. Returns
+    /// the result, and the newer checkpoints that were damaged.
     ///
     /// # Errors
     /// That of the newest checkpoint, if all are damaged; any other error of `read` at once.

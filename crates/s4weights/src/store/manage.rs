@@ -18,7 +18,7 @@ pub struct CheckOptions {
     /// Read every object, compare its hash, and decode every value. Without this only manifests are
     /// read, and the sizes of objects compared.
     pub read_data: bool,
-    /// Only these checkpoints and what they need; all if empty.
+    /// Only these checkpoints and their ancestors; all if empty.
     pub only: Vec<CheckpointId>,
     /// Told of the bytes of checkpoints that were checked, where data is read, and asked now and then
     /// whether to go on.
@@ -90,8 +90,8 @@ impl CheckpointStore {
         self.opener.bridge.ask(async move { store.unretire(&ids).await })
     }
 
-    /// Mends the log of a store, or with `apply` false says what that would do. Nothing else may use
-    /// the store meanwhile. Of the options those of requests count.
+    /// Repairs the log of a store, or with `apply` false reports what a repair would do. Nothing
+    /// else may use the store meanwhile. Only the options of requests apply.
     ///
     /// # Errors
     /// [`Error::Store`] if the place fails.
@@ -106,7 +106,7 @@ impl CheckpointStore {
         bridge.ask(async move { Store::repair(&place, options.requests, apply).await })
     }
 
-    /// Retires what a policy does not keep. Returns those.
+    /// Retires the checkpoints that a policy does not keep, and returns them.
     ///
     /// # Errors
     /// [`Error::Store`] if checkpoints would go although none has a metric by which the best are to be
@@ -116,7 +116,8 @@ impl CheckpointStore {
         self.opener.bridge.ask(async move { store.apply_retention(&policy).await })
     }
 
-    /// Deletes the data of what was retired or given up longer ago than the grace.
+    /// Deletes the data of checkpoints retired, and of attempts given up, longer ago than the
+    /// grace.
     ///
     /// # Errors
     /// [`Error::Store`] if the grace is too short or the log cannot be read.

@@ -1,9 +1,8 @@
 //! A checkpoint store: what a training loop saves to and resumes from.
 //!
 //! [`CheckpointStore`] joins `s4-store`, which keeps and lists checkpoints in a folder or a bucket,
-//! with [`crate::Writer`] and [`crate::Reader`], which know what they hold. A checkpoint becomes a
-//! difference from an earlier one when that is smaller, and from which one is chosen so that a restore
-//! reads few of them.
+//! with [`crate::Writer`] and [`crate::Reader`], which know their content. A checkpoint becomes a
+//! delta when that is smaller, with a parent chosen so that a restore reads few checkpoints.
 //!
 //! ```
 //! use s4weights::store::{CheckpointStore, StoreOptions, SaveOptions};
@@ -80,7 +79,7 @@ pub const DEFAULT_STORE_HOPS: u32 = 2;
 /// Checkpoints that may share a base.
 const MAX_SHARING: u32 = 4096;
 
-/// How a store is used. (What it is was decided when it was created.)
+/// Options for using a store. (Its properties were fixed when it was created.)
 #[derive(Debug, Clone)]
 pub struct StoreOptions {
     /// How much effort goes into making tensors smaller.
@@ -92,8 +91,8 @@ pub struct StoreOptions {
     /// Most checkpoints that share one base, including it: 1 to 4096. 1 means bases only. A new base
     /// comes sooner when deltas no longer pay, or when most tensors are new.
     pub max_chain: u32,
-    /// Most deltas that a restore reads besides the base: 1 to 63. The fewer, the larger the deltas: with
-    /// 1 each is a delta of the base, with `max_chain - 1` or more of the previous checkpoint
+    /// Most deltas that a restore reads besides the base: 1 to 63. Fewer make deltas larger: with 1, each
+    /// is a delta of the base; with `max_chain - 1` or more, of the previous checkpoint
     /// ([`s4_delta::Tree`]).
     pub max_hops: u32,
     /// What stays listed after a save; `None`: everything.
@@ -336,7 +335,7 @@ impl CheckpointStore {
         self.opener.bridge.ask(async move { store.log_damage().await })
     }
 
-    /// The newest state of the log: what is listed, and what it depends on.
+    /// The newest state of the log: the listed checkpoints and their parents.
     ///
     /// # Errors
     /// [`Error::Store`] if the log cannot be read.

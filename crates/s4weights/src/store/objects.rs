@@ -66,8 +66,8 @@ impl ObjectSource for StoredObjects {
     }
 }
 
-/// The objects of a checkpoint, none of whose bytes are given out before the hash of the whole object
-/// was compared with the manifest's, and those that were: what a vendor's decoders are given.
+/// The objects of a checkpoint for a vendor's decoders. No byte is handed out before the hash of its
+/// whole object has matched the manifest's.
 ///
 /// Reading a part of an object costs reading all of it; the last few are kept.
 pub(crate) struct HashedObjects {

@@ -1,4 +1,4 @@
-//! Opening a checkpoint with all that it is a difference from.
+//! Opens a checkpoint with all its ancestors.
 
 use std::sync::Arc;
 

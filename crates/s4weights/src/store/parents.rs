@@ -1,4 +1,4 @@
-//! Which checkpoint the next one is a difference from, and where the values of that one are.
+//! Chooses the parent of the next checkpoint, and finds the parent's values.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -45,7 +45,7 @@ pub(crate) struct ParentCheckpoint {
     pub(crate) number: u32,
 }
 
-/// A checkpoint, what it needs, and what else has the same base.
+/// A checkpoint, its ancestors, and the others with the same base.
 pub(crate) struct Line {
     policy: Policy,
     /// The base last.

@@ -1,10 +1,10 @@
 //! One checkpoint, stored by several processes.
 //!
-//! One process, the coordinator, begins it ([`CheckpointStore::begin_parts`]) and tells the others what it
-//! is a part of. Each encodes its own tensors into objects of the same attempt
-//! ([`CheckpointStore::save_part`]), side by side and without a word between them. The coordinator is given
-//! what each of them returned, makes one index of all indexes, and lists the checkpoint by one entry of the
-//! log ([`CheckpointStore::publish_parts`]). What comes of it is a checkpoint like any other.
+//! One process, the coordinator, begins it ([`CheckpointStore::begin_parts`]) and tells the others which
+//! attempt they share. Each encodes its own tensors into objects of that attempt
+//! ([`CheckpointStore::save_part`]), without communicating with the others. The coordinator receives each
+//! one's result, merges the indexes, and lists the checkpoint with one log entry
+//! ([`CheckpointStore::publish_parts`]). The result is a checkpoint like any other.
 
 use std::time::Instant;
 
@@ -23,8 +23,8 @@ use crate::store::{CheckpointStore, ParentValues, SaveOptions, Saved};
 use crate::write::TensorSource;
 use crate::writer::{Writer, Written};
 
-/// What the parts of a checkpoint have in common: made by the coordinator, given to every rank, also as
-/// JSON.
+/// The data that the parts of a checkpoint share: the coordinator makes it and gives it to every rank,
+/// also as JSON.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PartOf {
@@ -189,8 +189,7 @@ impl CheckpointStore {
         Ok(saved)
     }
 
-    /// Gives up a checkpoint of several processes: nobody can list it any more, and what was stored of it is
-    /// deleted.
+    /// Gives up a checkpoint of several processes: it can never be listed, and its objects are deleted.
     pub fn give_up_parts(&self, of: &PartOf) {
         self.give_up(of.id);
     }

@@ -126,8 +126,8 @@ impl CheckpointStore {
         }
     }
 
-    /// Finds out what became of an attempt whose process ended: whether it was listed (it may be retired by
-    /// now). If it was not, it never will be, whatever of it is still on its way.
+    /// Settles an attempt whose process ended: returns whether it was listed (it may be retired by now). If
+    /// not, it never will be, even if its requests are still in flight.
     ///
     /// # Errors
     /// [`Error::Store`] if the log cannot be read or written.

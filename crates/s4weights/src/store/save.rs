@@ -37,7 +37,7 @@ const KEPT_ASIDE: u64 = 1 << 20;
 /// What is saved besides tensors, and how.
 #[derive(Clone, Default)]
 pub struct SaveOptions {
-    /// What the tensors are to the optimizer, as for [`Writer::declare`].
+    /// The tensors' roles, as for [`Writer::declare`].
     pub roles: Option<Roles>,
     /// What the checkpoint holds besides tensors.
     pub contents: Contents,
@@ -69,8 +69,8 @@ pub struct SaveOptions {
 }
 
 impl SaveOptions {
-    /// Whether later saves are differences from the values, not from what was stored of them: those may
-    /// have changed by then.
+    /// Whether later saves are deltas of the values, not of the stored frames: the values may have
+    /// changed by then.
     fn keeps_values(&self) -> bool {
         #[cfg(feature = "cuda")]
         let on_devices = self.engine.is_some();
@@ -100,7 +100,7 @@ pub struct Saved {
     pub stages: StageSeconds,
     /// Why it is a base; `None` if it is a delta.
     pub why_base: Option<WhyBase>,
-    /// What the store's retention took off the list.
+    /// The checkpoints that the store's retention retired.
     pub retired: Vec<CheckpointId>,
 }
 
@@ -490,8 +490,8 @@ impl CheckpointStore {
     }
 }
 
-/// The end of an upload whose writer failed: nothing of it stays if that can be helped. Gives the
-/// upload's own failure.
+/// Ends an upload whose writer failed, and removes its objects if possible. Returns the upload's
+/// own failure.
 pub(crate) async fn end_of(
     joined: std::result::Result<(Attempt, s4_store::Result<()>), tokio::task::JoinError>,
 ) -> Option<StoreError> {
