@@ -278,7 +278,11 @@ pub(crate) fn requests(list: &[DeviceRequest]) -> PyResult<Vec<(usize, DeviceMem
 }
 
 /// Values in the memory of a CUDA device.
-pub(crate) fn memory(address: usize, nbytes: usize, (ordinal, stream): Where) -> PyResult<DeviceMemory> {
+pub(crate) fn memory(
+    address: usize,
+    nbytes: usize,
+    (ordinal, stream): Where,
+) -> PyResult<DeviceMemory> {
     let ordinal = u32::try_from(ordinal);
     let ordinal = ordinal.map_err(|_| PyValueError::new_err("a device's number expected"))?;
     // SAFETY:

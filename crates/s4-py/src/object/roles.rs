@@ -4,11 +4,12 @@
 //! stored in two groups, so that weights can be read without the optimizer's state, and the file says which moment
 //! belongs to which weight. A wrong guess costs some ratio, and nothing else.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyFloat, PyInt, PyList, PyString, PyTuple, PyType};
+use rustc_hash::{FxHashMap, FxHashSet};
 use serde::Serialize;
 
 use super::storages::Storages;
@@ -68,7 +69,7 @@ pub(super) fn find(obj: &Bound<'_, PyAny>, storages: &mut Storages) -> PyResult<
         }
     }
     for part in parts {
-        for tensor in tensors_in(part, HashSet::new(), &kind)? {
+        for tensor in tensors_in(part, FxHashSet::default(), &kind)? {
             if let Some(number) = storages.of_tensor(&tensor)
                 && !weights.known.contains(&number)
             {
@@ -84,7 +85,7 @@ pub(super) fn find(obj: &Bound<'_, PyAny>, storages: &mut Storages) -> PyResult<
     }
     let mut next = 0;
     for part in &masters {
-        for tensor in tensors_in(part, HashSet::new(), &kind)? {
+        for tensor in tensors_in(part, FxHashSet::default(), &kind)? {
             table.add_master(&tensor, storages, &weights, &mut parameters, &mut next);
         }
     }
@@ -145,7 +146,7 @@ fn find_masters<'py>(
 /// Tensors in containers, in order; not of those `without`, by address.
 fn tensors_in<'py>(
     root: &Bound<'py, PyAny>,
-    without: HashSet<usize>,
+    without: FxHashSet<usize>,
     tensor: &Bound<'py, PyType>,
 ) -> PyResult<Vec<Bound<'py, PyAny>>> {
     let (mut seen, mut todo, mut found) = (without, vec![root.clone()], vec![]);
@@ -165,7 +166,9 @@ fn tensors_in<'py>(
 }
 
 fn is_container(obj: &Bound<'_, PyAny>) -> bool {
-    obj.is_instance_of::<PyDict>() || obj.is_instance_of::<PyList>() || obj.is_instance_of::<PyTuple>()
+    obj.is_instance_of::<PyDict>()
+        || obj.is_instance_of::<PyList>()
+        || obj.is_instance_of::<PyTuple>()
 }
 
 /// What is in a container.
@@ -199,7 +202,7 @@ fn shape_of(tensor: &Bound<'_, PyAny>, storages: &Storages) -> Option<Vec<u64>> 
 struct Weights {
     /// The numbers of their storages.
     numbers: Vec<usize>,
-    known: HashSet<usize>,
+    known: FxHashSet<usize>,
     /// Where in `numbers` there are tensors of a shape, and of as many values.
     alike: HashMap<Vec<u64>, Vec<usize>>,
     as_large: HashMap<u128, Vec<usize>>,
@@ -238,7 +241,7 @@ fn values_of(shape: &[u64]) -> u128 {
 struct Parameters {
     count: usize,
     /// The parameter and group of each weight that has one, by the number of its storage.
-    of: HashMap<usize, (usize, usize)>,
+    of: FxHashMap<usize, (usize, usize)>,
 }
 
 #[derive(Serialize)]

@@ -33,11 +33,21 @@ impl Sources {
     }
 
     /// Name, dtype, shape, address, bytes and place of one.
-    fn __getitem__(&self, number: usize) -> PyResult<(String, String, Vec<u64>, usize, usize, Where)> {
+    fn __getitem__(
+        &self,
+        number: usize,
+    ) -> PyResult<(String, String, Vec<u64>, usize, usize, Where)> {
         let list = self.list();
         let s = list.get(number).ok_or_else(|| PyIndexError::new_err(number))?;
         let dtype = s.dtype.name().to_owned();
-        Ok((s.name.clone(), dtype, s.shape.clone(), s.address, s.nbytes, s.place.unwrap_or((-1, 0))))
+        Ok((
+            s.name.clone(),
+            dtype,
+            s.shape.clone(),
+            s.address,
+            s.nbytes,
+            s.place.unwrap_or((-1, 0)),
+        ))
     }
 
     /// Bytes of those from `first` to before `end`.
@@ -84,7 +94,8 @@ impl Sources {
             let mut places = places.into_iter();
             for s in list.iter_mut().filter(|s| s.device().is_some()) {
                 let copies = "a copy of each value on a device expected";
-                let (address, place) = places.next().ok_or_else(|| PyValueError::new_err(copies))?;
+                let (address, place) =
+                    places.next().ok_or_else(|| PyValueError::new_err(copies))?;
                 (s.address, s.place) = (address, Some(place));
             }
             Ok(())
@@ -119,9 +130,12 @@ impl Source {
     pub(crate) fn tensor(&self) -> PyResult<TensorSource<'_>> {
         let (name, shape) = (self.name.as_str(), self.shape.as_slice());
         let tensor = match self.device() {
-            Some(place) => {
-                TensorSource::new(name, self.dtype, shape, memory(self.address, self.nbytes, place)?)
-            }
+            Some(place) => TensorSource::new(
+                name,
+                self.dtype,
+                shape,
+                memory(self.address, self.nbytes, place)?,
+            ),
             None => {
                 TensorSource::new(name, self.dtype, shape, values(name, self.address, self.nbytes)?)
             }

@@ -9,13 +9,16 @@ use std::collections::{BTreeSet, HashMap};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::{PyTraverseError, PyVisit, intern};
+use rustc_hash::FxHashMap;
 use s4weights::DType;
 
 use super::names::{Path, UniqueNames};
-use super::sources::{Source, Sources};
-use super::torch::{DTypes, Device, Torch, TorchDType, device_of, location_tag, row_major, sizes};
-use super::tree::{Leaf, Leaves, Stop, address, tree_of};
 use super::roles;
+use super::sources::{Source, Sources};
+use super::torch::{
+    DTypes, Device, Plain, Torch, TorchDType, device_of, location_tag, row_major, sizes,
+};
+use super::tree::{Leaf, Leaves, Stop, address, tree_of};
 use crate::device::Where;
 
 /// Numbers storages in the order in which they are met.
@@ -24,9 +27,9 @@ use crate::device::Where;
 pub(crate) struct Storages {
     pub(super) entries: Vec<Entry>,
     /// By identity: the entries keep the storages alive, so that it is theirs alone.
-    numbers: HashMap<usize, usize>,
+    numbers: FxHashMap<usize, usize>,
     /// Of tensors that are in the tree, by address: the number of the storage, and the shape. The object keeps them.
-    pub(super) tensors: HashMap<usize, (usize, Vec<u64>)>,
+    pub(super) tensors: FxHashMap<usize, (usize, Vec<u64>)>,
     names: UniqueNames,
     dtypes: DTypes,
 }
@@ -39,6 +42,8 @@ pub(super) struct Entry {
     shape: Vec<u64>,
     nbytes: u64,
     device: Device,
+    /// Of a storage of plain tensors.
+    address: Option<usize>,
     pub(super) group: u8,
 }
 
@@ -116,11 +121,10 @@ impl Storages {
                 Device::Cuda(n) => streams.get(&n).map(|&stream| (i64::from(n), stream)),
                 Device::Other => None,
             };
-            let storage = e.storage.bind(py);
-            let address = if e.nbytes > 0 && place.is_some() {
-                storage.call_method0(intern!(py, "data_ptr"))?.extract()?
-            } else {
-                0
+            let address = match e.address {
+                _ if e.nbytes == 0 || place.is_none() => 0,
+                Some(address) => address,
+                None => e.storage.bind(py).call_method0("data_ptr")?.extract()?,
             };
             Ok(Source {
                 name: e.name.clone(),
@@ -170,6 +174,7 @@ impl Storages {
             shape: shape.unwrap_or_else(|| vec![nbytes / item]),
             nbytes,
             device,
+            address: None,
             group: 0,
         });
         number
@@ -221,14 +226,10 @@ impl<'a, 'py> Tensors<'a, 'py> {
         text: &mut Vec<u8>,
     ) -> Result<(), Stop> {
         let py = tensor.py();
-        let Some((device, dtype)) = self.torch.plain(tensor, &mut self.storages.dtypes)? else {
+        let Some(plain) = self.torch.plain(tensor, &mut self.storages.dtypes)? else {
             return Err(Stop::NotPlain);
         };
-        let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
-        let nbytes: u64 = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
-        let shape = sizes(&tensor.getattr(intern!(py, "shape"))?)?;
-        let offset: u64 = tensor.call_method0(intern!(py, "storage_offset"))?.extract()?;
-        let contiguous = tensor.call_method0(intern!(py, "is_contiguous"))?.is_truthy()?;
+        let Plain { device, dtype, shape, offset, contiguous, storage, address, nbytes } = plain;
         // Whether the tensor's elements, in order, are all there is in its storage.
         let whole = contiguous
             && offset == 0
@@ -243,7 +244,11 @@ impl<'a, 'py> Tensors<'a, 'py> {
             Some(number) => number,
             None => {
                 let shape = whole.then(|| shape.clone());
-                self.storages.enter(&storage, key, &path.text(), &dtype, shape, nbytes, device)
+                let name = path.text();
+                let number =
+                    self.storages.enter(&storage, key, &name, &dtype, shape, nbytes, device);
+                self.storages.entries[number].address = Some(address);
+                number
             }
         };
         let stored = &self.storages.entries[number];
@@ -284,7 +289,7 @@ impl<'a, 'py> Tensors<'a, 'py> {
         }
         node.push('}');
         text.extend_from_slice(node.as_bytes());
-        self.storages.tensors.insert(address(owner), (number, shape));
+        self.storages.tensors.insert(owner.as_ptr().addr(), (number, shape));
         Ok(())
     }
 }

@@ -16,7 +16,6 @@ pub(super) struct Torch<'py> {
     pub(super) dtype: Bound<'py, PyType>,
     pub(super) device: Bound<'py, PyType>,
     strided: Bound<'py, PyAny>,
-    is_wrapped: Bound<'py, PyAny>,
     /// Names of dimensions, which PyTorch gives up.
     may_have_names: bool,
 }
@@ -34,6 +33,22 @@ pub(super) struct TorchDType {
     /// Bytes of an element.
     pub(super) item: u64,
     is_complex: bool,
+    is_quantized: bool,
+}
+
+/// A tensor of PyTorch's own classes whose state is all they have as attributes: elements at strides of a storage of
+/// the host or of a CUDA device.
+pub(super) struct Plain<'py> {
+    pub(super) device: Device,
+    pub(super) dtype: Arc<TorchDType>,
+    pub(super) shape: Vec<u64>,
+    /// Elements of the storage before its own.
+    pub(super) offset: u64,
+    pub(super) contiguous: bool,
+    pub(super) storage: Bound<'py, PyAny>,
+    /// Address and bytes of the storage.
+    pub(super) address: usize,
+    pub(super) nbytes: u64,
 }
 
 /// Where a storage is.
@@ -55,6 +70,7 @@ impl DTypes {
             stored: name.parse().unwrap_or(DType::Bytes),
             item: dtype.getattr("itemsize")?.extract()?,
             is_complex: dtype.getattr("is_complex")?.is_truthy()?,
+            is_quantized: name.starts_with('q'),
             name,
         });
         self.0.push((dtype.clone().unbind(), Arc::clone(&info)));
@@ -67,7 +83,6 @@ impl<'py> Torch<'py> {
         static TORCH: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
         let torch = TORCH.get_or_try_init(py, || py.import("torch").map(Bound::unbind))?.bind(py);
         let of = |name: &str| Ok::<_, PyErr>(torch.getattr(name)?.cast_into::<PyType>()?);
-        let functorch = torch.getattr("_C")?.getattr("_functorch")?;
         let tensor = of("Tensor")?;
         Ok(Self {
             parameter: torch.getattr("nn")?.getattr("Parameter")?.cast_into()?,
@@ -75,7 +90,6 @@ impl<'py> Torch<'py> {
             dtype: of("dtype")?,
             device: of("device")?,
             strided: torch.getattr("strided")?,
-            is_wrapped: functorch.getattr("is_functorch_wrapped_tensor")?,
             may_have_names: tensor.hasattr("names")?,
             tensor,
         })
@@ -87,35 +101,25 @@ impl<'py> Torch<'py> {
         kind.is(&self.tensor) || kind.is(&self.parameter)
     }
 
-    /// Where a tensor of PyTorch's own classes is and what type it has, if it is elements at strides of a
-    /// storage of the host or of a CUDA device and all its state is what those classes have as attributes.
+    /// What there is to know of a tensor of PyTorch's own classes, if it is plain.
     pub(super) fn plain(
         &self,
         tensor: &Bound<'py, PyAny>,
         dtypes: &mut DTypes,
-    ) -> PyResult<Option<(Device, Arc<TorchDType>)>> {
-        // Wrappers refuse one question or another.
-        match self.ask_plain(tensor, dtypes) {
+    ) -> PyResult<Option<Plain<'py>>> {
+        // Wrappers, and tensors of other layouts, refuse one question or another.
+        match self.ask(tensor, dtypes) {
             Err(e) if e.is_instance_of::<PyRuntimeError>(tensor.py()) => Ok(None),
             answer => answer,
         }
     }
 
-    fn ask_plain(
-        &self,
-        tensor: &Bound<'py, PyAny>,
-        dtypes: &mut DTypes,
-    ) -> PyResult<Option<(Device, Arc<TorchDType>)>> {
+    fn ask(&self, tensor: &Bound<'py, PyAny>, dtypes: &mut DTypes) -> PyResult<Option<Plain<'py>>> {
         let py = tensor.py();
-        if !tensor.getattr(intern!(py, "layout"))?.is(&self.strided) {
-            return Ok(None);
-        }
-        let on_host = is(tensor, intern!(py, "is_cpu"))?;
-        if !(on_host || is(tensor, intern!(py, "is_cuda"))?)
-            || is(tensor, intern!(py, "is_quantized"))?
+        let on_device = is(tensor, intern!(py, "is_cuda"))?;
+        if !(on_device || is(tensor, intern!(py, "is_cpu"))?)
+            || !tensor.getattr(intern!(py, "layout"))?.is(&self.strided)
             || is(tensor, intern!(py, "is_nested"))?
-            || says(tensor, intern!(py, "_is_zerotensor"))?
-            || self.is_wrapped.call1((tensor,))?.is_truthy()?
             || is(tensor, intern!(py, "__dict__"))?
             || is(tensor, intern!(py, "_backward_hooks"))?
             || says(tensor, intern!(py, "is_neg"))?
@@ -124,15 +128,25 @@ impl<'py> Torch<'py> {
             return Ok(None);
         }
         let dtype = dtypes.get(&tensor.getattr(intern!(py, "dtype"))?)?;
-        if dtype.is_complex && says(tensor, intern!(py, "is_conj"))? {
+        if dtype.is_quantized || (dtype.is_complex && says(tensor, intern!(py, "is_conj"))?) {
             return Ok(None);
         }
-        let device = if on_host {
-            Device::Host
-        } else {
+        let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
+        let nbytes = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
+        let address = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        // Tensors that are zeros without memory, and wrappers that functional transforms leave behind.
+        if address == 0 && nbytes > 0 {
+            return Ok(None);
+        }
+        let device = if on_device {
             Device::Cuda(tensor.call_method0(intern!(py, "get_device"))?.extract()?)
+        } else {
+            Device::Host
         };
-        Ok(Some((device, dtype)))
+        let shape = sizes(&tensor.getattr(intern!(py, "shape"))?)?;
+        let offset = tensor.call_method0(intern!(py, "storage_offset"))?.extract()?;
+        let contiguous = says(tensor, intern!(py, "is_contiguous"))?;
+        Ok(Some(Plain { device, dtype, shape, offset, contiguous, storage, address, nbytes }))
     }
 }
 

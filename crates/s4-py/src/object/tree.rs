@@ -1,7 +1,5 @@
 //! The typed JSON tree (python/s4weights/_tree.py says what it is), written while the object is walked over.
 
-use std::collections::{HashMap, HashSet};
-
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use pyo3::prelude::*;
@@ -9,6 +7,7 @@ use pyo3::types::{
     PyBool, PyByteArray, PyBytes, PyComplex, PyDict, PyFloat, PyFrozenSet, PyInt, PyList, PySet,
     PyString, PyTuple, PyType,
 };
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::names::{Path, UniqueNames};
 
@@ -62,8 +61,8 @@ pub(super) fn tree_of<'py>(
     let mut tree = Tree {
         text: b"{\"root\":".to_vec(),
         nodes: 0,
-        seen: HashSet::new(),
-        tensors: HashMap::new(),
+        seen: FxHashSet::default(),
+        tensors: FxHashMap::default(),
         ordered: py.import("collections")?.getattr("OrderedDict")?.cast_into()?,
         leaves,
     };
@@ -105,9 +104,9 @@ struct Tree<'a, 'py> {
     text: Vec<u8>,
     nodes: usize,
     /// Containers that were met, by address: the object keeps them.
-    seen: HashSet<usize>,
+    seen: FxHashSet<usize>,
     /// Likewise the nodes of tensors.
-    tensors: HashMap<usize, usize>,
+    tensors: FxHashMap<usize, usize>,
     ordered: Bound<'py, PyType>,
     leaves: &'a mut dyn Leaves<'py>,
 }
@@ -305,7 +304,9 @@ impl<'py> Tree<'_, 'py> {
 
 /// A key as text.
 fn label(key: &Bound<'_, PyAny>) -> PyResult<String> {
-    if let Ok(number) = key.cast_exact::<PyInt>().map_err(PyErr::from).and_then(|n| n.extract::<i64>()) {
+    if let Ok(number) =
+        key.cast_exact::<PyInt>().map_err(PyErr::from).and_then(|n| n.extract::<i64>())
+    {
         return Ok(number.to_string());
     }
     key.py().import("s4weights._names")?.call_method1("label", (key,))?.extract()
