@@ -149,7 +149,7 @@ class Bench:
             from torch.distributed.checkpoint._extension import ZStandard
 
             extensions = [ZStandard()]
-        except ImportError as error:
+        except (ImportError, ValueError) as error:
             self.note(f"no Zstandard here: {error}", float("nan"), None, None)
             return
         write = lambda: dcp.FileSystemWriter(folder, _extensions=extensions)  # noqa: E731
@@ -158,8 +158,14 @@ class Bench:
         self.row(f"dcp.load, {name}", lambda: dcp.load(self.state, checkpoint_id=folder))
 
     def overlapped(self) -> None:
-        """PyTorch's stager as its recipe for fast staging has it. Each save closes the one that it is given."""
+        """PyTorch's stager as its recipe for fast staging has it, with the pinned memory kept between saves."""
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        class Kept(DefaultStager):
+            """Versions of PyTorch close the stager of a save that still needs it."""
+
+            def close(self) -> None:
+                pass
 
         options = StagingOptions(
             use_pinned_memory=True,
@@ -168,14 +174,16 @@ class Bench:
             use_non_blocking_copy=True,
         )
         name = "dcp.async_save, stock, pinned and overlapped"
-        arguments = lambda: {  # noqa: E731
-            "checkpoint_id": self.fresh(),
-            "async_stager": DefaultStager(options),
-        }
+        stager = Kept(options)
+        # What it copies with can be used again only until it is closed.
+        close, stager._state_dict_stager.close = stager._state_dict_stager.close, lambda: None
+        arguments = lambda: {"checkpoint_id": self.fresh(), "async_stager": stager}  # noqa: E731
         try:
             self.background(name, arguments)
         except Exception as error:  # On all ranks alike: the others can still be measured.
-            self.note(f"{name}: {type(error).__name__}", float("nan"), None, None)
+            self.note(f"{name}: {type(error).__name__}: {error}", float("nan"), None, None)
+        stager._state_dict_stager.close = close
+        DefaultStager.close(stager)
 
     def preset(self, preset: str, store: Path) -> None:
         name = f"s4weights {preset}"
