@@ -285,3 +285,36 @@ def test_a_tuple_that_doubles_does_not_explode(path: Path) -> None:
     while loaded:
         loaded, depth = loaded[0], depth + 1
     assert depth == 30
+
+
+def test_names_keep_their_end(path: Path) -> None:
+    deep: Any = {"weight\0é": torch.ones(3)}
+    for _ in range(20):
+        deep = {"é" * 1000: deep}
+    s4weights.save(deep, path)
+    (name,) = (tensor["name"] for tensor in s4weights.inspect(path)["tensors"])
+    assert name.endswith("é.weight\\0é") and 4000 < len(name.encode()) <= 4096
+    assert_identical(deep, s4weights.load(path))
+
+
+def test_a_dict_that_changes_while_it_is_walked(path: Path) -> None:
+    class Array:
+        """Lends memory, and changes the dict that it is in."""
+
+        def __init__(self, into: dict[str, Any], tensor: torch.Tensor) -> None:
+            self.into, self.tensor = into, tensor
+
+        def __dlpack__(self, **arguments: Any) -> Any:
+            self.into[f"new{len(self.into)}"] = 1
+            self.into.pop("gone", None)
+            return self.tensor.__dlpack__(**arguments)
+
+        def __dlpack_device__(self) -> Any:
+            return self.tensor.__dlpack_device__()
+
+    obj: dict[str, Any] = {}
+    obj |= {"a": Array(obj, torch.arange(4.0)), "gone": [1, 2], "b": torch.ones(2)}
+    s4weights.save(obj, path)
+    loaded = s4weights.load(path)
+    assert loaded["gone"] == [1, 2] and list(loaded) == ["a", "gone", "b"]
+    assert_identical(torch.arange(4.0), loaded["a"])

@@ -12,8 +12,8 @@ import pickle
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal, overload
 
 from . import _core, _live
 from ._catalog import Catalog

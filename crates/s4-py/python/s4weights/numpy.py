@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
