@@ -43,14 +43,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name if name in _DTYPES else "bytes"
 
 
-def covering_shape(
-    tensor: torch.Tensor, storage: torch.UntypedStorage | None = None
-) -> tuple[int, ...] | None:
+def covering_shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """The tensor's shape, if its elements in order are all there is in its storage."""
-    storage = storage or tensor.untyped_storage()
     whole = (
         tensor.is_contiguous()
-        and tensor.nbytes == storage.nbytes()
+        and tensor.nbytes == tensor.untyped_storage().nbytes()
         and tensor.storage_offset() == 0
     )
     return tensor.shape if whole else None
@@ -109,9 +106,7 @@ class StorageWriter:
             streams = current_streams(self.native.devices())
         return self.native.sources(streams or {} if engine is not None else {})
 
-    def write(
-        self, writer: _core.Writer, progress: Progress, compute: Compute
-    ) -> None:
+    def write(self, writer: _core.Writer, progress: Progress, compute: Compute) -> None:
         """Hands all storages to the native writer: those of the host and of CUDA devices as they are,
         others copied to the host a few at a time.
         """
