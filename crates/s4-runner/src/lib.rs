@@ -8,7 +8,7 @@
 //! Deliberately absent: how checkpoints are encoded and stored (`s4weights`), and any way for the page to
 //! change something.
 #![cfg(unix)]
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod clock;
 mod config;
@@ -22,6 +22,7 @@ mod http;
 mod imds;
 mod interruption;
 mod journal;
+mod memory;
 mod metrics;
 mod notify;
 mod queue;

@@ -26,7 +26,7 @@ use crate::staging::Staging;
 use crate::stores::Stores;
 use crate::watch::{Convert, Unconverted, Watcher};
 use crate::worker::{CrashPoints, Worker};
-use crate::{http, notify, socket};
+use crate::{http, memory, notify, socket};
 
 /// How long threads may take to end once they were told to.
 const END: Duration = Duration::from_secs(5);
@@ -68,6 +68,7 @@ fn devices() -> std::result::Result<String, String> {
 /// [`Error`]; nothing listens then.
 pub fn run(config: Config, hooks: Hooks) -> Result<()> {
     config.check()?;
+    memory::give_back();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime = runtime.map_err(|e| Error::Internal(format!("no runtime: {e}")))?;
     let outcome = runtime.block_on(main(config, hooks));
