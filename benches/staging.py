@@ -360,7 +360,8 @@ def table(bench: Bench) -> str:
     rows = bench.rows
     pinned = {r["tensors"]: r["blocked_s"] for r in rows if r["what"].startswith("pinned copy")}
     lines = ["| tensors | what | blocked, ms | of a pinned copy | whole, ms |", "|--:|---|--:|--:|--:|"]
-    for r in rows:
+    # A peer may have failed.
+    for r in (r for r in rows if r["blocked_s"] is not None and r["whole_s"] is not None):
         share = r["blocked_s"] / pinned[r["tensors"]]
         lines.append(
             f"| {r['tensors']} | {r['what']} | {1e3 * r['blocked_s']:.1f} | {share:.2f} | "
