@@ -21,7 +21,7 @@ mod table;
 #[cfg(target_arch = "x86_64")]
 mod words;
 
-pub use model::{Counts, cost, entropy};
+pub use model::{Counts, cost, cost_with, entropy, entropy_of};
 pub use stream::TablePlace;
 pub use table::{MAX_TABLES, Precision, Table, TableEntry, parse_tables, write_tables};
 

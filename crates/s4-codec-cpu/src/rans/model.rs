@@ -1,7 +1,11 @@
 //! From counts of symbols to tables, and what coding with a table would cost. Integers only, so
 //! that every encoder writes the same tables.
 
-use super::table::{Precision, Table, TableEntry};
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::collections::binary_heap::PeekMut;
+
+use super::table::{Precision, Table, TableEntry, encoded_len};
 
 /// Streams up to this many symbols are counted as a whole.
 const COUNT_ALL: usize = 8192;
@@ -43,6 +47,15 @@ impl Counts {
         let mut counts = Self::new();
         counts.add_parts(&parts);
         counts
+    }
+
+    /// Counts of some pieces of a stream, as a part of it.
+    pub fn of_pieces<'a>(pieces: impl Iterator<Item = &'a [u8]>) -> Self {
+        let mut parts = [[0u32; 256]; 8];
+        pieces.for_each(|piece| count(piece, &mut parts));
+        let mut counts = Self::new();
+        counts.add_parts(&parts);
+        counts.partial()
     }
 
     /// Counts of one stream for each context below `tables`, at the positions that are counted
@@ -115,23 +128,29 @@ impl Counts {
     /// The table that codes data with these counts well ("Choice" and "Frequencies" of
     /// docs/codecs/rans.md).
     pub fn table(&self, precision: Precision) -> Table {
-        let (mut kept, escape) = self.choose(precision);
-        let entries = share(&mut kept, precision.total() - escape);
+        let mut kept = Kept::default();
+        let entries = self.entries(precision, &mut kept);
+        entries.sort_unstable_by_key(|entry| u32::from(entry.freq) << 8 | u32::from(entry.symbol));
+        debug_assert!(Table::new(precision, entries).is_ok());
+        Table::of_valid(precision, entries)
+    }
+
+    /// The table's entries, in ascending order of symbols.
+    fn entries<'a>(&self, precision: Precision, kept: &'a mut Kept) -> &'a mut [TableEntry] {
+        let escape = self.choose(precision, kept);
+        let entries = share(kept, precision.total() - escape);
         let lone_256 =
             precision == Precision::P8 && matches!(entries, [TableEntry { freq: 256, .. }]);
         if lone_256 {
             entries[0].freq = 255;
         }
-        entries.sort_unstable_by_key(|entry| (entry.freq, entry.symbol));
-        debug_assert!(Table::new(precision, entries).is_ok());
-        Table::of_valid(precision, entries)
+        entries
     }
 
-    /// The symbols that get slots, in ascending order, and the frequency of the escape.
-    fn choose(&self, precision: Precision) -> (Kept, u32) {
+    /// The symbols that get slots, in ascending order, into `kept`, which is empty. Gives the frequency of the escape.
+    fn choose(&self, precision: Precision, kept: &mut Kept) -> u32 {
         let n = self.total();
         let total = u64::from(precision.total());
-        let mut kept = Kept::default();
         let (mut dropped, mut some_dropped) = (0, false);
         for (symbol, &count) in (0..=255).zip(&self.of) {
             if count > 0 && count * total * 5 >= n {
@@ -141,7 +160,7 @@ impl Counts {
             }
         }
         if n == 0 {
-            return (kept, precision.total());
+            return precision.total();
         }
         let mut escape = 0;
         if some_dropped || !self.complete {
@@ -151,7 +170,7 @@ impl Counts {
             kept.drop_rarest();
             escape = escape.max(1);
         }
-        (kept, escape as u32)
+        escape as u32
     }
 }
 
@@ -201,31 +220,33 @@ fn share(kept: &mut Kept, total: u32) -> &mut [TableEntry] {
     if entries.is_empty() {
         return entries;
     }
-    // What a slot more is worth to each symbol, or one less costs it: a division, so it is kept.
-    let mut worth = [0; 256];
-    let worth = &mut worth[..counts.len()];
+    // What a slot more is worth to each symbol, or one less costs it, the best on top. Of equals it is the smallest symbol.
     if sum < total {
         let gain = |i: usize, freq: u16| counts[i] * 4096 / (2 * u64::from(freq) + 1);
-        (0..counts.len()).for_each(|i| worth[i] = gain(i, entries[i].freq));
+        let worth = |(i, entry): (usize, &TableEntry)| (gain(i, entry.freq), Reverse(i));
+        let mut best = BinaryHeap::from_iter(entries.iter().enumerate().map(worth));
         while sum < total {
-            // `max_by_key` takes the last of equals: the smallest symbol when going down.
-            let best = (0..counts.len()).rev().max_by_key(|&i| worth[i]).unwrap_or(0);
-            entries[best].freq += 1;
-            worth[best] = gain(best, entries[best].freq);
+            let Some(mut top) = best.peek_mut() else { break };
+            let Reverse(i) = top.1;
+            entries[i].freq += 1;
+            top.0 = gain(i, entries[i].freq);
             sum += 1;
         }
-    } else {
-        let loss = |i: usize, freq: u16| match freq {
-            // Every symbol keeps one.
-            0 | 1 => u64::MAX,
-            freq => counts[i] * 4096 / (2 * u64::from(freq) - 1),
-        };
-        (0..counts.len()).for_each(|i| worth[i] = loss(i, entries[i].freq));
+    } else if sum > total {
+        let loss = |i: usize, freq: u16| counts[i] * 4096 / (2 * u64::from(freq) - 1);
+        // Every symbol keeps one.
+        let several = entries.iter().enumerate().filter(|(_, entry)| entry.freq > 1);
+        let worth = several.map(|(i, entry)| Reverse((loss(i, entry.freq), i)));
+        let mut least = BinaryHeap::from_iter(worth);
         while sum > total {
-            let least = (0..counts.len()).min_by_key(|&i| worth[i]).unwrap_or(0);
-            entries[least].freq -= 1;
-            worth[least] = loss(least, entries[least].freq);
+            let Some(mut top) = least.peek_mut() else { break };
+            let Reverse((_, i)) = *top;
+            entries[i].freq -= 1;
             sum -= 1;
+            match entries[i].freq {
+                1 => drop(PeekMut::pop(top)),
+                freq => top.0.0 = loss(i, freq),
+            }
         }
     }
     entries
@@ -262,15 +283,18 @@ fn count(symbols: &[u8], parts: &mut [[u32; 256]; 8]) {
 /// The entropy of what was counted, in bits, within a few parts in ten thousand: no order-0 code is
 /// shorter.
 pub fn entropy(counts: &Counts) -> u64 {
+    entropy_of(&counts.of)
+}
+
+/// As [`entropy`], of counts of any symbols.
+pub fn entropy_of<T: Copy + Into<u64>>(counts: &[T]) -> u64 {
     // Counts are scaled down to what `log2` takes, exactly as far as they have to be.
-    let total = counts.total();
+    let counts = counts.iter().map(|&n| n.into());
+    let total: u64 = counts.clone().sum();
     let scale = 64u32.saturating_sub(total.leading_zeros()).saturating_sub(16);
     let log = |n: u64| u64::from(fast_log2(((n >> scale) as u32).max(1)));
-    let sum = counts
-        .of
-        .iter()
-        .filter(|&&n| n > 0)
-        .map(|&n| n.saturating_mul(log(total).saturating_sub(log(n))));
+    let sum =
+        counts.filter(|&n| n > 0).map(|n| n.saturating_mul(log(total).saturating_sub(log(n))));
     sum.fold(0, u64::saturating_add).div_ceil(256)
 }
 
@@ -280,20 +304,31 @@ pub fn entropy(counts: &Counts) -> u64 {
 /// A symbol in the table costs `P - log2(freq)` bits, another one 8 more than the escape. The
 /// logarithms are fixed-point with 8 fractional bits, rounded to the nearest.
 pub fn cost(counts: &Counts, table: &Table) -> u64 {
-    let log2 = |freq: u16| LOG2.get(usize::from(freq)).map_or(0, |&log2| u32::from(log2));
-    let bits = |freq: u16| u64::from((table.precision().bits() << 8) - log2(freq));
-    let escape = (table.escape() > 0).then(|| bits(table.escape()) + (8 << 8));
-    let mut each = [escape; 256];
-    for entry in table.entries() {
-        each[usize::from(entry.symbol)] = Some(bits(entry.freq));
+    cost_of(counts, table.precision(), table.entries(), table.escape().into())
+}
+
+/// As [`cost`], with the table of other counts, which is not made: its bytes are the second number.
+pub fn cost_with(counts: &Counts, expected: &Counts, precision: Precision) -> (u64, usize) {
+    let mut kept = Kept::default();
+    let entries = &*expected.entries(precision, &mut kept);
+    let slots: u32 = entries.iter().map(|entry| u32::from(entry.freq)).sum();
+    let bits = cost_of(counts, precision, entries, precision.total() - slots);
+    (bits, encoded_len(precision, entries.len()))
+}
+
+fn cost_of(counts: &Counts, precision: Precision, entries: &[TableEntry], escape: u32) -> u64 {
+    let log2 = |freq: u32| LOG2.get(freq as usize).map_or(0, |&log2| u32::from(log2));
+    let bits = |freq: u32| u64::from((precision.bits() << 8) - log2(freq));
+    let (mut sum, mut rest) = (0u64, counts.total());
+    for entry in entries {
+        let count = counts.get(entry.symbol);
+        sum = sum.saturating_add(count.saturating_mul(bits(entry.freq.into())));
+        rest -= count;
     }
-    let mut sum = 0u64;
-    for (&count, each) in counts.of.iter().zip(each) {
-        match each {
-            Some(bits) => sum = sum.saturating_add(count.saturating_mul(bits)),
-            None if count > 0 => return u64::MAX,
-            None => {}
-        }
+    match (rest, escape) {
+        (0, _) => {}
+        (_, 0) => return u64::MAX,
+        (_, escape) => sum = sum.saturating_add(rest.saturating_mul(bits(escape) + (8 << 8))),
     }
     sum.div_ceil(256)
 }
@@ -489,5 +524,25 @@ mod tests {
         assert_eq!(cost(&counts, &other), 128 + 9 * 128);
         let full = Table::new(Precision::P12, &[TableEntry { symbol: 0, freq: 4096 }]).unwrap();
         assert_eq!(cost(&counts, &full), u64::MAX);
+    }
+
+    #[test]
+    fn a_table_need_not_be_made_to_tell_its_cost() {
+        let of = |seed: u64, many: u64| {
+            let mut counts = Counts::new();
+            let each = (0..=255u8).filter(|s| (u64::from(*s) * seed).is_multiple_of(3));
+            each.for_each(|s| counts.add_symbol(s, u64::from(s) * seed % many));
+            counts
+        };
+        for (seed, many) in [(1, 5), (3, 400), (7, 90_000), (9, 2)] {
+            let symbols = of(seed, many);
+            for expected in [symbols.clone(), symbols.clone().partial(), of(3, 77).partial()] {
+                for precision in [Precision::P8, Precision::P12] {
+                    let table = expected.table(precision);
+                    let made = (cost(&symbols, &table), table.encoded_len());
+                    assert_eq!(cost_with(&symbols, &expected, precision), made);
+                }
+            }
+        }
     }
 }

@@ -163,7 +163,7 @@ impl Table {
 
     /// Bytes that the table takes in a stream.
     pub fn encoded_len(&self) -> usize {
-        4 + usize::from(self.count) * (1 + self.precision.freq_len())
+        encoded_len(self.precision, self.count.into())
     }
 
     /// The table's `P`.
@@ -204,6 +204,11 @@ impl std::fmt::Debug for Table {
             .field("entries", &self.entries())
             .finish()
     }
+}
+
+/// Bytes that a table of so many entries takes in a stream.
+pub(super) fn encoded_len(precision: Precision, entries: usize) -> usize {
+    4 + entries * (1 + precision.freq_len())
 }
 
 /// Reads tables that stand one after the other and fill `src`: a tensor's shared tables.

@@ -1,6 +1,8 @@
 //! What each layout of a sample would cost.
 
-use s4_codec_cpu::rans::{Counts, Precision, Table, cost, entropy};
+use std::rc::Rc;
+
+use s4_codec_cpu::rans::{Counts, Precision, Table, cost, cost_with, entropy};
 use s4_codec_cpu::{Context, Symbols};
 use s4_format::dtype::Form;
 use s4_format::limits::MAX_TABLES;
@@ -38,6 +40,12 @@ const MANY: usize = 32;
 const CONTEXTS_LOSS: u64 = 256;
 /// What entropy coding costs, as a part of a bit for each value: it is most of a decoder's work.
 const RANS_WORK: u64 = 8;
+
+/// Planes of so many bytes may be told to be noise by one block of four: mantissas are most of what there is to count.
+const COARSE: usize = 8192;
+const BLOCK: usize = 256;
+/// What is counted so must save less than this part, far less than [`NOISE_GAIN`], to be noise.
+const SURE_NOISE: u64 = 256;
 
 /// Units of a symbol that was seen once, where means of counts are taken.
 const SMOOTH: u64 = 64;
@@ -83,12 +91,59 @@ pub(super) struct Candidate {
     total: u64,
 }
 
+/// The planes of some values as they were counted, layout by layout: whatever is asked of the values, they are the same.
+#[derive(Default)]
+pub(super) struct Counted(Vec<(LayoutId, Rc<[CountedPlane]>)>);
+
+/// How often each symbol of a plane occurs.
+struct CountedPlane {
+    /// Of noise perhaps of a part.
+    counts: Counts,
+    /// Their entropy, in bits; of noise what it takes.
+    least: u64,
+}
+
+impl CountedPlane {
+    /// Of a plane whose symbols have so many bits. `coarse`: whether a part may tell that it is noise.
+    fn of(plane: &[u8], bits: u64, coarse: bool) -> Self {
+        if coarse && plane.len() >= COARSE {
+            let counts = Counts::of_pieces(plane.chunks(BLOCK).step_by(4));
+            let raw = bits * counts.total();
+            if entropy(&counts) + unseen(&counts) >= raw - raw / SURE_NOISE {
+                return Self { counts, least: bits * plane.len() as u64 };
+            }
+        }
+        let counts = Counts::of_all(plane);
+        let least = entropy(&counts);
+        Self { counts, least }
+    }
+}
+
+impl Counted {
+    /// The planes of a layout, with the bits of their symbols, if they have to be counted.
+    fn planes<'a>(
+        &mut self,
+        layout: LayoutId,
+        coarse: bool,
+        planes: impl Iterator<Item = (&'a [u8], u64)>,
+    ) -> Rc<[CountedPlane]> {
+        if let Some((_, counted)) = self.0.iter().find(|(known, _)| *known == layout) {
+            return counted.clone();
+        }
+        let counted: Rc<[_]> =
+            planes.map(|(plane, bits)| CountedPlane::of(plane, bits, coarse)).collect();
+        self.0.push((layout, counted.clone()));
+        counted
+    }
+}
+
 impl CpuEngine {
-    /// The cheapest layout of a sample. Its bits count tables where more is compared than what `fast` has.
+    /// The cheapest layout of a sample, whose bits count tables where more is compared than what `fast` has. `counted`:
+    /// what was counted of these values before.
     pub(super) fn best(
         &self,
         about: &About<'_>,
-        values: &[u8],
+        (values, counted): (&[u8], &mut Counted),
         of: Of<'_>,
         scratch: &mut Scratch,
     ) -> Result<Option<Candidate>> {
@@ -110,7 +165,7 @@ impl CpuEngine {
             if !fits {
                 continue;
             }
-            let mut c = self.candidate(layout, about, values, of, scratch)?;
+            let mut c = self.candidate(layout, about, (values, counted), of, scratch)?;
             if best.as_ref().is_none_or(|b| c.cost < b.cost - b.cost / LAYOUT_GAIN) {
                 // Where all but the exponents are noise, sign and all, no other layout is smaller.
                 let noise = c.planes.iter().skip(1).all(|p| p.noise);
@@ -137,7 +192,7 @@ impl CpuEngine {
         &self,
         layout: LayoutId,
         about: &About<'_>,
-        sample: &[u8],
+        (sample, counted): (&[u8], &mut Counted),
         of: Of<'_>,
         scratch: &mut Scratch,
     ) -> Result<Candidate> {
@@ -152,12 +207,15 @@ impl CpuEngine {
         // Several planes of differences are coded, some of them in few bits, of which the coarse
         // frequencies of pairs waste a larger part: what counts is the part of all bits.
         let delta = !matches!(of, Of::Values | Of::Residuals);
-        let least = |i| entropy(&Counts::of_all(plane(i))).min(8 * plane(i).len() as u64);
         let small = allowed(about.preset).rank1;
+        let is_dense = |i| layout == LayoutId::FIELDS_SIGN && i == 2;
+        let each = (0..planes).map(|i| (plane(i), if is_dense(i) { 7 } else { 8 }));
+        let counted = counted.planes(layout, small, each);
+        let least = |i: usize| counted[i].least.min(8 * plane(i).len() as u64);
         let all = if delta || small { (0..planes).map(least).sum() } else { 0 };
         for i in 0..planes {
-            let dense = layout == LayoutId::FIELDS_SIGN && i == 2;
-            let many = symbols_of(&Counts::of_all(plane(i))) > MANY;
+            let dense = is_dense(i);
+            let many = symbols_of(&counted[i].counts) > MANY;
             let may_lose = |pairs: u64| match (small, delta) {
                 (true, false) if many => all / LEAST_LOSS_OF_ALL,
                 (true, _) => all / LITTLE_LOSS_OF_ALL,
@@ -175,7 +233,7 @@ impl CpuEngine {
                         (layout == LayoutId::BYTES).then_some((alike, all / CONTEXTS_LOSS));
                     choose_in_context(plane, &contexts, dense, (values, smooth))
                 }
-                _ => choose(plane, dense, may_lose, |table| match small {
+                _ => choose((plane, &counted[i]), dense, may_lose, |table| match small {
                     true => 8 * (table.encoded_len() * values) as u64 / about.values().max(1),
                     false => 0,
                 }),
@@ -276,14 +334,14 @@ fn bits_of_signs(plane: &[u8]) -> u64 {
 /// How a plane is coded, and its estimated cost in bits. `may_lose`: of how many bits, for being faster. `stored`: the bits of
 /// a table, as far as they count.
 fn choose(
-    plane: &[u8],
+    (plane, counted): (&[u8], &CountedPlane),
     dense: bool,
     may_lose: impl Fn(u64) -> u64,
     stored: impl Fn(&Table) -> u64,
 ) -> (PlannedPlane, u64) {
-    let counts = Counts::of_all(plane);
+    let CountedPlane { counts, least } = counted;
+    let least = *least;
     let (raw, noise) = noise(plane, dense);
-    let least = entropy(&counts);
     let (coding, cost) = if plane.iter().all(|b| *b == plane[0]) {
         // Stored as a constant wherever it is one.
         (PlaneCoding::RAW, 0)
@@ -291,10 +349,10 @@ fn choose(
         (noise, raw)
     } else {
         let table = counts.table(Precision::P8);
-        let pairs = cost(&counts, &table);
+        let pairs = cost(counts, &table);
         let much_less = (pairs + stored(&table)).saturating_sub(may_lose(pairs));
         let singles = (least < much_less).then(|| counts.table(Precision::P12));
-        let singles = singles.map(|table| (cost(&counts, &table), stored(&table)));
+        let singles = singles.map(|table| (cost(counts, &table), stored(&table)));
         let (coding, cost) = match singles {
             Some((singles, table)) if singles + table < much_less => (PlaneCoding::RANS12, singles),
             _ => (PlaneCoding::RANS8, pairs),
@@ -302,7 +360,7 @@ fn choose(
         if is_worth(cost, raw) { (coding, cost) } else { (noise, raw) }
     };
     let noise = cost == 8 * plane.len() as u64;
-    (PlannedPlane { coding, counts: vec![counts], one_table: false, noise }, cost)
+    (PlannedPlane { coding, counts: vec![counts.clone()], one_table: false, noise }, cost)
 }
 
 /// As [`choose`], with the contexts of the symbols. A tensor of so many values keeps the tables once. `smooth`: symbols
@@ -315,46 +373,51 @@ fn choose_in_context(
 ) -> (PlannedPlane, u64) {
     let (raw, noise) = noise(plane, dense);
     let tables = 1 + usize::from(contexts.iter().fold(0, |a, b| a.max(*b)));
-    let mut counts = vec![Counts::new(); tables];
+    let mut seen = vec![Counts::new(); tables];
     for (symbol, context) in plane.iter().zip(contexts) {
-        counts[usize::from(*context)].add_symbol(*symbol, 1);
+        seen[usize::from(*context)].add_symbol(*symbol, 1);
+    }
+    let as_noise = |counts| {
+        let noise_planned = raw == 8 * plane.len() as u64;
+        (PlannedPlane { coding: noise, counts, one_table: false, noise: noise_planned }, raw)
+    };
+    // Tables cost most of the time, and none makes noise smaller.
+    let least = seen.iter().map(|c| entropy(c) + unseen(c)).sum();
+    if !is_worth(least, raw) {
+        return as_noise(seen);
     }
     let bits = |counts: &[Counts], expected: &[Counts]| -> u64 {
         let each =
             counts.iter().zip(expected).filter(|(c, _)| c.total() > 0).map(|(c, expected)| {
-                let table = expected.table(Precision::P8);
-                let stored = 8 * table.encoded_len() as u64 * plane.len() as u64 / values.max(1);
+                let (bits, table) = cost_with(c, expected, Precision::P8);
+                let stored = 8 * table as u64 * plane.len() as u64 / values.max(1);
                 let unseen = if smooth.is_some() { 0 } else { unseen(c) };
-                cost(c, &table) + stored + unseen
+                bits + stored + unseen
             });
         each.sum()
     };
     let expected = match smooth {
         Some((alike, _)) => {
             // Chunks have no other tables than the tensor's, which must do for any context.
-            counts.resize(MAX_TABLES, Counts::new());
-            counts.iter().map(|c| smoothed(c, alike)).collect()
+            seen.resize(MAX_TABLES, Counts::new());
+            seen.iter().map(|c| smoothed(c, alike)).collect()
         }
-        None => counts.clone(),
+        None => seen.clone(),
     };
-    let (mut cost, mut counts, mut one_table) = (bits(&counts, &expected), expected, false);
+    let (mut cost, mut counts, mut one_table) = (bits(&seen, &expected), expected, false);
     if let Some((alike, may_lose)) = smooth {
-        let all = [Counts::of_all(plane)];
-        let expected = vec![smoothed(&all[0], alike)];
-        let single = bits(&all, &expected);
+        let mut all = Counts::new();
+        seen.iter().for_each(|c| all.add(c));
+        let expected = vec![smoothed(&all, alike)];
+        let single = bits(&[all], &expected);
         if single <= cost + may_lose {
             (cost, counts, one_table) = (single, expected, true);
         }
     }
-    match is_worth(cost, raw) {
-        true => {
-            (PlannedPlane { coding: PlaneCoding::RANS8, counts, one_table, noise: false }, cost)
-        }
-        false => {
-            let is_noise = raw == 8 * plane.len() as u64;
-            (PlannedPlane { coding: noise, counts, one_table, noise: is_noise }, raw)
-        }
+    if !is_worth(cost, raw) {
+        return as_noise(counts);
     }
+    (PlannedPlane { coding: PlaneCoding::RANS8, counts, one_table, noise: false }, cost)
 }
 
 /// How many symbols there are.
@@ -372,6 +435,9 @@ fn unseen(counts: &Counts) -> u64 {
 /// Counts of what a sample need not have seen: each symbol's becomes the mean of those near it, which are the more the
 /// larger it is, as logarithms have it. Only every `alike`th is like it.
 fn smoothed(counts: &Counts, alike: usize) -> Counts {
+    if counts.total() == 0 {
+        return Counts::new();
+    }
     // Of a symbol and all that are like it below.
     let mut sums = [0; 256];
     for symbol in 0..=255u8 {

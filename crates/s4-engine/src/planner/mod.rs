@@ -21,7 +21,7 @@ mod sample;
 mod update;
 
 pub use blend::expected_of;
-use layout::{Candidate, Of, precision};
+use layout::{Candidate, Counted, Of, precision};
 pub(crate) use sample::Sample;
 use sample::gather;
 pub use sample::parent_probes;
@@ -253,7 +253,8 @@ impl CpuEngine {
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
     ) -> Result<(Option<Candidate>, bool)> {
-        let direct = self.best(about, &sample.values, Of::Values, scratch)?;
+        let direct =
+            self.best(about, (&sample.values, &mut Counted::default()), Of::Values, scratch)?;
         let Some((offsets, least)) = offsets.zip(direct.as_ref().map(|d| d.bits)) else {
             return Ok((direct, false));
         };
@@ -286,7 +287,8 @@ impl CpuEngine {
             offsets.predict_range(self.kernels, run.start, before, &mut room)?;
             self.kernels.sub_magnitudes(width, &mut residuals[bytes], &room);
         }
-        let mut best = self.best(about, &residuals, Of::Residuals, scratch)?;
+        let mut best =
+            self.best(about, (&residuals, &mut Counted::default()), Of::Residuals, scratch)?;
         if let Some(best) = best.as_mut() {
             best.bits += stored;
         }
@@ -367,13 +369,14 @@ impl CpuEngine {
         let sample = &mut sample.values[..];
         let mut ordered = if allowed.sub { sample.to_vec() } else { vec![] };
         self.kernels.xor(sample, parent);
-        let best = self.best(about, sample, Of::Differences, scratch)?;
+        let best = self.best(about, (sample, &mut Counted::default()), Of::Differences, scratch)?;
         let mut cheapest = Difference { best, residual: ResidualId::XOR, side: vec![] };
         if !allowed.sub {
             return Ok(cheapest);
         }
         self.kernels.sub_values(width_of(about.width())?, &mut ordered, parent);
-        let sub = self.best(about, &ordered, Of::Ordered, scratch)?;
+        let mut counted = Counted::default();
+        let sub = self.best(about, (&ordered, &mut counted), Of::Ordered, scratch)?;
         cheapest.replace_by(sub, ResidualId::SUB, vec![], SUB_GAIN);
         if allowed.contexts && dtype.form() == Form::Float && about.width() > 1 {
             let contexts = exponent::side_data(dtype, parent);
@@ -382,7 +385,7 @@ impl CpuEngine {
             let tensor = Tensor { dtype, shape: about.shape, side: &side };
             let (model, values) = (&Exponents as &dyn ContextModel, about.values());
             let of = Of::InContext { model, tensor, inputs: &[parent], values };
-            let best = self.best(about, &ordered, of, scratch)?;
+            let best = self.best(about, (&ordered, &mut counted), of, scratch)?;
             cheapest.replace_by(best, ResidualId::SUB, contexts, CONTEXTS_GAIN);
         }
         let all = ordered.len() == about.bytes;
@@ -414,7 +417,7 @@ impl CpuEngine {
         let inputs = &[parent, moments[0].values, moments[1].values][..];
         let mut best = self.best(
             about,
-            differences,
+            (differences, &mut Counted::default()),
             Of::InContext { model, tensor, inputs, values },
             scratch,
         )?;

@@ -1,6 +1,6 @@
 //! How contexts `update` are told from moments, found on a sample.
 
-use s4_codec_cpu::rans::{Counts, entropy};
+use s4_codec_cpu::rans::entropy_of;
 use s4_format::{DType, Error, Result};
 use s4_planes::Width;
 use s4_predict::update::{Update, float_bits};
@@ -106,12 +106,13 @@ fn cheapest(update: Update, looked: &Looked) -> Update {
             let short = |x: i32| x.clamp(i16::MIN.into(), i16::MAX.into()) as i16;
             let candidate =
                 Update { floor: short(floor), offset: short(top * CLASS - high), ..update };
-            let mut counts = vec![Counts::new(); 16];
+            // There are at most 64 bits.
+            let mut counts = [[0u16; 65]; 16];
             for (over, length) in over.iter().zip(lengths) {
                 let class = (over + i32::from(candidate.offset)) / CLASS;
-                counts[class.clamp(0, 15) as usize].add_symbol(*length, 1);
+                counts[class.clamp(0, 15) as usize][usize::from(*length)] += 1;
             }
-            let bits = counts.iter().map(entropy).sum();
+            let bits = counts.iter().map(|counts| entropy_of(counts)).sum();
             if bits < least {
                 (least, best) = (bits, candidate);
             }
