@@ -49,6 +49,15 @@ impl Counts {
         counts
     }
 
+    /// Counts of some pieces of a stream, as a part of it.
+    pub fn of_pieces<'a>(pieces: impl Iterator<Item = &'a [u8]>) -> Self {
+        let mut parts = [[0u32; 256]; 8];
+        pieces.for_each(|piece| count(piece, &mut parts));
+        let mut counts = Self::new();
+        counts.add_parts(&parts);
+        counts.partial()
+    }
+
     /// Counts of one stream for each context below `tables`, at the positions that are counted
     /// without contexts too. `contexts` is as long as `symbols` and below `tables`.
     pub(crate) fn of_contexts(symbols: &[u8], contexts: &[u8], tables: usize) -> Vec<Self> {
@@ -515,5 +524,25 @@ mod tests {
         assert_eq!(cost(&counts, &other), 128 + 9 * 128);
         let full = Table::new(Precision::P12, &[TableEntry { symbol: 0, freq: 4096 }]).unwrap();
         assert_eq!(cost(&counts, &full), u64::MAX);
+    }
+
+    #[test]
+    fn a_table_need_not_be_made_to_tell_its_cost() {
+        let of = |seed: u64, many: u64| {
+            let mut counts = Counts::new();
+            let each = (0..=255u8).filter(|s| (u64::from(*s) * seed).is_multiple_of(3));
+            each.for_each(|s| counts.add_symbol(s, u64::from(s) * seed % many));
+            counts
+        };
+        for (seed, many) in [(1, 5), (3, 400), (7, 90_000), (9, 2)] {
+            let symbols = of(seed, many);
+            for expected in [symbols.clone(), symbols.clone().partial(), of(3, 77).partial()] {
+                for precision in [Precision::P8, Precision::P12] {
+                    let table = expected.table(precision);
+                    let made = (cost(&symbols, &table), table.encoded_len());
+                    assert_eq!(cost_with(&symbols, &expected, precision), made);
+                }
+            }
+        }
     }
 }

@@ -41,10 +41,10 @@ const CONTEXTS_LOSS: u64 = 256;
 /// What entropy coding costs, as a part of a bit for each value: it is most of a decoder's work.
 const RANS_WORK: u64 = 8;
 
-/// Of planes of so many bytes the noise is told from one block of four.
+/// In planes of at least so many bytes, one block of four may show that all is noise, as most mantissas are.
 const COARSE: usize = 8192;
 const BLOCK: usize = 256;
-/// What a plane may save by this part at most, counted so, is noise.
+/// What is counted so must save less than this part, far less than [`NOISE_GAIN`], to be noise.
 const SURE_NOISE: u64 = 256;
 
 /// Units of a symbol that was seen once, where means of counts are taken.
@@ -104,11 +104,10 @@ struct CountedPlane {
 }
 
 impl CountedPlane {
-    /// Of a plane whose symbols have so many bits. `coarse`: of what is noise in one block of four not all is counted.
+    /// Of a plane whose symbols have so many bits. `coarse`: whether a part may tell that it is noise.
     fn of(plane: &[u8], bits: u64, coarse: bool) -> Self {
         if coarse && plane.len() >= COARSE {
-            let mut counts = Counts::new();
-            plane.chunks(BLOCK).step_by(4).for_each(|block| counts.add(&Counts::of_all(block)));
+            let counts = Counts::of_pieces(plane.chunks(BLOCK).step_by(4));
             let raw = bits * counts.total();
             if entropy(&counts) + unseen(&counts) >= raw - raw / SURE_NOISE {
                 return Self { counts, least: bits * plane.len() as u64 };
@@ -139,7 +138,8 @@ impl Counted {
 }
 
 impl CpuEngine {
-    /// The cheapest layout of a sample. `counted`: what was counted of these values before. Its bits count tables where more is compared than what `fast` has.
+    /// The cheapest layout of a sample, whose bits count tables where more is compared than what `fast` has. `counted`:
+    /// what was counted of these values before.
     pub(super) fn best(
         &self,
         about: &About<'_>,
@@ -231,7 +231,7 @@ impl CpuEngine {
                     let alike = if i + 1 == planes { 2 } else { 1 };
                     let smooth =
                         (layout == LayoutId::BYTES).then_some((alike, all / CONTEXTS_LOSS));
-                    choose_in_context((plane, &counted[i]), &contexts, dense, (values, smooth))
+                    choose_in_context(plane, &contexts, dense, (values, smooth))
                 }
                 _ => choose((plane, &counted[i]), dense, may_lose, |table| match small {
                     true => 8 * (table.encoded_len() * values) as u64 / about.values().max(1),
@@ -366,25 +366,25 @@ fn choose(
 /// As [`choose`], with the contexts of the symbols. A tensor of so many values keeps the tables once. `smooth`: symbols
 /// that are so far apart are about as frequent, if both are large; and one table may lose so many bits, which is faster.
 fn choose_in_context(
-    (plane, counted): (&[u8], &CountedPlane),
+    plane: &[u8],
     contexts: &[u8],
     dense: bool,
     (values, smooth): (u64, Option<(usize, u64)>),
 ) -> (PlannedPlane, u64) {
     let (raw, noise) = noise(plane, dense);
     let tables = 1 + usize::from(contexts.iter().fold(0, |a, b| a.max(*b)));
-    let mut counts = vec![Counts::new(); tables];
+    let mut seen = vec![Counts::new(); tables];
     for (symbol, context) in plane.iter().zip(contexts) {
-        counts[usize::from(*context)].add_symbol(*symbol, 1);
+        seen[usize::from(*context)].add_symbol(*symbol, 1);
     }
     let as_noise = |counts| {
         let noise_planned = raw == 8 * plane.len() as u64;
         (PlannedPlane { coding: noise, counts, one_table: false, noise: noise_planned }, raw)
     };
     // Tables cost most of the time, and none makes noise smaller.
-    let least = counts.iter().map(|c| entropy(c) + unseen(c)).sum();
+    let least = seen.iter().map(|c| entropy(c) + unseen(c)).sum();
     if !is_worth(least, raw) {
-        return as_noise(counts);
+        return as_noise(seen);
     }
     let bits = |counts: &[Counts], expected: &[Counts]| -> u64 {
         let each =
@@ -399,15 +399,17 @@ fn choose_in_context(
     let expected = match smooth {
         Some((alike, _)) => {
             // Chunks have no other tables than the tensor's, which must do for any context.
-            counts.resize(MAX_TABLES, Counts::new());
-            counts.iter().map(|c| smoothed(c, alike)).collect()
+            seen.resize(MAX_TABLES, Counts::new());
+            seen.iter().map(|c| smoothed(c, alike)).collect()
         }
-        None => counts.clone(),
+        None => seen.clone(),
     };
-    let (mut cost, mut counts, mut one_table) = (bits(&counts, &expected), expected, false);
+    let (mut cost, mut counts, mut one_table) = (bits(&seen, &expected), expected, false);
     if let Some((alike, may_lose)) = smooth {
-        let expected = vec![smoothed(&counted.counts, alike)];
-        let single = bits(std::slice::from_ref(&counted.counts), &expected);
+        let mut all = Counts::new();
+        seen.iter().for_each(|c| all.add(c));
+        let expected = vec![smoothed(&all, alike)];
+        let single = bits(&[all], &expected);
         if single <= cost + may_lose {
             (cost, counts, one_table) = (single, expected, true);
         }
