@@ -17,6 +17,9 @@ use crate::writer::{to_value_error, values};
 /// Number of the device, or -1 for the host; handle of the stream that the memory was used on.
 pub(crate) type Where = (i64, u64);
 
+/// Where values in host memory are: no device, no stream.
+pub(crate) const HOST: Where = (-1, 0);
+
 /// Address, bytes, and where.
 pub(crate) type DeviceRange = (usize, usize, Where);
 

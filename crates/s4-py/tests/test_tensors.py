@@ -191,3 +191,34 @@ def test_hooks_are_dropped_with_a_warning(path: Path) -> None:
     with pytest.warns(UserWarning, match="hooks"):
         loaded = through_s4({"hooked": tensor}, path)
     assert loaded["hooked"]._backward_hooks is None or not loaded["hooked"]._backward_hooks
+
+
+def test_a_dtype_that_the_format_lacks_is_stored_as_bytes() -> None:
+    class Strange:
+        """A dtype that PyTorch may have some day."""
+
+        itemsize, is_complex = 2, False
+
+        def __str__(self) -> str:
+            return "torch.strange16"
+
+    storages = s4weights._core.Storages()
+    storage = torch.zeros(6, dtype=torch.int16).untyped_storage()
+    storages.add(storage, "t", Strange(), (2, 3))
+    name, dtype, shape, address, nbytes, _ = storages.sources({})[0]
+    assert (name, dtype, list(shape), nbytes) == ("t", "bytes", [12], 12)
+    assert address == storage.data_ptr()
+
+
+def test_tensors_without_memory_of_their_own_have_no_tree() -> None:
+    seen = []
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(s4weights._core.Storages().tree([tensor]))
+        return tensor
+
+    look(torch._efficientzerotensor((3,)))
+    torch.func.vmap(look)(torch.ones(2, 3))
+    torch.func.functionalize(look)(torch.ones(3))
+    torch.func.grad(lambda x: look(x).sum())(torch.ones(3))
+    assert seen == [None] * 4

@@ -6,7 +6,7 @@ use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
 use s4weights::{DType, TensorSource};
 
-use crate::device::{DeviceRange, Where, memory};
+use crate::device::{DeviceRange, HOST, Where, memory};
 use crate::writer::values;
 
 /// The values of a tensor to be written.
@@ -40,14 +40,7 @@ impl Sources {
         let list = self.list();
         let s = list.get(number).ok_or_else(|| PyIndexError::new_err(number))?;
         let dtype = s.dtype.name().to_owned();
-        Ok((
-            s.name.clone(),
-            dtype,
-            s.shape.clone(),
-            s.address,
-            s.nbytes,
-            s.place.unwrap_or((-1, 0)),
-        ))
+        Ok((s.name.clone(), dtype, s.shape.clone(), s.address, s.nbytes, s.place.unwrap_or(HOST)))
     }
 
     /// Bytes of those from `first` to before `end`.
@@ -82,7 +75,7 @@ impl Sources {
         self.change(|list| {
             for (number, address) in copies {
                 let s = list.get_mut(number).ok_or_else(|| PyIndexError::new_err(number))?;
-                (s.address, s.place) = (address, Some((-1, 0)));
+                (s.address, s.place) = (address, Some(HOST));
             }
             Ok(())
         })

@@ -19,7 +19,7 @@ use super::torch::{
     DTypes, Device, Plain, Torch, TorchDType, device_of, location_tag, row_major, sizes,
 };
 use super::tree::{Leaf, Leaves, Stop, address, tree_of};
-use crate::device::Where;
+use crate::device::HOST;
 
 /// Numbers storages in the order in which they are met.
 #[pyclass(module = "s4weights._core")]
@@ -115,9 +115,9 @@ impl Storages {
     /// to read them on. Those of other devices are to be copied to the host.
     fn sources(&self, py: Python<'_>, streams: HashMap<u32, u64>) -> PyResult<Sources> {
         let source = |e: &Entry| {
-            let place: Option<Where> = match e.device {
-                _ if e.nbytes == 0 => Some((-1, 0)),
-                Device::Host => Some((-1, 0)),
+            let place = match e.device {
+                _ if e.nbytes == 0 => Some(HOST),
+                Device::Host => Some(HOST),
                 Device::Cuda(n) => streams.get(&n).map(|&stream| (i64::from(n), stream)),
                 Device::Other => None,
             };
@@ -162,7 +162,10 @@ impl Storages {
         device: Device,
     ) -> usize {
         let (mut stored, mut item) = (dtype.stored, dtype.item.max(1));
-        if !nbytes.is_multiple_of(item) {
+        let mut shape = shape;
+        if stored == DType::Bytes || !nbytes.is_multiple_of(item) {
+            // What the format has no dtype for is so many bytes, whatever its elements are.
+            shape = shape.filter(|_| item == 1);
             (stored, item) = (DType::Bytes, 1);
         }
         let number = self.entries.len();

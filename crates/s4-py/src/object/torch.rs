@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use pyo3::exceptions::PyRuntimeError;
+use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple, PyType};
-use pyo3::{intern, sync::PyOnceLock};
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyDict, PyString, PyTuple, PyType};
 use s4weights::DType;
 
 /// PyTorch's classes and functions, looked up once for an object.
@@ -116,12 +117,12 @@ impl<'py> Torch<'py> {
 
     fn ask(&self, tensor: &Bound<'py, PyAny>, dtypes: &mut DTypes) -> PyResult<Option<Plain<'py>>> {
         let py = tensor.py();
-        let on_device = is(tensor, intern!(py, "is_cuda"))?;
-        if !(on_device || is(tensor, intern!(py, "is_cpu"))?)
+        let on_device = is_set(tensor, intern!(py, "is_cuda"))?;
+        if !(on_device || is_set(tensor, intern!(py, "is_cpu"))?)
             || !tensor.getattr(intern!(py, "layout"))?.is(&self.strided)
-            || is(tensor, intern!(py, "is_nested"))?
-            || is(tensor, intern!(py, "__dict__"))?
-            || is(tensor, intern!(py, "_backward_hooks"))?
+            || is_set(tensor, intern!(py, "is_nested"))?
+            || is_set(tensor, intern!(py, "__dict__"))?
+            || is_set(tensor, intern!(py, "_backward_hooks"))?
             || says(tensor, intern!(py, "is_neg"))?
             || (self.may_have_names && has_names(tensor)?)
         {
@@ -182,7 +183,8 @@ pub(super) fn row_major(shape: &[u64]) -> Vec<u64> {
     strides
 }
 
-fn is(obj: &Bound<'_, PyAny>, attribute: &Bound<'_, pyo3::types::PyString>) -> PyResult<bool> {
+/// Whether an attribute is true, or a dict with something in it.
+fn is_set(obj: &Bound<'_, PyAny>, attribute: &Bound<'_, PyString>) -> PyResult<bool> {
     let value = obj.getattr(attribute)?;
     match value.cast::<PyDict>() {
         Ok(dict) => Ok(!dict.is_empty()),
@@ -190,7 +192,7 @@ fn is(obj: &Bound<'_, PyAny>, attribute: &Bound<'_, pyo3::types::PyString>) -> P
     }
 }
 
-fn says(obj: &Bound<'_, PyAny>, method: &Bound<'_, pyo3::types::PyString>) -> PyResult<bool> {
+fn says(obj: &Bound<'_, PyAny>, method: &Bound<'_, PyString>) -> PyResult<bool> {
     obj.call_method0(method)?.is_truthy()
 }
 
