@@ -10,7 +10,7 @@ use s4_format::{CodecId, DType, LayoutId, Result};
 use s4_predict::{ContextModel, Known, Tensor};
 
 use super::{About, allowed, sample};
-use crate::chunk::repeats;
+use crate::chunk::{chunk_log2, repeats};
 use crate::planes::Layout;
 use crate::scratch::sized;
 use crate::{CpuEngine, PlaneCoding, Scratch};
@@ -47,6 +47,11 @@ const BLOCK: usize = 256;
 /// What is counted so must save less than this part, far less than [`NOISE_GAIN`], to be noise.
 const SURE_NOISE: u64 = 256;
 
+/// What chunks save by tables of their own counts from this part on: less may be chance.
+const OWN_GAIN: u64 = 64;
+/// Parts of a sample that are counted by themselves.
+const PARTS: usize = 8;
+
 /// Units of a symbol that was seen once, where means of counts are taken.
 const SMOOTH: u64 = 64;
 
@@ -68,6 +73,14 @@ pub(super) enum Of<'a> {
         inputs: &'a [&'a [u8]],
         values: u64,
     },
+}
+
+impl Of<'_> {
+    /// Whether a chunk may have other tables than the tensor's.
+    fn has_own_tables(self) -> bool {
+        // As the encoder has it: the contexts of `update` do without.
+        !matches!(self, Self::InContext { model, .. } if !model.depends_on_planes())
+    }
 }
 
 /// How a plane is coded.
@@ -243,6 +256,13 @@ impl CpuEngine {
                 _ => cost,
             };
             let precision = precision(planned.coding);
+            let cost = match precision {
+                Some(p) if small && of.has_own_tables() && about.is_long() => {
+                    let own = by_own_tables((plane, values), &contexts, p, chunk_log2(about.dtype));
+                    if own < cost - cost / OWN_GAIN { own } else { cost }
+                }
+                _ => cost,
+            };
             let work = if precision.is_some() { values as u64 / RANS_WORK } else { 0 };
             // The tensor keeps tables once; with contexts they were counted.
             let tables = match (precision, contexts.is_empty()) {
@@ -418,6 +438,36 @@ fn choose_in_context(
         return as_noise(counts);
     }
     (PlannedPlane { coding: PlaneCoding::RANS8, counts, one_table, noise: false }, cost)
+}
+
+/// The bits of a plane, of a sample of so many values, if each chunk of the tensor has tables of its own. That is how chunks
+/// are stored that differ much from others, as in a buffer of weights and moments.
+fn by_own_tables(
+    (plane, values): (&[u8], usize),
+    contexts: &[u8],
+    precision: Precision,
+    chunk_log2: u8,
+) -> u64 {
+    let tables = 1 + usize::from(contexts.iter().fold(0, |a, b| a.max(*b)));
+    let part = plane.len().div_ceil(PARTS).max(1);
+    let mut bits = 0;
+    let mut seen = vec![Counts::new(); tables];
+    for (at, symbols) in plane.chunks(part).enumerate() {
+        seen.fill(Counts::new());
+        match contexts.get(at * part..) {
+            Some(contexts) if !contexts.is_empty() => {
+                for (symbol, context) in symbols.iter().zip(contexts) {
+                    seen[usize::from(*context)].add_symbol(*symbol, 1);
+                }
+            }
+            _ => seen[0] = Counts::of_all(symbols),
+        }
+        for counts in seen.iter().filter(|c| c.total() > 0) {
+            let (coded, table) = cost_with(counts, counts, precision);
+            bits += coded + unseen(counts) + ((8 * table * values / PARTS) as u64 >> chunk_log2);
+        }
+    }
+    bits
 }
 
 /// How many symbols there are.

@@ -138,6 +138,11 @@ impl About<'_> {
     pub(crate) fn values(&self) -> u64 {
         (self.bytes / self.width()) as u64
     }
+
+    /// Whether it has so many chunks that a sample of it is from several.
+    fn is_long(&self) -> bool {
+        self.values() >> chunk_log2(self.dtype) >= sample::MANY_CHUNKS
+    }
 }
 
 impl CpuEngine {

@@ -14,7 +14,7 @@ const EVEN: u64 = 8;
 /// Chunks of the parent that the planner looks into, which may each have to be read and decoded whole: of a tensor with fewer
 /// chunks than [`MANY_CHUNKS`], and of others. A buffer of weights and moments is another thing here than there.
 const PARENT_CHUNKS: [u64; 2] = [4, 8];
-const MANY_CHUNKS: u64 = 24;
+pub(super) const MANY_CHUNKS: u64 = 24;
 
 /// The values of a tensor's parent that the planner looks at, as ranges of value numbers in
 /// ascending order. Fixed for a dtype and a number of values; they lie in a few chunks.
