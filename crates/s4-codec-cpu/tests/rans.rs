@@ -147,6 +147,43 @@ fn contexts_pick_tables() {
 }
 
 /// A stream with segments of another size, put together from streams of one segment.
+/// Of 16 tables each escapes other symbols, and one none: no byte stands for an escape in all of them.
+#[test]
+fn each_of_many_tables_has_escapes_of_its_own() {
+    const TABLES: u8 = 16;
+    let holds = |table: u8, symbol: u8| table == 0 || symbol % TABLES != table;
+    // In the last case the first table has an escape too, and every byte as a symbol.
+    for (precision, freq) in [(Precision::P8, 1), (Precision::P12, 16), (Precision::P12, 15)] {
+        let table = |t| {
+            let symbols = (0..=255).filter(|s| holds(t, *s));
+            let entries: Vec<_> = symbols.map(|symbol| TableEntry { symbol, freq }).collect();
+            Table::new(precision, &entries).unwrap()
+        };
+        let list: Vec<_> = (0..TABLES).map(table).collect();
+        assert_eq!(list[0].escape() > 0, freq == 15);
+        let shared = write_tables(&list);
+        let param = precision.bits() as u8;
+        for len in [1, 256, 5000, 40_000] {
+            let contexts: Vec<u8> = noise(len, 3).map(|x| x as u8 % TABLES).collect();
+            // Nearly all that escape are made symbols of their tables.
+            let pick = |(x, &t): (u64, &u8)| {
+                let (symbol, rare) = (x as u8, x >> 8 & 127 == 0);
+                if rare || holds(t, symbol) { symbol } else { symbol ^ 1 }
+            };
+            let symbols: Vec<u8> = noise(len, 5).zip(&contexts).map(pick).collect();
+            let tables = Tables { list: &list, place: TablePlace::Shared };
+            let oracle = encode(Simd::Scalar, tables, &contexts, &[], &symbols);
+            let ctx = Context { param, tables: &shared, contexts: &contexts };
+            for simd in Simd::available() {
+                let stream = encode(simd, tables, &contexts, &[], &symbols);
+                assert!(stream == oracle, "{simd} writes {len} symbols differently");
+                let decoded = decode(simd, precision, ctx, &stream, len);
+                assert!(decoded.as_deref() == Some(&symbols[..]), "{simd} reads {len} symbols");
+            }
+        }
+    }
+}
+
 fn with_segments(log2: u8, tables: Tables<'_>, carry: &[u8], symbols: &[u8]) -> Vec<u8> {
     let mut carries = carry.chunks(64);
     let part = |part| encode(Simd::Scalar, tables, &[], carries.next().unwrap_or_default(), part);

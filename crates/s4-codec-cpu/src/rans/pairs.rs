@@ -5,41 +5,49 @@ use s4_format::{Error, Result};
 
 use super::scalar::{block_at, check_end, decode_escapes};
 use super::stream::{BLOCK, Carry, LANES, Segment};
-use super::table::{Precision, Table};
+use super::table::{MAX_TABLES, Precision, Table};
 use super::words::{Spare, Words};
 
 /// What each slot of each table stands for.
 pub(super) struct Slots {
     /// Frequency, with `P = 12` less one (12 bits), place among the symbol's slots (12 bits), symbol (8 bits).
     pub(super) all: Vec<u32>,
-    /// The symbol that stands for the escape, if there is one.
-    pub(super) escape: Option<u8>,
+    /// What stands for escapes, if a table has one.
+    pub(super) escapes: Option<Escapes>,
+}
+
+/// What stands for the escape of each table.
+pub(super) struct Escapes {
+    /// A byte that is none of its symbols.
+    pub(super) markers: [u8; MAX_TABLES],
+    /// All bits set, if it has an escape.
+    pub(super) present: [u8; MAX_TABLES],
 }
 
 impl Slots {
-    /// The slots of some tables of one precision; `None` if there are escapes, but no byte that is
-    /// not a symbol of any table and could stand for them.
+    /// The slots of some tables of one precision; `None` if one has an escape, and every byte as a symbol, so that none
+    /// could stand for the escape.
     pub(super) fn new(tables: &[Table]) -> Option<Self> {
-        let mut seen = [false; 256];
-        for entry in tables.iter().flat_map(Table::entries) {
-            seen[usize::from(entry.symbol)] = true;
-        }
-        let mut escape = None;
-        if tables.iter().any(|table| table.escape() > 0) {
-            escape = Some(seen.iter().position(|seen| !seen)? as u8);
-        }
         let precision = tables.first()?.precision();
         let less = u32::from(precision == Precision::P12);
         let mut all = Vec::with_capacity(tables.len() << precision.bits());
-        for table in tables {
+        let mut escapes = Escapes { markers: [0; MAX_TABLES], present: [0; MAX_TABLES] };
+        for (i, table) in tables.iter().enumerate() {
+            if table.escape() > 0 {
+                let mut seen = [false; 256];
+                table.entries().iter().for_each(|entry| seen[usize::from(entry.symbol)] = true);
+                *escapes.markers.get_mut(i)? = seen.iter().position(|seen| !seen)? as u8;
+                *escapes.present.get_mut(i)? = 0xff;
+            }
             let mut fill = |freq: u16, symbol: u8| {
                 let slot = u32::from(freq).wrapping_sub(less) | u32::from(symbol) << 24;
                 all.extend((0..u32::from(freq)).map(|bias| slot | bias << 12));
             };
-            fill(table.escape(), escape.unwrap_or(0));
+            fill(table.escape(), escapes.markers.get(i).copied().unwrap_or(0));
             table.entries().iter().for_each(|entry| fill(entry.freq, entry.symbol));
         }
-        Some(Self { all, escape })
+        let escapes = (escapes.present != [0; MAX_TABLES]).then_some(escapes);
+        Some(Self { all, escapes })
     }
 }
 

@@ -8,43 +8,35 @@ use super::super::part::Part;
 use super::super::scalar::{block_at, put_escapes};
 use super::super::stream::{BLOCK, LANES, RUN};
 use super::super::table::{MAX_TABLES, Precision, Table};
-use super::encode::{Code, MOST_BLOCK, emit, look_up};
+use super::encode::{Code, Codes, MOST_BLOCK, emit, look_up};
 use super::{VECTORS, WIDTH};
 
 /// Symbols of all tables.
 const ALL: usize = MAX_TABLES * 256;
 
-/// A symbol that is escaped.
-const ESCAPED: u8 = 1;
-/// A symbol that neither is in its table nor can be escaped.
-const LACKING: u8 = 2;
-
 /// The codes of the symbols of several tables: of symbol `s` in table `t` that with number `256 t + s`.
 pub(crate) struct Encoder {
     codes: Box<[Code; ALL]>,
-    /// What its table lacks: [`ESCAPED`] or [`LACKING`] for each symbol, or 0.
-    missing: Box<[u8; ALL]>,
     padding: u8,
 }
+
+/// The codes of a block: of each step those of all lanes.
+type Steps = [[Codes; VECTORS]; RUN];
 
 impl Encoder {
     /// The encoder for tables of `P = 8`; `None` if one has no symbols.
     pub(crate) fn new(tables: &[Table]) -> Option<Self> {
         let first = tables.first().filter(|t| t.precision() == Precision::P8)?;
         let mut this = Self {
-            codes: Box::new([Code::new(1, 0)?; ALL]),
-            missing: Box::new([LACKING; ALL]),
+            codes: Box::new([Code::new(1, 0)?.marked(Code::LACKING); ALL]),
             padding: first.padding(),
         };
         let rows = this.codes.as_chunks_mut::<256>().0.iter_mut();
-        for ((table, codes), missing) in
-            tables.iter().zip(rows).zip(this.missing.as_chunks_mut::<256>().0)
-        {
-            missing.fill(if table.escape() > 0 { ESCAPED } else { LACKING });
-            codes.fill(Code::new(table.escape().max(1), 0)?);
+        for (table, codes) in tables.iter().zip(rows) {
+            let mark = if table.escape() > 0 { Code::ESCAPED } else { Code::LACKING };
+            codes.fill(Code::new(table.escape().max(1), 0)?.marked(mark));
             for (entry, start) in table.slots() {
                 codes[usize::from(entry.symbol)] = Code::new(entry.freq, start)?;
-                missing[usize::from(entry.symbol)] = 0;
             }
         }
         Some(this)
@@ -68,15 +60,17 @@ impl Encoder {
             contexts => block_at(contexts, start.min(contexts.len()), 0),
         };
         let (blocks, _) = part.symbols.as_chunks::<BLOCK>();
+        let mut codes = [[Codes::ZERO; VECTORS]; RUN];
         let contexts = part.contexts.as_chunks::<BLOCK>().0;
         // SAFETY: as for this function.
         unsafe {
             if let Some(last) = last {
-                self.block(&mut states, &last, &last_contexts, part.words, &mut at)?;
+                let last = (&last, &last_contexts);
+                self.block(&mut states, last, &mut codes, part.words, &mut at)?;
             }
             for (i, block) in blocks.iter().enumerate().rev() {
                 let contexts = contexts.get(i).unwrap_or(&[0; BLOCK]);
-                self.block(&mut states, block, contexts, part.words, &mut at)?;
+                self.block(&mut states, (block, contexts), &mut codes, part.words, &mut at)?;
             }
         }
         part.len = part.words.len() - at;
@@ -86,7 +80,7 @@ impl Encoder {
         Ok(())
     }
 
-    /// Encodes a block into what lies before `at` in `words`.
+    /// Encodes a block into what lies before `at` in `words`. What is in `codes` does not matter.
     ///
     /// # Safety
     /// - The machine has AVX2.
@@ -94,42 +88,27 @@ impl Encoder {
     unsafe fn block(
         &self,
         states: &mut [u32; LANES],
-        block: &[u8; BLOCK],
-        contexts: &[u8; BLOCK],
+        (block, contexts): (&[u8; BLOCK], &[u8; BLOCK]),
+        codes: &mut Steps,
         words: &mut [u8],
         at: &mut usize,
     ) -> Result<()> {
         if *at < MOST_BLOCK {
             return Err(Error::limit("rans: no room for words"));
         }
-        let numbers: [u16; BLOCK] =
-            std::array::from_fn(|i| u16::from(contexts[i]) << 8 | u16::from(block[i]));
-        let missing = |i: usize| self.missing[usize::from(numbers[i]) % ALL];
-        let any = (0..BLOCK).fold(0, |any, i| any | missing(i));
-        if any != 0 {
-            if any & LACKING != 0 {
-                return Err(Error::unsupported("a symbol that its table lacks, no escape"));
-            }
-            let marks = std::array::from_fn(|lane| {
-                (0..RUN).fold(0, |marks, k| marks | missing(lane * RUN + k) << k)
-            });
-            put_escapes(states, block, &marks, words, at);
+        let numbers = numbers(block, contexts);
+        if self.look_up(&numbers, codes) {
+            put_escapes(states, block, &self.escaped(&numbers)?, words, at);
         }
         let mut next = words[..*at].as_mut_ptr_range().end;
-        for pair in (0..RUN).step_by(2).rev() {
+        for [first, second] in codes.as_chunks().0.iter().rev() {
             for vector in (0..VECTORS).rev() {
                 let states = &mut states[vector * WIDTH..][..WIDTH];
-                let numbers = &numbers.as_chunks::<{ WIDTH * RUN }>().0[vector];
-                let of = |k: usize| {
-                    move |lane: usize| {
-                        &raw const self.codes[usize::from(numbers[RUN * lane + k % RUN]) % ALL]
-                    }
-                };
-                // SAFETY: each pointer is to a code; `states` are 32 bytes, to be read and written. A pair of steps
-                // emits at most 16 bytes for each register, and overwrites as many before: all pairs together at
-                // most half of MOST_BLOCK and 16 bytes.
+                let (first, second) = (&first[vector], &second[vector]);
+                // SAFETY: `states` are 32 bytes, to be read and written. A pair of steps emits at most 16 bytes for
+                // each register, and overwrites as many before: all pairs together at most half of MOST_BLOCK and
+                // 16 bytes.
                 unsafe {
-                    let (second, first) = (look_up(of(pair + 1)), look_up(of(pair)));
                     let mut x = _mm256_loadu_si256(states.as_ptr().cast());
                     emit(&mut x, _mm256_mullo_epi16(first.freq(), second.freq()), &mut next);
                     x = first.step(second.step(x));
@@ -140,4 +119,65 @@ impl Encoder {
         *at = next as usize - words.as_ptr() as usize;
         Ok(())
     }
+
+    /// Looks up the codes with these numbers, and tells whether some are marked.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    fn look_up(&self, numbers: &[u16; BLOCK], codes: &mut Steps) -> bool {
+        let mut marks = _mm256_setzero_si256();
+        for (k, step) in codes.iter_mut().enumerate() {
+            for (vector, codes) in step.iter_mut().enumerate() {
+                let first = WIDTH * RUN * vector + k;
+                let code = |lane: usize| {
+                    let number = usize::from(numbers[first + RUN * lane]);
+                    &raw const self.codes[number % ALL]
+                };
+                // SAFETY: each pointer is to a code.
+                *codes = unsafe { look_up(code) };
+                codes.take_marks(&mut marks);
+            }
+        }
+        _mm256_testz_si256(marks, marks) == 0
+    }
+
+    /// For each lane a bit for each of its symbols that is escaped.
+    #[cold]
+    fn escaped(&self, numbers: &[u16; BLOCK]) -> Result<[u8; LANES]> {
+        let mut escaped = [0; LANES];
+        for (lane, numbers) in escaped.iter_mut().zip(numbers.as_chunks::<RUN>().0) {
+            for (k, number) in numbers.iter().enumerate() {
+                match self.codes[usize::from(*number) % ALL].mark() {
+                    0 => {}
+                    Code::ESCAPED => *lane |= 1 << k,
+                    _ => {
+                        let what = "a symbol that its table lacks, no escape";
+                        return Err(Error::unsupported(what));
+                    }
+                }
+            }
+        }
+        Ok(escaped)
+    }
+}
+
+/// The numbers of the codes of a block's symbols.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn numbers(symbols: &[u8; BLOCK], contexts: &[u8; BLOCK]) -> [u16; BLOCK] {
+    let mut numbers = [0; BLOCK];
+    let (symbols, contexts) = (symbols.as_chunks::<32>().0, contexts.as_chunks::<32>().0);
+    for (i, numbers) in numbers.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+        // SAFETY: the first two pointers are to 32 readable bytes, the others to 32 writable ones.
+        unsafe {
+            let symbols = _mm256_loadu_si256(symbols[i].as_ptr().cast());
+            let contexts = _mm256_loadu_si256(contexts[i].as_ptr().cast());
+            // In each half of the register.
+            let low = _mm256_unpacklo_epi8(symbols, contexts);
+            let high = _mm256_unpackhi_epi8(symbols, contexts);
+            let to = numbers.as_mut_ptr().cast::<__m256i>();
+            _mm256_storeu_si256(to, _mm256_permute2x128_si256::<0x20>(low, high));
+            _mm256_storeu_si256(to.add(1), _mm256_permute2x128_si256::<0x31>(low, high));
+        }
+    }
+    numbers
 }

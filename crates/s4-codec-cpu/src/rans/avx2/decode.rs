@@ -5,8 +5,9 @@ use std::array::from_fn;
 
 use s4_format::Result;
 
-use super::super::pairs::{Blocks, SegmentDecoder, Slots};
+use super::super::pairs::{Blocks, Escapes, SegmentDecoder, Slots};
 use super::super::stream::{BLOCK, LANES, RUN};
+use super::super::table::MAX_TABLES;
 use super::{VECTORS, WIDTH};
 
 /// Bytes that the steps of one block may read: 64 for each refill of all lanes.
@@ -66,9 +67,12 @@ impl<const P: i32> Decoder<P> {
         let mut x: [_; N] = from_fn(|n| load(&segments[n].states));
         let mut runs = [[[_mm256_setzero_si256(); VECTORS]; 2]; N];
         for _ in 0..blocks {
-            for (segment, runs) in segments.iter_mut().zip(&mut runs) {
+            let mut contexts = [&[0; BLOCK]; N];
+            for ((segment, runs), contexts) in segments.iter_mut().zip(&mut runs).zip(&mut contexts)
+            {
                 if CONTEXTS {
-                    *runs = unzipped(segment.next_contexts()?);
+                    *contexts = segment.next_contexts()?;
+                    *runs = unzipped(contexts);
                 }
                 // SAFETY: as for this function; `check` follows every use of words.
                 unsafe { segment.words.ensure(BLOCK_AHEAD) };
@@ -99,8 +103,10 @@ impl<const P: i32> Decoder<P> {
                 segment.words.next = next[n];
                 segment.words.check()?;
                 let block = segment.next_block()?;
-                let escapes = store_symbols(&halves[n], block, self.0.escape.unwrap_or(0));
-                if self.0.escape.is_some() && escapes != [0; 4] {
+                store_symbols(&halves[n], block);
+                let Some(escapes) = &self.0.escapes else { continue };
+                let escapes = escaped(block, contexts[n], escapes);
+                if escapes != [0; 4] {
                     store(x[n], &mut segment.states);
                     // SAFETY: as for this function, and `check` has succeeded.
                     unsafe { segment.take_escapes(escapes, block)? };
@@ -152,17 +158,18 @@ impl<const P: i32> Decoder<P> {
 #[target_feature(enable = "avx2")]
 fn unzipped(contexts: &[u8; BLOCK]) -> [[__m256i; VECTORS]; 2] {
     let (rows, _) = contexts.as_chunks::<32>();
-    let pairs: [_; VECTORS] = from_fn(|v| {
+    let mut halves = [[_mm256_setzero_si256(); VECTORS]; 2];
+    for v in 0..VECTORS {
         // SAFETY: each row has 32 readable bytes.
         let row = |i: usize| unsafe {
             _mm256_castsi256_ps(_mm256_loadu_si256(rows[2 * v + i].as_ptr().cast()))
         };
+        let in_order = |v| _mm256_permute4x64_epi64::<0xd8>(_mm256_castps_si256(v));
         // Of lanes 0, 1, 4, 5, 2, 3, 6, 7.
-        let even = _mm256_shuffle_ps::<0x88>(row(0), row(1));
-        let odd = _mm256_shuffle_ps::<0xdd>(row(0), row(1));
-        [even, odd].map(|v| _mm256_permute4x64_epi64::<0xd8>(_mm256_castps_si256(v)))
-    });
-    [pairs.map(|pair| pair[0]), pairs.map(|pair| pair[1])]
+        halves[0][v] = in_order(_mm256_shuffle_ps::<0x88>(row(0), row(1)));
+        halves[1][v] = in_order(_mm256_shuffle_ps::<0xdd>(row(0), row(1)));
+    }
+    halves
 }
 
 /// Gives a word to every lane below 2^16.
@@ -187,32 +194,47 @@ unsafe fn refill(x: &mut __m256i, next: &mut *const u8) {
     *x = _mm256_blendv_epi8(*x, full, needs);
 }
 
-/// Writes the symbols of a block; returns a bit for each that is `escape`.
+/// Writes the symbols of a block.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn store_symbols(
-    halves: &[[__m256i; VECTORS]; 2],
-    block: &mut [u8; BLOCK],
-    escape: u8,
-) -> [u64; 4] {
-    let marker = _mm256_set1_epi8(escape as i8);
-    let mut escapes = [0; 4];
+fn store_symbols(halves: &[[__m256i; VECTORS]; 2], block: &mut [u8; BLOCK]) {
     let (rows, _) = block.as_chunks_mut::<64>();
     for (i, row) in rows.iter_mut().enumerate() {
         // The runs of lanes 0, 1, 4, 5 and of lanes 2, 3, 6, 7.
         let a = _mm256_unpacklo_epi32(halves[0][i], halves[1][i]);
         let b = _mm256_unpackhi_epi32(halves[0][i], halves[1][i]);
-        let first = _mm256_permute2x128_si256::<0x20>(a, b);
-        let second = _mm256_permute2x128_si256::<0x31>(a, b);
         // SAFETY: two times 32 of the row's 64 bytes.
         unsafe {
+            let first = _mm256_permute2x128_si256::<0x20>(a, b);
             _mm256_storeu_si256(row.as_mut_ptr().cast(), first);
+            let second = _mm256_permute2x128_si256::<0x31>(a, b);
             _mm256_storeu_si256(row[32..].as_mut_ptr().cast(), second);
         }
-        let mask = |v| u64::from(_mm256_movemask_epi8(_mm256_cmpeq_epi8(v, marker)) as u32);
-        escapes[i] = mask(first) | mask(second) << 32;
     }
-    escapes
+}
+
+/// A bit for each symbol of a block that stands for an escape.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn escaped(block: &[u8; BLOCK], contexts: &[u8; BLOCK], escapes: &Escapes) -> [u64; 4] {
+    const { assert!(MAX_TABLES == 16) };
+    // SAFETY: the pointers are to 16 and to 32 readable bytes.
+    let (table, row) = unsafe {
+        (
+            |bytes: &[u8; 16]| _mm256_broadcastsi128_si256(_mm_loadu_si128(bytes.as_ptr().cast())),
+            |bytes: &[u8; 32]| _mm256_loadu_si256(bytes.as_ptr().cast()),
+        )
+    };
+    let (markers, present) = (table(&escapes.markers), table(&escapes.present));
+    let (symbols, contexts) = (block.as_chunks::<32>().0, contexts.as_chunks::<32>().0);
+    let mut found = [0; 4];
+    for i in 0..BLOCK / 32 {
+        let contexts = row(&contexts[i]);
+        let alike = _mm256_cmpeq_epi8(row(&symbols[i]), _mm256_shuffle_epi8(markers, contexts));
+        let alike = _mm256_and_si256(alike, _mm256_shuffle_epi8(present, contexts));
+        found[i / 2] |= u64::from(_mm256_movemask_epi8(alike) as u32) << (32 * (i % 2));
+    }
+    found
 }
 
 #[inline]

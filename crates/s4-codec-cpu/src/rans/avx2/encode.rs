@@ -42,10 +42,16 @@ pub(super) struct Code {
     less: u8,
     freq: u8,
     start: u8,
+    /// Above the shift, marks.
     shift: u8,
 }
 
 impl Code {
+    /// The mark of a symbol that is escaped.
+    pub(super) const ESCAPED: u8 = 0x80;
+    /// The mark of a symbol that neither is in its table nor can be escaped.
+    pub(super) const LACKING: u8 = 0x40;
+
     /// The code of a symbol; `None` for a frequency of 256.
     pub(super) fn new(freq: u16, start: u16) -> Option<Self> {
         let (multiplier, shift) = reciprocal32(freq);
@@ -56,6 +62,14 @@ impl Code {
             start: start as u8,
             shift,
         })
+    }
+
+    pub(super) fn marked(self, mark: u8) -> Self {
+        Self { shift: self.shift | mark, ..self }
+    }
+
+    pub(super) fn mark(self) -> u8 {
+        self.shift & (Self::ESCAPED | Self::LACKING)
     }
 }
 
@@ -236,12 +250,28 @@ impl Set {
 }
 
 /// The codes of 8 lanes: the multipliers, and the other fields.
+#[derive(Clone, Copy)]
 pub(super) struct Codes {
     multiplier: __m256i,
     rest: __m256i,
 }
 
 impl Codes {
+    pub(super) const ZERO: Self = {
+        // SAFETY: all bits zero is a value of a vector.
+        unsafe { std::mem::zeroed() }
+    };
+
+    /// Takes the marks of the codes away and adds them to others.
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    pub(super) fn take_marks(&mut self, marks: &mut __m256i) {
+        let marked =
+            _mm256_set1_epi32(i32::from_be_bytes([Code::ESCAPED | Code::LACKING, 0, 0, 0]));
+        *marks = _mm256_or_si256(*marks, _mm256_and_si256(self.rest, marked));
+        self.rest = _mm256_andnot_si256(marked, self.rest);
+    }
+
     #[inline]
     #[target_feature(enable = "avx2")]
     pub(super) fn freq(&self) -> __m256i {

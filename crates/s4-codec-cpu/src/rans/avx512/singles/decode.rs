@@ -5,9 +5,10 @@ use std::array::from_fn;
 
 use s4_format::Result;
 
-use super::super::super::pairs::{Blocks, SegmentDecoder, Slots};
+use super::super::super::pairs::{Blocks, Escapes, SegmentDecoder, Slots};
 use super::super::super::stream::{BLOCK, LANES, RUN};
-use super::super::transpose::zip_dwords;
+use super::super::super::table::MAX_TABLES;
+use super::super::transpose;
 use super::{VECTORS, WIDTH, load, store};
 
 /// Bytes that the steps of one block may read: a word of each lane for each symbol.
@@ -50,9 +51,12 @@ impl<const P: u32> Decoder<P> {
         let mut x: [_; N] = from_fn(|n| load(&segments[n].states));
         let mut runs = [[[_mm512_setzero_si512(); VECTORS]; 2]; N];
         for _ in 0..blocks {
-            for (segment, runs) in segments.iter_mut().zip(&mut runs) {
+            let mut contexts = [&[0; BLOCK]; N];
+            for ((segment, runs), contexts) in segments.iter_mut().zip(&mut runs).zip(&mut contexts)
+            {
                 if CONTEXTS {
-                    *runs = unzipped(segment.next_contexts()?);
+                    *contexts = segment.next_contexts()?;
+                    *runs = unzipped(contexts);
                 }
                 // SAFETY: as for this function; `check` follows every use of words.
                 unsafe { segment.words.ensure(BLOCK_AHEAD) };
@@ -81,8 +85,10 @@ impl<const P: u32> Decoder<P> {
                 segment.words.next = next[n];
                 segment.words.check()?;
                 let block = segment.next_block()?;
-                let escapes = store_symbols(&halves[n], block, self.0.escape.unwrap_or(0));
-                if self.0.escape.is_some() && escapes != [0; 4] {
+                store_symbols(&halves[n], block);
+                let Some(escapes) = &self.0.escapes else { continue };
+                let escapes = escaped(block, contexts[n], escapes);
+                if escapes != [0; 4] {
                     store(x[n], &mut segment.states);
                     // SAFETY: as for this function, and `check` has succeeded.
                     unsafe { segment.take_escapes(escapes, block)? };
@@ -138,11 +144,12 @@ impl<const P: u32> Decoder<P> {
 #[target_feature(enable = "avx512f,avx512bw")]
 fn unzipped(contexts: &[u8; BLOCK]) -> [[__m512i; VECTORS]; 2] {
     let (rows, _) = contexts.as_chunks::<64>();
-    let pairs: [_; VECTORS] = from_fn(|v| {
-        let row = |i: usize| super::super::transpose::load(&rows[2 * v + i]);
-        super::super::transpose::unzip_dwords(row(0), row(1))
-    });
-    [pairs.map(|pair| pair[0]), pairs.map(|pair| pair[1])]
+    let mut halves = [[_mm512_setzero_si512(); VECTORS]; 2];
+    for v in 0..VECTORS {
+        let (a, b) = (transpose::load(&rows[2 * v]), transpose::load(&rows[2 * v + 1]));
+        [halves[0][v], halves[1][v]] = transpose::unzip_dwords(a, b);
+    }
+    halves
 }
 
 /// Gives a word to every lane below 2^16.
@@ -163,24 +170,37 @@ unsafe fn refill(x: &mut __m512i, next: &mut *const u8) {
     *x = _mm512_mask_or_epi32(*x, needs, _mm512_slli_epi32::<16>(*x), words);
 }
 
-/// Writes the symbols of a block; returns a bit for each that is `escape`.
+/// Writes the symbols of a block.
 #[inline]
-#[target_feature(enable = "avx512f,avx512bw")]
-fn store_symbols(
-    halves: &[[__m512i; VECTORS]; 2],
-    block: &mut [u8; BLOCK],
-    escape: u8,
-) -> [u64; 4] {
+#[target_feature(enable = "avx512f")]
+fn store_symbols(halves: &[[__m512i; VECTORS]; 2], block: &mut [u8; BLOCK]) {
     const { assert!(BLOCK == VECTORS * 2 * 64 && WIDTH * RUN == 128) };
-    let marker = _mm512_set1_epi8(escape as i8);
-    let mut escapes = [0; 4];
     let (rows, _) = block.as_chunks_mut::<64>();
     for (i, row) in rows.iter_mut().enumerate() {
         // Each lane's first four symbols and its other four, 8 lanes in a row.
-        let symbols = zip_dwords(halves[0][i / 2], halves[1][i / 2], i % 2);
+        let symbols = transpose::zip_dwords(halves[0][i / 2], halves[1][i / 2], i % 2);
         // SAFETY: the row has 64 bytes.
         unsafe { _mm512_storeu_si512(row.as_mut_ptr().cast(), symbols) };
-        escapes[i] = _mm512_cmpeq_epi8_mask(symbols, marker);
     }
-    escapes
+}
+
+/// A bit for each symbol of a block that stands for an escape.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+fn escaped(block: &[u8; BLOCK], contexts: &[u8; BLOCK], escapes: &Escapes) -> [u64; 4] {
+    const { assert!(MAX_TABLES == 16) };
+    // SAFETY: the pointer is to 16 readable bytes.
+    let table = |bytes: &[u8; 16]| unsafe {
+        _mm512_broadcast_i32x4(_mm_loadu_si128(bytes.as_ptr().cast()))
+    };
+    let (markers, present) = (table(&escapes.markers), table(&escapes.present));
+    let (symbols, contexts) = (block.as_chunks::<64>().0, contexts.as_chunks::<64>().0);
+    let mut found = [0; 4];
+    for i in 0..BLOCK / 64 {
+        let contexts = transpose::load(&contexts[i]);
+        let markers = _mm512_shuffle_epi8(markers, contexts);
+        let present = _mm512_movepi8_mask(_mm512_shuffle_epi8(present, contexts));
+        found[i] = _mm512_mask_cmpeq_epi8_mask(present, transpose::load(&symbols[i]), markers);
+    }
+    found
 }

@@ -160,8 +160,12 @@ impl Encoder {
                     return Err(no_room());
                 }
                 let (rows, _) = symbols.as_chunks::<64>();
-                let codes: [_; 4] = from_fn(|i| tables.codes(transpose::load(&rows[i])));
-                let unknown = codes.map(|codes| _mm512_testn_epi8_mask(codes, codes));
+                let mut codes = [_mm512_setzero_si512(); 4];
+                let mut unknown = [0; 4];
+                for i in 0..4 {
+                    codes[i] = tables.codes(transpose::load(&rows[i]));
+                    unknown[i] = _mm512_testn_epi8_mask(codes[i], codes[i]);
+                }
                 if !self.complete && unknown != [0; 4] {
                     store(x[n], &mut segment.states);
                     self.put_escapes(segment, symbols, unknown)?;
