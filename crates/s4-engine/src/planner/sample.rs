@@ -93,34 +93,59 @@ impl Sample {
 
 /// Whether values of both signs are in each run of [`PROBE`].
 pub(super) fn signs_change(sample: &[u8], width: usize) -> bool {
-    sample.chunks(PROBE * width).all(|run| {
-        let mut signs = run.chunks_exact(width).map(|v| v[width - 1] >> 7);
-        let first = signs.next();
-        signs.any(|s| Some(s) != first)
+    sample.chunks(PROBE * width).all(|run| match width {
+        2 => have_both_signs::<2>(run),
+        4 => have_both_signs::<4>(run),
+        8 => have_both_signs::<8>(run),
+        _ => have_both_signs::<1>(run),
     })
 }
 
 /// Whether the sizes of floats differ from run to run of [`PROBE`] values, or their signs do not differ at all.
 pub(super) fn is_uneven(sample: &[u8], width: usize) -> bool {
-    // The 8 bits below the sign. Sums of 2^14 squares of them fit easily.
-    let exponent = |v: &[u8]| {
-        let low = if width > 1 { v[width - 2] } else { 0 };
-        u64::from(v[width - 1] << 1 | low >> 7)
-    };
-    let mut signs = sample.chunks_exact(width).map(|v| v[width - 1] >> 7);
-    let first = signs.next();
-    if signs.all(|s| Some(s) == first) {
-        return first.is_some();
+    match width {
+        2 => is_uneven_of::<2>(sample),
+        4 => is_uneven_of::<4>(sample),
+        8 => is_uneven_of::<8>(sample),
+        _ => is_uneven_of::<1>(sample),
     }
-    let sums = |values: &[u8]| {
-        let each = values.chunks_exact(width).map(exponent);
-        each.fold((0, 0, 0), |(n, sum, squares), e| (n + 1, sum + e, squares + e * e))
-    };
+}
+
+// With the width known, what follows is made of vector instructions.
+
+fn have_both_signs<const WIDTH: usize>(values: &[u8]) -> bool {
+    let values = values.as_chunks::<WIDTH>().0;
+    let (any, all) = values.iter().fold((0, 0xff), |(any, all), v| {
+        let top = v[WIDTH - 1];
+        (any | top, all & top)
+    });
+    (any & !all) >> 7 == 1
+}
+
+fn is_uneven_of<const WIDTH: usize>(sample: &[u8]) -> bool {
+    if !have_both_signs::<WIDTH>(sample) {
+        return !sample.is_empty();
+    }
     // The number of values times the sum of the squares of their distances from the mean.
     let spread = |(n, sum, squares): (u64, u64, u64)| n * squares - sum * sum;
-    let runs = sample.chunks(PROBE * width).map(sums).filter(|s| s.0 > 0);
-    let within: u64 = runs.map(|run| spread(run) / run.0).sum();
-    let (n, sum, squares) = sums(sample);
-    let all = spread((n, sum, squares)) / n.max(1);
+    let (mut all, mut within) = ((0, 0, 0), 0);
+    for run in sample.as_chunks::<WIDTH>().0.chunks(PROBE) {
+        let sums = sums_of_exponents(run);
+        within += spread(sums) / sums.0;
+        all = (all.0 + sums.0, all.1 + sums.1, all.2 + sums.2);
+    }
+    let all = spread(all) / all.0.max(1);
     all > within + within / EVEN
+}
+
+/// How many values a run has, and the sums of their exponents and of the squares of these.
+fn sums_of_exponents<const WIDTH: usize>(run: &[[u8; WIDTH]]) -> (u64, u64, u64) {
+    // The 8 bits below the sign. PROBE squares of them fit.
+    const { assert!(PROBE * 255 * 255 < u32::MAX as usize) };
+    let (sum, squares) = run.iter().fold((0u32, 0u32), |(sum, squares), v| {
+        let low = if WIDTH > 1 { v[WIDTH - 2] } else { 0 };
+        let exponent = u32::from(v[WIDTH - 1] << 1 | low >> 7);
+        (sum + exponent, squares + exponent * exponent)
+    });
+    (run.len() as u64, sum.into(), squares.into())
 }
