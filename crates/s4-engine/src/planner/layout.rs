@@ -2,13 +2,15 @@
 
 use std::rc::Rc;
 
-use s4_codec_cpu::rans::{Counts, Precision, Table, cost, cost_with, entropy};
 use s4_codec_cpu::{Context, Symbols};
 use s4_format::dtype::Form;
-use s4_format::limits::MAX_TABLES;
-use s4_format::{CodecId, DType, LayoutId, Result};
+use s4_format::{DType, LayoutId, Result};
 use s4_predict::{ContextModel, Known, Tensor};
 
+use super::coding::{
+    CountedPlane, PlannedPlane, bits_of_signs, by_own_tables, choose, choose_in_context,
+    expect_changes, precision, symbols_of,
+};
 use super::{About, allowed, sample};
 use crate::chunk::{chunk_log2, repeats};
 use crate::planes::Layout;
@@ -21,8 +23,6 @@ use crate::{CpuEngine, PlaneCoding, Scratch};
 const LAYOUT_GAIN: u64 = 256;
 /// Zstandard must save this part of the other layouts' cost: it is the slowest to decode.
 const ZSTD_GAIN: u64 = 20;
-/// A plane that entropy coding makes smaller by less than this part is noise, and not worth the time.
-const NOISE_GAIN: u64 = 50;
 /// Rans in pairs (P = 8) may lose this part of the plane to P = 12: one renormalisation for two symbols is
 /// much the faster.
 const PAIRS_LOSS: u64 = 50;
@@ -41,20 +41,8 @@ const CONTEXTS_LOSS: u64 = 256;
 /// What entropy coding costs, as a part of a bit for each value: it is most of a decoder's work.
 const RANS_WORK: u64 = 8;
 
-/// In planes of at least so many bytes, one block of four may show that all is noise, as most mantissas are.
-const COARSE: usize = 8192;
-const BLOCK: usize = 256;
-/// What is counted so must save less than this part, far less than [`NOISE_GAIN`], to be noise.
-const SURE_NOISE: u64 = 256;
-
 /// What chunks save by tables of their own counts from this part on: less may be chance.
 const OWN_GAIN: u64 = 64;
-/// Parts of a sample that are counted by themselves.
-const PARTS: usize = 8;
-
-/// Units of a symbol that was seen once, where means of counts are taken.
-const SMOOTH: u64 = 64;
-
 /// What is coded, and how.
 #[derive(Clone, Copy)]
 pub(super) enum Of<'a> {
@@ -83,16 +71,6 @@ impl Of<'_> {
     }
 }
 
-/// How a plane is coded.
-pub(super) struct PlannedPlane {
-    pub(super) coding: PlaneCoding,
-    /// Of each context, or of all symbols.
-    pub(super) counts: Vec<Counts>,
-    /// Whether there are contexts that are not used.
-    pub(super) one_table: bool,
-    noise: bool,
-}
-
 pub(super) struct Candidate {
     pub(super) layout: LayoutId,
     pub(super) planes: Vec<PlannedPlane>,
@@ -107,30 +85,6 @@ pub(super) struct Candidate {
 /// The planes of some values as they were counted, layout by layout: whatever is asked of the values, they are the same.
 #[derive(Default)]
 pub(super) struct Counted(Vec<(LayoutId, Rc<[CountedPlane]>)>);
-
-/// How often each symbol of a plane occurs.
-struct CountedPlane {
-    /// Of noise perhaps of a part.
-    counts: Counts,
-    /// Their entropy, in bits; of noise what it takes.
-    least: u64,
-}
-
-impl CountedPlane {
-    /// Of a plane whose symbols have so many bits. `coarse`: whether a part may tell that it is noise.
-    fn of(plane: &[u8], bits: u64, coarse: bool) -> Self {
-        if coarse && plane.len() >= COARSE {
-            let counts = Counts::of_pieces(plane.chunks(BLOCK).step_by(4));
-            let raw = bits * counts.total();
-            if entropy(&counts) + unseen(&counts) >= raw - raw / SURE_NOISE {
-                return Self { counts, least: bits * plane.len() as u64 };
-            }
-        }
-        let counts = Counts::of_all(plane);
-        let least = entropy(&counts);
-        Self { counts, least }
-    }
-}
 
 impl Counted {
     /// The planes of a layout, with the bits of their symbols, if they have to be counted.
@@ -316,21 +270,6 @@ impl CpuEngine {
     }
 }
 
-/// The precision of a plane that is coded by rANS.
-pub(super) fn precision(coding: PlaneCoding) -> Option<Precision> {
-    let param = (coding.codec == CodecId::RANS).then_some(coding.param)?;
-    Precision::from_param(param).ok()
-}
-
-/// A plane that is constant in the sample may have other symbols elsewhere: few, as a rule.
-fn expect_changes(plane: &mut PlannedPlane) {
-    let PlannedPlane { coding, counts, noise, .. } = plane;
-    let constant = |c: &Counts| (0..=255).any(|s| c.get(s) == c.total());
-    if *coding == PlaneCoding::RAW && !*noise && counts.iter().all(constant) {
-        *coding = PlaneCoding::RANS8;
-    }
-}
-
 /// The layouts that may have planes with contexts: which do is up to the model.
 const IN_CONTEXT: &[LayoutId] = &[LayoutId::FIELDS, LayoutId::FIELDS_SIGN, LayoutId::BYTES];
 
@@ -343,176 +282,4 @@ pub(super) fn layouts(dtype: DType) -> &'static [LayoutId] {
         (Form::Bytes, 1) => &[L::WHOLE],
         (Form::Bytes, _) => &[L::BYTES, L::WHOLE],
     }
-}
-
-/// What signs take in chunks of which some have one sign alone, as those of moments in a buffer of weights and moments do.
-fn bits_of_signs(plane: &[u8]) -> u64 {
-    let varies = |run: &&[u8]| run.iter().any(|b| *b != run[0]);
-    plane.chunks(sample::PROBE / 8).filter(varies).map(|run| 8 * run.len() as u64).sum()
-}
-
-/// How a plane is coded, and its estimated cost in bits. `may_lose`: of how many bits, for being faster. `stored`: the bits of
-/// a table, as far as they count.
-fn choose(
-    (plane, counted): (&[u8], &CountedPlane),
-    dense: bool,
-    may_lose: impl Fn(u64) -> u64,
-    stored: impl Fn(&Table) -> u64,
-) -> (PlannedPlane, u64) {
-    let CountedPlane { counts, least } = counted;
-    let least = *least;
-    let (raw, noise) = noise(plane, dense);
-    let (coding, cost) = if plane.iter().all(|b| *b == plane[0]) {
-        // Stored as a constant wherever it is one.
-        (PlaneCoding::RAW, 0)
-    } else if !is_worth(least, raw) {
-        (noise, raw)
-    } else {
-        let table = counts.table(Precision::P8);
-        let pairs = cost(counts, &table);
-        let much_less = (pairs + stored(&table)).saturating_sub(may_lose(pairs));
-        let singles = (least < much_less).then(|| counts.table(Precision::P12));
-        let singles = singles.map(|table| (cost(counts, &table), stored(&table)));
-        let (coding, cost) = match singles {
-            Some((singles, table)) if singles + table < much_less => (PlaneCoding::RANS12, singles),
-            _ => (PlaneCoding::RANS8, pairs),
-        };
-        if is_worth(cost, raw) { (coding, cost) } else { (noise, raw) }
-    };
-    let noise = cost == 8 * plane.len() as u64;
-    (PlannedPlane { coding, counts: vec![counts.clone()], one_table: false, noise }, cost)
-}
-
-/// As [`choose`], with the contexts of the symbols. A tensor of so many values keeps the tables once. `smooth`: symbols
-/// that are so far apart are about as frequent, if both are large; and one table may lose so many bits, which is faster.
-fn choose_in_context(
-    plane: &[u8],
-    contexts: &[u8],
-    dense: bool,
-    (values, smooth): (u64, Option<(usize, u64)>),
-) -> (PlannedPlane, u64) {
-    let (raw, noise) = noise(plane, dense);
-    let tables = 1 + usize::from(contexts.iter().fold(0, |a, b| a.max(*b)));
-    let mut seen = vec![Counts::new(); tables];
-    for (symbol, context) in plane.iter().zip(contexts) {
-        seen[usize::from(*context)].add_symbol(*symbol, 1);
-    }
-    let as_noise = |counts| {
-        let noise_planned = raw == 8 * plane.len() as u64;
-        (PlannedPlane { coding: noise, counts, one_table: false, noise: noise_planned }, raw)
-    };
-    // Tables cost most of the time, and none makes noise smaller.
-    let least = seen.iter().map(|c| entropy(c) + unseen(c)).sum();
-    if !is_worth(least, raw) {
-        return as_noise(seen);
-    }
-    let bits = |counts: &[Counts], expected: &[Counts]| -> u64 {
-        let each =
-            counts.iter().zip(expected).filter(|(c, _)| c.total() > 0).map(|(c, expected)| {
-                let (bits, table) = cost_with(c, expected, Precision::P8);
-                let stored = 8 * table as u64 * plane.len() as u64 / values.max(1);
-                let unseen = if smooth.is_some() { 0 } else { unseen(c) };
-                bits + stored + unseen
-            });
-        each.sum()
-    };
-    let expected = match smooth {
-        Some((alike, _)) => {
-            // Chunks have no other tables than the tensor's, which must do for any context.
-            seen.resize(MAX_TABLES, Counts::new());
-            seen.iter().map(|c| smoothed(c, alike)).collect()
-        }
-        None => seen.clone(),
-    };
-    let (mut cost, mut counts, mut one_table) = (bits(&seen, &expected), expected, false);
-    if let Some((alike, may_lose)) = smooth {
-        let mut all = Counts::new();
-        seen.iter().for_each(|c| all.add(c));
-        let expected = vec![smoothed(&all, alike)];
-        let single = bits(&[all], &expected);
-        if single <= cost + may_lose {
-            (cost, counts, one_table) = (single, expected, true);
-        }
-    }
-    if !is_worth(cost, raw) {
-        return as_noise(counts);
-    }
-    (PlannedPlane { coding: PlaneCoding::RANS8, counts, one_table, noise: false }, cost)
-}
-
-/// The bits of a plane, of a sample of so many values, if each chunk of the tensor has tables of its own. That is how chunks
-/// are stored that differ much from others, as in a buffer of weights and moments.
-fn by_own_tables(
-    (plane, values): (&[u8], usize),
-    contexts: &[u8],
-    precision: Precision,
-    chunk_log2: u8,
-) -> u64 {
-    let tables = 1 + usize::from(contexts.iter().fold(0, |a, b| a.max(*b)));
-    let part = plane.len().div_ceil(PARTS).max(1);
-    let mut bits = 0;
-    let mut seen = vec![Counts::new(); tables];
-    for (at, symbols) in plane.chunks(part).enumerate() {
-        seen.fill(Counts::new());
-        match contexts.get(at * part..) {
-            Some(contexts) if !contexts.is_empty() => {
-                for (symbol, context) in symbols.iter().zip(contexts) {
-                    seen[usize::from(*context)].add_symbol(*symbol, 1);
-                }
-            }
-            _ => seen[0] = Counts::of_all(symbols),
-        }
-        for counts in seen.iter().filter(|c| c.total() > 0) {
-            let (coded, table) = cost_with(counts, counts, precision);
-            bits += coded + unseen(counts) + ((8 * table * values / PARTS) as u64 >> chunk_log2);
-        }
-    }
-    bits
-}
-
-/// How many symbols there are.
-fn symbols_of(counts: &Counts) -> usize {
-    (0..=255).filter(|s| counts.get(*s) > 0).count()
-}
-
-/// Bits that a table of a sample's own counts seems to save and does not: with many tables it adds up. For independent
-/// frequencies it is 0.7 bits each (G. A. Miller, "Note on the bias of information estimates", 1955); those of residuals
-/// depend on each other, and on the files of `docs/ratio.md` half a bit told best which plan is smaller.
-fn unseen(counts: &Counts) -> u64 {
-    (symbols_of(counts) as u64).saturating_sub(1) / 2
-}
-
-/// Counts of what a sample need not have seen: each symbol's becomes the mean of those near it, which are the more the
-/// larger it is, as logarithms have it. Only every `alike`th is like it.
-fn smoothed(counts: &Counts, alike: usize) -> Counts {
-    if counts.total() == 0 {
-        return Counts::new();
-    }
-    // Of a symbol and all that are like it below.
-    let mut sums = [0; 256];
-    for symbol in 0..=255u8 {
-        let at = usize::from(symbol);
-        sums[at] = counts.get(symbol) + at.checked_sub(alike).map_or(0, |below| sums[below]);
-    }
-    let mut out = Counts::new();
-    for symbol in 0..=255u8 {
-        let at = usize::from(symbol);
-        let reach = at / (8 * alike);
-        let above = reach.min((255 - at) / alike);
-        let below = (at - reach * alike).checked_sub(alike).map_or(0, |i| sums[i]);
-        let sum = sums[at + above * alike] - below;
-        out.add_symbol(symbol, SMOOTH * sum / (reach + above + 1) as u64);
-    }
-    out
-}
-
-/// The bits of a plane that is noise, and how it is stored.
-fn noise(plane: &[u8], dense: bool) -> (u64, PlaneCoding) {
-    let raw = plane.len() as u64 * if dense { 7 } else { 8 };
-    (raw, if dense { PlaneCoding::BITS7 } else { PlaneCoding::RAW })
-}
-
-/// Whether a plane is made so much smaller that it is worth the time.
-fn is_worth(bits: u64, raw: u64) -> bool {
-    bits < raw - raw / NOISE_GAIN
 }

@@ -16,12 +16,14 @@ use crate::scratch::width_of;
 use crate::{CpuEngine, EncodeJob, Inputs, PlaneCoding, Preset, Scratch, TensorPlan, TensorView};
 
 mod blend;
+mod coding;
 mod layout;
 mod sample;
 mod update;
 
 pub use blend::expected_of;
-use layout::{Candidate, Counted, Of, precision};
+use coding::precision;
+use layout::{Candidate, Counted, Of};
 pub(crate) use sample::Sample;
 use sample::gather;
 pub use sample::parent_probes;

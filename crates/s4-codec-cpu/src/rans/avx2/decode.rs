@@ -203,11 +203,11 @@ fn store_symbols(halves: &[[__m256i; VECTORS]; 2], block: &mut [u8; BLOCK]) {
         // The runs of lanes 0, 1, 4, 5 and of lanes 2, 3, 6, 7.
         let a = _mm256_unpacklo_epi32(halves[0][i], halves[1][i]);
         let b = _mm256_unpackhi_epi32(halves[0][i], halves[1][i]);
+        let first = _mm256_permute2x128_si256::<0x20>(a, b);
+        let second = _mm256_permute2x128_si256::<0x31>(a, b);
         // SAFETY: two times 32 of the row's 64 bytes.
         unsafe {
-            let first = _mm256_permute2x128_si256::<0x20>(a, b);
             _mm256_storeu_si256(row.as_mut_ptr().cast(), first);
-            let second = _mm256_permute2x128_si256::<0x31>(a, b);
             _mm256_storeu_si256(row[32..].as_mut_ptr().cast(), second);
         }
     }
@@ -218,13 +218,12 @@ fn store_symbols(halves: &[[__m256i; VECTORS]; 2], block: &mut [u8; BLOCK]) {
 #[target_feature(enable = "avx2")]
 fn escaped(block: &[u8; BLOCK], contexts: &[u8; BLOCK], escapes: &Escapes) -> [u64; 4] {
     const { assert!(MAX_TABLES == 16) };
-    // SAFETY: the pointers are to 16 and to 32 readable bytes.
-    let (table, row) = unsafe {
-        (
-            |bytes: &[u8; 16]| _mm256_broadcastsi128_si256(_mm_loadu_si128(bytes.as_ptr().cast())),
-            |bytes: &[u8; 32]| _mm256_loadu_si256(bytes.as_ptr().cast()),
-        )
+    // SAFETY: the pointer is to 16 readable bytes.
+    let table = |bytes: &[u8; 16]| unsafe {
+        _mm256_broadcastsi128_si256(_mm_loadu_si128(bytes.as_ptr().cast()))
     };
+    // SAFETY: the pointer is to 32 readable bytes.
+    let row = |bytes: &[u8; 32]| unsafe { _mm256_loadu_si256(bytes.as_ptr().cast()) };
     let (markers, present) = (table(&escapes.markers), table(&escapes.present));
     let (symbols, contexts) = (block.as_chunks::<32>().0, contexts.as_chunks::<32>().0);
     let mut found = [0; 4];

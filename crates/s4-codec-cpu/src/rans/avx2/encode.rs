@@ -64,10 +64,12 @@ impl Code {
         })
     }
 
+    /// The code with a mark, which [`Codes::take_marks`] has to take away before it is used.
     pub(super) fn marked(self, mark: u8) -> Self {
         Self { shift: self.shift | mark, ..self }
     }
 
+    /// Its mark; 0 if it has none.
     pub(super) fn mark(self) -> u8 {
         self.shift & (Self::ESCAPED | Self::LACKING)
     }

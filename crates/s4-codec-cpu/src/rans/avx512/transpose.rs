@@ -104,7 +104,7 @@ pub(super) fn zip_dwords(a: __m512i, b: __m512i, half: usize) -> __m512i {
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub(super) fn unzip_dwords(a: __m512i, b: __m512i) -> [__m512i; 2] {
-    // Written out: a closure with these instructions is no part of the functions of arrays.
+    // Not by `map`, into which closures with target features are not inlined.
     let even = _mm512_permutex2var_epi32(a, load(&UNZIP_DWORDS[0]), b);
     [even, _mm512_permutex2var_epi32(a, load(&UNZIP_DWORDS[1]), b)]
 }
