@@ -19,6 +19,7 @@ pub struct Device {
     handle: sys::CUdevice,
     context: sys::CUcontext,
     pools: bool,
+    maps: bool,
     kernels: Option<Kernels>,
 }
 
@@ -48,14 +49,18 @@ impl Device {
         let number = info.ordinal;
         let ordinal = i32::try_from(number).unwrap_or(i32::MAX);
         let handle = result::device::get(ordinal).on(number, "open the device")?;
-        let pools = sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED;
-        // SAFETY: `handle` is one that the driver gave.
-        let pools = unsafe { result::device::get_attribute(handle, pools) };
-        let pools = pools.on(number, "open the device")? != 0;
+        let has = |attribute| {
+            // SAFETY: `handle` is one that the driver gave.
+            let value = unsafe { result::device::get_attribute(handle, attribute) };
+            Ok::<_, GpuError>(value.on(number, "open the device")? != 0)
+        };
+        use sys::CUdevice_attribute as A;
+        let pools = has(A::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)?;
+        let maps = has(A::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)?;
         // SAFETY: as above; released in `drop`.
         let context = unsafe { result::primary_ctx::retain(handle) };
         let context = context.on(number, "use its primary context")?;
-        let mut device = Self { info, handle, context, pools, kernels: None };
+        let mut device = Self { info, handle, context, pools, maps, kernels: None };
         let kernels = {
             let _current = device.enter()?;
             Kernels::load(number, device.info.capability)?
@@ -80,6 +85,11 @@ impl Device {
 
     pub(crate) fn has_pools(&self) -> bool {
         self.pools
+    }
+
+    /// Whether it has virtual memory that is mapped by hand.
+    pub(crate) fn maps_memory(&self) -> bool {
+        self.maps
     }
 
     pub(crate) fn kernels(&self) -> Result<&Kernels> {
@@ -167,6 +177,22 @@ impl Device {
             };
         }
         Ok(start..end)
+    }
+
+    /// Checks ranges, each of an address and so many bytes, as [`Device::check_pointer`]: those that lie in what the
+    /// range before them was allocated in are not asked for again.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn check_pointers(&self, ranges: impl IntoIterator<Item = (u64, u64)>) -> Result<()> {
+        let mut known = 0..0;
+        for (address, bytes) in ranges {
+            let end = address.saturating_add(bytes);
+            if !(known.contains(&address) && end <= known.end) {
+                known = self.check_pointer(address, bytes)?;
+            }
+        }
+        Ok(())
     }
 
     /// Whether device memory follows at an address.

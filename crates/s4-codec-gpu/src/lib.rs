@@ -17,6 +17,7 @@ mod cuda;
 mod device;
 mod error;
 mod kernels;
+mod mapping;
 mod memory;
 pub mod nvcomp;
 
@@ -25,4 +26,5 @@ pub use cuda::{Cuda, DeviceInfo};
 pub use device::{Current, Device, Event, Stream};
 pub use error::{GpuError, Result};
 pub use kernels::{DecodeBatch, EncodeBatch};
+pub use mapping::DeviceMapping;
 pub use memory::{DeviceBuffer, POOL_PIECE, Pinned, Pool};

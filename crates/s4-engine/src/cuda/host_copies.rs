@@ -103,13 +103,9 @@ impl HostMemory {
         let out = streams.collect::<Result<BTreeMap<_, _>>>()?;
         for (ordinal, stream) in &out {
             let (device, mut seen) = (stream.device(), vec![]);
-            // What was allocated where the last of them lies: many are parts of the same.
-            let mut known = 0..0;
-            for m in from.iter().filter(|m| m.ordinal() == *ordinal) {
-                let end = m.address().saturating_add(m.bytes());
-                if !(known.contains(&m.address()) && end <= known.end) {
-                    known = device.check_pointer(m.address(), m.bytes())?;
-                }
+            let own = || from.iter().filter(|m| m.ordinal() == *ordinal);
+            device.check_pointers(own().map(|m| (m.address(), m.bytes())))?;
+            for m in own() {
                 if !seen.contains(&m.stream()) {
                     seen.push(m.stream());
                     // SAFETY: `DeviceMemory` names streams of its device's primary context.

@@ -126,6 +126,8 @@ type SharedWorker = Arc<Mutex<Worker>>;
 /// The least device memory and pinned memory, in bytes, that have room for a worker for each task: then tensors are planned
 /// while others are encoded.
 const BOTH: (u64, u64) = (128 << 20, 64 << 20);
+/// A device with so many times the scratch free has room for it.
+const AMPLE: u64 = 8;
 
 impl CudaOptions {
     /// Whether planning has a worker of its own.
@@ -272,13 +274,23 @@ impl CudaEngine {
     }
 
     /// Opens a device, unless it is open, and sees whether there is room for scratch. Waits for no stream of the
-    /// caller's.
+    /// caller's, and for no call that uses the device.
     ///
     /// # Errors
     /// `Gpu`: there is no such device, or not enough memory.
     pub fn open(&self, ordinal: u32) -> Result<()> {
+        let is_open = self.workers.lock().unwrap_or_else(|e| e.into_inner());
+        let is_open = is_open.contains_key(&(ordinal, Task::Code));
         let workers = self.workers(Task::Code, std::iter::once(ordinal))?;
-        self.sessions(&workers, &[])?;
+        for (_, worker) in &workers.0 {
+            // Who uses it has found room.
+            let Ok(worker) = worker.try_lock() else { continue };
+            // To take the memory costs a millisecond, and where much is free it says nothing new.
+            let ample = worker.pool.budget().saturating_mul(AMPLE);
+            if !is_open || worker.device.memory()?.0 < ample {
+                Session::new(worker, std::iter::empty())?;
+            }
+        }
         Ok(())
     }
 

@@ -7,17 +7,15 @@
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use s4_codec_gpu::abi::{COPY_SPAN_BYTES, CopySpan};
-use s4_codec_gpu::{Cuda, Device, DeviceBuffer, Event, GpuError, Pinned, Pool, Result, Stream};
+use s4_codec_gpu::{Cuda, Device, DeviceMapping, Event, GpuError, Pinned, Result, Stream};
 
 use crate::DeviceMemory;
 
 const SPAN: usize = size_of::<CopySpan>();
 /// Copies start at multiples of this.
 const ALIGN: u64 = 256;
-/// Device memory is taken in pieces of this size, or larger ones for larger tensors.
-const PIECE: u64 = 256 << 20;
 /// The driver copies larger tensors, one by one; a kernel copies all others at once.
-const LARGE: u64 = 4 << 20;
+const LARGE: u64 = 64 << 20;
 /// What the memory is for, in errors.
 const WHAT: &str = "a copy of the tensors on the device";
 
@@ -27,7 +25,6 @@ pub struct Stager {
     device: Arc<Device>,
     /// The order in which memory is taken and freed, and in which copies are read.
     stream: Arc<Stream>,
-    pool: Arc<Pool>,
     /// Descriptors of the last copy that is done, for the next one.
     spare: Mutex<Option<Pinned>>,
 }
@@ -36,11 +33,10 @@ pub struct Stager {
 #[derive(Debug)]
 pub struct StagedCopies {
     stager: Arc<Stager>,
-    /// Freed before the stager.
-    pieces: Vec<DeviceBuffer>,
+    /// What holds them; `None`: there are no bytes. Given back to the device once the stager's stream is done.
+    memory: Option<DeviceMapping>,
     /// The copies, in the order of what was copied.
-    memory: Vec<DeviceMemory>,
-    bytes: u64,
+    copies: Vec<DeviceMemory>,
     copied: Event,
     /// What the device reads until the copies are done.
     spans: Option<Pinned>,
@@ -54,8 +50,7 @@ impl Stager {
     pub fn new(cuda: &Cuda, ordinal: u32) -> Result<Arc<Self>> {
         let device = cuda.device(ordinal)?;
         let stream = Arc::new(Stream::new(&device)?);
-        let pool = Pool::new(&device, u64::MAX)?;
-        Ok(Arc::new(Self { device, stream, pool, spare: Mutex::default() }))
+        Ok(Arc::new(Self { device, stream, spare: Mutex::default() }))
     }
 
     /// Free and total memory of the device, in bytes, as the driver counts them for all processes.
@@ -77,43 +72,26 @@ impl Stager {
     /// `Budget` if there is no room for them, `OutOfMemory` if it was taken meanwhile, `Argument` for what is
     /// no memory of the device, `Driver`. Nothing stays allocated then.
     pub fn copy(self: &Arc<Self>, from: &[DeviceMemory], leave: u64) -> Result<StagedCopies> {
-        for m in from {
-            self.check(m)?;
-        }
+        self.check(from)?;
         let plan = Plan::of(from);
         let (free, _) = self.device.memory()?;
-        if plan.total().saturating_add(leave) > free {
-            let (needed, budget) = (plan.total(), free.saturating_sub(leave));
+        if plan.bytes.saturating_add(leave) > free {
+            let (needed, budget) = (plan.bytes, free.saturating_sub(leave));
             return Err(GpuError::Budget { what: WHAT, needed, budget });
         }
         let copied = Event::new(&self.device)?;
         let spans = if plan.spans.is_empty() { None } else { Some(self.descriptors(&plan)?) };
-        let take = |bytes: &u64| self.pool.alloc(&self.stream, *bytes, WHAT);
-        let mut pieces = Vec::with_capacity(plan.pieces.len());
-        for bytes in &plan.pieces {
-            match take(bytes) {
-                Ok(piece) => pieces.push(piece),
-                Err(e) => {
-                    drop(pieces);
-                    self.give_back();
-                    return Err(e);
-                }
-            }
-        }
-        let memory = from.iter().zip(&plan.places).map(|(m, &(piece, at))| {
-            let address = pieces.get(piece).map_or(0, |p| p.address() + at);
-            // SAFETY: a part of the piece, which the result owns, in the order of the stager's stream.
-            unsafe { DeviceMemory::new(m.ordinal(), address, m.bytes(), self.stream.address()) }
-        });
-        let memory = memory.collect::<Vec<_>>();
-        let copies = StagedCopies {
-            stager: Arc::clone(self),
-            pieces,
-            memory,
-            bytes: plan.total(),
-            copied,
-            spans,
+        let memory = match plan.bytes {
+            0 => None,
+            bytes => Some(DeviceMapping::new(&self.stream, bytes, WHAT)?),
         };
+        let start = memory.as_ref().map_or(0, DeviceMapping::address);
+        let copies = from.iter().zip(&plan.places).map(|(m, at)| {
+            // SAFETY: a part of the memory, which the result owns, in the order of the stager's stream.
+            unsafe { DeviceMemory::new(m.ordinal(), start + at, m.bytes(), self.stream.address()) }
+        });
+        let copies = copies.collect();
+        let copies = StagedCopies { stager: Arc::clone(self), memory, copies, copied, spans };
         self.queue(from, &plan, &copies)?;
         Ok(copies)
     }
@@ -133,12 +111,13 @@ impl Stager {
         Ok(self.stream.address())
     }
 
-    fn check(&self, m: &DeviceMemory) -> Result<()> {
-        if m.ordinal() != self.device.ordinal() {
-            let (is, own) = (m.ordinal(), self.device.ordinal());
+    fn check(&self, memory: &[DeviceMemory]) -> Result<()> {
+        let own = self.device.ordinal();
+        if let Some(m) = memory.iter().find(|m| m.ordinal() != own) {
+            let is = m.ordinal();
             return Err(GpuError::Argument(format!("memory of CUDA device {is} on device {own}")));
         }
-        self.device.check_pointer(m.address(), m.bytes()).map(drop)
+        self.device.check_pointers(memory.iter().map(|m| (m.address(), m.bytes())))
     }
 
     /// Pinned memory for what the kernel is told.
@@ -177,8 +156,8 @@ impl Stager {
         plan: &Plan,
         copies: &StagedCopies,
     ) -> Result<()> {
-        for (m, to) in from.iter().zip(&copies.memory).filter(|(m, _)| m.bytes() >= LARGE) {
-            // SAFETY: the owner's memory, and a place of its own in a piece.
+        for (m, to) in from.iter().zip(&copies.copies).filter(|(m, _)| m.bytes() >= LARGE) {
+            // SAFETY: the owner's memory, and a place of its own in the copies'.
             unsafe { stream.copy_within_device(m.address(), to.address(), m.bytes())? };
         }
         let Some(pinned) = &copies.spans else { return Ok(()) };
@@ -186,11 +165,11 @@ impl Stager {
         let list = unsafe { pinned.slice_mut(0, plan.spans.len() * SPAN) };
         for (out, &(tensor, first, len)) in list.chunks_exact_mut(SPAN).zip(&plan.spans) {
             let (from, to) =
-                (from[tensor].address() + first, copies.memory[tensor].address() + first);
+                (from[tensor].address() + first, copies.copies[tensor].address() + first);
             out.copy_from_slice(bytemuck::bytes_of(&CopySpan { from, to, len }));
         }
-        let (piece, at) = plan.descriptors;
-        let at = copies.pieces.get(piece).map_or(0, |p| p.address() + at);
+        let start = copies.memory.as_ref().map_or(0, DeviceMapping::address);
+        let at = start + plan.descriptors;
         let count = u32::try_from(plan.spans.len()).unwrap_or(u32::MAX);
         // SAFETY: the descriptors have room of their own after the copies; the spans are parts of the
         // owner's memory and of places of their own.
@@ -199,23 +178,17 @@ impl Stager {
             stream.copy_spans(at, count)
         }
     }
-
-    /// Gives memory that was freed back to the device.
-    fn give_back(&self) {
-        // An error was reported by what used the memory, or is of a device that is gone.
-        let _ = self.stream.synchronize().and_then(|()| self.pool.trim());
-    }
 }
 
 impl StagedCopies {
     /// The copies, in the order of what was copied.
     pub fn memory(&self) -> &[DeviceMemory] {
-        &self.memory
+        &self.copies
     }
 
     /// Bytes of device memory that they take.
     pub fn bytes(&self) -> u64 {
-        self.bytes
+        self.memory.as_ref().map_or(0, DeviceMapping::bytes)
     }
 
     /// Blocks the calling thread until the copies are made: from then on any stream may change what was
@@ -243,11 +216,8 @@ impl StagedCopies {
 
 impl Drop for StagedCopies {
     fn drop(&mut self) {
-        let made = self.copied.synchronize().is_ok();
-        // In the order of the stager's stream, which comes after the copies.
-        self.pieces.clear();
-        self.stager.give_back();
-        if made {
+        // The stager's stream comes after them.
+        if self.copied.synchronize().is_ok() {
             let mut spare = lock(&self.stager.spare);
             let larger = |new: &Pinned| spare.as_ref().is_none_or(|old| old.len() < new.len());
             if let Some(spans) = self.spans.take().filter(larger) {
@@ -264,14 +234,14 @@ fn lock(spare: &Mutex<Option<Pinned>>) -> MutexGuard<'_, Option<Pinned>> {
 /// Where copies go.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Plan {
-    /// Bytes of each piece.
-    pieces: Vec<u64>,
-    /// For each tensor its piece, and where it starts there.
-    places: Vec<(usize, u64)>,
+    /// For each tensor where its copy starts.
+    places: Vec<u64>,
     /// What the kernel copies: tensor, first byte, bytes.
     spans: Vec<(usize, u64, u64)>,
-    /// Piece of the kernel's descriptors, and where they start there.
-    descriptors: (usize, u64),
+    /// Where the kernel's descriptors start.
+    descriptors: u64,
+    /// All that it takes.
+    bytes: u64,
 }
 
 impl Plan {
@@ -287,26 +257,15 @@ impl Plan {
                 first += len;
             }
         }
-        if !plan.spans.is_empty() {
-            plan.descriptors = plan.place((plan.spans.len() * SPAN) as u64);
-        }
+        plan.descriptors = plan.place((plan.spans.len() * SPAN) as u64);
         plan
     }
 
-    /// Finds room in the last piece, or begins the next one.
-    fn place(&mut self, bytes: u64) -> (usize, u64) {
-        let bytes = bytes.next_multiple_of(ALIGN);
-        if self.pieces.last().is_none_or(|last| *last > 0 && last.saturating_add(bytes) > PIECE) {
-            self.pieces.push(0);
-        }
-        let piece = self.pieces.len() - 1;
-        let at = self.pieces[piece];
-        self.pieces[piece] = at.saturating_add(bytes);
-        (piece, at)
-    }
-
-    fn total(&self) -> u64 {
-        self.pieces.iter().fold(0, |sum, bytes| sum.saturating_add(*bytes))
+    /// Room behind what has some.
+    fn place(&mut self, bytes: u64) -> u64 {
+        let at = self.bytes;
+        self.bytes = at.saturating_add(bytes).next_multiple_of(ALIGN);
+        at
     }
 }
 
@@ -321,33 +280,30 @@ mod tests {
 
     #[test]
     fn every_tensor_and_the_descriptors_have_room_of_their_own() {
-        let sizes = [0, 1, 256, 257, LARGE - 1, LARGE, PIECE - 1, 3 * PIECE, 5, PIECE, 0, 7];
+        let sizes = [0, 1, 256, 257, LARGE - 1, LARGE, 3 * LARGE, 5, 0, 7];
         let plan = Plan::of(&memory(&sizes));
-        let mut taken: Vec<_> = plan.places.iter().zip(sizes).map(|(&p, len)| (p, len)).collect();
+        let mut taken: Vec<_> = plan.places.iter().copied().zip(sizes).collect();
         taken.push((plan.descriptors, (plan.spans.len() * SPAN) as u64));
-        for &((piece, at), len) in &taken {
-            assert!(at % ALIGN == 0 && at + len <= plan.pieces[piece], "{piece} {at} {len}");
-        }
         taken.retain(|t| t.1 > 0);
         taken.sort_unstable();
         for pair in taken.windows(2) {
-            let (((a, first), len), ((b, second), _)) = (pair[0], pair[1]);
-            assert!(a != b || first + len <= second, "{pair:?}");
+            let ((first, len), (second, _)) = (pair[0], pair[1]);
+            assert!(first % ALIGN == 0 && first + len <= second, "{pair:?}");
         }
+        let (first, len) = taken[taken.len() - 1];
+        assert_eq!(plan.bytes, (first + len).next_multiple_of(ALIGN));
         for (tensor, &size) in sizes.iter().enumerate() {
             let own = plan.spans.iter().filter(|s| s.0 == tensor);
             let copied: u64 = own.clone().map(|s| s.2).sum();
             assert_eq!(copied, if size < LARGE { size } else { 0 });
             assert!(own.clone().all(|s| s.2 <= COPY_SPAN_BYTES && s.1 % COPY_SPAN_BYTES == 0));
         }
-        assert_eq!(plan.total(), plan.pieces.iter().sum::<u64>());
-        assert!(plan.pieces.iter().all(|p| *p > 0));
     }
 
     #[test]
     fn nothing_takes_no_memory() {
         assert_eq!(Plan::of(&[]), Plan::default());
         let empty = Plan::of(&memory(&[0, 0]));
-        assert_eq!((empty.total(), empty.spans.len()), (0, 0));
+        assert_eq!((empty.bytes, empty.spans.len()), (0, 0));
     }
 }

@@ -221,14 +221,10 @@ impl<'a> Session<'a> {
     ) -> Result<Self> {
         let session = Self { start: arena.address(), sizes, arena: Some(arena), worker };
         let Worker { device, compute, copy, .. } = &*session.worker;
+        let memory = memory.collect::<Vec<_>>();
+        device.check_pointers(memory.iter().map(|m| (m.address(), m.bytes())))?;
         let mut seen = vec![];
-        // What was allocated where the last of them lies: many are parts of the same.
-        let mut known = 0..0;
         for m in memory {
-            let end = m.address().saturating_add(m.bytes());
-            if !(known.contains(&m.address()) && end <= known.end) {
-                known = device.check_pointer(m.address(), m.bytes())?;
-            }
             if !seen.contains(&m.stream()) {
                 seen.push(m.stream());
                 // SAFETY: `DeviceMemory` names streams of its device's primary context.

@@ -1,6 +1,10 @@
 //! Key paths: where in the saved object a tensor is, as a name for its storage.
 
-use std::collections::HashMap;
+use std::borrow::Cow;
+use std::fmt::Write as _;
+use std::sync::Arc;
+
+use rustc_hash::FxHashMap;
 
 /// Bytes that the format allows in a tensor's name, less what a suffix takes.
 const MAX_NAME: usize = 4096 - 16;
@@ -18,22 +22,29 @@ pub(super) enum Path<'a> {
 impl Path<'_> {
     /// The path as text: `model.layers.0.weight`.
     pub(super) fn text(&self) -> String {
-        let (above, key) = match *self {
-            Self::Root => return String::new(),
-            Self::Key(above, key) => (above, std::borrow::Cow::Borrowed(key)),
-            Self::Index(above, i) => (above, i.to_string().into()),
-        };
-        let mut text = above.text();
+        let mut text = String::new();
+        self.write(&mut text);
+        text
+    }
+
+    /// Writes it behind an empty text.
+    pub(super) fn write(&self, text: &mut String) {
+        let (Self::Key(above, _) | Self::Index(above, _)) = *self else { return };
+        above.write(text);
         if !text.is_empty() {
             text.push('.');
         }
-        text.push_str(&key);
+        match *self {
+            Self::Key(_, key) => text.push_str(key),
+            // Writing to memory does not fail.
+            Self::Index(_, i) => drop(write!(text, "{i}")),
+            Self::Root => {}
+        }
         // Objects may be nested deeply; the end of a path says more than its beginning.
         if text.len() > MAX_PATH && text.chars().count() > MAX_PATH {
             let (at, _) = text.char_indices().nth_back(MAX_PATH / 2 - 1).unwrap_or_default();
             text.replace_range(..at, "...");
         }
-        text
     }
 }
 
@@ -41,29 +52,36 @@ impl Path<'_> {
 #[derive(Default)]
 pub(super) struct UniqueNames {
     /// Each name that is used, with how often it was asked for.
-    used: HashMap<String, u64>,
+    used: FxHashMap<Arc<str>, u64>,
 }
 
 impl UniqueNames {
     /// A name for what is at a path.
-    pub(super) fn take(&mut self, path: &str) -> String {
+    pub(super) fn take(&mut self, path: &str) -> Arc<str> {
         let base = fit(path);
-        let mut name = base.clone();
+        let mut name = Arc::from(&*base);
         while self.used.contains_key(&name) {
-            let count = self.used.entry(base.clone()).or_insert(1);
+            let count = self.used.entry(Arc::from(&*base)).or_insert(1);
             *count += 1;
-            name = format!("{base}~{count}");
+            name = format!("{base}~{count}").into();
         }
-        self.used.insert(name.clone(), 1);
+        self.used.insert(Arc::clone(&name), 1);
         name
     }
 }
 
-fn fit(path: &str) -> String {
-    let name = if path.is_empty() { "tensor" } else { path }.replace('\0', "\\0");
+fn fit(path: &str) -> Cow<'_, str> {
+    let name = if path.is_empty() { "tensor" } else { path };
+    let name = match name.contains('\0') {
+        true => Cow::Owned(name.replace('\0', "\\0")),
+        false => Cow::Borrowed(name),
+    };
     let mut from = name.len().saturating_sub(MAX_NAME);
     while !name.is_char_boundary(from) {
         from += 1;
     }
-    name[from..].to_owned()
+    match name {
+        Cow::Borrowed(name) => Cow::Borrowed(&name[from..]),
+        Cow::Owned(name) => Cow::Owned(name[from..].to_owned()),
+    }
 }

@@ -4,7 +4,7 @@
 //! stored in two groups, so that weights can be read without the optimizer's state, and the file says which moment
 //! belongs to which weight. A wrong guess costs some ratio, and nothing else.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -13,7 +13,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use serde::Serialize;
 
 use super::storages::Storages;
-use super::torch::sizes;
+use super::torch::{Shape, sizes};
 use super::tree::address;
 use crate::writer::to_value_error;
 
@@ -190,7 +190,7 @@ fn pairs_of<'py>(dict: &Bound<'py, PyDict>) -> PyResult<Vec<Pair<'py>>> {
 }
 
 /// The shape of a tensor. One that is no list of numbers is like no other.
-fn shape_of(tensor: &Bound<'_, PyAny>, storages: &Storages) -> Option<Vec<u64>> {
+fn shape_of(tensor: &Bound<'_, PyAny>, storages: &Storages) -> Option<Shape> {
     if let Some((_, shape)) = storages.tensors.get(&address(tensor)) {
         return Some(shape.clone());
     }
@@ -204,12 +204,12 @@ struct Weights {
     numbers: Vec<usize>,
     known: FxHashSet<usize>,
     /// Where in `numbers` there are tensors of a shape, and of as many values.
-    alike: HashMap<Vec<u64>, Vec<usize>>,
-    as_large: HashMap<u128, Vec<usize>>,
+    alike: FxHashMap<Shape, Vec<usize>>,
+    as_large: FxHashMap<u128, Vec<usize>>,
 }
 
 impl Weights {
-    fn add(&mut self, number: usize, shape: Option<Vec<u64>>) {
+    fn add(&mut self, number: usize, shape: Option<Shape>) {
         if !self.known.insert(number) {
             return;
         }

@@ -6,15 +6,16 @@ use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
 use s4weights::{DType, TensorSource};
 
+use super::torch::Shape;
 use crate::device::{DeviceRange, HOST, Where, memory};
 use crate::writer::values;
 
 /// The values of a tensor to be written.
 #[derive(Clone)]
 pub(crate) struct Source {
-    pub(super) name: String,
+    pub(super) name: Arc<str>,
     pub(super) dtype: DType,
-    pub(super) shape: Vec<u64>,
+    pub(super) shape: Shape,
     pub(super) address: usize,
     pub(super) nbytes: usize,
     /// `None`: somewhere that they must be copied from first.
@@ -40,7 +41,8 @@ impl Sources {
         let list = self.list();
         let s = list.get(number).ok_or_else(|| PyIndexError::new_err(number))?;
         let dtype = s.dtype.name().to_owned();
-        Ok((s.name.clone(), dtype, s.shape.clone(), s.address, s.nbytes, s.place.unwrap_or(HOST)))
+        let (name, shape) = (s.name.to_string(), s.shape.to_vec());
+        Ok((name, dtype, shape, s.address, s.nbytes, s.place.unwrap_or(HOST)))
     }
 
     /// Bytes of those from `first` to before `end`.
@@ -121,7 +123,7 @@ impl Source {
 
     /// The tensor for the native writer, which reads the values where they are.
     pub(crate) fn tensor(&self) -> PyResult<TensorSource<'_>> {
-        let (name, shape) = (self.name.as_str(), self.shape.as_slice());
+        let (name, shape) = (&*self.name, self.shape.as_slice());
         let tensor = match self.device() {
             Some(place) => TensorSource::new(
                 name,

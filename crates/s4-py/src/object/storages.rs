@@ -4,7 +4,9 @@
 //! back as they were. A storage is written as one tensor of the file, under the key path, dtype and shape of the
 //! first tensor that uses it.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, btree_map};
+use std::io::Write as _;
+use std::sync::Arc;
 
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
@@ -16,7 +18,7 @@ use super::names::{Path, UniqueNames};
 use super::roles;
 use super::sources::{Source, Sources};
 use super::torch::{
-    DTypes, Device, Plain, Torch, TorchDType, device_of, location_tag, row_major, sizes,
+    DTypes, Device, Plain, Shape, Torch, TorchDType, device_of, location_tag, row_major, sizes,
 };
 use super::tree::{Leaf, Leaves, Stop, address, tree_of};
 use crate::device::HOST;
@@ -29,7 +31,7 @@ pub(crate) struct Storages {
     /// By identity: the entries keep the storages alive, so that it is theirs alone.
     numbers: FxHashMap<usize, usize>,
     /// Of tensors that are in the tree, by address: the number of the storage, and the shape. The object keeps them.
-    pub(super) tensors: FxHashMap<usize, (usize, Vec<u64>)>,
+    pub(super) tensors: FxHashMap<usize, (usize, Shape)>,
     names: UniqueNames,
     dtypes: DTypes,
 }
@@ -37,9 +39,9 @@ pub(crate) struct Storages {
 /// A storage, and the stored tensor that it becomes.
 pub(super) struct Entry {
     storage: Py<PyAny>,
-    name: String,
+    name: Arc<str>,
     dtype: DType,
-    shape: Vec<u64>,
+    shape: Shape,
     nbytes: u64,
     device: Device,
     /// Of a storage of plain tensors.
@@ -93,7 +95,15 @@ impl Storages {
         let dtype = self.dtypes.get(dtype)?;
         let device = device_of(storage)?;
         let nbytes = storage.call_method0("nbytes")?.extract()?;
-        Ok(self.enter(storage, identity(storage)?, name, &dtype, shape, nbytes, device))
+        Ok(self.enter(
+            storage,
+            identity(storage)?,
+            name,
+            &dtype,
+            shape.map(Shape::from),
+            nbytes,
+            device,
+        ))
     }
 
     /// Some of the storages themselves.
@@ -127,7 +137,7 @@ impl Storages {
                 None => e.storage.bind(py).call_method0("data_ptr")?.extract()?,
             };
             Ok(Source {
-                name: e.name.clone(),
+                name: Arc::clone(&e.name),
                 dtype: e.dtype,
                 shape: e.shape.clone(),
                 address,
@@ -157,7 +167,7 @@ impl Storages {
         identity: usize,
         name: &str,
         dtype: &TorchDType,
-        shape: Option<Vec<u64>>,
+        shape: Option<Shape>,
         nbytes: u64,
         device: Device,
     ) -> usize {
@@ -174,7 +184,7 @@ impl Storages {
             storage: storage.clone().unbind(),
             name: self.names.take(name),
             dtype: stored,
-            shape: shape.unwrap_or_else(|| vec![nbytes / item]),
+            shape: shape.unwrap_or_else(|| Shape::from_slice(&[nbytes / item])),
             nbytes,
             device,
             address: None,
@@ -202,8 +212,10 @@ fn identity(storage: &Bound<'_, PyAny>) -> PyResult<usize> {
 pub(super) struct Tensors<'a, 'py> {
     torch: Torch<'py>,
     storages: &'a mut Storages,
-    /// What PyTorch calls CUDA devices, by number.
-    tags: HashMap<u32, String>,
+    /// What PyTorch calls CUDA devices, by number, as JSON.
+    tags: BTreeMap<u32, String>,
+    /// The path of the tensor that is written.
+    path: String,
     is_array: Bound<'py, PyAny>,
     as_tensor: Bound<'py, PyAny>,
 }
@@ -214,7 +226,8 @@ impl<'a, 'py> Tensors<'a, 'py> {
         Ok(Self {
             torch: Torch::new(py)?,
             storages,
-            tags: HashMap::new(),
+            tags: BTreeMap::new(),
+            path: String::new(),
             is_array: arrays.getattr("is_array")?,
             as_tensor: arrays.getattr("as_tensor")?,
         })
@@ -247,51 +260,51 @@ impl<'a, 'py> Tensors<'a, 'py> {
             Some(number) => number,
             None => {
                 let shape = whole.then(|| shape.clone());
-                let name = path.text();
+                self.path.clear();
+                path.write(&mut self.path);
                 let number =
-                    self.storages.enter(&storage, key, &name, &dtype, shape, nbytes, device);
+                    self.storages.enter(&storage, key, &self.path, &dtype, shape, nbytes, device);
                 self.storages.entries[number].address = Some(address);
                 number
             }
         };
         let stored = &self.storages.entries[number];
-        let mut node = format!("{{\"tensor\":{number}");
-        let mut member = |name: &str, value: String| node += &format!(",\"{name}\":{value}");
+        write!(text, "{{\"tensor\":{number}")?;
         // Most are the first tensor of their storage, and all of it.
         if known.is_some() || !whole || stored.dtype == DType::Bytes {
             if stored.dtype == DType::Bytes || dtype.stored != stored.dtype {
-                member("dtype", format!("\"{}\"", dtype.name));
+                write!(text, ",\"dtype\":\"{}\"", dtype.name)?;
             }
             if shape != stored.shape {
-                member("shape", format!("{shape:?}"));
+                write!(text, ",\"shape\":{shape:?}")?;
             }
             if offset > 0 {
-                member("offset", offset.to_string());
+                write!(text, ",\"offset\":{offset}")?;
             }
         }
         // Of dimensions of one element, and of tensors of none, PyTorch leaves the strides open.
         if !contiguous || shape.iter().any(|&size| size <= 1) {
             let stride = sizes(&tensor.call_method0(intern!(py, "stride"))?)?;
             if stride != row_major(&shape) {
-                member("stride", format!("{stride:?}"));
+                write!(text, ",\"stride\":{stride:?}")?;
             }
         }
         if let Device::Cuda(ordinal) = device {
-            let tag = match self.tags.get(&ordinal) {
-                Some(tag) => tag.clone(),
-                None => location_tag(&storage)?,
+            let tag = match self.tags.entry(ordinal) {
+                btree_map::Entry::Occupied(known) => known.into_mut(),
+                btree_map::Entry::Vacant(new) => {
+                    new.insert(serde_json::Value::from(location_tag(&storage)?).to_string())
+                }
             };
-            member("device", serde_json::Value::from(tag.as_str()).to_string());
-            self.tags.insert(ordinal, tag);
+            write!(text, ",\"device\":{tag}")?;
         }
         if tensor.getattr(intern!(py, "requires_grad"))?.is_truthy()? {
-            member("grad", "true".into());
+            text.extend_from_slice(b",\"grad\":true");
         }
         if tensor.get_type().is(&self.torch.parameter) {
-            member("parameter", "true".into());
+            text.extend_from_slice(b",\"parameter\":true");
         }
-        node.push('}');
-        text.extend_from_slice(node.as_bytes());
+        text.push(b'}');
         self.storages.tensors.insert(owner.as_ptr().addr(), (number, shape));
         Ok(())
     }

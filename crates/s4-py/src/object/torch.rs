@@ -8,6 +8,10 @@ use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyString, PyTuple, PyType};
 use s4weights::DType;
+use smallvec::SmallVec;
+
+/// Sizes of a tensor's dimensions, or its strides: most have few.
+pub(super) type Shape = SmallVec<[u64; 4]>;
 
 /// PyTorch's classes and functions, looked up once for an object.
 pub(super) struct Torch<'py> {
@@ -42,7 +46,7 @@ pub(super) struct TorchDType {
 pub(super) struct Plain<'py> {
     pub(super) device: Device,
     pub(super) dtype: Arc<TorchDType>,
-    pub(super) shape: Vec<u64>,
+    pub(super) shape: Shape,
     /// Elements of the storage before its own.
     pub(super) offset: u64,
     pub(super) contiguous: bool,
@@ -91,7 +95,7 @@ impl<'py> Torch<'py> {
             dtype: of("dtype")?,
             device: of("device")?,
             strided: torch.getattr("strided")?,
-            may_have_names: tensor.hasattr("names")?,
+            may_have_names: tensor.hasattr("has_names")?,
             tensor,
         })
     }
@@ -124,7 +128,7 @@ impl<'py> Torch<'py> {
             || is_set(tensor, intern!(py, "__dict__"))?
             || is_set(tensor, intern!(py, "_backward_hooks"))?
             || says(tensor, intern!(py, "is_neg"))?
-            || (self.may_have_names && has_names(tensor)?)
+            || (self.may_have_names && says(tensor, intern!(py, "has_names"))?)
         {
             return Ok(None);
         }
@@ -168,13 +172,13 @@ pub(super) fn location_tag(storage: &Bound<'_, PyAny>) -> PyResult<String> {
 }
 
 /// Sizes of a tensor's dimensions, or its strides.
-pub(super) fn sizes(tuple: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
+pub(super) fn sizes(tuple: &Bound<'_, PyAny>) -> PyResult<Shape> {
     tuple.cast::<PyTuple>()?.iter().map(|size| size.extract()).collect()
 }
 
 /// The strides of a contiguous tensor, in elements.
-pub(super) fn row_major(shape: &[u64]) -> Vec<u64> {
-    let (mut strides, mut step) = (vec![], 1_u64);
+pub(super) fn row_major(shape: &[u64]) -> Shape {
+    let (mut strides, mut step) = (Shape::new(), 1_u64);
     for &size in shape.iter().rev() {
         strides.push(step);
         step = step.saturating_mul(size.max(1));
@@ -194,14 +198,4 @@ fn is_set(obj: &Bound<'_, PyAny>, attribute: &Bound<'_, PyString>) -> PyResult<b
 
 fn says(obj: &Bound<'_, PyAny>, method: &Bound<'_, PyString>) -> PyResult<bool> {
     obj.call_method0(method)?.is_truthy()
-}
-
-fn has_names(tensor: &Bound<'_, PyAny>) -> PyResult<bool> {
-    let names = tensor.getattr(intern!(tensor.py(), "names"))?;
-    for name in names.cast::<PyTuple>()? {
-        if name.is_truthy()? {
-            return Ok(true);
-        }
-    }
-    Ok(false)
 }

@@ -91,7 +91,7 @@ pub(crate) fn write_tree<'py>(
             path: &Path<'_>,
             text: &mut Vec<u8>,
         ) -> Result<Leaf, Stop> {
-            let number: usize = self.0.call1((obj, self.1.take(&path.text())))?.extract()?;
+            let number: usize = self.0.call1((obj, &*self.1.take(&path.text())))?.extract()?;
             text.extend_from_slice(format!("{{\"tensor\":{number}}}").as_bytes());
             Ok(Leaf::Tensor)
         }

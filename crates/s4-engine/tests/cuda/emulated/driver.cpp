@@ -209,6 +209,17 @@ CALL cuMemAllocFromPoolAsync(uint64_t* at, size_t bytes, void*, void*) { return 
 CALL cuMemFreeAsync(uint64_t at, void*) { return give(at); }
 CALL cuMemAlloc_v2(uint64_t* at, size_t bytes) { return take(at, bytes); }
 CALL cuMemFree_v2(uint64_t at) { return give(at); }
+CALL cuMemGetAllocationGranularity(size_t* bytes, const void*, int) { return *bytes = 2 << 20, kSuccess; }
+CALL cuMemCreate(u64* handle, size_t bytes, const void*, u64) {
+  std::lock_guard<std::mutex> hold(lock);
+  return *handle = 1, used + bytes > kMemory ? kOutOfMemory : kSuccess;
+}
+CALL cuMemAddressReserve(uint64_t* at, size_t bytes, size_t, uint64_t, u64) { return take(at, bytes); }
+CALL cuMemMap(uint64_t, size_t, size_t, u64, u64) { return kSuccess; }
+CALL cuMemSetAccess(uint64_t, size_t, const void*, size_t) { return kSuccess; }
+CALL cuMemUnmap(uint64_t, size_t) { return kSuccess; }
+CALL cuMemRelease(u64) { return kSuccess; }
+CALL cuMemAddressFree(uint64_t at, size_t) { return give(at); }
 CALL cuMemGetInfo_v2(size_t* free, size_t* total) {
   return *free = kMemory - used, *total = kMemory, kSuccess;
 }
