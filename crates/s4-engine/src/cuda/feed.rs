@@ -11,6 +11,9 @@ use super::decode::Decoder;
 use super::error::{CudaError, Result};
 use super::job::{Batch, Filled};
 
+/// Parts start at multiples of a cache line.
+const LINE: usize = 64;
+
 impl<'a> Decoder<'_, 'a> {
     /// As [`Decoder::push`], for frames that are in pinned memory, from byte `at` on: they go to the
     /// device from there. Nobody writes there until the decoder is done.
@@ -30,8 +33,8 @@ impl<'a> Decoder<'_, 'a> {
 
     /// As [`Decoder::push`], for many batches, whose frames are filled in by the threads of a pool
     /// while the batches before are queued and decoded. `fill` gets the number of a batch, where a
-    /// part of its frames starts, and the part: of `part` bytes, except the last one. `queued` is
-    /// called on this thread, in order, once a batch is queued. Without a pool this thread fills.
+    /// part of its frames starts, and the part: of at most `part` bytes. `queued` is called on this
+    /// thread, in order, once a batch is queued. Without a pool this thread fills.
     ///
     /// # Errors
     /// As [`Decoder::push`]; those of `queued`.
@@ -68,8 +71,8 @@ impl<'a> Decoder<'_, 'a> {
     }
 }
 
-/// Fills memory in parts of `part` bytes on a pool, while this thread does something else. Errors of
-/// that come first.
+/// Fills memory in parts of at most `part` bytes on a pool, while this thread does something else. Errors
+/// of that come first.
 fn fill_beside<E: Send>(
     pool: Option<&ThreadPool>,
     part: usize,
@@ -82,6 +85,7 @@ fn fill_beside<E: Send>(
         beside()?;
         return to.chunks_mut(part).enumerate().try_for_each(|(i, to)| fill(i * part, to));
     };
+    let part = even_part(to.len(), part, pool.current_num_threads());
     let filled = Mutex::new(Ok(()));
     let done = pool.in_place_scope(|s| {
         s.spawn(|_| {
@@ -92,4 +96,32 @@ fn fill_beside<E: Send>(
         beside()
     });
     done.and(filled.into_inner().unwrap_or_else(|e| e.into_inner()))
+}
+
+/// Bytes of a part, at most `part`, such that all threads have as many parts: of 17 of them 16 threads would do
+/// one, and 15 wait for the last. Where there are fewer parts than threads, they stay as large as they can be.
+fn even_part(len: usize, part: usize, threads: usize) -> usize {
+    let parts = len.div_ceil(part);
+    if parts <= threads {
+        return part;
+    }
+    len.div_ceil(parts.next_multiple_of(threads)).next_multiple_of(LINE).min(part)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn threads_have_as_many_parts() {
+        let mib = 1 << 20;
+        assert_eq!(even_part(17 * mib, mib, 16), (17 * mib).div_ceil(32).next_multiple_of(64));
+        assert_eq!(even_part(16 * mib, mib, 16), mib);
+        // Large requests to a server are not cut.
+        assert_eq!(even_part(17 * mib, 8 * mib, 16), 8 * mib);
+        for (len, part, threads) in [(100, 7, 3), (1 << 20, 5000, 4), (65, 64, 1), (1000, 1, 2)] {
+            let cut = even_part(len, part, threads);
+            assert!((1..=part).contains(&cut), "{len} {part} {threads}: {cut}");
+        }
+    }
 }

@@ -279,8 +279,10 @@ impl CudaEngine {
     /// # Errors
     /// `Gpu`: there is no such device, or not enough memory.
     pub fn open(&self, ordinal: u32) -> Result<()> {
-        let is_open = self.workers.lock().unwrap_or_else(|e| e.into_inner());
-        let is_open = is_open.contains_key(&(ordinal, Task::Code));
+        let is_open = {
+            let workers = self.workers.lock().unwrap_or_else(|e| e.into_inner());
+            workers.contains_key(&(ordinal, Task::Code))
+        };
         let workers = self.workers(Task::Code, std::iter::once(ordinal))?;
         for (_, worker) in &workers.0 {
             // Who uses it has found room.

@@ -157,6 +157,28 @@ fn an_error_of_the_sink_ends_the_work_and_the_engine_goes_on() {
 }
 
 #[test]
+fn a_device_is_found_open_while_another_call_uses_it() {
+    let Some(gpu) = gpu() else { return };
+    let host = Host::new("x", DType::Float32, vec![1; 400_000]);
+    let upload = gpu.upload(&host.data, 0);
+    let engine = gpu.engine(CudaOptions::default());
+    for _ in 0..2 {
+        engine.open(0).unwrap();
+    }
+    let tensors = [host.on(&upload)];
+    let plans = engine.plan::<CudaError>(Preset::Fast, &tensors, &NoInputs, None).unwrap();
+    let mut seen = 0;
+    engine
+        .encode(&Jobs::<CudaError>::new(&tensors, &plans), |frames| {
+            seen += frames.len();
+            engine.open(0)
+        })
+        .unwrap();
+    assert!(seen > 0);
+    assert!(engine.open(99).is_err());
+}
+
+#[test]
 fn memory_that_is_not_the_devices_is_refused() {
     let Some(gpu) = gpu() else { return };
     let engine = gpu.engine(CudaOptions::default());
