@@ -4,6 +4,7 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::collections::binary_heap::PeekMut;
+use std::ops::Range;
 
 use super::table::{Precision, Table, TableEntry, encoded_len};
 
@@ -58,18 +59,43 @@ impl Counts {
         counts.partial()
     }
 
-    /// Counts of one stream for each context below `tables`, at the positions that are counted
-    /// without contexts too. `contexts` is as long as `symbols` and below `tables`.
+    /// Counts of all symbols of a stream for each context below `tables`. `contexts` is as long as `symbols` and
+    /// below `tables`.
+    pub fn of_all_in_contexts(symbols: &[u8], contexts: &[u8], tables: usize) -> Vec<Self> {
+        Self::in_contexts(std::iter::once(0..symbols.len()), symbols, contexts, tables)
+    }
+
+    /// As [`Counts::of_all_in_contexts`], at the positions that are counted without contexts too.
     pub(crate) fn of_contexts(symbols: &[u8], contexts: &[u8], tables: usize) -> Vec<Self> {
-        let mut counts = vec![Self::new(); tables];
-        for range in sampled(symbols.len()) {
-            for (&symbol, &context) in symbols[range.clone()].iter().zip(&contexts[range]) {
-                counts[usize::from(context)].of[usize::from(symbol)] += 1;
-            }
-        }
+        let mut counts = Self::in_contexts(sampled(symbols.len()), symbols, contexts, tables);
         let complete = symbols.len() <= COUNT_ALL;
         counts.iter_mut().for_each(|counts| counts.complete = complete);
         counts
+    }
+
+    fn in_contexts(
+        ranges: impl Iterator<Item = Range<usize>>,
+        symbols: &[u8],
+        contexts: &[u8],
+        tables: usize,
+    ) -> Vec<Self> {
+        // In two parts, so that runs of a symbol wait less for each other.
+        let mut parts = vec![[[0u32; 256]; 2]; tables];
+        for range in ranges {
+            let pairs = symbols[range.clone()].chunks(2).zip(contexts[range].chunks(2));
+            for (symbols, contexts) in pairs {
+                for (i, (symbol, context)) in symbols.iter().zip(contexts).enumerate() {
+                    parts[usize::from(*context)][i][usize::from(*symbol)] += 1;
+                }
+            }
+        }
+        let counts = parts.iter().map(|[even, odd]| {
+            let mut counts = Self::new();
+            let sums = even.iter().zip(odd).map(|(a, b)| u64::from(*a) + u64::from(*b));
+            counts.of.iter_mut().zip(sums).for_each(|(to, sum)| *to = sum);
+            counts
+        });
+        counts.collect()
     }
 
     /// Adds the counts of one stream, sampled if it is long.
@@ -253,7 +279,7 @@ fn share(kept: &mut Kept, total: u32) -> &mut [TableEntry] {
 }
 
 /// The ranges of a stream's symbols that are counted.
-fn sampled(len: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
+fn sampled(len: usize) -> impl Iterator<Item = Range<usize>> {
     let all = len <= COUNT_ALL;
     let windows = if all { 1 } else { len.div_ceil(WINDOW) };
     (0..windows).map(move |i| {

@@ -1,6 +1,6 @@
 //! How a plane is coded, and what that takes.
 
-use s4_codec_cpu::rans::{Counts, Precision, Table, cost, cost_with, entropy};
+use s4_codec_cpu::rans::{Counts, Precision, cost_with, entropy};
 use s4_format::CodecId;
 use s4_format::limits::MAX_TABLES;
 
@@ -78,36 +78,37 @@ pub(super) fn bits_of_signs(plane: &[u8]) -> u64 {
     plane.chunks(sample::PROBE / 8).filter(varies).map(|run| 8 * run.len() as u64).sum()
 }
 
-/// How a plane is coded, and its estimated cost in bits. `may_lose`: of how many bits, for being faster. `stored`: the bits of
-/// a table, as far as they count.
+/// How a plane is coded, its estimated cost in bits, and the bytes of its table, if it has one. `may_lose`: of how many
+/// bits, for being faster. `stored`: the bits of a table of so many bytes, as far as they count.
 pub(super) fn choose(
     (plane, counted): (&[u8], &CountedPlane),
     dense: bool,
     may_lose: impl Fn(u64) -> u64,
-    stored: impl Fn(&Table) -> u64,
-) -> (PlannedPlane, u64) {
+    stored: impl Fn(usize) -> u64,
+) -> (PlannedPlane, u64, usize) {
     let CountedPlane { counts, least } = counted;
     let least = *least;
     let (raw, noise) = noise(plane, dense);
-    let (coding, cost) = if plane.iter().all(|b| *b == plane[0]) {
+    let (coding, cost, table) = if plane.iter().all(|b| *b == plane[0]) {
         // Stored as a constant wherever it is one.
-        (PlaneCoding::RAW, 0)
+        (PlaneCoding::RAW, 0, 0)
     } else if !is_worth(least, raw) {
-        (noise, raw)
+        (noise, raw, 0)
     } else {
-        let table = counts.table(Precision::P8);
-        let pairs = cost(counts, &table);
-        let much_less = (pairs + stored(&table)).saturating_sub(may_lose(pairs));
-        let singles = (least < much_less).then(|| counts.table(Precision::P12));
-        let singles = singles.map(|table| (cost(counts, &table), stored(&table)));
-        let (coding, cost) = match singles {
-            Some((singles, table)) if singles + table < much_less => (PlaneCoding::RANS12, singles),
-            _ => (PlaneCoding::RANS8, pairs),
+        let (pairs, table) = cost_with(counts, counts, Precision::P8);
+        let much_less = (pairs + stored(table)).saturating_sub(may_lose(pairs));
+        let singles = (least < much_less).then(|| cost_with(counts, counts, Precision::P12));
+        let (coding, cost, table) = match singles {
+            Some((singles, table)) if singles + stored(table) < much_less => {
+                (PlaneCoding::RANS12, singles, table)
+            }
+            _ => (PlaneCoding::RANS8, pairs, table),
         };
-        if is_worth(cost, raw) { (coding, cost) } else { (noise, raw) }
+        if is_worth(cost, raw) { (coding, cost, table) } else { (noise, raw, 0) }
     };
     let noise = cost == 8 * plane.len() as u64;
-    (PlannedPlane { coding, counts: vec![counts.clone()], one_table: false, noise }, cost)
+    let counts = vec![counts.clone()];
+    (PlannedPlane { coding, counts, one_table: false, noise }, cost, table)
 }
 
 /// As [`choose`], with the contexts of the symbols. A tensor of so many values keeps the tables once. `smooth`: symbols
@@ -189,11 +190,8 @@ fn counts_of(symbols: &[u8], contexts: &[u8]) -> Vec<Counts> {
         return vec![Counts::of_all(symbols)];
     }
     let last = contexts.iter().fold(0, |a, b| a.max(*b));
-    let mut counts = vec![Counts::new(); 1 + usize::from(last)];
-    for (symbol, context) in symbols.iter().zip(contexts) {
-        counts[usize::from(*context)].add_symbol(*symbol, 1);
-    }
-    counts
+    let len = symbols.len().min(contexts.len());
+    Counts::of_all_in_contexts(&symbols[..len], &contexts[..len], 1 + usize::from(last))
 }
 
 /// How many symbols there are.

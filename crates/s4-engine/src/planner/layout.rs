@@ -82,24 +82,26 @@ pub(super) struct Candidate {
     total: u64,
 }
 
-/// The planes of some values as they were counted, layout by layout: whatever is asked of the values, they are the same.
+/// The planes of some values as they were counted: several layouts have the same ones, and whatever is asked of the
+/// values, they are the same.
 #[derive(Default)]
-pub(super) struct Counted(Vec<(LayoutId, Rc<[CountedPlane]>)>);
+pub(super) struct Counted(Vec<KnownPlane>);
+
+struct KnownPlane {
+    plane: Vec<u8>,
+    /// Of a symbol.
+    bits: u64,
+    counted: Rc<CountedPlane>,
+}
 
 impl Counted {
-    /// The planes of a layout, with the bits of their symbols, if they have to be counted.
-    fn planes<'a>(
-        &mut self,
-        layout: LayoutId,
-        coarse: bool,
-        planes: impl Iterator<Item = (&'a [u8], u64)>,
-    ) -> Rc<[CountedPlane]> {
-        if let Some((_, counted)) = self.0.iter().find(|(known, _)| *known == layout) {
-            return counted.clone();
+    /// What is counted of a plane whose symbols have so many bits.
+    fn plane(&mut self, plane: &[u8], bits: u64, coarse: bool) -> Rc<CountedPlane> {
+        if let Some(known) = self.0.iter().find(|k| k.bits == bits && k.plane == plane) {
+            return Rc::clone(&known.counted);
         }
-        let counted: Rc<[_]> =
-            planes.map(|(plane, bits)| CountedPlane::of(plane, bits, coarse)).collect();
-        self.0.push((layout, counted.clone()));
+        let counted = Rc::new(CountedPlane::of(plane, bits, coarse));
+        self.0.push(KnownPlane { plane: plane.to_vec(), bits, counted: Rc::clone(&counted) });
         counted
     }
 }
@@ -176,8 +178,9 @@ impl CpuEngine {
         let delta = !matches!(of, Of::Values | Of::Residuals);
         let small = allowed(about.preset).rank1;
         let is_dense = |i| layout == LayoutId::FIELDS_SIGN && i == 2;
-        let each = (0..planes).map(|i| (plane(i), if is_dense(i) { 7 } else { 8 }));
-        let counted = counted.planes(layout, small, each);
+        let bits = |i| if is_dense(i) { 7 } else { 8 };
+        let counted: Vec<_> =
+            (0..planes).map(|i| counted.plane(plane(i), bits(i), small)).collect();
         let least = |i: usize| counted[i].least.min(8 * plane(i).len() as u64);
         let all = if delta || small { (0..planes).map(least).sum() } else { 0 };
         for i in 0..planes {
@@ -192,16 +195,19 @@ impl CpuEngine {
             let known: Vec<_> = (0..i).map(plane).collect();
             let contexts = self.contexts(of, layout, &known, plane(i).len())?;
             let plane = plane(i);
-            let (planned, cost) = match (of, &contexts[..]) {
+            let (planned, cost, table) = match (of, &contexts[..]) {
                 (Of::InContext { values, .. }, [_, ..]) => {
                     // Of the last plane even symbols say another thing than odd ones.
                     let alike = if i + 1 == planes { 2 } else { 1 };
                     let smooth =
                         (layout == LayoutId::BYTES).then_some((alike, all / CONTEXTS_LOSS));
-                    choose_in_context(plane, &contexts, dense, (values, smooth))
+                    let (planned, cost) =
+                        choose_in_context(plane, &contexts, dense, (values, smooth));
+                    // The tables of contexts are in the cost.
+                    (planned, cost, 0)
                 }
                 _ => choose((plane, &counted[i]), dense, may_lose, |table| match small {
-                    true => 8 * (table.encoded_len() * values) as u64 / about.values().max(1),
+                    true => 8 * (table * values) as u64 / about.values().max(1),
                     false => 0,
                 }),
             };
@@ -218,12 +224,8 @@ impl CpuEngine {
                 _ => cost,
             };
             let work = if precision.is_some() { values as u64 / RANS_WORK } else { 0 };
-            // The tensor keeps tables once; with contexts they were counted.
-            let tables = match (precision, contexts.is_empty()) {
-                (Some(p), true) => planned.counts.iter().map(|c| c.table(p).encoded_len()).sum(),
-                _ => 0,
-            };
-            let tables = 8 * (tables * values) as u64 / about.values().max(1);
+            // The tensor keeps it once.
+            let tables = 8 * (table * values) as u64 / about.values().max(1);
             c.planes.push(planned);
             c.cost += cost + work;
             // A plane that repeats a short unit is stored as that, whatever is planned.

@@ -183,11 +183,18 @@ class Stager(AsyncStager):  # type: ignore[misc]
         if on_devices is None:
             return {}
         there = [s for s in storages.all() if s.device.type == "cuda" and s.nbytes()]
+        placed = [(s, at, n) for s, (at, (n, _)) in zip(there, on_devices.places(), strict=True)]
         copies = {}
-        for storage, (address, where) in zip(there, on_devices.places(), strict=True):
-            held = _DeviceBytes(on_devices, address, storage.nbytes())
-            _device_copies[address] = held
-            copies[storage._cdata] = torch.as_tensor(held, device=f"cuda:{where[0]}")
+        for ordinal in ordinals:
+            # One tensor has them all: to make one takes as long as to describe ten.
+            own = [(storage, at) for storage, at, n in placed if n == ordinal]
+            first = min(at for _, at in own)
+            end = max(at + storage.nbytes() for storage, at in own)
+            held = _DeviceBytes(on_devices, first, end - first)
+            _device_copies[first] = held
+            whole = torch.as_tensor(held, device=f"cuda:{ordinal}")
+            for storage, at in own:
+                copies[storage._cdata] = whole[at - first : at - first + storage.nbytes()]
         return copies
 
 

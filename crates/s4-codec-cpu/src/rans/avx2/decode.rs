@@ -103,9 +103,13 @@ impl<const P: i32> Decoder<P> {
                 segment.words.next = next[n];
                 segment.words.check()?;
                 let block = segment.next_block()?;
-                store_symbols(&halves[n], block);
+                let marker = self.0.escapes.as_ref().map_or(0, |escapes| escapes.markers[0]);
+                let of_one_table = store_symbols(&halves[n], block, marker);
                 let Some(escapes) = &self.0.escapes else { continue };
-                let escapes = escaped(block, contexts[n], escapes);
+                let escapes = match CONTEXTS {
+                    true => escaped(block, contexts[n], escapes),
+                    false => of_one_table,
+                };
                 if escapes != [0; 4] {
                     store(x[n], &mut segment.states);
                     // SAFETY: as for this function, and `check` has succeeded.
@@ -194,10 +198,16 @@ unsafe fn refill(x: &mut __m256i, next: &mut *const u8) {
     *x = _mm256_blendv_epi8(*x, full, needs);
 }
 
-/// Writes the symbols of a block.
+/// Writes the symbols of a block; returns a bit for each that is `marker`.
 #[inline]
 #[target_feature(enable = "avx2")]
-fn store_symbols(halves: &[[__m256i; VECTORS]; 2], block: &mut [u8; BLOCK]) {
+fn store_symbols(
+    halves: &[[__m256i; VECTORS]; 2],
+    block: &mut [u8; BLOCK],
+    marker: u8,
+) -> [u64; 4] {
+    let marker = _mm256_set1_epi8(marker as i8);
+    let mut found = [0; 4];
     let (rows, _) = block.as_chunks_mut::<64>();
     for (i, row) in rows.iter_mut().enumerate() {
         // The runs of lanes 0, 1, 4, 5 and of lanes 2, 3, 6, 7.
@@ -210,7 +220,10 @@ fn store_symbols(halves: &[[__m256i; VECTORS]; 2], block: &mut [u8; BLOCK]) {
             _mm256_storeu_si256(row.as_mut_ptr().cast(), first);
             _mm256_storeu_si256(row[32..].as_mut_ptr().cast(), second);
         }
+        let bits = |v| u64::from(_mm256_movemask_epi8(_mm256_cmpeq_epi8(v, marker)) as u32);
+        found[i] = bits(first) | bits(second) << 32;
     }
+    found
 }
 
 /// A bit for each symbol of a block that stands for an escape.
