@@ -181,11 +181,12 @@ impl CpuEngine {
         let bits = |i| if is_dense(i) { 7 } else { 8 };
         let counted: Vec<_> =
             (0..planes).map(|i| counted.plane(plane(i), bits(i), small)).collect();
-        let least = |i: usize| counted[i].least.min(8 * plane(i).len() as u64);
-        let all = if delta || small { (0..planes).map(least).sum() } else { 0 };
-        for i in 0..planes {
+        let least =
+            |(i, counted): (usize, &Rc<CountedPlane>)| counted.least.min(8 * plane(i).len() as u64);
+        let all = if delta || small { counted.iter().enumerate().map(least).sum() } else { 0 };
+        for (i, counted) in counted.iter().enumerate() {
             let dense = is_dense(i);
-            let many = symbols_of(&counted[i].counts) > MANY;
+            let many = symbols_of(&counted.counts) > MANY;
             let may_lose = |pairs: u64| match (small, delta) {
                 (true, false) if many => all / LEAST_LOSS_OF_ALL,
                 (true, _) => all / LITTLE_LOSS_OF_ALL,
@@ -206,7 +207,7 @@ impl CpuEngine {
                     // The tables of contexts are in the cost.
                     (planned, cost, 0)
                 }
-                _ => choose((plane, &counted[i]), dense, may_lose, |table| match small {
+                _ => choose((plane, counted), dense, may_lose, |table| match small {
                     true => 8 * (table * values) as u64 / about.values().max(1),
                     false => 0,
                 }),

@@ -53,13 +53,13 @@ fn kind_of(name: &str) -> Option<&'static str> {
 
 /// Puts storages into groups; returns the role table as JSON, if there is one.
 pub(super) fn find(obj: &Bound<'_, PyAny>, storages: &mut Storages) -> PyResult<Option<String>> {
-    let (mut optimizers, mut masters) = (vec![], vec![]);
-    find_optimizers(obj, DEPTH, &mut optimizers)?;
-    find_masters(obj, DEPTH, &mut masters)?;
+    let kind = obj.py().import("torch")?.getattr("Tensor")?.cast_into()?;
+    let mut parts = Parts { tensor: &kind, optimizers: vec![], masters: vec![] };
+    parts.find(obj, DEPTH, true)?;
+    let Parts { optimizers, masters, .. } = parts;
     if optimizers.is_empty() && masters.is_empty() {
         return Ok(None);
     }
-    let kind = obj.py().import("torch")?.getattr("Tensor")?.cast_into()?;
     let parts: Vec<_> = optimizers.iter().map(|o| o.as_any()).chain(&masters).collect();
     let inside = parts.iter().map(|part| address(part)).collect();
     let mut weights = Weights::default();
@@ -98,49 +98,48 @@ pub(super) fn find(obj: &Bound<'_, PyAny>, storages: &mut Storages) -> PyResult<
     serde_json::to_string(&table).map(Some).map_err(to_value_error)
 }
 
-fn find_optimizers<'py>(
-    obj: &Bound<'py, PyAny>,
-    depth: usize,
-    found: &mut Vec<Bound<'py, PyDict>>,
-) -> PyResult<()> {
-    if let Ok(dict) = obj.cast::<PyDict>()
-        && let Some(state) = dict.get_item("state")?
-        && let Some(groups) = dict.get_item("param_groups")?
-        && state.is_instance_of::<PyDict>()
-        && groups.is_instance_of::<PyList>()
-    {
-        found.push(dict.clone());
-    } else if depth > 0 {
-        for item in items_of(obj)? {
-            find_optimizers(&item, depth - 1, found)?;
-        }
-    }
-    Ok(())
+/// Parts of an object that belong to optimizers.
+struct Parts<'a, 'py> {
+    tensor: &'a Bound<'py, PyType>,
+    /// State dicts of optimizers: not within each other.
+    optimizers: Vec<Bound<'py, PyDict>>,
+    /// Containers of the weights in fp32 that a model is rounded from, also within optimizers.
+    masters: Vec<Bound<'py, PyAny>>,
 }
 
-/// Containers of the weights in fp32 that a model is rounded from.
-fn find_masters<'py>(
-    obj: &Bound<'py, PyAny>,
-    depth: usize,
-    found: &mut Vec<Bound<'py, PyAny>>,
-) -> PyResult<()> {
-    let mut rest = vec![];
-    if let Ok(dict) = obj.cast::<PyDict>() {
+impl<'py> Parts<'_, 'py> {
+    /// Looks into containers, `depth` levels deep. `outside`: the object is in no optimizer's state.
+    fn find(&mut self, obj: &Bound<'py, PyAny>, depth: usize, outside: bool) -> PyResult<()> {
+        // Nearly all there is.
+        if obj.get_type().is(self.tensor) {
+            return Ok(());
+        }
+        let Ok(dict) = obj.cast::<PyDict>() else {
+            let items = if depth > 0 { items_of(obj)? } else { vec![] };
+            return items.iter().try_for_each(|item| self.find(item, depth - 1, outside));
+        };
+        let is_optimizer = outside && is_state_dict(dict)?;
+        if is_optimizer {
+            self.optimizers.push(dict.clone());
+        }
         for (key, item) in pairs_of(dict)? {
             let name = key.cast_exact::<PyString>().ok().and_then(|k| k.to_str().ok());
-            if name.is_some_and(|name| MASTERS.contains(&name)) && is_container(&item) {
-                found.push(item);
-            } else {
-                rest.push(item);
+            let is_master = name.is_some_and(|name| MASTERS.contains(&name)) && is_container(&item);
+            if is_master {
+                self.masters.push(item.clone());
+            }
+            if depth > 0 && !is_master {
+                self.find(&item, depth - 1, outside && !is_optimizer)?;
             }
         }
-    } else {
-        rest = items_of(obj)?;
+        Ok(())
     }
-    if depth > 0 {
-        rest.iter().try_for_each(|item| find_masters(item, depth - 1, found))?;
-    }
-    Ok(())
+}
+
+fn is_state_dict(dict: &Bound<'_, PyDict>) -> PyResult<bool> {
+    let (state, groups) = (dict.get_item("state")?, dict.get_item("param_groups")?);
+    let state = state.is_some_and(|state| state.is_instance_of::<PyDict>());
+    Ok(state && groups.is_some_and(|groups| groups.is_instance_of::<PyList>()))
 }
 
 /// Tensors in containers, in order; not of those `without`, by address.
@@ -173,7 +172,9 @@ fn is_container(obj: &Bound<'_, PyAny>) -> bool {
 
 /// What is in a container.
 fn items_of<'py>(obj: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyAny>>> {
-    if obj.is_instance_of::<PyDict>() {
+    if let Ok(dict) = obj.cast_exact::<PyDict>() {
+        Ok(dict.iter().map(|(_, value)| value).collect())
+    } else if obj.is_instance_of::<PyDict>() {
         obj.call_method0(intern!(obj.py(), "values"))?.try_iter()?.collect()
     } else if is_container(obj) {
         obj.try_iter()?.collect()
@@ -185,6 +186,10 @@ fn items_of<'py>(obj: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyAny>>> {
 type Pair<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>);
 
 fn pairs_of<'py>(dict: &Bound<'py, PyDict>) -> PyResult<Vec<Pair<'py>>> {
+    if dict.cast_exact::<PyDict>().is_ok() {
+        return Ok(dict.iter().collect());
+    }
+    // The order of others is their own matter.
     let items = dict.call_method0(intern!(dict.py(), "items"))?;
     items.try_iter()?.map(|pair| pair?.extract()).collect()
 }
