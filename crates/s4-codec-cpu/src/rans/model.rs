@@ -237,9 +237,10 @@ fn share(kept: &mut Kept, total: u32) -> &mut [TableEntry] {
     let counts = &kept.counts[..kept.len];
     let entries = &mut kept.entries[..kept.len];
     let m: u64 = counts.iter().sum();
+    let by_2m = Divisor::new(2 * m.max(1));
     let mut sum = 0;
     for (entry, &count) in entries.iter_mut().zip(counts) {
-        let freq = ((2 * count * u64::from(total) + m) / (2 * m)).max(1);
+        let freq = by_2m.quotient(2 * count * u64::from(total) + m).max(1);
         entry.freq = freq as u16;
         sum += freq as u32;
     }
@@ -276,6 +277,28 @@ fn share(kept: &mut Kept, total: u32) -> &mut [TableEntry] {
         }
     }
     entries
+}
+
+/// Divides by one number, many times: by a multiplication, where both are below 2^32 (D. Lemire, O. Kaser, N. Kurz, "Faster
+/// remainder by direct computation", 2019).
+struct Divisor {
+    by: u64,
+    /// 2^64 divided by it, rounded up; 0: 2^64 itself.
+    inverse: u64,
+}
+
+impl Divisor {
+    /// `by`: not 0.
+    fn new(by: u64) -> Self {
+        Self { by, inverse: (u64::MAX / by).wrapping_add(1) }
+    }
+
+    fn quotient(&self, x: u64) -> u64 {
+        if x.max(self.by) > u64::from(u32::MAX) || self.inverse == 0 {
+            return x / self.by;
+        }
+        ((u128::from(x) * u128::from(self.inverse)) >> 64) as u64
+    }
 }
 
 /// The ranges of a stream's symbols that are counted.
@@ -448,6 +471,24 @@ mod tests {
             assert!((f64::from(log2(v)) - exact).abs() <= 0.5 + 1e-3, "{v}");
         }
         assert!((1..1 << 16).all(|v| fast_log2(v) == log2(v)));
+    }
+
+    #[test]
+    fn divisions_are_exact() {
+        let most = u64::from(u32::MAX);
+        let some =
+            [1, 2, 3, 5, 7, 10, 641, 1 << 16, (1 << 31) - 1, most - 1, most, most + 1, 1 << 40];
+        for by in some {
+            let divisor = Divisor::new(by);
+            // On both sides of multiples.
+            let near = some.iter().flat_map(|n| {
+                let multiple = by.saturating_mul(*n);
+                [*n, multiple - 1, multiple, multiple.saturating_add(1)]
+            });
+            for x in near.chain([0, u64::MAX]) {
+                assert_eq!(divisor.quotient(x), x / by, "{x} / {by}");
+            }
+        }
     }
 
     /// Every slot is given, or taken, where it helps most, found anew each time.

@@ -225,7 +225,13 @@ fn smoothed(counts: &Counts, alike: usize) -> Counts {
         let above = reach.min((255 - at) / alike);
         let below = (at - reach * alike).checked_sub(alike).map_or(0, |i| sums[i]);
         let sum = sums[at + above * alike] - below;
-        out.add_symbol(symbol, SMOOTH * sum / (reach + above + 1) as u64);
+        let near = (reach + above + 1) as u64;
+        // Divisions of 64 bits take several times as long.
+        let mean = match u32::try_from(SMOOTH * sum) {
+            Ok(sum) => u64::from(sum / near as u32),
+            Err(_) => SMOOTH * sum / near,
+        };
+        out.add_symbol(symbol, mean);
     }
     out
 }

@@ -186,15 +186,56 @@ fn part_means<const W: usize, B: Bits<W>>(grid: &Grid, whole: &[[u8; W]], shift:
         if magnitudes_of::<W, B>(values, shift, &mut magnitudes) > 0 {
             continue;
         }
-        let sum = |of: &[i32]| of.iter().map(|m| i64::from(*m)).sum::<i64>();
         for (part, to) in (0..parts).zip(&mut sums) {
-            *to += sum(&magnitudes[grid.first(part) as usize..][..run]);
+            *to += sum_of(&magnitudes[grid.first(part) as usize..][..run]);
         }
-        all += sum(&magnitudes);
+        all += sum_of(&magnitudes);
         rows += 1;
     }
     let all = mean(all, rows * grid.cols as i64);
     sums.into_iter().map(|sum| mean(sum, rows * grid.run as i64) - all).collect()
+}
+
+/// As many magnitudes, each below 2^20, can be added in 32 bits.
+const NARROW: usize = 1 << 11;
+
+/// The sum of magnitudes.
+fn sum_of(magnitudes: &[i32]) -> i64 {
+    let narrow = |some: &[i32]| i64::from(some.iter().sum::<i32>());
+    magnitudes.chunks(NARROW).map(narrow).sum()
+}
+
+/// Sums of columns, to which rows are added: in 32 bits, as long as these suffice.
+struct Columns {
+    sums: Vec<i64>,
+    narrow: Vec<i32>,
+    rows: usize,
+}
+
+impl Columns {
+    fn new(columns: usize) -> Self {
+        Self { sums: vec![0; columns], narrow: vec![0; columns], rows: 0 }
+    }
+
+    fn add(&mut self, magnitudes: &[i32]) {
+        self.narrow.iter_mut().zip(magnitudes).for_each(|(sum, m)| *sum += m);
+        self.rows += 1;
+        if self.rows == NARROW {
+            self.widen();
+        }
+    }
+
+    fn widen(&mut self) {
+        for (sum, narrow) in self.sums.iter_mut().zip(&mut self.narrow) {
+            *sum += i64::from(std::mem::take(narrow));
+        }
+        self.rows = 0;
+    }
+
+    fn done(mut self) -> Vec<i64> {
+        self.widen();
+        self.sums
+    }
 }
 
 /// Sums of 2^31 magnitudes fit.
@@ -202,7 +243,7 @@ fn sums<const W: usize, B: Bits<W>>(grid: &Grid, values: &[u8], shift: u32) -> S
     let (parts, run) = (grid.parts() as usize, grid.run as usize);
     let mut out = Sums {
         rows: Vec::with_capacity(grid.rows as usize),
-        cols: vec![vec![0; run]; parts],
+        cols: vec![],
         counts: vec![0; parts],
         parts: vec![0; parts],
         zeros: Vec::with_capacity(grid.rows as usize),
@@ -210,19 +251,19 @@ fn sums<const W: usize, B: Bits<W>>(grid: &Grid, values: &[u8], shift: u32) -> S
     let values = values.as_chunks::<W>().0;
     let (runs, whole) = values.split_at(run * grid.rows as usize);
     out.parts = part_means::<W, B>(grid, whole, shift);
+    let mut cols: Vec<_> = (0..parts).map(|_| Columns::new(run)).collect();
     let mut magnitudes = vec![0i32; run];
     for (row, values) in runs.chunks_exact(run).enumerate() {
         let zeros = magnitudes_of::<W, B>(values, shift, &mut magnitudes);
-        out.rows.push(magnitudes.iter().map(|m| i64::from(*m)).sum());
+        out.rows.push(sum_of(&magnitudes));
         out.zeros.push((zeros > 0).then_some(zeros == run));
         if zeros == 0 {
             let part = row % parts;
             out.counts[part] += 1;
-            for (sum, m) in out.cols[part].iter_mut().zip(&magnitudes) {
-                *sum += i64::from(*m);
-            }
+            cols[part].add(&magnitudes);
         }
     }
+    out.cols = cols.into_iter().map(Columns::done).collect();
     out
 }
 
