@@ -14,8 +14,10 @@ use crate::DeviceMemory;
 const SPAN: usize = size_of::<CopySpan>();
 /// Copies start at multiples of this.
 const ALIGN: u64 = 256;
+/// Devices map memory in pages of this size.
+const PAGE: u64 = 2 << 20;
 /// The driver copies larger tensors, one by one; a kernel copies all others at once.
-const LARGE: u64 = 64 << 20;
+const LARGE: u64 = 16 << 20;
 /// What the memory is for, in errors.
 const WHAT: &str = "a copy of the tensors on the device";
 
@@ -258,6 +260,7 @@ impl Plan {
             }
         }
         plan.descriptors = plan.place((plan.spans.len() * SPAN) as u64);
+        plan.bytes = plan.bytes.next_multiple_of(PAGE);
         plan
     }
 
@@ -291,7 +294,7 @@ mod tests {
             assert!(first % ALIGN == 0 && first + len <= second, "{pair:?}");
         }
         let (first, len) = taken[taken.len() - 1];
-        assert_eq!(plan.bytes, (first + len).next_multiple_of(ALIGN));
+        assert_eq!(plan.bytes, (first + len).next_multiple_of(PAGE));
         for (tensor, &size) in sizes.iter().enumerate() {
             let own = plan.spans.iter().filter(|s| s.0 == tensor);
             let copied: u64 = own.clone().map(|s| s.2).sum();
