@@ -1,6 +1,5 @@
 //! Plans of device tensors: samples of them are fetched, and planned on the threads of the caller.
 
-use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ops::Range;
 
@@ -17,6 +16,9 @@ use crate::engine::{TensorError, TensorValues, each};
 use crate::planner::{About, Sample};
 use crate::{DeviceMemory, Inputs, ParentSample, Preset, Scratch, TensorPlan, planner};
 
+/// Bytes of large tensors that are kept until there are enough tensors for all threads.
+const LATER: u64 = 128 << 20;
+
 /// A tensor whose row and column offsets are to be fitted, and what was fetched of it: its samples, then the
 /// values of the grid.
 struct Waiting {
@@ -24,6 +26,8 @@ struct Waiting {
     grid: Grid,
     /// Items that are not fetched yet.
     items: usize,
+    /// All bytes of its items.
+    len: u64,
     bytes: Vec<u8>,
 }
 
@@ -66,7 +70,7 @@ impl CudaEngine {
             for ((tensor, sample), grid) in grids {
                 match grid {
                     Some(grid) => {
-                        waiting.push(Waiting { tensor, grid, items: 0, bytes: vec![] });
+                        waiting.push(Waiting { tensor, grid, items: 0, len: 0, bytes: vec![] });
                     }
                     None => now.push((tensor, None, sample)),
                 }
@@ -128,30 +132,49 @@ impl CudaEngine {
         let wanted = waiting.iter().map(|w| (w.tensor, Some(w.grid))).collect();
         let rows = sample_rows(given, wanted)?;
         for (i, (w, rows)) in waiting.iter_mut().zip(rows).enumerate() {
+            w.len = rows.iter().map(Rows::bytes).sum();
             let own = in_items(rows, room);
             w.items = own.len();
             owners.extend(own.iter().map(|_| i));
             items.extend(own);
         }
+        // Tensors of several items, which threads then plan side by side.
+        let mut later: Vec<Waiting> = vec![];
         fetch::run::<E>(sessions, &items, |batch| {
-            let mut ready: Vec<(usize, Grid, Cow<'_, [u8]>)> = vec![];
+            let mut now = vec![];
             for &(item, bytes) in batch {
                 let w = &mut waiting[owners[item]];
                 w.items -= 1;
                 // Nearly all tensors are one item, which is looked at where it lies.
-                match (w.items, w.bytes.is_empty()) {
-                    (0, true) => ready.push((w.tensor, w.grid, Cow::Borrowed(bytes))),
-                    (left, _) => {
-                        w.bytes.extend_from_slice(bytes);
-                        if left == 0 {
-                            ready.push((w.tensor, w.grid, std::mem::take(&mut w.bytes).into()));
-                        }
-                    }
+                if w.items == 0 && w.bytes.is_empty() {
+                    now.push((w.tensor, Some(w.grid), bytes));
+                    continue;
+                }
+                w.bytes.reserve_exact(w.len as usize - w.bytes.len());
+                w.bytes.extend_from_slice(bytes);
+                if w.items == 0 {
+                    let bytes = std::mem::take(&mut w.bytes);
+                    later.push(Waiting { bytes, ..*w });
                 }
             }
-            let fetched = ready.iter().map(|(tensor, grid, b)| (*tensor, Some(*grid), &b[..]));
-            self.plan_fetched(given, fetched.collect(), plans)
-        })
+            self.plan_fetched(given, now, plans)?;
+            if later.iter().map(|w| w.len).sum::<u64>() < LATER {
+                return Ok(());
+            }
+            self.plan_whole(given, std::mem::take(&mut later), plans)
+        })?;
+        self.plan_whole(given, later, plans)
+    }
+
+    /// Plans tensors all items of which were fetched.
+    fn plan_whole<E: From<CudaError> + Send>(
+        &self,
+        given: &Given<'_, E>,
+        fetched: Vec<Waiting>,
+        plans: &mut [Option<TensorPlan>],
+    ) -> Result<(), E> {
+        let fetched = fetched.iter().map(|w| (w.tensor, Some(w.grid), &w.bytes[..]));
+        self.plan_fetched(given, fetched.collect(), plans)
     }
 
     /// The grid of a tensor whose samples were fetched.

@@ -322,3 +322,25 @@ fn what_is_planned_is_coded_by_the_kernels_alone() {
     }
     check(&gpu, &engine, &hosts, &plans);
 }
+
+/// What is looked at of each tensor is more than a slot has room for.
+#[test]
+fn tall_tensors_are_planned_as_on_the_cpu() {
+    let Some(gpu) = gpu() else { return };
+    let hosts = [16_384, 16_400, 20_000].map(|rows| moments(DType::BFloat16, rows, 128));
+    let uploads: Vec<_> = hosts.iter().map(|h| gpu.upload(&h.data, 0)).collect();
+    let tensors: Vec<_> = hosts.iter().zip(&uploads).map(|(h, u)| h.on(u)).collect();
+    let engine = gpu.engine(CudaOptions { scratch: 16 << 20, ..CudaOptions::default() });
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
+    let plan = |pool| engine.plan::<CudaError>(Preset::Balanced, &tensors, &NoInputs, pool);
+    let cpu = CpuEngine::new(Simd::detect());
+    for plans in [plan(None).unwrap(), plan(Some(&pool)).unwrap()] {
+        for (host, plan) in hosts.iter().zip(&plans) {
+            let view = host.view();
+            let job = PlanJob { preset: Preset::Balanced, view: &view, parent: None, role: None };
+            let own = cpu.plan(&job, &mut Scratch::default()).unwrap();
+            assert_eq!(format!("{plan:?}"), format!("{own:?}"), "{}", host.name);
+            assert_eq!(plan.plan.predictor, PredictorId::RANK1, "{plan:?}");
+        }
+    }
+}

@@ -288,20 +288,27 @@ fn adjust(grid: &Grid, sums: &Sums) -> (Vec<i64>, Vec<i64>) {
     for (first, mean) in firsts.iter().zip(&sums.parts) {
         cols[*first..first + run].fill(*mean);
     }
+    // What rows and columns are on average does not change from round to round.
+    let of_rows: Vec<i64> = sums.rows.iter().map(|sum| mean(*sum, grid.run as i64)).collect();
+    let of_cols = sums.cols.iter().zip(&sums.counts);
+    let of_cols: Vec<Vec<i64>> =
+        of_cols.map(|(sums, n)| sums.iter().map(|sum| mean(*sum, *n)).collect()).collect();
     for _ in 0..ROUNDS {
-        let of_part: Vec<i64> = firsts.iter().map(|f| cols[*f..f + run].iter().sum()).collect();
-        for (i, (row, sum)) in rows.iter_mut().zip(&sums.rows).enumerate() {
-            *row = mean(*sum, grid.run as i64) - of_part[i % parts] / grid.run as i64;
-        }
+        let of_part = |first: &usize| cols[*first..first + run].iter().sum::<i64>();
+        let of_part: Vec<i64> = firsts.iter().map(|f| of_part(f) / grid.run as i64).collect();
         let mut row_sums = vec![0i128; parts];
-        for (i, row) in rows.iter().enumerate().filter(|(i, _)| sums.zeros[*i].is_none()) {
-            row_sums[i % parts] += i128::from(*row);
+        let known = rows.iter_mut().zip(&of_rows).zip(&sums.zeros);
+        for (((row, mean), zeros), part) in known.zip((0..parts).cycle()) {
+            *row = mean - of_part[part];
+            if zeros.is_none() {
+                row_sums[part] += i128::from(*row);
+            }
         }
         for (part, &first) in firsts.iter().enumerate() {
             let count = sums.counts[part];
             let rows = if count == 0 { 0 } else { (row_sums[part] / i128::from(count)) as i64 };
-            for (col, sum) in cols[first..first + run].iter_mut().zip(&sums.cols[part]) {
-                *col = mean(*sum, count) - rows;
+            for (col, mean) in cols[first..first + run].iter_mut().zip(&of_cols[part]) {
+                *col = mean - rows;
             }
         }
         // What no row tells, as where all of a part hold zeros, is 0.
