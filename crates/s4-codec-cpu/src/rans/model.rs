@@ -82,11 +82,9 @@ impl Counts {
         // In two parts, so that runs of a symbol wait less for each other.
         let mut parts = vec![[[0u32; 256]; 2]; tables];
         for range in ranges {
-            let pairs = symbols[range.clone()].chunks(2).zip(contexts[range].chunks(2));
-            for (symbols, contexts) in pairs {
-                for (i, (symbol, context)) in symbols.iter().zip(contexts).enumerate() {
-                    parts[usize::from(*context)][i][usize::from(*symbol)] += 1;
-                }
+            let pairs = symbols[range.clone()].iter().zip(&contexts[range]);
+            for (i, (symbol, context)) in pairs.enumerate() {
+                parts[usize::from(*context)][i % 2][usize::from(*symbol)] += 1;
             }
         }
         let counts = parts.iter().map(|[even, odd]| {

@@ -113,25 +113,13 @@ pub(super) fn is_uneven(sample: &[u8], width: usize) -> bool {
 
 // With the width known, what follows is made of vector instructions.
 
-/// The sign and the 8 bits below it.
-#[inline(always)]
-fn top<const WIDTH: usize>(value: &[u8; WIDTH]) -> u32 {
-    let mut bytes = [0; 8];
-    bytes[..WIDTH].copy_from_slice(value);
-    match WIDTH {
-        8 => (u64::from_le_bytes(bytes) >> 55) as u32,
-        1 => u32::from(bytes[0]) << 1,
-        _ => u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]) >> (8 * WIDTH - 9),
-    }
-}
-
 fn have_both_signs<const WIDTH: usize>(values: &[u8]) -> bool {
     let values = values.as_chunks::<WIDTH>().0;
-    let (any, all) = values.iter().fold((0, !0), |(any, all), v| {
-        let top = top(v);
+    let (any, all) = values.iter().fold((0, 0xff), |(any, all), v| {
+        let top = v[WIDTH - 1];
         (any | top, all & top)
     });
-    (any & !all) >> 8 == 1
+    (any & !all) >> 7 == 1
 }
 
 fn is_uneven_of<const WIDTH: usize>(sample: &[u8]) -> bool {
@@ -155,7 +143,8 @@ fn sums_of_exponents<const WIDTH: usize>(run: &[[u8; WIDTH]]) -> (u64, u64, u64)
     // The 8 bits below the sign. PROBE squares of them fit.
     const { assert!(PROBE * 255 * 255 < u32::MAX as usize) };
     let (sum, squares) = run.iter().fold((0u32, 0u32), |(sum, squares), v| {
-        let exponent = top(v) & 0xff;
+        let low = if WIDTH > 1 { v[WIDTH - 2] } else { 0 };
+        let exponent = u32::from(v[WIDTH - 1] << 1 | low >> 7);
         (sum + exponent, squares + exponent * exponent)
     });
     (run.len() as u64, sum.into(), squares.into())
