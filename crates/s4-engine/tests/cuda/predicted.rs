@@ -301,6 +301,15 @@ fn moments(dtype: DType, rows: u64, cols: u64) -> Host {
     Host { name: format!("{dtype} moments"), dtype, shape: vec![rows, cols], data }
 }
 
+/// The plan is by rows and columns, and the one that the CPU makes.
+fn check_plan(cpu: &CpuEngine, host: &Host, plan: &TensorPlan) {
+    let view = host.view();
+    let job = PlanJob { preset: Preset::Balanced, view: &view, parent: None, role: None };
+    let own = cpu.plan(&job, &mut Scratch::default()).unwrap();
+    assert_eq!(format!("{plan:?}"), format!("{own:?}"), "{}", host.name);
+    assert_eq!(plan.plan.predictor, PredictorId::RANK1, "{plan:?}");
+}
+
 /// What the planner chooses by itself, with tables that chunks share.
 #[test]
 fn what_is_planned_is_coded_by_the_kernels_alone() {
@@ -312,12 +321,8 @@ fn what_is_planned_is_coded_by_the_kernels_alone() {
     let plans = engine.plan::<CudaError>(Preset::Balanced, &tensors, &NoInputs, None).unwrap();
     let cpu = CpuEngine::new(Simd::detect());
     for (host, plan) in hosts.iter().zip(&plans) {
-        let view = host.view();
-        let job = PlanJob { preset: Preset::Balanced, view: &view, parent: None, role: None };
-        let own = cpu.plan(&job, &mut Scratch::default()).unwrap();
-        assert_eq!(format!("{plan:?}"), format!("{own:?}"), "{}", host.name);
-        assert_eq!(plan.plan.predictor, PredictorId::RANK1, "{plan:?}");
-        let chunks = on_cpu(host, Some(own)).chunks;
+        check_plan(&cpu, host, plan);
+        let chunks = on_cpu(host, Some(plan.clone())).chunks;
         assert!(chunks.len() > 1 && chunks.iter().any(|c| c.0.shared), "{}", host.name);
     }
     check(&gpu, &engine, &hosts, &plans);
@@ -336,11 +341,7 @@ fn tall_tensors_are_planned_as_on_the_cpu() {
     let cpu = CpuEngine::new(Simd::detect());
     for plans in [plan(None).unwrap(), plan(Some(&pool)).unwrap()] {
         for (host, plan) in hosts.iter().zip(&plans) {
-            let view = host.view();
-            let job = PlanJob { preset: Preset::Balanced, view: &view, parent: None, role: None };
-            let own = cpu.plan(&job, &mut Scratch::default()).unwrap();
-            assert_eq!(format!("{plan:?}"), format!("{own:?}"), "{}", host.name);
-            assert_eq!(plan.plan.predictor, PredictorId::RANK1, "{plan:?}");
+            check_plan(&cpu, host, plan);
         }
     }
 }

@@ -21,12 +21,12 @@ from ._storages import Hint, StorageWriter, is_strided
 #: Buffers that are kept for the next call.
 _SPARE = 2
 
-#: Copies on devices, by the address of each: whoever reads them waits for them, and frees them.
+#: Memory of devices with copies in it, by its address: whoever reads them waits for them, and frees them.
 _device_copies: weakref.WeakValueDictionary[int, _DeviceBytes] = weakref.WeakValueDictionary()
 
 
 class _DeviceBytes:
-    """Memory of a device with a copy in it, as PyTorch takes it over."""
+    """Memory of a device with copies in it, as PyTorch takes it over."""
 
     def __init__(self, copies: _core.DeviceCopies, address: int, nbytes: int) -> None:
         self.copies = copies
@@ -186,7 +186,7 @@ class Stager(AsyncStager):  # type: ignore[misc]
         placed = [(s, at, n) for s, (at, (n, _)) in zip(there, on_devices.places(), strict=True)]
         copies = {}
         for ordinal in ordinals:
-            # One tensor has them all: to make one takes as long as to describe ten.
+            # All of a device lie in one mapping: PyTorch takes it over once, and each copy is a part of it.
             own = [(storage, at) for storage, at, n in placed if n == ordinal]
             first = min(at for _, at in own)
             end = max(at + storage.nbytes() for storage, at in own)
