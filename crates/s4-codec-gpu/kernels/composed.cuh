@@ -53,6 +53,7 @@ __device__ __forceinline__ void encode_planes(const EncodeChunk& c, u32 planes, 
   u8* streams = c.scratch + planes_bytes(c.n, c.width);
   u8* segments = streams + planes_bytes(c.n, c.width);
   if (threadIdx.x == 0) shared.coded[planes] = Coded{c.scratch, 0, 0, kRaw, 0, false};
+  make_multipliers(shared.plane.multipliers);
   __syncthreads();
 #pragma unroll 1
   for (u32 i = planes; i-- > 0;) {

@@ -155,14 +155,16 @@ __device__ __forceinline__ u32 make_table(u32* counts, bool all, u32 slots, Mode
 }
 
 // The coders of all symbols with a table. One warp.
+template <u32 kBits>
 __device__ __forceinline__ void make_list_coders(const SharedTable& table, u32* coders) {
-  for (u32 s = lane_id(); s < 256; s += kLanes) coders[s] = table.escape | kPlaneEscape;
+  const u32 escape = make_plane_coder<kBits>(table.escape, 0) | kPlaneEscape;
+  for (u32 s = lane_id(); s < 256; s += kLanes) coders[s] = escape;
   __syncwarp();
   u32 at = table.escape;
   for (u32 first = 0; first < table.count; first += kLanes) {
     const u32 i = first + lane_id(), freq = i < table.count ? table.freq[i] : 0;
     const u32 start = at + warp_sum_below(freq);
-    if (i < table.count) coders[table.symbol[i]] = freq | start << 13;
+    if (i < table.count) coders[table.symbol[i]] = make_plane_coder<kBits>(freq, start);
     at += warp_sum(freq);
   }
 }
@@ -218,7 +220,7 @@ struct EncodeContexts {
       const u32 most = contexts.classes == nullptr ? 1 : Source::kMostTables;
       if (is_usable(job.tables, kBits, most)) {
         list = job.tables.at, count = job.tables.count;
-        make_coders(coders);
+        make_coders<kBits>(coders);
         return true;
       }
     }
@@ -256,15 +258,16 @@ struct EncodeContexts {
     const auto scaled = [&](u64 bits) { return bits * job.size / max(coders.counted, 1u); };
     const bool tensors = usable && scaled(coders.shared_bits) < scaled(coders.own_bits) + 8 * own_len;
     if (tensors) list = job.tables.at, count = job.tables.count;
-    make_coders(coders);
+    make_coders<kBits>(coders);
     return tensors;
   }
 
   // The coders of the tables that are used. All threads; ends with a barrier.
+  template <u32 kBits>
   __device__ __forceinline__ void make_coders(Coders& coders) const {
 #pragma unroll 1
     for (u32 t = warp_id(); t < min(count, Source::kMostTables); t += kComposedWarps)
-      make_list_coders(list[t], coders.of + 256 * t);
+      make_list_coders<kBits>(list[t], coders.of + 256 * t);
     __syncthreads();
   }
 

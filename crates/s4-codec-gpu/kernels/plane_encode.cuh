@@ -1,5 +1,4 @@
-// Codes one plane of a chunk that was split: const, bits, rANS of both precisions, or not at all. Divides by
-// division, where rans_encode.cuh multiplies: this is for the planes that are not a model's weights. `Density`: of
+// Codes one plane of a chunk that was split: const, bits, rANS of both precisions, or not at all. `Density`: of
 // differences the CPU's engine counts all symbols and makes longer segments. `Context` tells the table of each
 // symbol.
 #pragma once
@@ -9,8 +8,24 @@
 
 namespace s4 {
 
-// How to code one symbol: bits 0..12 frequency, 13..24 first slot, 31 escape.
+// How to code one symbol: bits 0..12 frequency f, 13..24 what is added (the first slot; with P = 8 as in `Coder`), 31
+// escape. With P = 8 the state is multiplied instead of divided: by `multipliers[f]`, then bits 25..27 shift, bit 28
+// round. So the coders of many tables have room in shared memory.
 constexpr u32 kPlaneEscape = 1u << 31;
+constexpr u32 kMultipliers = kTotal + 1;
+
+template <u32 kBits>
+__device__ __forceinline__ u32 make_plane_coder(u32 freq, u32 start) {
+  if (kBits != 8 || freq == 0) return freq | start << 13;
+  const Coder c = make_coder(freq, start, false);
+  return freq | c.packed >> 23 << 13 | (c.packed & 7) << 25 | (c.packed & kRoundBit ? 1u << 28 : 0);
+}
+
+// All threads.
+__device__ __forceinline__ void make_multipliers(u32* multipliers) {
+  for (u32 f = threadIdx.x; f < kMultipliers; f += blockDim.x)
+    multipliers[f] = f > 0 ? make_coder(f, 0, false).magic : 0;
+}
 
 constexpr u32 kComposedWarps = kComposedThreads / kLanes;
 constexpr u32 kMostPlaneSegments = kMaxPlaneBytes / kSegment;
@@ -29,6 +44,7 @@ struct Coded {
 template <class Context>
 struct PlaneShared {
   typename Context::Coders coders;
+  u32 multipliers[kMultipliers];
   u32 words[kMostPlaneSegments];
   u32 unit;
   u8 head[kHeadBytes];
@@ -52,33 +68,42 @@ struct PlaneJob {
   u8* segments;               // kSegmentScratch for each segment
 };
 
-template <u32 kBits>
-__device__ __forceinline__ void push_plane_symbol(u32& x, u32 coder) {
+__device__ __forceinline__ void push_wide_symbol(u32& x, u32 coder) {
   const u32 freq = coder & 0x1fff, quotient = x / freq;
-  x = (quotient << kBits) + (coder >> 13 & 0xfff) + (x - quotient * freq);
+  x = (quotient << 12) + (coder >> 13 & 0xfff) + (x - quotient * freq);
+}
+
+__device__ __forceinline__ void push_narrow_symbol(u32& x, u32 coder, u32 multiplier) {
+  const u32 quotient = __umulhi(x + (coder >> 28 & 1), multiplier) >> (coder >> 25 & 7);
+  x = quotient * (kTotal - (coder & 0x1fff)) + (x + (coder >> 13 & 0xfff));
 }
 
 // Codes eight symbols of each lane by their coders. `kLoneEscapes`: two may need no bits at all.
 template <u32 kBits, bool kLoneEscapes>
-__device__ __forceinline__ void push_plane_block(u32& x, WordSink& sink, const u32* c, const u32* symbols) {
+__device__ __forceinline__ void push_plane_block(u32& x, WordSink& sink, const u32* c, const u32* multipliers,
+                                                 const u32* symbols) {
   u32 left = 0;
 #pragma unroll
   for (int k = 0; k < 8; k++) left |= c[k] >> 31 << k;
-  if (__any_sync(kAllLanes, left)) push_escapes(x, sink, left, symbols);
   if (kBits == 8) {
+    u32 m[8];
+#pragma unroll
+    for (int k = 0; k < 8; k++) m[k] = multipliers[c[k] & 0x1fff];
+    if (__any_sync(kAllLanes, left)) push_escapes(x, sink, left, symbols);
 #pragma unroll
     for (int k = 6; k >= 0; k -= 2) {
       const u32 limit = (c[k] & 0x1fff) * (c[k + 1] & 0x1fff) << 16;
       sink.put(x, limit, !kLoneEscapes || limit != 0);
-      push_plane_symbol<kBits>(x, c[k + 1]);
-      push_plane_symbol<kBits>(x, c[k]);
+      push_narrow_symbol(x, c[k + 1], m[k + 1]);
+      push_narrow_symbol(x, c[k], m[k]);
     }
   } else {
+    if (__any_sync(kAllLanes, left)) push_escapes(x, sink, left, symbols);
 #pragma unroll
     for (int k = 7; k >= 0; k--) {
       const u32 freq = c[k] & 0x1fff;
       sink.put(x, freq << 20, freq < 4096);  // 4096 << 20 is more than any state
-      push_plane_symbol<kBits>(x, c[k]);
+      push_wide_symbol(x, c[k]);
     }
   }
   sink.flush_pieces();
@@ -142,18 +167,21 @@ __device__ __forceinline__ void encode_segments(const PlaneJob& job, const Segme
 }
 
 // How to code each symbol, by symbol. All threads; ends with a barrier.
+template <u32 kBits>
 __device__ __forceinline__ void make_plane_coders(const Model& model, u32* coders) {
-  for (u32 s = threadIdx.x; s < 256; s += blockDim.x) coders[s] = model.escape | kPlaneEscape;
+  const u32 escape = make_plane_coder<kBits>(model.escape, 0) | kPlaneEscape;
+  for (u32 s = threadIdx.x; s < 256; s += blockDim.x) coders[s] = escape;
   __syncthreads();
   for (u32 i = threadIdx.x; i < model.kept; i += blockDim.x)
-    coders[model.symbol[i]] = model.freq[i] | static_cast<u32>(model.start[i]) << 13;
+    coders[model.symbol[i]] = make_plane_coder<kBits>(model.freq[i], model.start[i]);
   __syncthreads();
 }
 
-// How symbols are coded: by division, each with the coder of its context's table.
+// How symbols are coded: each with the coder of its context's table.
 template <u32 kBits, class Context>
 struct PlaneCoders {
   const u32* coders;
+  const u32* multipliers;
   Context context;
 
   __device__ __forceinline__ void push(u32& x, WordSink& sink, u32 at, const u32* symbols) const {
@@ -161,7 +189,7 @@ struct PlaneCoders {
     u32 c[8];
 #pragma unroll
     for (int k = 0; k < 8; k++) c[k] = coders[tables.of(k) * 256 + byte_of(symbols, k)];
-    push_plane_block<kBits, Context::kLoneEscapes>(x, sink, c, symbols);
+    push_plane_block<kBits, Context::kLoneEscapes>(x, sink, c, multipliers, symbols);
   }
 };
 
@@ -199,7 +227,7 @@ struct EncodeOneTable {
     count_plane(job.plane, job.size, density, shared.u.count.hist, counts);
     make_model(counts, density.is_sparse() || job.size <= kCountAll, kSlots, shared.model);
     const bool tensors = choose_table(counts, only_table(job.tables), job.size, kSlots, shared.model);
-    make_plane_coders(shared.model, shared.coders.of);
+    make_plane_coders<kBits>(shared.model, shared.coders.of);
     return tensors;
   }
 
@@ -219,7 +247,7 @@ __device__ __forceinline__ Coded encode_rans(const PlaneJob& job, Density densit
   const bool tensors = context.template choose<kBits>(job, density, shared);
   const Segments<Density> segments{job.size, density};
   const u32 carried = segments.carried(job.behind.len);
-  const PlaneCoders<kBits, Context> coders{shared.coders.of, context};
+  const PlaneCoders<kBits, Context> coders{shared.coders.of, shared.multipliers, context};
   encode_segments(job, segments, coders, context.padding(shared), carried, shared);
   const u32 flags = (tensors ? kFlagShared : 0) | (carried > 0 ? kFlagCarries : 0);
   const auto bytes = context.template bytes<kBits>(shared);

@@ -177,6 +177,11 @@ impl<'a> ChunkQueue<'a> {
     pub(crate) fn plan(&self, number: usize) -> &'a TensorPlan {
         &self.plans[number]
     }
+
+    /// Bytes of values of chunks that were not taken yet, and of those of the same tensors that were.
+    pub(crate) fn most_left(&self) -> u64 {
+        self.waiting.iter().map(|&tensor| self.tensors[tensor].values.bytes()).sum()
+    }
 }
 
 impl ChunkQueue<'_> {

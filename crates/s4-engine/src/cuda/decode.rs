@@ -38,7 +38,7 @@ impl<'s, 'a> Decoder<'s, 'a> {
 
     /// Bytes of frames that one [`Decoder::push`] may have.
     pub fn room(&self) -> usize {
-        let frames = self.queues.values().map(|q| q.session.sizes.frames as usize);
+        let frames = self.queues.values().map(|q| q.session.sizes.host_frames as usize);
         frames.min().unwrap_or(usize::MAX)
     }
 

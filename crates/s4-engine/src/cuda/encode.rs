@@ -22,7 +22,7 @@ use super::error::{CudaError, Of, Result};
 use super::parent::{self, LevelPlaces};
 use super::route::{Told, codings, encode_route, position, scale};
 use super::sets::{self, Extra, Rows, SetPlace, TensorSet};
-use super::worker::{SLOTS, Session};
+use super::worker::{SLOTS, Session, Sizes};
 use super::{Counters, Host};
 use crate::encode::plain;
 use crate::engine::{Chunk, ChunkQueue};
@@ -50,6 +50,8 @@ pub(super) struct EncodeQueue<'a> {
     frames: Vec<Vec<u8>>,
     /// Where the next group's frames go to.
     open: OpenPiece,
+    /// Groups that were cut.
+    cut: u32,
 }
 
 impl<'a> EncodeQueue<'a> {
@@ -72,6 +74,7 @@ impl<'a> EncodeQueue<'a> {
             values: vec![],
             frames: vec![],
             open: OpenPiece::default(),
+            cut: 0,
         }
     }
 
@@ -132,9 +135,26 @@ impl<'a> EncodeQueue<'a> {
         Ok((set, rows))
     }
 
+    /// The most bytes of frames of the next group. The first groups are small, so that the link has something to carry
+    /// soon; those that the slot has no room for on the host must have a place in pieces before they are encoded.
+    fn most_frames(&mut self) -> u64 {
+        let Sizes { frames, host_frames, .. } = self.session.sizes;
+        let most = (host_frames << self.cut.min(16)).min(frames);
+        let device = &self.session.worker.device;
+        let mut roomy = most > host_frames;
+        if roomy {
+            let wanted = most.min(self.chunks.most_left());
+            roomy = self.open.has_room(wanted, &self.host.pieces, device);
+        }
+        if roomy { most } else { host_frames }
+    }
+
     /// Takes as many chunks as a slot has room for.
     fn cut<E>(&mut self, slot: usize, inputs: &dyn Inputs<E>) -> Result<Group<'a>> {
         let sizes = self.session.sizes;
+        let most = self.most_frames();
+        // Whether a chunk's values go to the slot's memory on the host.
+        let mut to_host = false;
         let mut group = Group { slot, ..Group::default() };
         let mut used = Room { meta: TOTAL + 2 * SPAN + 64, ..Room::default() };
         self.parent_sets = 0;
@@ -164,13 +184,15 @@ impl<'a> EncodeQueue<'a> {
             if member.route.is_none() {
                 (set, rows) = (None, None);
             }
+            to_host |= member.route.is_none();
             let sum = Room {
                 frames: used.frames + more.frames,
                 parents: used.parents + more.parents,
                 scratch: used.scratch + more.scratch,
                 meta: used.meta + more.meta,
             };
-            let full = sum.frames.max(sum.parents) > sizes.frames
+            let full = sum.frames > if to_host { sizes.host_frames } else { most }
+                || sum.parents > sizes.frames
                 || sum.scratch > sizes.scratch
                 || sum.meta > sizes.meta;
             // A slot has room for any single chunk.
@@ -200,6 +222,9 @@ impl<'a> EncodeQueue<'a> {
             group.members.push(member);
         }
         group.place();
+        group.promised = group.capacity;
+        self.open.promise(group.promised);
+        self.cut += 1;
         Ok(group)
     }
 

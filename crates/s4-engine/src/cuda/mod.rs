@@ -64,7 +64,7 @@ use worker::{Session, Task, Worker};
 #[derive(Debug, Clone, Copy)]
 pub struct CudaOptions {
     /// Device memory for scratch, in bytes, on each device, while a call works: 16 MiB at least. A call takes
-    /// less where that is more than half of what is free.
+    /// less where that is more than an eighth of what is free, and 256 MiB or half of it if that is less.
     pub scratch: u64,
     /// Page-locked host memory, in bytes, for each device that was used, as long as the engine lives.
     pub pinned: u64,
@@ -76,9 +76,9 @@ pub struct CudaOptions {
 }
 
 impl Default for CudaOptions {
-    /// 256 MiB of device memory, 96 MiB of pinned memory, and at most 4 GiB for frames.
+    /// 768 MiB of device memory, 96 MiB of pinned memory, and at most 4 GiB for frames.
     fn default() -> Self {
-        Self { scratch: 256 << 20, pinned: 96 << 20, frames: 4 << 30, simd: Simd::detect() }
+        Self { scratch: 768 << 20, pinned: 96 << 20, frames: 4 << 30, simd: Simd::detect() }
     }
 }
 

@@ -65,6 +65,11 @@ impl Pieces {
         Self { held: Arc::new(Mutex::new(held)), size }
     }
 
+    /// Bytes of a piece.
+    pub(super) fn size(&self) -> u64 {
+        self.size
+    }
+
     pub(super) fn memory(&self) -> FrameMemory {
         let held = lock(&self.held);
         FrameMemory { idle: held.idle.len() as u64 * self.size, ..held.memory }

@@ -12,8 +12,9 @@ use crate::DeviceMemory;
 /// Groups of chunks in flight at once: of one the parents are copied to the device, one is encoded, one copied to the
 /// host, one handed on.
 pub(super) const SLOTS: usize = 4;
-/// The most bytes of values that one group has: more would only take longer to begin.
-const MOST: u64 = 32 << 20;
+/// The most bytes of values that one group has: as many chunks as keep every multiprocessor of a large device busy. With
+/// fewer, kernels take as long, and so does what waits for them.
+const MOST: u64 = 64 << 20;
 /// Shares of the device budget where chunks are encoded.
 const SHARES: u64 = SLOTS as u64 + 6;
 /// Memory pools take device memory in pieces of this size: larger budgets are kept in whole ones.
@@ -22,6 +23,8 @@ const PIECE: u64 = POOL_PIECE;
 const LEAST_DEVICE: u64 = 16 << 20;
 /// The most that a session takes in one piece: no work gets faster with more.
 const WHOLE: u64 = 3 << 29;
+/// Where more than this is wanted, it is an eighth of what is free at most: less than that, half.
+const POLITE: u64 = 256 << 20;
 /// A slot holds at least the largest frame.
 const LEAST: u64 = (MAX_CHUNK_BYTES as u64).next_multiple_of(64 << 10);
 
@@ -55,8 +58,10 @@ impl Task {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Sizes {
     task: Task,
-    /// Frames of a slot, on the device and in pinned memory.
+    /// Frames of a slot on the device.
     pub(super) frames: u64,
+    /// Frames of a slot in its pinned memory, at most as many: others are elsewhere on the host.
+    pub(super) host_frames: u64,
     /// Descriptors and results of a slot, on both sides.
     pub(super) meta: u64,
     /// The kernels' scratch, which the slots share: their kernels run one after the other.
@@ -76,16 +81,23 @@ impl Sizes {
             let what = "page-locked host memory";
             return Err(GpuError::Budget { what, needed: least, budget: pinned });
         }
-        let share = (device / task.shares()).max(LEAST + LEAST / 16);
-        let share = share.min(pinned / slots).min(MOST + MOST / 16);
-        let meta = (share / 17).min(1 << 20) & !255;
+        let host = pinned / slots;
+        // Descriptors are in pinned memory, too.
+        let descriptors = (host - LEAST).min(host / 4);
+        let most = match task {
+            Task::Code => (MOST + MOST / 16).min(descriptors.saturating_mul(17)),
+            Task::Plan => host,
+        };
+        let share = (device / task.shares()).min(most).max(LEAST + LEAST / 16);
+        let meta = (share / 17).min(descriptors) & !255;
         let frames = (share - meta).min(MOST) & !255;
+        let host_frames = (host - meta).min(frames) & !255;
         let scratch = match task {
             // Kernels get no faster with more than this.
             Task::Code => ((device - slots * (frames + meta)) & !255).min(6 * frames),
             Task::Plan => 0,
         };
-        Ok(Self { task, frames, meta, scratch })
+        Ok(Self { task, frames, host_frames, meta, scratch })
     }
 
     fn device(&self) -> u64 {
@@ -136,7 +148,7 @@ impl Worker {
         (scratch, pinned): (u64, u64),
     ) -> Result<Self> {
         let sizes = Sizes::cut(task, scratch, pinned)?;
-        let bytes = usize::try_from(sizes.frames + sizes.meta).unwrap_or(usize::MAX);
+        let bytes = usize::try_from(sizes.host_frames + sizes.meta).unwrap_or(usize::MAX);
         let slot = |_| {
             Ok(Slot {
                 pinned: Arc::new(Pinned::new(&device, bytes)?),
@@ -157,17 +169,28 @@ impl Worker {
         })
     }
 
-    /// Takes device memory: at most half of what is free, so that what a framework asks for meanwhile is there,
-    /// and less if there is no more, down to what the engine cannot work without.
-    fn arena(&self, what: &'static str) -> Result<(Sizes, DeviceBuffer)> {
+    /// The most device memory to take now: what a framework asks for meanwhile must be there.
+    fn most(&self) -> Result<u64> {
         let (free, _) = self.device.memory()?;
+        Ok((free / 8).max(POLITE.min(free / 2)))
+    }
+
+    /// How to cut at most so much device memory, or the least.
+    fn sizes(&self, most: u64) -> Sizes {
         let mut sizes = self.sizes;
+        while sizes.device() > most
+            && let Some(less) = sizes.halved(self.pinned)
+        {
+            sizes = less;
+        }
+        sizes
+    }
+
+    /// Takes device memory, and less than the budget if there is no more, down to what the engine cannot work without.
+    fn arena(&self, what: &'static str) -> Result<(Sizes, DeviceBuffer)> {
+        let mut sizes = self.sizes(self.most()?);
         loop {
             let less = sizes.halved(self.pinned);
-            if let Some(less) = less.filter(|_| sizes.device() > free / 2) {
-                sizes = less;
-                continue;
-            }
             match (self.pool.alloc(&self.compute, sizes.device(), what), less) {
                 (Ok(arena), _) => return Ok((sizes, arena)),
                 (Err(GpuError::OutOfMemory { .. }), Some(less)) => sizes = less,
@@ -202,13 +225,14 @@ impl<'a> Session<'a> {
         Self::with(worker, sizes, arena, memory)
     }
 
-    /// As [`Session::new`], with all of the device memory that the budget allows, in one piece.
+    /// As [`Session::new`], with all of the device memory that the budget and what is free allow, in one piece.
     pub(super) fn whole(
         worker: MutexGuard<'a, Worker>,
         memory: impl Iterator<Item = DeviceMemory>,
     ) -> Result<Self> {
-        let bytes = worker.pool.budget().min(WHOLE) / PIECE * PIECE;
-        let sizes = worker.sizes;
+        let most = worker.most()?;
+        let sizes = worker.sizes(most);
+        let bytes = worker.pool.budget().min(WHOLE).min(most) / PIECE * PIECE;
         let arena = worker.pool.alloc(&worker.compute, bytes.max(sizes.device()), SCRATCH)?;
         Self::with(worker, sizes, arena, memory)
     }
@@ -268,7 +292,7 @@ impl<'a> Session<'a> {
     /// Where a slot's descriptors and results start in its pinned memory.
     pub(super) fn pinned_meta(&self) -> usize {
         // A part of what was allocated.
-        self.sizes.frames as usize
+        self.sizes.host_frames as usize
     }
 }
 
@@ -295,14 +319,19 @@ mod tests {
                 let taken = s.device();
                 let taken = if taken < PIECE { taken } else { taken.next_multiple_of(PIECE) };
                 assert!(taken <= device, "{device} {s:?}");
-                assert!(SLOTS as u64 * (s.frames + s.meta) <= pinned, "{pinned} {s:?}");
-                assert!(s.frames >= MAX_CHUNK_BYTES as u64 && s.scratch >= 3 * s.frames, "{s:?}");
+                assert!(SLOTS as u64 * (s.host_frames + s.meta) <= pinned, "{pinned} {s:?}");
+                assert!(s.host_frames >= MAX_CHUNK_BYTES as u64, "{s:?}");
+                assert!(s.frames >= s.host_frames && s.scratch >= 3 * s.frames, "{s:?}");
                 assert!(s.frames <= MOST && s.meta >= s.frames / 32);
             }
         }
         let planning = Sizes::cut(Task::Plan, 32 << 20, 24 << 20).unwrap();
         assert!(planning.device() <= 32 << 20 && planning.scratch == 0);
         assert!(planning.frames >= 11 << 20 && 2 * (planning.frames + planning.meta) <= 24 << 20);
+        assert_eq!(planning.frames, planning.host_frames);
+        // Where there is much, all multiprocessors are kept busy, with no more pinned memory.
+        let large = Sizes::cut(Task::Code, 672 << 20, 72 << 20).unwrap();
+        assert!(large.frames >= 60 << 20 && large.host_frames >= 14 << 20, "{large:?}");
         let small = Sizes::cut(Task::Code, 8 << 20, 96 << 20).unwrap_err();
         assert!(matches!(small, GpuError::Budget { budget: 8_388_608, .. }), "{small}");
         let small = Sizes::cut(Task::Code, 256 << 20, 1 << 20);
@@ -313,12 +342,12 @@ mod tests {
     fn memory_is_halved_until_there_is_just_enough() {
         for (device, pinned) in [(256 << 20, 96 << 20), (1 << 30, 9 << 20), (100 << 20, 96 << 20)] {
             let mut sizes = Sizes::cut(Task::Code, device, pinned).unwrap();
-            let slot = sizes.frames + sizes.meta;
+            let slot = sizes.host_frames + sizes.meta;
             let mut steps = 0;
             while let Some(less) = sizes.halved(pinned) {
                 assert!(less.device() < sizes.device(), "{less:?} of {sizes:?}");
                 // The slots of the pinned memory stay as they are.
-                assert!(less.frames + less.meta <= slot, "{less:?}");
+                assert!(less.host_frames + less.meta <= slot, "{less:?}");
                 (sizes, steps) = (less, steps + 1);
             }
             assert!(sizes.device() <= LEAST_DEVICE && steps > 0, "{sizes:?}");

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from . import _core
-from ._device import HOST, current_streams
+from ._device import HOST, SCARCE_SCRATCH, current_streams
 from ._errors import LimitError, S4Error
 
 if TYPE_CHECKING:
@@ -207,7 +207,7 @@ def _leave(engine: _core.CudaEngine, ordinals: Iterable[int], budget: Budget) ->
         reserve = budget.device_reserve
         if reserve is None:
             reserve = max(LEAST_FREE, engine.memory(ordinal)[1] // FREE_SHARE)
-        leave[ordinal] = reserve + budget.scratch + _regrowth(ordinal)
+        leave[ordinal] = reserve + min(budget.scratch, SCARCE_SCRATCH) + _regrowth(ordinal)
     return leave
 
 

@@ -57,6 +57,8 @@ pub(super) struct Group<'a> {
     pub(super) routes: [u32; 6],
     /// Bytes of frames at most; the values of the CPU's chunks follow.
     pub(super) capacity: u64,
+    /// What is promised of that (`OpenPiece`).
+    pub(super) promised: u64,
     /// Pieces that the values are copied in, and inputs that may change.
     pub(super) copies: u32,
     /// Pieces of such inputs: where the copy is, its bytes, and their CRC-32C.

@@ -6,11 +6,16 @@ use std::sync::Arc;
 use bytes::Bytes;
 use s4_codec_gpu::Device;
 use s4_codec_gpu::abi::{EncodeResult, status};
-use s4_format::limits::ALIGN;
+use s4_format::limits::{ALIGN, MAX_CHUNK_BYTES};
 
 use super::{Group, result_of};
 use crate::cuda::pieces::{Frames, Piece, Pieces};
 use crate::cuda::worker::Session;
+
+/// No frame has more bytes.
+const LARGEST: u64 = MAX_CHUNK_BYTES as u64;
+/// The end of a piece that the next frame may be too large for is a small part of such pieces.
+const LEAST_PIECE: u64 = 4 * LARGEST;
 
 /// Consecutive frames of a group in a piece.
 pub(super) struct Home {
@@ -24,16 +29,43 @@ pub(super) struct Home {
     bytes: Bytes,
 }
 
-/// The piece that is being filled.
+/// The piece that is being filled, and those that are to be filled next.
 #[derive(Default)]
 pub(super) struct OpenPiece {
     piece: Option<Arc<Piece>>,
     used: usize,
+    spare: Vec<Arc<Piece>>,
+    /// Bytes of frames of groups that were not placed yet, and that only pieces have room for.
+    promised: u64,
     /// Whether there was none: then nobody asks again, since the system takes its time to say no.
     refused: bool,
 }
 
 impl OpenPiece {
+    /// Whether pieces have room for a group with frames of `bytes` at most, besides what was promised.
+    pub(super) fn has_room(&mut self, bytes: u64, pieces: &Pieces, device: &Arc<Device>) -> bool {
+        if pieces.size() < LEAST_PIECE {
+            return false;
+        }
+        let wanted = self.promised + bytes;
+        // Each may end with less room than its next frame takes.
+        let room = |bytes: u64| bytes.saturating_sub(LARGEST);
+        let (each, left) = (room(pieces.size()), |p: &Arc<Piece>| p.pinned.len() - self.used);
+        let mut found = self.piece.as_ref().map_or(0, |piece| room(left(piece) as u64));
+        found += self.spare.len() as u64 * each;
+        while found < wanted {
+            let Some(piece) = pieces.take(device) else { return false };
+            self.spare.push(Arc::new(piece));
+            found += each;
+        }
+        true
+    }
+
+    /// Keeps room for frames of `bytes` at most until their group is placed.
+    pub(super) fn promise(&mut self, bytes: u64) {
+        self.promised += bytes;
+    }
+
     /// Finds room for a group's frames, which end at `ends`, in order. Gives where those end that have a home.
     pub(super) fn place(
         &mut self,
@@ -43,6 +75,7 @@ impl OpenPiece {
         device: &Arc<Device>,
     ) -> u64 {
         let (mut first, mut ends) = (0, ends);
+        self.promised -= std::mem::take(&mut group.promised);
         while !ends.is_empty() {
             let room = self.piece.as_ref().map_or(0, |p| p.pinned.len() - self.used) as u64;
             let fit = ends.partition_point(|end| end - first <= room);
@@ -61,8 +94,8 @@ impl OpenPiece {
     /// Goes on with an empty piece, which has room for any frame.
     fn take(&mut self, pieces: &Pieces, device: &Arc<Device>) -> bool {
         // What is full goes back as soon as nobody holds it.
-        (self.piece, self.used) = (None, 0);
-        if !self.refused {
+        (self.piece, self.used) = (self.spare.pop(), 0);
+        if self.piece.is_none() && !self.refused {
             self.piece = pieces.take(device).map(Arc::new);
             self.refused = self.piece.is_none();
         }

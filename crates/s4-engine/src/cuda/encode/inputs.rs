@@ -11,6 +11,7 @@ use s4_format::limits::ALIGN;
 use super::{Check, EncodeQueue, Group, Member, PER_CHECK, Room};
 use crate::cuda::error::{CudaError, Of, Result};
 use crate::cuda::parent::{self, LevelPlaces, Levels, Target};
+use crate::cuda::worker::Slot;
 use crate::engine::each;
 use crate::inputs::{
     Input, InputFrame, InputSize, Inputs, decode_frames, missing, missing_moments,
@@ -83,42 +84,36 @@ impl<'a> EncodeQueue<'a> {
         let start = self.session.frames(group.slot);
         let worker = &self.session.worker;
         let slot = &worker.slots[group.slot];
-        let len = (incoming.end - start) as usize;
-        // SAFETY: all of the slot's frames were handed on: nothing else uses it.
-        let mut rest = unsafe { slot.pinned.slice_mut(0, len) };
-        let mut copies = Vec::with_capacity(incoming.bytes.len());
         let mut sent: Vec<Sent> = vec![];
-        let mut at = start;
+        let mut pageable = vec![];
         for (address, bytes) in incoming.bytes {
-            // They lie in the order in which they were placed.
-            let (to, behind) =
-                rest.split_at_mut((address - at) as usize).1.split_at_mut(bytes.len());
-            let offset = (address - start) as usize;
-            at = address + bytes.len() as u64;
-            rest = behind;
-            let from = match self.host.pieces.find(&bytes) {
-                Some((pinned, from)) => {
-                    let len = bytes.len();
-                    group.uploads.push(bytes);
-                    Sent { pinned, from, to: offset, len }
-                }
-                None => {
-                    let len = bytes.len();
-                    copies.push((to, bytes));
-                    Sent { pinned: Arc::clone(&slot.pinned), from: offset, to: offset, len }
-                }
+            let to = (address - start) as usize;
+            let Some((pinned, from)) = self.host.pieces.find(&bytes) else {
+                pageable.push((to, bytes));
+                continue;
             };
+            let from = Sent { pinned, from, to, len: bytes.len() };
+            group.uploads.push(bytes);
             if !sent.last_mut().is_some_and(|last| last.extend(&from)) {
                 sent.push(from);
             }
         }
-        if !copies.is_empty() {
-            each(self.pool, &mut copies, |(to, bytes)| to.copy_from_slice(bytes));
-        }
-        for Sent { pinned, from, to, len } in &sent {
-            // SAFETY: as above; the slot's memory on the device is idle, too. Frames in other memory do not change,
-            // and the group holds them.
-            unsafe { worker.up.copy_to_device(pinned, *from, *len, start + *to as u64) }?;
+        let send = |sent: &[Sent]| {
+            sent.iter().try_for_each(|Sent { pinned, from, to, len }| {
+                // SAFETY: the slot's memory on the device is idle, and so is that on the host once it is filled. Frames in
+                // other memory do not change, and the group holds them.
+                unsafe { worker.up.copy_to_device(pinned, *from, *len, start + *to as u64) }
+            })
+        };
+        send(&sent)?;
+        let mut left = &mut pageable[..];
+        while !left.is_empty() {
+            let (filled, rest) = self.fill(slot, left);
+            send(&filled)?;
+            if !rest.is_empty() {
+                worker.up.synchronize()?;
+            }
+            left = rest;
         }
         slot.arrived.record(&worker.up)?;
         worker.compute.wait(&slot.arrived)?;
@@ -127,6 +122,40 @@ impl<'a> EncodeQueue<'a> {
             worker.copy.wait(&slot.arrived)?;
         }
         self.describe_parents(group, incoming.levels)
+    }
+
+    /// Fills a slot's memory on the host with bytes for its memory on the device, each with its place there. Gives what is
+    /// to be sent, and what there was no room for.
+    fn fill<'p>(
+        &self,
+        slot: &Slot,
+        bytes: &'p mut [(usize, Bytes)],
+    ) -> (Vec<Sent>, &'p mut [(usize, Bytes)]) {
+        let room = self.session.sizes.host_frames as usize;
+        // SAFETY: all of the slot's frames were handed on, and what was filled before was sent: nothing else uses it.
+        let mut free = unsafe { slot.pinned.slice_mut(0, room) };
+        let (mut copies, mut sent) = (vec![], Vec::<Sent>::new());
+        let mut done = 0;
+        for (to, bytes) in bytes.iter_mut() {
+            let from = room - free.len();
+            let part = bytes.split_to(bytes.len().min(free.len()));
+            let len = part.len();
+            let (here, behind) = free.split_at_mut(len);
+            copies.push((here, part));
+            let pad = (len.next_multiple_of(ALIGN) - len).min(behind.len());
+            free = &mut behind[pad..];
+            let next = Sent { pinned: Arc::clone(&slot.pinned), from, to: *to, len };
+            if !sent.last_mut().is_some_and(|last| last.extend(&next)) {
+                sent.push(next);
+            }
+            if !bytes.is_empty() {
+                *to += len;
+                break;
+            }
+            done += 1;
+        }
+        each(self.pool, &mut copies, |(to, bytes)| to.copy_from_slice(bytes));
+        (sent, &mut bytes[done..])
     }
 
     /// Writes what decodes the parents' frames behind what encodes their chunks.

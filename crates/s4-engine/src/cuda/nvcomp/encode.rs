@@ -147,7 +147,7 @@ impl<'a> LibraryQueue<'a> {
         let places = Places::of(load);
         places.end <= self.memory
             && places.meta() <= self.meta
-            && load.frames <= self.session.sizes.frames
+            && load.frames <= self.session.sizes.host_frames
     }
 
     /// How many values a chunk has, and how many bytes each.
