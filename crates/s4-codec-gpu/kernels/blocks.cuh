@@ -43,7 +43,7 @@ __device__ __forceinline__ u32 table_len(u32 blocks) { return round_up(4 * block
 struct SplitShared {
   PlaneSet planes;
   u32 unit;
-  u8 head[kHeadBytes];
+  __align__(4) u8 head[kHeadBytes];
 };
 
 __device__ __forceinline__ void split_planes(const EncodeChunk& c, EncodeResult& result) {

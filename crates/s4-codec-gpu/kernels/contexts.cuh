@@ -173,7 +173,7 @@ __device__ __forceinline__ void make_list_coders(const SharedTable& table, u32* 
 template <class Source>
 struct EncodeContexts {
   static constexpr bool kLoneEscapes = true;
-  static constexpr u32 kModels = Source::kMostTables > 10 ? 2 : 4;  // tables that are made at a time
+  static constexpr u32 kModels = Source::kMostTables > 10 ? 2 : 5;  // tables that are made at a time
   struct Coders {
     u32 of[256 * Source::kMostTables];
     u32 seen, counted;

@@ -86,6 +86,35 @@ __device__ __forceinline__ bool repeats_unit(u32 n, const Get& get, u32 unit) {
   return true;
 }
 
+// As `repeats_unit`, of a plane in memory, 16-byte aligned, whose head is `head`, 4-byte aligned.
+__device__ __forceinline__ bool repeats_head(const u8* plane, u32 n, const u8* head, u32 unit) {
+  constexpr u32 kAtOnce = 4;
+  const u32* const words = reinterpret_cast<const u32*>(head);
+  bool differs = false;
+  // What stands at a place, told from the head: that holds any 16 bytes that begin within the first unit.
+  const auto differs_at = [&](u32 at, const uint4& v) {
+    const u32 from = at % unit, shift = 8 * (from % 4), *w = words + from / 4;
+    const u32 wanted[4] = {__funnelshift_r(w[0], w[1], shift), __funnelshift_r(w[1], w[2], shift),
+                           __funnelshift_r(w[2], w[3], shift), __funnelshift_r(w[3], w[4], shift)};
+    return v.x != wanted[0] || v.y != wanted[1] || v.z != wanted[2] || v.w != wanted[3];
+  };
+  const u32 whole = n / 16 * 16, step = 16 * blockDim.x;
+#pragma unroll 1
+  for (u32 first = 0; first < whole; first += kAtOnce * step) {
+    const u32 at = first + 16 * threadIdx.x;
+    uint4 v[kAtOnce];
+#pragma unroll
+    for (u32 k = 0; k < kAtOnce; k++)
+      if (at + k * step < whole) v[k] = *reinterpret_cast<const uint4*>(plane + at + k * step);
+#pragma unroll
+    for (u32 k = 0; k < kAtOnce; k++)
+      if (at + k * step < whole) differs |= differs_at(at + k * step, v[k]);
+    if (__syncthreads_or(differs)) return false;
+  }
+  const u32 at = whole + threadIdx.x;
+  return !__syncthreads_or(at < n && plane[at] != head[at % unit]);
+}
+
 // The unit that a plane repeats, 0 if there is none. `shared` has a `head` and a `unit`. All threads; begins and
 // ends with a barrier.
 template <class SharedMemory>
@@ -100,7 +129,7 @@ __device__ __forceinline__ u32 constant_unit(const u8* plane, u32 size, SharedMe
   const u32 unit = shared.unit;
   __syncthreads();
   if (unit == 0 || size <= kHeadBytes) return unit;
-  return repeats_unit(size, get, unit) ? unit : 0;
+  return repeats_head(plane, size, shared.head, unit) ? unit : 0;
 }
 
 // ---- results ----

@@ -47,7 +47,7 @@ struct PlaneShared {
   u32 multipliers[kMultipliers];
   u32 words[kMostPlaneSegments];
   u32 unit;
-  u8 head[kHeadBytes];
+  __align__(4) u8 head[kHeadBytes];
   typename Context::Models model;
   union {
     typename Context::Count count;

@@ -136,6 +136,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(log::close_log, m)?)?;
     m.add_function(wrap_pyfunction!(log::reset_log, m)?)?;
     m.add_function(wrap_pyfunction!(panic_on_purpose, m)?)?;
+    m.add_function(wrap_pyfunction!(watch::give_way, m)?)?;
     m.add_function(wrap_pyfunction!(ranks::begin_parts, m)?)?;
     m.add_function(wrap_pyfunction!(ranks::save_part, m)?)?;
     m.add_function(wrap_pyfunction!(ranks::publish_parts, m)?)?;

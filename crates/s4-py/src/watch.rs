@@ -3,9 +3,10 @@
 //!
 //! Only Python's main thread receives signals. Local work runs on the calling thread, which checks for
 //! them whenever it reports progress or waits. Where a server may keep the call waiting, the work runs on a
-//! separate thread while the main thread checks for signals and calls the progress function.
+//! separate thread while the main thread checks for signals and calls the progress function. So does the work of a thread
+//! that gives way ([`give_way`]): at a lower priority, which is not to keep others waiting for Python's lock.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, Sender, SyncSender, channel, sync_channel};
@@ -25,6 +26,27 @@ thread_local! {
     // The facade reports progress from the thread that called it. A progress function may itself
     // save or load: the inner call puts the outer one's watch aside.
     static WATCH: RefCell<Option<Watch>> = const { RefCell::new(None) };
+    static GIVES_WAY: Cell<bool> = const { Cell::new(false) };
+}
+
+/// By how much a thread that gives way is nicer.
+#[cfg(target_os = "linux")]
+const NICER: i32 = 10;
+
+/// Native work that this Python thread starts from now on lets other threads have the processor first: those of a
+/// training loop, and of what loads its data.
+#[pyfunction]
+pub(crate) fn give_way() {
+    GIVES_WAY.set(cfg!(target_os = "linux"));
+}
+
+/// Lowers the priority of the calling thread, and of those that it starts: on Linux each has its own.
+fn lower_priority() {
+    #[cfg(target_os = "linux")]
+    if let Ok(nice) = rustix::process::getpriority_process(None) {
+        // Without it the work goes on as before.
+        let _ = rustix::process::setpriority_process(None, nice + NICER);
+    }
 }
 
 /// What the facade is to call: finds the watch of the call that runs on this thread.
@@ -84,7 +106,14 @@ fn run<T: Send>(
 ) -> PyResult<T> {
     let _call = log::Call::begin(py, true);
     let mut asker = Asker { callback, raised: None, interrupt: Interrupt::polling(poll) };
-    let outcome = match on_thread {
+    let gives_way = GIVES_WAY.get();
+    let work = move || {
+        if gives_way {
+            lower_priority();
+        }
+        work()
+    };
+    let outcome = match on_thread || gives_way {
         true => py.detach(|| run_on_thread(&mut asker, work)),
         false => {
             let (back, outcome) = py.detach(|| run_on_caller(asker, work));

@@ -40,6 +40,9 @@ def reset_log() -> None:
 def panic_on_purpose() -> None:
     """Panics in native code: lets tests see what becomes of that."""
 
+def give_way() -> None:
+    """Native work that this thread starts from now on lets other threads have the processor first."""
+
 def is_s4w(head: bytes) -> bool:
     """Whether bytes start like a ``.s4w`` file."""
 

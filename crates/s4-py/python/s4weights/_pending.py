@@ -174,6 +174,8 @@ class Pending(Generic[T]):
             raise
 
     def _run(self, save: Callable[[], T]) -> None:
+        if self.staged.done():  # Nobody waits for values to be read.
+            _core.give_way()
         try:
             if self._values is not None:
                 self._values.settle()
