@@ -147,6 +147,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<CudaEngine>()?;
     m.add_class::<DeviceCopies>()?;
     m.add_class::<HostCopies>()?;
+    m.add_function(wrap_pyfunction!(object::freeze, m)?)?;
     m.add_function(wrap_pyfunction!(object::write_tree, m)?)?;
     m.add_class::<Storages>()?;
     m.add_class::<Sources>()?;

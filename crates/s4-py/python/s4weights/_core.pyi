@@ -40,6 +40,11 @@ def reset_log() -> None:
 def panic_on_purpose() -> None:
     """Panics in native code: lets tests see what becomes of that."""
 
+def freeze(obj: object) -> tuple[object, list[int]] | None:
+    """A copy of an object in which nothing but tensors can change, and the numbers of the CUDA devices that they
+    are on; ``None``: it holds what cannot be copied like that.
+    """
+
 def give_way() -> None:
     """Native work that this thread starts from now on lets other threads have the processor first."""
 
@@ -83,9 +88,10 @@ class Storages:
     def nbytes(self) -> int:
         """Bytes of all."""
 
-    def tree(self, obj: object) -> str | None:
+    def tree(self, obj: object, patiently: bool = False) -> str | None:
         """The object's tree as JSON, with its tensors' storages numbered; ``None`` if it cannot be one: then
-        this object is to be thrown away. Raises `S4Error` for tensors whose storage was freed.
+        this object is to be thrown away. ``patiently``: other threads get Python's lock meanwhile, and do not
+        change the object. Raises `S4Error` for tensors whose storage was freed.
         """
 
     def roles(self, obj: object) -> str | None:

@@ -174,8 +174,6 @@ class Pending(Generic[T]):
             raise
 
     def _run(self, save: Callable[[], T]) -> None:
-        if self.staged.done():  # Nobody waits for values to be read.
-            _core.give_way()
         try:
             if self._values is not None:
                 self._values.settle()
@@ -236,6 +234,13 @@ class Pending(Generic[T]):
         except BaseException:
             self._give_up()
             raise
+
+    def _give_way(self) -> None:
+        """Called in the save before it begins in earnest: where nobody waits for values to be read, other threads go
+        first.
+        """
+        if self.staged.done():
+            _core.give_way()
 
     def _check(self) -> None:
         """Raises, in the save, once it was given up."""

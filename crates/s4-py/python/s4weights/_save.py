@@ -208,6 +208,7 @@ def save(
     pending._take(values)
 
     def write_values() -> None:
+        pending._give_way()
         ahead = sys.maxsize if values.upload_memory is None else values.upload_memory
         write_sources(writer, engine, values.sources, tracker, pending._check, ahead)
         pending._finish_values()
@@ -222,11 +223,13 @@ setattr(save, OURS, True)
 
 
 def describe(
-    obj: object, pickle_module: Any, protocol: int
+    obj: object, pickle_module: Any, protocol: int, patiently: bool = False
 ) -> tuple[StorageWriter, str | None, bytes | None]:
-    """The storages of an object, and its tree or, if it is not plain, its pickle."""
+    """The storages of an object, and its tree or, if it is not plain, its pickle. ``patiently``: on a thread that
+    others do not wait for.
+    """
     storages = StorageWriter()
-    tree = storages.write_tree(obj)
+    tree = storages.write_tree(obj, patiently)
     if tree is not None:
         return storages, tree, None
     storages = StorageWriter()

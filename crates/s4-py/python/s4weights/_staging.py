@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from . import _core
@@ -118,10 +118,12 @@ def stage_values(
     stage: str,
     buffer: HostBuffer,
     budget: Budget,
+    streams: Mapping[int, int] | None = None,
 ) -> StagedValues:
     """Sees to it that values are read as they are now.
 
-    With ``"lazy"`` that is up to the caller, until the save has read them.
+    With ``"lazy"`` that is up to the caller, until the save has read them; ``streams`` may be those of
+    `streams_behind` then, from an earlier time.
 
     Raises:
         LimitError: ``stage="device"``, and there is no room on a device.
@@ -133,10 +135,12 @@ def stage_values(
             'stage="device": values on CUDA devices go through host memory here; with '
             'stage="auto" they are copied there'
         )
-    streams = current_streams(ordinals) if engine is not None else {}
-    if engine is not None and stage == "lazy":
-        # Streams that come after what was queued so far, and after nothing else.
-        streams = {n: engine.after(n, stream) for n, stream in streams.items()}
+    if engine is None:
+        streams = {}
+    elif stage == "lazy":
+        streams = streams_behind(engine, ordinals) if streams is None else streams
+    else:
+        streams = current_streams(ordinals)
     sources = storages.sources(engine, streams)
     on_devices = sources.device_nbytes() > 0
     copies = None
@@ -160,6 +164,11 @@ def stage_values(
         sources.move_to([(address, HOST) for address in host.addresses()])
     _stage_host(values, storages, on_host, stage, buffer, budget)
     return values
+
+
+def streams_behind(engine: _core.CudaEngine, ordinals: Iterable[int]) -> dict[int, int]:
+    """For devices, by their numbers, streams that come after what was queued so far, and after nothing else."""
+    return {n: engine.after(n, stream) for n, stream in current_streams(ordinals).items()}
 
 
 def copy_on_devices(

@@ -59,10 +59,12 @@ class StorageWriter:
     def __init__(self) -> None:
         self.native = _core.Storages()
 
-    def write_tree(self, obj: object) -> str | None:
+    def write_tree(self, obj: object, patiently: bool = False) -> str | None:
         """The tree of an object as JSON, its storages numbered; ``None`` if it is not plain: then this one
-        is to be thrown away.
+        is to be thrown away. ``patiently``: on a thread that others do not wait for.
         """
+        if patiently:
+            return self.native.tree(obj, patiently=True)
         with NoCollection():
             return self.native.tree(obj)
 

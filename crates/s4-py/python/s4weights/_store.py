@@ -13,7 +13,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 from . import _core, _live
 from ._catalog import Catalog
@@ -27,7 +27,7 @@ from ._progress import Progress, ProgressArgument
 from ._report import Recorder
 from ._runner import RunnerClient
 from ._save import describe, require_little_endian
-from ._staging import Budget, Stage, StagedValues, check_stage, stage_values
+from ._staging import Budget, Stage, StagedValues, check_stage, stage_values, streams_behind
 from ._storages import StorageWriter, copy_elsewhere
 from ._turn import Turn
 
@@ -39,6 +39,15 @@ _LONGEST = 1e9
 #: Stores of a process that was forked: their threads stayed behind, so they are left as they are.
 _ABANDONED: list[_core.Store] = []
 _stores: weakref.WeakSet[CheckpointStore] = weakref.WeakSet()
+
+
+class Described(NamedTuple):
+    """What a checkpoint keeps of an object besides its tensors."""
+
+    tree: str | None
+    #: As JSON.
+    roles: str | None
+    blobs: dict[str, bytes]
 
 
 class CheckpointStore(Catalog):
@@ -374,19 +383,22 @@ class CheckpointStore(Catalog):
             raise ValueError(f"{self!r} is closed")
         self._settle()
         recorder = Recorder("save", self.url, step)
-        storages, tree, stream = describe(state, pickle_module, pickle_protocol)
-        roles = storages.find_roles(state)
-        blobs = {} if stream is None else {"pickle": stream}
         texts = dict(metadata or {})
         numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
         words = {str(name): str(value) for name, value in (tags or {}).items()}
-        recorder.raw_bytes = storages.nbytes()
-        tracker = Progress(progress, recorder.raw_bytes, "save")
 
-        engine = storages.engine(self._compute())
-        self._used_devices |= engine is not None
+        def described(
+            state: object, patiently: bool = False
+        ) -> tuple[StorageWriter, Described]:
+            storages, tree, stream = describe(state, pickle_module, pickle_protocol, patiently)
+            roles = storages.find_roles(state)
+            recorder.raw_bytes = storages.nbytes()
+            return storages, Described(tree, roles, {} if stream is None else {"pickle": stream})
 
         def save(
+            about: Described,
+            engine: _core.CudaEngine | None,
+            tracker: Progress,
             sources: _core.Sources,
             pending: PendingSave | None = None,
             values: StagedValues | None = None,
@@ -399,12 +411,15 @@ class CheckpointStore(Catalog):
             try:
                 native = self._open("open_or_create")
                 watch = self._watch(tracker, pending)
+                if pending is not None:
+                    # Not before: threads of the store stay.
+                    pending._give_way()
                 done = native.save(
                     step,
                     sources,
-                    roles=roles,
-                    tree=tree,
-                    blobs=blobs,
+                    roles=about.roles,
+                    tree=about.tree,
+                    blobs=about.blobs,
                     metadata=texts,
                     metrics=numbers,
                     tags=words,
@@ -428,14 +443,66 @@ class CheckpointStore(Catalog):
             with recorder.watch():
                 return save(*how)
 
+        # Who asks for progress is told at once how much there is.
+        if stage == "lazy" and progress in (None, False):
+            promised = self._save_lazily(step, state, described, watched, recorder)
+            if promised is not None:
+                return promised
+        storages, about = described(state)
+        tracker = Progress(progress, recorder.raw_bytes, "save")
+        engine = storages.engine(self._compute())
+        self._used_devices |= engine is not None
         if not blocking:
-            return self._save_later(step, storages, watched, engine, stage, recorder)
+            later = functools.partial(watched, about, engine, tracker)
+            return self._save_later(step, storages, later, engine, stage, recorder)
         sources = storages.sources(engine)
         elsewhere = [number for number, _ in sources.on_host(elsewhere=True)]
         copies = copy_elsewhere(storages, sources, elsewhere)
-        entry = watched(sources)
+        entry = watched(about, engine, tracker, sources)
         del copies
         return entry
+
+    def _save_lazily(
+        self,
+        step: int,
+        state: object,
+        described: Callable[[object, bool], tuple[StorageWriter, Described]],
+        save: Callable[..., CheckpointEntry],
+        recorder: Recorder,
+    ) -> PendingSave | None:
+        """A save of tensors that do not change until they have been read: even what they are is found out in the
+        background. ``None`` if the object holds what may change otherwise.
+        """
+        frozen = _core.freeze(state)
+        if frozen is None:
+            return None
+        # Nothing but the list holds the copy: tensors that are read may be freed.
+        copies, ordinals = [frozen[0]], frozen[1]
+        del frozen
+        engine = self._compute().engine(ordinals) if ordinals else None
+        if ordinals and engine is None:
+            return None
+        self._used_devices |= engine is not None
+        pending = PendingSave(step, str(self.url))
+        pending.stage = "lazy"
+        buffer, self._spare = self._spare or HostBuffer(self._threads), None
+        streams = {} if engine is None else streams_behind(engine, ordinals)
+
+        def run() -> CheckpointEntry:
+            try:
+                storages, about = described(copies.pop(), True)
+                with recorder.begin("stage"):
+                    values = stage_values(storages, engine, "lazy", buffer, self._budget, streams)
+                del storages
+                pending._take(values)
+                tracker = Progress(None, recorder.raw_bytes, "save")
+                return save(about, engine, tracker, values.sources, pending, values)
+            finally:
+                self._spare = buffer
+
+        pending._start(run)
+        self._pending = pending
+        return pending
 
     def _save_later(
         self,

@@ -7,6 +7,8 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, btree_map};
 use std::io::Write as _;
 use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
 
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
@@ -66,9 +68,12 @@ impl Storages {
     }
 
     /// The object's tree as JSON, with the storages of its tensors numbered as they are met; `None` if it cannot be
-    /// one: the storages are then to be thrown away.
-    fn tree(&mut self, obj: &Bound<'_, PyAny>) -> PyResult<Option<String>> {
+    /// one: the storages are then to be thrown away. `patiently`: other threads get Python's lock meanwhile, and do not
+    /// change the object.
+    #[pyo3(signature = (obj, patiently = false))]
+    fn tree(&mut self, obj: &Bound<'_, PyAny>, patiently: bool) -> PyResult<Option<String>> {
         let mut tensors = Tensors::new(obj.py(), self)?;
+        tensors.patiently = patiently;
         tree_of(obj, &mut tensors)
     }
 
@@ -218,7 +223,14 @@ pub(super) struct Tensors<'a, 'py> {
     path: String,
     is_array: Bound<'py, PyAny>,
     as_tensor: Bound<'py, PyAny>,
+    /// Whether Python's lock is for others, too.
+    patiently: bool,
 }
+
+/// Tensors that are described before others get Python's lock, which takes some ten microseconds, and how long they get it
+/// for at least: who waits for it needs time to wake up.
+const AT_A_TIME: usize = 16;
+const FOR_OTHERS: Duration = Duration::from_micros(50);
 
 impl<'a, 'py> Tensors<'a, 'py> {
     fn new(py: Python<'py>, storages: &'a mut Storages) -> PyResult<Self> {
@@ -230,6 +242,7 @@ impl<'a, 'py> Tensors<'a, 'py> {
             path: String::new(),
             is_array: arrays.getattr("is_array")?,
             as_tensor: arrays.getattr("as_tensor")?,
+            patiently: false,
         })
     }
 
@@ -242,6 +255,9 @@ impl<'a, 'py> Tensors<'a, 'py> {
         text: &mut Vec<u8>,
     ) -> Result<(), Stop> {
         let py = tensor.py();
+        if self.patiently && self.storages.tensors.len() % AT_A_TIME == AT_A_TIME - 1 {
+            py.detach(|| thread::sleep(FOR_OTHERS));
+        }
         let Some(plain) = self.torch.plain(tensor, &mut self.storages.dtypes)? else {
             return Err(Stop::NotPlain);
         };

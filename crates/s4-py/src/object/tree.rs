@@ -12,7 +12,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use super::names::{Path, UniqueNames};
 
 /// Deepest nesting: JSON readers that stop at 128 levels can read it (a dict takes three).
-const MAX_DEPTH: usize = 32;
+pub(super) const MAX_DEPTH: usize = 32;
 /// Nodes of a tree. Larger objects (long lists of numbers) are smaller and faster as a pickle.
 const MAX_NODES: usize = 1 << 20;
 /// Bytes of the JSON text, and of a byte string in it.

@@ -1,0 +1,143 @@
+//! Copies of an object's containers: the object may change while the copy is described.
+
+use pyo3::prelude::*;
+use pyo3::types::{
+    PyBool, PyBytes, PyComplex, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple, PyType,
+};
+use pyo3::{PyTypeInfo, intern};
+use rustc_hash::FxHashMap;
+
+use super::torch::Torch;
+use super::tree::{MAX_DEPTH, address};
+
+/// A copy of an object in which nothing but tensors can change, and the numbers of the CUDA devices that they are on;
+/// `None`: it holds what cannot be copied like that.
+#[pyfunction]
+pub(crate) fn freeze<'py>(
+    obj: &Bound<'py, PyAny>,
+) -> PyResult<Option<(Bound<'py, PyAny>, Vec<u32>)>> {
+    let py = obj.py();
+    let mut freeze = Freeze {
+        torch: Torch::new(py)?,
+        ordered: py.import("collections")?.getattr("OrderedDict")?.cast_into()?,
+        copies: FxHashMap::default(),
+        devices: vec![],
+    };
+    Ok(freeze.copy(obj, 0)?.map(|copy| (copy, freeze.devices)))
+}
+
+struct Freeze<'py> {
+    torch: Torch<'py>,
+    ordered: Bound<'py, PyType>,
+    /// Of containers that can change, by address: one that is met twice stays one.
+    copies: FxHashMap<usize, Bound<'py, PyAny>>,
+    devices: Vec<u32>,
+}
+
+impl<'py> Freeze<'py> {
+    fn copy(
+        &mut self,
+        obj: &Bound<'py, PyAny>,
+        depth: usize,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        if self.torch.is_own_tensor(obj) {
+            return Ok(self.has_known_device(obj)?.then(|| obj.clone()));
+        }
+        if is_plain(obj) {
+            return Ok(Some(obj.clone()));
+        }
+        if depth > MAX_DEPTH {
+            return Ok(None);
+        }
+        if let Some(copy) = self.copies.get(&address(obj)) {
+            return Ok(Some(copy.clone()));
+        }
+        if let Ok(dict) = obj.cast_exact::<PyDict>() {
+            let copy = PyDict::new(obj.py());
+            self.copies.insert(address(obj), copy.clone().into_any());
+            return self.pairs(dict, &copy, depth);
+        }
+        if obj.get_type().is(&self.ordered) {
+            let copy = self.ordered.call0()?;
+            self.copies.insert(address(obj), copy.clone());
+            let attributes = obj.getattr(intern!(obj.py(), "__dict__"))?;
+            let Some(attributes) = self.copy(&attributes, depth + 1)? else { return Ok(None) };
+            let own = copy.getattr(intern!(obj.py(), "__dict__"))?;
+            own.cast::<PyDict>()?.update(attributes.cast::<PyDict>()?.as_mapping())?;
+            return self.pairs(obj.cast::<PyDict>()?, &copy, depth);
+        }
+        if let Ok(list) = obj.cast_exact::<PyList>() {
+            let copy = PyList::empty(obj.py());
+            self.copies.insert(address(obj), copy.clone().into_any());
+            for item in list {
+                let Some(item) = self.copy(&item, depth + 1)? else { return Ok(None) };
+                copy.append(item)?;
+            }
+            return Ok(Some(copy.into_any()));
+        }
+        if let Ok(tuple) = obj.cast_exact::<PyTuple>() {
+            let mut items = Vec::with_capacity(tuple.len());
+            for item in tuple {
+                let Some(item) = self.copy(&item, depth + 1)? else { return Ok(None) };
+                items.push(item);
+            }
+            return Ok(Some(PyTuple::new(obj.py(), items)?.into_any()));
+        }
+        let kind = obj.get_type();
+        let torch = &self.torch;
+        let fixed = kind.is(&torch.size) || kind.is(&torch.dtype) || kind.is(&torch.device);
+        Ok(fixed.then(|| obj.clone()))
+    }
+
+    /// Copies a dict's pairs, whose keys are plain, to another one.
+    fn pairs(
+        &mut self,
+        from: &Bound<'py, PyDict>,
+        to: &Bound<'py, PyAny>,
+        depth: usize,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        // In the order that an ordered dict has.
+        for pair in from.call_method0(intern!(from.py(), "items"))?.try_iter()? {
+            let pair = pair?;
+            let pair = pair.cast::<PyTuple>()?;
+            let (key, value) = (pair.get_item(0)?, pair.get_item(1)?);
+            if !is_plain(&key) && key.cast_exact::<PyTuple>().is_err() {
+                return Ok(None);
+            }
+            let Some(value) = self.copy(&value, depth + 1)? else { return Ok(None) };
+            to.set_item(key, value)?;
+        }
+        Ok(Some(to.clone()))
+    }
+
+    /// Notes a tensor's device; `false`: it is neither a CUDA device nor the host.
+    fn has_known_device(&mut self, tensor: &Bound<'py, PyAny>) -> PyResult<bool> {
+        let py = tensor.py();
+        let number: i64 = tensor.call_method0(intern!(py, "get_device"))?.extract()?;
+        let Ok(number) = u32::try_from(number) else {
+            return tensor.getattr(intern!(py, "is_cpu"))?.is_truthy();
+        };
+        if self.devices.contains(&number) {
+            return Ok(true);
+        }
+        let on_cuda = tensor.getattr(intern!(py, "is_cuda"))?.is_truthy()?;
+        if on_cuda {
+            self.devices.push(number);
+        }
+        Ok(on_cuda)
+    }
+}
+
+/// Whether an object is a plain value, which cannot change.
+fn is_plain(obj: &Bound<'_, PyAny>) -> bool {
+    fn is<T: PyTypeInfo>(obj: &Bound<'_, PyAny>) -> bool {
+        obj.cast_exact::<T>().is_ok()
+    }
+    obj.is_none()
+        || is::<PyString>(obj)
+        || is::<PyInt>(obj)
+        || is::<PyFloat>(obj)
+        || is::<PyBool>(obj)
+        || is::<PyBytes>(obj)
+        || is::<PyComplex>(obj)
+}
