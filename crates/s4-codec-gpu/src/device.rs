@@ -18,7 +18,6 @@ pub struct Device {
     info: DeviceInfo,
     handle: sys::CUdevice,
     context: sys::CUcontext,
-    pools: bool,
     maps: bool,
     kernels: Option<Kernels>,
 }
@@ -55,12 +54,11 @@ impl Device {
             Ok::<_, GpuError>(value.on(number, "open the device")? != 0)
         };
         use sys::CUdevice_attribute as A;
-        let pools = has(A::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)?;
         let maps = has(A::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED)?;
         // SAFETY: as above; released in `drop`.
         let context = unsafe { result::primary_ctx::retain(handle) };
         let context = context.on(number, "use its primary context")?;
-        let mut device = Self { info, handle, context, pools, maps, kernels: None };
+        let mut device = Self { info, handle, context, maps, kernels: None };
         let kernels = {
             let _current = device.enter()?;
             Kernels::load(number, device.info.capability)?
@@ -81,10 +79,6 @@ impl Device {
 
     pub(crate) fn handle(&self) -> sys::CUdevice {
         self.handle
-    }
-
-    pub(crate) fn has_pools(&self) -> bool {
-        self.pools
     }
 
     /// Whether it has virtual memory that is mapped by hand.
@@ -230,8 +224,9 @@ unsafe impl Send for Stream {}
 unsafe impl Sync for Stream {}
 
 impl Stream {
-    /// A stream of one's own, of the lowest priority: its kernels yield to the framework's. It does
-    /// not wait for the legacy default stream by itself; [`Stream::wait_for`] does.
+    /// A stream of one's own, of the lowest priority: kernels of streams with a higher one go first. (The framework's
+    /// have the lowest, too, unless it is told otherwise.) It does not wait for the legacy default stream by itself;
+    /// [`Stream::wait_for`] does.
     ///
     /// # Errors
     /// `Driver`.

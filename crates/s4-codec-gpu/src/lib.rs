@@ -27,4 +27,4 @@ pub use device::{Current, Device, Event, Stream};
 pub use error::{GpuError, Result};
 pub use kernels::{DecodeBatch, EncodeBatch};
 pub use mapping::DeviceMapping;
-pub use memory::{DeviceBuffer, POOL_PIECE, Pinned, Pool};
+pub use memory::{DeviceBuffer, Pinned, Pool};

@@ -7,6 +7,9 @@ use cudarc::driver::{DriverError, result, sys};
 use crate::device::{Device, Stream};
 use crate::error::{Result, allocation_failed};
 
+/// Less than this is allocated, and not mapped in whole pages: no more is to be taken from a device that has little left.
+const LARGE: u64 = 32 << 20;
+
 /// Device memory of its own, of no pool: it may be used as soon as it is there, by any stream.
 ///
 /// Mapping gigabytes takes a fraction of a millisecond, where a memory pool grows in milliseconds. Giving them back does
@@ -16,7 +19,7 @@ pub struct DeviceMapping {
     stream: Arc<Stream>,
     address: u64,
     bytes: u64,
-    /// `None`: a plain allocation, of a device without virtual memory.
+    /// `None`: a plain allocation, of little, or of a device without virtual memory.
     mapped: Option<Mapped>,
 }
 
@@ -36,7 +39,7 @@ impl DeviceMapping {
         let device = stream.device();
         let _current = device.enter()?;
         let size = usize::try_from(bytes.max(1)).unwrap_or(usize::MAX);
-        let taken = if device.maps_memory() {
+        let taken = if device.maps_memory() && bytes >= LARGE {
             map(device, size).map(|(address, mapped)| (address, Some(mapped)))
         } else {
             // SAFETY: freed in `drop`.

@@ -1,50 +1,31 @@
-//! Memory: stream-ordered scratch on the device within a budget, and pinned memory of the host.
+//! Memory: scratch on the device within a budget, and pinned memory of the host.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use cudarc::driver::{DriverError, result, sys};
+use cudarc::driver::{result, sys};
 
 use crate::device::{Device, Stream};
 use crate::error::{GpuError, On, Result, allocation_failed};
-
-/// What a memory pool takes from the device at a time. Less than that is allocated by itself, so that no more is
-/// taken from a device that has little left.
-pub const POOL_PIECE: u64 = 32 << 20;
+use crate::mapping::DeviceMapping;
 
 /// Scratch memory of one device, within a hard budget.
 ///
-/// It comes from a pool of its own, so that nothing is kept from, or taken from, what the framework
-/// allocates, and goes back to the device with [`Pool::trim`] or when the pool is dropped.
+/// Nothing of it is kept from, or taken from, what the framework allocates: it goes back to the device when a buffer is
+/// dropped.
 #[derive(Debug)]
 pub struct Pool {
     device: Arc<Device>,
-    /// `None` where the device has no memory pools: plain allocations then.
-    handle: Option<sys::CUmemoryPool>,
     budget: u64,
     used: AtomicU64,
     peak: AtomicU64,
 }
 
-// SAFETY: a pool is a handle that the driver lets every thread use.
-unsafe impl Send for Pool {}
-// SAFETY: as above.
-unsafe impl Sync for Pool {}
-
 impl Pool {
     /// A pool that never hands out more than `budget` bytes at once.
-    ///
-    /// # Errors
-    /// `Driver`.
-    pub fn new(device: &Arc<Device>, budget: u64) -> Result<Arc<Self>> {
-        let _current = device.enter()?;
-        let handle = if device.has_pools() {
-            Some(own_pool(device, budget).on(device.ordinal(), "make a memory pool")?)
-        } else {
-            None
-        };
+    pub fn new(device: &Arc<Device>, budget: u64) -> Arc<Self> {
         let (used, peak) = Default::default();
-        Ok(Arc::new(Self { device: Arc::clone(device), handle, budget, used, peak }))
+        Arc::new(Self { device: Arc::clone(device), budget, used, peak })
     }
 
     /// The most bytes that are handed out at once.
@@ -57,33 +38,26 @@ impl Pool {
         self.used.load(Ordering::Relaxed)
     }
 
-    /// The most bytes of device memory that the pool held at once: the driver's own count, which
-    /// includes what it rounds up, or without memory pools what was handed out.
-    ///
-    /// # Errors
-    /// `Driver`.
-    pub fn high_water(&self) -> Result<u64> {
-        let handed_out = self.peak.load(Ordering::Relaxed);
-        let Some(pool) = self.handle else { return Ok(handed_out) };
-        let _current = self.device.enter()?;
-        let mut bytes = 0u64;
-        let asked = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH;
-        // SAFETY: the attribute is a `cuuint64_t`.
-        let got = unsafe { result::mem_pool::get_attribute(pool, asked, (&raw mut bytes).cast()) };
-        got.on(self.device.ordinal(), "read a pool's high-water mark")?;
-        Ok(bytes.max(handed_out))
+    /// The most bytes that were handed out at once.
+    pub fn high_water(&self) -> u64 {
+        self.peak.load(Ordering::Relaxed)
     }
 
-    /// Allocates memory that work queued on `stream` from now on may use.
+    /// Takes memory of the device that work on any stream may use from now on.
     ///
     /// # Errors
-    /// `Budget`, `OutOfMemory`, `Driver`.
+    /// `Budget`, `OutOfMemory`, `Driver`; `Argument` for a stream of another device.
     pub fn alloc(
         self: &Arc<Self>,
         stream: &Arc<Stream>,
         bytes: u64,
         what: &'static str,
     ) -> Result<DeviceBuffer> {
+        if stream.device().ordinal() != self.device.ordinal() {
+            let (own, other) = (self.device.ordinal(), stream.device().ordinal());
+            let what = format!("memory of CUDA device {own} for a stream of device {other}");
+            return Err(GpuError::Argument(what));
+        }
         let take = |used: u64| used.checked_add(bytes).filter(|&sum| sum <= self.budget);
         let before = self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take);
         let before = before.map_err(|used| GpuError::Budget {
@@ -91,109 +65,37 @@ impl Pool {
             needed: used.saturating_add(bytes),
             budget: self.budget,
         })?;
-        self.peak.fetch_max(before + bytes, Ordering::Relaxed);
-        let pooled = bytes >= POOL_PIECE;
-        let address = self.take(stream, bytes, pooled).map_err(|e| {
+        let memory = DeviceMapping::new(stream, bytes, what);
+        let memory = memory.inspect_err(|_| {
             self.used.fetch_sub(bytes, Ordering::Relaxed);
-            allocation_failed(e, self.device.ordinal(), bytes, what)
         })?;
-        let (pool, stream) = (Arc::clone(self), Arc::clone(stream));
-        Ok(DeviceBuffer { pool, stream, address, bytes, pooled })
-    }
-
-    fn take(&self, stream: &Stream, bytes: u64, pooled: bool) -> Result<u64, DriverError> {
-        let bytes = usize::try_from(bytes.max(1)).unwrap_or(usize::MAX);
-        let Ok(_current) = self.device.enter() else {
-            return Err(DriverError(sys::CUresult::CUDA_ERROR_INVALID_CONTEXT));
-        };
-        match self.handle.filter(|_| pooled) {
-            // SAFETY: pool and stream are alive.
-            Some(pool) => unsafe { result::mem_pool::alloc_async(pool, bytes, stream.handle()) },
-            // SAFETY: freed by the buffer.
-            None => unsafe { result::malloc_sync(bytes) },
-        }
-    }
-
-    /// Gives memory that is not in use back to the device.
-    ///
-    /// # Errors
-    /// `Driver`.
-    pub fn trim(&self) -> Result<()> {
-        let Some(pool) = self.handle else { return Ok(()) };
-        let _current = self.device.enter()?;
-        // SAFETY: the pool is alive.
-        let done = unsafe { result::mem_pool::trim_to(pool, 0) };
-        done.on(self.device.ordinal(), "give memory back")
+        self.peak.fetch_max(before + bytes, Ordering::Relaxed);
+        Ok(DeviceBuffer { memory, pool: Arc::clone(self) })
     }
 }
 
-fn own_pool(device: &Device, budget: u64) -> Result<sys::CUmemoryPool, DriverError> {
-    let props = sys::CUmemPoolProps {
-        allocType: sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
-        handleTypes: sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_NONE,
-        location: sys::CUmemLocation {
-            type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
-            id: device.handle(),
-        },
-        win32SecurityAttributes: std::ptr::null_mut(),
-        reserved: [0; 64],
-    };
-    // SAFETY: `props` describes memory of a device that the driver gave.
-    let pool = unsafe { result::mem_pool::create(&props) }?;
-    // Else every synchronisation would give all of it back, only to be asked for it again.
-    let mut keep = budget;
-    let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-    // SAFETY: the attribute is a `cuuint64_t`.
-    unsafe { result::mem_pool::set_attribute(pool, threshold, (&raw mut keep).cast()) }?;
-    Ok(pool)
-}
-
-impl Drop for Pool {
-    fn drop(&mut self) {
-        if let (Some(pool), Ok(_current)) = (self.handle, self.device.enter()) {
-            // SAFETY: made in `own_pool`; every buffer holds the pool, so none is left.
-            let _ = unsafe { result::mem_pool::destroy(pool) };
-        }
-    }
-}
-
-/// Device memory of a [`Pool`]; freed in the order of its stream.
+/// Device memory of a [`Pool`], which goes back once what was queued on its stream is done.
 #[derive(Debug)]
 pub struct DeviceBuffer {
+    memory: DeviceMapping,
     pool: Arc<Pool>,
-    stream: Arc<Stream>,
-    address: u64,
-    bytes: u64,
-    /// Whether it is of the pool, if there is one.
-    pooled: bool,
 }
 
 impl DeviceBuffer {
     /// Where it starts: a multiple of 256.
     pub fn address(&self) -> u64 {
-        self.address
+        self.memory.address()
     }
 
     /// Its size.
     pub fn bytes(&self) -> u64 {
-        self.bytes
+        self.memory.bytes()
     }
 }
 
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
-        if let Ok(_current) = self.pool.device.enter() {
-            let stream = self.stream.handle();
-            // SAFETY: allocated in `take`; work that uses it was queued on `stream` before.
-            let _ = unsafe {
-                match self.pool.handle.filter(|_| self.pooled) {
-                    Some(_) => result::free_async(self.address, stream),
-                    None => result::stream::synchronize(stream)
-                        .and_then(|()| result::free_sync(self.address)),
-                }
-            };
-        }
-        self.pool.used.fetch_sub(self.bytes, Ordering::Relaxed);
+        self.pool.used.fetch_sub(self.memory.bytes(), Ordering::Relaxed);
     }
 }
 

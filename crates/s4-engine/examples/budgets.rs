@@ -28,7 +28,7 @@ fn main() -> Result<(), CudaError> {
     let values: Vec<u8> =
         (0..4 * MIB as u32).flat_map(|i| (i as f32).sqrt().to_le_bytes()).collect();
     let stream = Arc::new(Stream::new(&device)?);
-    let buffer = Pool::new(&device, u64::MAX)?.alloc(&stream, values.len() as u64, "the tensor")?;
+    let buffer = Pool::new(&device, u64::MAX).alloc(&stream, values.len() as u64, "the tensor")?;
     let pinned = Pinned::new(&device, values.len())?;
     // SAFETY: nothing else uses either memory, and the copy is waited for.
     unsafe {
@@ -50,7 +50,7 @@ fn main() -> Result<(), CudaError> {
         }
         Ok(())
     })?;
-    let most = engine.scratch_high_water(0)?;
+    let most = engine.scratch_high_water(0);
     println!(
         "{} bytes became {bytes} in {chunks} chunks; at most {} MiB of scratch were held",
         values.len(),

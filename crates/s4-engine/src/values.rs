@@ -52,6 +52,7 @@ pub struct DeviceMemory {
     stream: u64,
     address: u64,
     bytes: u64,
+    fixed: bool,
 }
 
 impl DeviceMemory {
@@ -66,7 +67,22 @@ impl DeviceMemory {
     ///   else reads them either. (What a call that encodes them makes of values that change meanwhile is
     ///   sound, and each is what it was at some time: every byte is read once.)
     pub unsafe fn new(ordinal: u32, address: u64, bytes: u64, stream: u64) -> Self {
-        Self { ordinal, stream, address, bytes }
+        Self { ordinal, stream, address, bytes, fixed: false }
+    }
+
+    /// The same bytes, which nobody changes: a call that encodes them works on them where they are, and not on copies
+    /// that it makes first.
+    ///
+    /// # Safety
+    /// Nothing writes them as long as this value or a copy of it is in use.
+    #[must_use]
+    pub unsafe fn fixed(self) -> Self {
+        Self { fixed: true, ..self }
+    }
+
+    /// Whether it was said that nobody changes them.
+    pub fn is_fixed(&self) -> bool {
+        self.fixed
     }
 
     /// `len` of the bytes, from `first` on.

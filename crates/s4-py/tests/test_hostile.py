@@ -23,7 +23,7 @@ from s4weights._explain import find_refused
 
 def save_stream(stream: bytes, path: Path, state: object = None) -> None:
     """A file whose object is this pickle stream."""
-    storages, _, _ = _save.describe({} if state is None else state, pickle, 2)
+    storages, _ = _save.describe({} if state is None else state, pickle, 2)
     writer = s4weights._core.Writer(os.fspath(path), None, None, "fast", 1, {})
     from s4weights._device import Compute
     from s4weights._progress import Progress
@@ -91,7 +91,8 @@ def test_a_damaged_pickle_is_corrupt_data(tmp_path: Path) -> None:
     # What other tests allowed is not allowed here: a caller's own function may raise anything.
     torch.serialization.clear_safe_globals()
     state = {"w": torch.rand(100), "x": range(3)}
-    _, _, stream = _save.describe(state, pickle, 2)
+    _, about = _save.describe(state, pickle, 2)
+    stream = about.blobs.get("pickle")
     assert stream is not None
     path = tmp_path / "a.s4w"
     for i in range(0, len(stream), 3):
@@ -133,7 +134,7 @@ def test_messages_about_persistent_ids_are_bounded(path: Path) -> None:
 
 def save_tree(root: object, path: Path) -> None:
     """A file with this tree, and one tensor."""
-    storages, _, _ = _save.describe({"w": torch.rand(4)}, pickle, 2)
+    storages, _ = _save.describe({"w": torch.rand(4)}, pickle, 2)
     writer = s4weights._core.Writer(os.fspath(path), None, None, "fast", 1, {})
     from s4weights._device import Compute
     from s4weights._progress import Progress

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import subprocess
 import sys
 import threading
@@ -84,37 +83,6 @@ def test_the_caller_may_go_on_at_once(stage: Any, tmp_path: Path) -> None:
         assert pending.wait(60).kind == "delta"
         for step, old in enumerate(expected):
             assert_identical(old, store.load_checkpoint(step))
-
-
-def priorities() -> dict[str, set[int]]:
-    """The nice values of this process's threads, by their names."""
-    found: dict[str, set[int]] = {}
-    for task in Path("/proc/self/task").iterdir():
-        name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
-        found.setdefault(name, set()).add(int(rest.split()[16]))
-    return found
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
-@pytest.mark.parametrize("stage", ["host", "lazy"])
-def test_threads_of_a_save_in_the_background_give_way(stage: Any, tmp_path: Path) -> None:
-    before = {nice for found in priorities().values() for nice in found}
-    gate = Gate()
-    with CheckpointStore(tmp_path, threads=2) as store:
-        pending = store.save_checkpoint(state(), 0, blocking=False, stage=stage, progress=gate)
-        assert gate.reached.wait(60)
-        during = priorities()
-        gate.open.set()
-        pending.wait(60)
-    # Those that the loop may have to wait for do not.
-    lower = {nice for found in during.values() for nice in found} - before
-    assert lower == (set() if stage == "lazy" else {min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)})
-    if stage == "host":
-        assert during["s4weights-call"] == lower
-    # Python's own threads, which may hold its lock, are as they were.
-    with CheckpointStore(tmp_path) as store:
-        assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) in before
-        assert_identical(state(), store.load_checkpoint())
 
 
 def test_freed_tensors_are_kept_until_they_are_read(tmp_path: Path) -> None:

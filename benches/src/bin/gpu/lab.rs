@@ -29,7 +29,7 @@ impl Lab {
         let cuda = Cuda::discover()?;
         let device = cuda.device(0)?;
         let stream = Arc::new(Stream::new(&device)?);
-        let pool = Pool::new(&device, u64::MAX)?;
+        let pool = Pool::new(&device, u64::MAX);
         Ok(Self { cuda, device, stream, pool })
     }
 

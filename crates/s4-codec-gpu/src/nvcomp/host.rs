@@ -107,7 +107,7 @@ impl Host {
             return Ok(host);
         }
         let device = cuda.device(ordinal)?;
-        let pool = Pool::new(&device, SCRATCH)?;
+        let pool = Pool::new(&device, SCRATCH);
         let (queue, changed) = (Mutex::default(), Condvar::new());
         let host = Arc::new(Self { library, device, pool, queue, changed });
         open.push(Arc::downgrade(&host));

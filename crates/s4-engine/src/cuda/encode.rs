@@ -112,6 +112,7 @@ impl<'a> EncodeQueue<'a> {
             // Checked before: it is in a device's memory.
             values: t.values.memory().map_or(0, |m| m.address()) + first,
             bytes,
+            fixed: t.values.memory().is_some_and(|m| m.is_fixed()),
             route: encode_route(plan, bytes / width as u64, t.dtype),
             scale: scale(&plan.plan),
             own_input: plan_has_own_input(plan),
@@ -199,8 +200,9 @@ impl<'a> EncodeQueue<'a> {
             if full && !group.members.is_empty() {
                 break;
             }
-            member.copy = self.session.scratch() + used.scratch;
-            member.scratch = member.copy + member.bytes.next_multiple_of(ALIGN as u64);
+            let start = self.session.scratch() + used.scratch;
+            member.copy = if member.fixed { member.values } else { start };
+            member.scratch = start + member.copy_room();
             used = sum;
             self.chunks.advance();
             self.parent_sets = self.parent_sets.max(sets);
@@ -236,14 +238,15 @@ impl<'a> EncodeQueue<'a> {
         let width = self.chunks.tensors[member.tensor].dtype.value_width() as u64;
         let scratch = abi::encode_scratch(route, member.bytes / width, width).next_multiple_of(16);
         let meta = PER_CHUNK + member.copies() * SPAN + extra_len;
-        let mut room = Room { frames, parents: 0, scratch: frames + scratch, meta };
+        let copy = member.copy_room();
+        let mut room = Room { frames, parents: 0, scratch: copy + scratch, meta };
         let mut sets = 0;
         if member.scale > 0 {
             let size = inputs.size(member.tensor, member.chunk);
             let own = plan_has_own_input(self.chunks.plan(member.tensor));
             room.parents = if own && size.bytes == 0 { 0 } else { member.input_room() };
             let scratch = scratch.max(parent::scratch(member.bytes, width));
-            room.scratch = frames + member.input_room() + scratch;
+            room.scratch = copy + member.input_room() + scratch;
             if own {
                 room.meta += member.input_bytes().div_ceil(abi::COPY_SPAN_BYTES) * PER_CHECK;
             } else if self.on_device(size, member.bytes) {
@@ -376,7 +379,7 @@ impl<'a> EncodeQueue<'a> {
             };
             let at = member.at * size_of::<EncodeChunk>();
             to[at..at + size_of::<EncodeChunk>()].copy_from_slice(bytemuck::bytes_of(&chunk));
-            for first in (0..member.bytes).step_by(abi::COPY_SPAN_BYTES as usize) {
+            for first in (0..member.copy_room()).step_by(abi::COPY_SPAN_BYTES as usize) {
                 let len = abi::COPY_SPAN_BYTES.min(member.bytes - first);
                 let span = CopySpan { from: member.values + first, to: member.copy + first, len };
                 to[copies_at as usize..][..SPAN as usize]

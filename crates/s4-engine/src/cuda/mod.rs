@@ -258,19 +258,17 @@ impl CudaEngine {
         Chunks { device: read(device), host: read(host), refused: read(refused) }
     }
 
-    /// The most device memory, in bytes, that the engine held at once on a device, as its driver
-    /// counts it; 0 for one that was not used.
-    ///
-    /// # Errors
-    /// `Gpu`.
-    pub fn scratch_high_water(&self, ordinal: u32) -> Result<u64> {
+    /// The most device memory, in bytes, that the engine held at once on a device; 0 for one that was not used. It waits for
+    /// calls that use the device.
+    pub fn scratch_high_water(&self, ordinal: u32) -> u64 {
         let workers = self.workers.lock().unwrap_or_else(|e| e.into_inner());
         let own: Vec<_> = workers.range((ordinal, Task::Code)..=(ordinal, Task::Plan)).collect();
         let own: Vec<_> = own.into_iter().map(|(_, worker)| Arc::clone(worker)).collect();
         drop(workers);
-        own.iter().try_fold(0, |sum, worker| {
-            Ok(sum + worker.lock().unwrap_or_else(|e| e.into_inner()).pool.high_water()?)
-        })
+        let peak = |worker: &SharedWorker| {
+            worker.lock().unwrap_or_else(|e| e.into_inner()).pool.high_water()
+        };
+        own.iter().map(peak).sum()
     }
 
     /// Opens a device, unless it is open, and sees whether there is room for scratch. Waits for no stream of the

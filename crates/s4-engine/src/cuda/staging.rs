@@ -89,8 +89,12 @@ impl Stager {
         };
         let start = memory.as_ref().map_or(0, DeviceMapping::address);
         let copies = from.iter().zip(&plan.places).map(|(m, at)| {
-            // SAFETY: a part of the memory, which the result owns, in the order of the stager's stream.
-            unsafe { DeviceMemory::new(m.ordinal(), start + at, m.bytes(), self.stream.address()) }
+            // SAFETY: a part of the memory, which the result owns, in the order of the stager's stream: nobody else has
+            // its address, and nothing is written there once the copies are made.
+            unsafe {
+                let stream = self.stream.address();
+                DeviceMemory::new(m.ordinal(), start + at, m.bytes(), stream).fixed()
+            }
         });
         let copies = copies.collect();
         let copies = StagedCopies { stager: Arc::clone(self), memory, copies, copied, spans };

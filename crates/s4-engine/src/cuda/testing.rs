@@ -122,7 +122,7 @@ impl<'a> Copies<'a> {
     pub fn new(engine: &'a CudaEngine, ordinal: u32) -> Result<Self> {
         let device = engine.cuda().device(ordinal)?;
         let stream = Arc::new(Stream::new(&device)?);
-        let pool = Pool::new(&device, u64::MAX)?;
+        let pool = Pool::new(&device, u64::MAX);
         Ok(Self { engine, device, stream, pool })
     }
 

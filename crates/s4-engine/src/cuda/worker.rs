@@ -2,9 +2,7 @@
 
 use std::sync::{Arc, MutexGuard};
 
-use s4_codec_gpu::{
-    Device, DeviceBuffer, Event, GpuError, POOL_PIECE, Pinned, Pool, Result, Stream,
-};
+use s4_codec_gpu::{Device, DeviceBuffer, Event, GpuError, Pinned, Pool, Result, Stream};
 use s4_format::limits::MAX_CHUNK_BYTES;
 
 use crate::DeviceMemory;
@@ -17,14 +15,16 @@ pub(super) const SLOTS: usize = 4;
 const MOST: u64 = 64 << 20;
 /// Shares of the device budget where chunks are encoded.
 const SHARES: u64 = SLOTS as u64 + 6;
-/// Memory pools take device memory in pieces of this size: larger budgets are kept in whole ones.
-const PIECE: u64 = POOL_PIECE;
+/// Larger budgets are used in whole pieces of this size, which a device maps quickly.
+const PIECE: u64 = 32 << 20;
 /// The least device memory that the engine works in.
 const LEAST_DEVICE: u64 = 16 << 20;
 /// The most that a session takes in one piece: no work gets faster with more.
 const WHOLE: u64 = 3 << 29;
 /// Where more than this is wanted, it is an eighth of what is free at most: less than that, half.
 const POLITE: u64 = 256 << 20;
+/// For work on few bytes no more than so many times as many are wanted.
+const SCRATCH_SHARE: u64 = 4;
 /// A slot holds at least the largest frame.
 const LEAST: u64 = (MAX_CHUNK_BYTES as u64).next_multiple_of(64 << 10);
 
@@ -162,7 +162,7 @@ impl Worker {
             compute: Arc::new(Stream::new(&device)?),
             copy: Arc::new(Stream::new(&device)?),
             up: Arc::new(Stream::new(&device)?),
-            pool: Pool::new(&device, scratch)?,
+            pool: Pool::new(&device, scratch),
             sizes,
             pinned,
             device,
@@ -186,9 +186,12 @@ impl Worker {
         sizes
     }
 
-    /// Takes device memory, and less than the budget if there is no more, down to what the engine cannot work without.
-    fn arena(&self, what: &'static str) -> Result<(Sizes, DeviceBuffer)> {
-        let mut sizes = self.sizes(self.most()?);
+    /// Takes device memory for work on so many bytes, and less than the budget if there is no more, down to what the engine
+    /// cannot work without.
+    fn arena(&self, work: u64, what: &'static str) -> Result<(Sizes, DeviceBuffer)> {
+        // Little work gets no faster with more than this, which takes its time to map.
+        let useful = work.saturating_mul(SCRATCH_SHARE).max(POLITE);
+        let mut sizes = self.sizes(self.most()?.min(useful));
         loop {
             let less = sizes.halved(self.pinned);
             match (self.pool.alloc(&self.compute, sizes.device(), what), less) {
@@ -221,8 +224,10 @@ impl<'a> Session<'a> {
         worker: MutexGuard<'a, Worker>,
         memory: impl Iterator<Item = DeviceMemory>,
     ) -> Result<Self> {
-        let (sizes, arena) = worker.arena(SCRATCH)?;
-        Self::with(worker, sizes, arena, memory)
+        let memory = memory.collect::<Vec<_>>();
+        let work = memory.iter().map(DeviceMemory::bytes).fold(0, u64::saturating_add);
+        let (sizes, arena) = worker.arena(work, SCRATCH)?;
+        Self::with(worker, sizes, arena, &memory)
     }
 
     /// As [`Session::new`], with all of the device memory that the budget and what is free allow, in one piece.
@@ -234,18 +239,17 @@ impl<'a> Session<'a> {
         let sizes = worker.sizes(most);
         let bytes = worker.pool.budget().min(WHOLE).min(most) / PIECE * PIECE;
         let arena = worker.pool.alloc(&worker.compute, bytes.max(sizes.device()), SCRATCH)?;
-        Self::with(worker, sizes, arena, memory)
+        Self::with(worker, sizes, arena, &memory.collect::<Vec<_>>())
     }
 
     fn with(
         worker: MutexGuard<'a, Worker>,
         sizes: Sizes,
         arena: DeviceBuffer,
-        memory: impl Iterator<Item = DeviceMemory>,
+        memory: &[DeviceMemory],
     ) -> Result<Self> {
         let session = Self { start: arena.address(), sizes, arena: Some(arena), worker };
         let Worker { device, compute, copy, .. } = &*session.worker;
-        let memory = memory.collect::<Vec<_>>();
         device.check_pointers(memory.iter().map(|m| (m.address(), m.bytes())))?;
         let mut seen = vec![];
         for m in memory {
@@ -257,9 +261,6 @@ impl<'a> Session<'a> {
                 copy.wait_for(&theirs)?;
             }
         }
-        // The arena was allocated in the order of `compute`.
-        copy.wait_for(compute)?;
-        session.worker.up.wait_for(compute)?;
         Ok(session)
     }
 
@@ -298,12 +299,11 @@ impl<'a> Session<'a> {
 
 impl Drop for Session<'_> {
     fn drop(&mut self) {
-        let Worker { compute, copy, up, pool, .. } = &*self.worker;
+        let Worker { compute, copy, up, .. } = &*self.worker;
         // No work may be in flight on memory that goes away. An error was reported before, or is of
         // a device that is gone.
         let _ = compute.synchronize().and(copy.synchronize()).and(up.synchronize());
         self.arena = None;
-        let _ = compute.synchronize().and(pool.trim());
     }
 }
 

@@ -32,9 +32,7 @@ fn scratch_stays_within_its_budget_and_nothing_is_left() {
     // Once, so that what the driver itself keeps of kernels is there.
     on_gpu(&gpu.engine(CudaOptions::default()), &hosts, &uploads, None).unwrap();
     let free = || {
-        // The test's own pool keeps what it once had.
         gpu.stream.synchronize().unwrap();
-        gpu.pool.trim().unwrap();
         gpu.device.memory().unwrap().0
     };
     let before = free();
@@ -45,7 +43,7 @@ fn scratch_stays_within_its_budget_and_nothing_is_left() {
             for (e, cpu) in encoded.iter().zip(&cpu) {
                 assert!(e.chunks.iter().zip(&cpu.chunks).all(|(a, b)| a.1 == b.1));
             }
-            let peak = engine.scratch_high_water(0).unwrap();
+            let peak = engine.scratch_high_water(0);
             println!("budget {scratch}, pinned {pinned}: at most {peak} bytes of device memory");
             if !gpu.is_slow() {
                 assert!((1..=scratch).contains(&peak), "{peak} of {scratch}");
@@ -83,10 +81,12 @@ fn little_free_memory_means_less_scratch_and_no_detour() {
     let uploads: Vec<_> = hosts.iter().map(|h| gpu.upload(&h.data, 0)).collect();
     let tensors: Vec<_> = hosts.iter().zip(&uploads).map(|(h, u)| h.on(u)).collect();
     let cpu: Vec<_> = hosts.iter().map(|h| on_cpu(h, None)).collect();
-    let framework = Pool::new(&gpu.device, u64::MAX).unwrap();
+    let framework = Pool::new(&gpu.device, u64::MAX);
     let free = || gpu.device.memory().unwrap().0;
     for left in [600 << 20, 150 << 20, 70 << 20, 40 << 20, 17 << 20] {
-        let taken = framework.alloc(&gpu.stream, free() - left, "a framework").unwrap();
+        // In whole pages.
+        let taken = (free() - left) & !((2 << 20) - 1);
+        let taken = framework.alloc(&gpu.stream, taken, "a framework").unwrap();
         let before = free();
         let engine = gpu.engine(CudaOptions::default());
         let plans = engine.plan::<CudaError>(Preset::Fast, &tensors, &NoInputs, None).unwrap();

@@ -24,6 +24,8 @@ struct Copy {
 enum Given {
     Device,
     Stored,
+    /// As `Stored`, in memory that nobody changes, as the copies are.
+    Fixed,
     /// On the device, and no longer what was stored.
     Changed,
     Host,
@@ -124,10 +126,12 @@ impl Inputs<CudaError> for Wider<'_> {
         let one = |&(tensor, chunk): &(usize, u64)| {
             let range = self.copies[tensor].range(chunk);
             let values = &self.copies[tensor].wide[range.clone()];
-            let there = |u: &Upload| u.memory().part(range.start as u64, range.len() as u64);
+            let fixed = self.given == Given::Fixed;
+            let there =
+                |u: &Upload| u.memory_as(fixed).part(range.start as u64, range.len() as u64);
             Ok(match self.given {
                 Given::Device => Input::Device(there(&self.uploads[tensor])?),
-                Given::Stored | Given::Changed => {
+                Given::Stored | Given::Fixed | Given::Changed => {
                     let wrong = u32::from(self.given == Given::Changed);
                     let parts = values.chunks(256 << 10);
                     let parts = parts.map(|p| (p.len() as u64, crc32c(p) ^ wrong)).collect();
@@ -144,7 +148,9 @@ impl Inputs<CudaError> for Wider<'_> {
 fn encode(gpu: &Gpu, engine: &CudaEngine, copies: &[Copy], given: Given) -> Vec<Encoded> {
     let uploads: Vec<_> =
         (0..).zip(copies).map(|(i, c)| gpu.upload(&c.host.data, i % 3 * 2)).collect();
-    let tensors: Vec<_> = copies.iter().zip(&uploads).map(|(c, u)| c.host.on(u)).collect();
+    let fixed = given == Given::Fixed;
+    let tensors: Vec<_> =
+        copies.iter().zip(&uploads).map(|(c, u)| c.host.on_as(u, fixed)).collect();
     let plans: Vec<_> = copies.iter().map(|c| c.coded.plan.clone()).collect();
     let inputs = Wider::new(gpu, copies, given);
     let mut chunks: Vec<Vec<_>> = copies.iter().map(|_| vec![]).collect();
@@ -217,7 +223,7 @@ fn copies_are_as_on_the_cpu_wherever_the_wider_values_are() {
     let planes = [PlaneCoding::RANS8; 2];
     let large = plan(DType::BFloat16, LayoutId::FIELDS, &planes);
     all.push(Copy::new("large", DType::BFloat16, &wide, large));
-    for given in [Given::Device, Given::Stored, Given::Host] {
+    for given in [Given::Device, Given::Stored, Given::Fixed, Given::Host] {
         for scratch in [16 << 20, 256 << 20] {
             let engine = gpu.engine(CudaOptions { scratch, ..CudaOptions::default() });
             for (copy, e) in all.iter().zip(encode(&gpu, &engine, &all, given)) {

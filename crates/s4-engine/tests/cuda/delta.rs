@@ -291,7 +291,7 @@ fn differences_of_large_tensors_stay_within_small_budgets() {
         for given in [Given::Device, Given::Host, Given::Frames] {
             let engine = gpu.engine(CudaOptions { scratch, pinned, ..CudaOptions::default() });
             check(&gpu, &engine, &lines, given);
-            let peak = engine.scratch_high_water(0).unwrap();
+            let peak = engine.scratch_high_water(0);
             if !gpu.is_slow() {
                 assert!((1..=scratch).contains(&peak), "{peak} of {scratch}");
             }

@@ -173,7 +173,7 @@ fn many_groups_and_mixed_plans_keep_their_order() {
         *plan = others[i].clone();
     }
     let encoded = on_gpu(&engine, &hosts, &uploads, Some(plans)).unwrap();
-    let used = engine.scratch_high_water(gpu.device.ordinal()).unwrap();
+    let used = engine.scratch_high_water(gpu.device.ordinal());
     // The emulated driver counts all pools together.
     assert!(gpu.is_slow() || used <= 64 << 20, "{used} bytes of device memory");
     let back = decode(&gpu, &engine, Some(&trusted), &hosts, &encoded, true).unwrap();

@@ -185,7 +185,7 @@ fn tensors_of_several_devices_are_encoded_in_their_order() {
     let first = second.cuda.device(0).unwrap();
     let engine = second.engine(CudaOptions::default());
     let stream = std::sync::Arc::new(s4_codec_gpu::Stream::new(&first).unwrap());
-    let pool = s4_codec_gpu::Pool::new(&first, 1 << 30).unwrap();
+    let pool = s4_codec_gpu::Pool::new(&first, 1 << 30);
     let buffer = pool.alloc(&stream, host.data.len() as u64, "a test").unwrap();
     let pinned = s4_codec_gpu::Pinned::new(&first, host.data.len()).unwrap();
     // SAFETY: memory of this test alone, and the copy is waited for.

@@ -49,7 +49,7 @@ pub(crate) fn gpu_of(ordinal: u32) -> Option<Gpu> {
     }
     let device = cuda.device(ordinal).expect("opens");
     let stream = Arc::new(Stream::new(&device).unwrap());
-    let pool = Pool::new(&device, 16 << 30).unwrap();
+    let pool = Pool::new(&device, 16 << 30);
     Some(Gpu { cuda, device, stream, pool, _turn: turn })
 }
 
@@ -108,6 +108,13 @@ impl Upload {
         // SAFETY: the buffer lives as long as `self`; nothing else uses it.
         unsafe { DeviceMemory::new(self.ordinal, self.address, self.bytes, 0) }
     }
+
+    /// As [`Upload::memory`]; `fixed`: said not to change.
+    pub(crate) fn memory_as(&self, fixed: bool) -> DeviceMemory {
+        let memory = self.memory();
+        // SAFETY: nothing writes it once it is there.
+        if fixed { unsafe { memory.fixed() } } else { memory }
+    }
 }
 
 /// A tensor of the host.
@@ -130,7 +137,11 @@ impl Host {
     }
 
     pub(crate) fn on<'a>(&'a self, upload: &Upload) -> TensorValues<'a> {
-        TensorValues::new(self.dtype, &self.shape, upload.memory())
+        self.on_as(upload, false)
+    }
+
+    pub(crate) fn on_as<'a>(&'a self, upload: &Upload, fixed: bool) -> TensorValues<'a> {
+        TensorValues::new(self.dtype, &self.shape, upload.memory_as(fixed))
     }
 
     pub(crate) fn chunks(&self, plan: &TensorPlan) -> u64 {

@@ -33,6 +33,8 @@ struct Weights {
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Given {
     Device,
+    /// As `Device`, in memory that nobody changes, as the weights are.
+    Fixed,
     Host,
     /// The parent and the second moment on the host, the first moment on the device.
     Mixed,
@@ -199,7 +201,7 @@ impl<'a> Told<'a> {
         given: Given,
     ) -> Self {
         let parents = match given {
-            Given::Device | Given::Changed => {
+            Given::Device | Given::Fixed | Given::Changed => {
                 (0..).zip(all).map(|(i, w)| gpu.upload(&w.before, i % 3 * 4)).collect()
             }
             _ => vec![],
@@ -210,7 +212,7 @@ impl<'a> Told<'a> {
             moments.push([0, 1].map(|k| {
                 let (dtype, bytes) = &w.moments[k];
                 let on_host = match given {
-                    Given::Device | Given::Changed => false,
+                    Given::Device | Given::Fixed | Given::Changed => false,
                     Given::Mixed => k == 1,
                     Given::Host | Given::Gone => true,
                 };
@@ -218,7 +220,7 @@ impl<'a> Told<'a> {
                     true => Values::Host(bytes),
                     false => {
                         uploads.push(gpu.upload(bytes, (i % 3 * 4 + k * 4) as u64));
-                        Values::Device(uploads[uploads.len() - 1].memory())
+                        Values::Device(uploads[uploads.len() - 1].memory_as(given == Given::Fixed))
                     }
                 };
                 let tensor = 4 + k as u32;
@@ -260,7 +262,7 @@ impl Inputs<CudaError> for Told<'_> {
 
     fn size(&self, tensor: usize, chunk: u64) -> InputSize {
         let bytes = match self.given {
-            Given::Device | Given::Changed => 0,
+            Given::Device | Given::Fixed | Given::Changed => 0,
             _ => self.range(tensor, chunk).len() as u64,
         };
         InputSize { bytes, frames: 0 }
@@ -285,7 +287,8 @@ fn encode(gpu: &Gpu, engine: &CudaEngine, inputs: &Told<'_>, planned: bool) -> V
     let all = inputs.all;
     let uploads: Vec<_> =
         (0..).zip(all).map(|(i, w)| gpu.upload(&w.host.data, i % 3 * 4)).collect();
-    let tensors: Vec<_> = all.iter().zip(&uploads).map(|(w, u)| w.host.on(u)).collect();
+    let fixed = inputs.given == Given::Fixed;
+    let tensors: Vec<_> = all.iter().zip(&uploads).map(|(w, u)| w.host.on_as(u, fixed)).collect();
     let plans = match planned {
         true => engine.plan(Preset::Balanced, &tensors, inputs, None).unwrap(),
         false => all.iter().map(|w| w.coded.plan.clone()).collect(),
@@ -352,7 +355,7 @@ fn decode(
 
 /// Frames are the CPU's wherever inputs are, and come back, all by the kernels.
 fn check(gpu: &Gpu, all: &[Weights], planned: bool) {
-    for given in [Given::Device, Given::Host, Given::Mixed] {
+    for given in [Given::Device, Given::Fixed, Given::Host, Given::Mixed] {
         let records = records(all, given);
         for scratch in [16 << 20, 256 << 20] {
             let engine = gpu.engine(CudaOptions { scratch, ..CudaOptions::default() });

@@ -9,7 +9,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 from . import _core, _pickled
 from ._device import Compute
@@ -159,9 +159,7 @@ def save(
     budget = Budget(staging_memory, device_reserve, compute.scratch).check()
     start = time.perf_counter()
     recorder = Recorder("save", f)
-    storages, tree, stream = describe(obj, pickle_module, pickle_protocol)
-    roles = storages.find_roles(obj)
-    blobs = {} if stream is None else {"pickle": stream}
+    storages, (tree, roles, blobs) = describe(obj, pickle_module, pickle_protocol)
     described = (tree, blobs, dict(metadata or {}))
     nbytes = recorder.raw_bytes = storages.nbytes()
     tracker = Progress(progress, nbytes, "save")
@@ -222,18 +220,25 @@ def save(
 setattr(save, OURS, True)
 
 
+class Described(NamedTuple):
+    """What is kept of an object besides its tensors."""
+
+    #: As JSON, as are the roles; ``None``: it is not plain, and pickled.
+    tree: str | None
+    roles: str | None
+    blobs: dict[str, bytes]
+
+
 def describe(
     obj: object, pickle_module: Any, protocol: int, patiently: bool = False
-) -> tuple[StorageWriter, str | None, bytes | None]:
-    """The storages of an object, and its tree or, if it is not plain, its pickle. ``patiently``: on a thread that
-    others do not wait for.
-    """
-    storages = StorageWriter()
+) -> tuple[StorageWriter, Described]:
+    """The storages of an object, and what else is kept of it. ``patiently``: on a thread that nobody waits for."""
+    storages, blobs = StorageWriter(), {}
     tree = storages.write_tree(obj, patiently)
-    if tree is not None:
-        return storages, tree, None
-    storages = StorageWriter()
-    return storages, None, _pickled.dump(obj, storages, pickle_module, protocol)
+    if tree is None:
+        storages = StorageWriter()
+        blobs["pickle"] = _pickled.dump(obj, storages, pickle_module, protocol)
+    return storages, Described(tree, storages.find_roles(obj), blobs)
 
 
 def new_writer(

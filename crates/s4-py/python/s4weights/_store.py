@@ -13,7 +13,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 from . import _core, _live
 from ._catalog import Catalog
@@ -26,7 +26,7 @@ from ._pending import Deadline, HostBuffer, PendingSave
 from ._progress import Progress, ProgressArgument
 from ._report import Recorder
 from ._runner import RunnerClient
-from ._save import describe, require_little_endian
+from ._save import Described, describe, require_little_endian
 from ._staging import Budget, Stage, StagedValues, check_stage, stage_values, streams_behind
 from ._storages import StorageWriter, copy_elsewhere
 from ._turn import Turn
@@ -39,15 +39,6 @@ _LONGEST = 1e9
 #: Stores of a process that was forked: their threads stayed behind, so they are left as they are.
 _ABANDONED: list[_core.Store] = []
 _stores: weakref.WeakSet[CheckpointStore] = weakref.WeakSet()
-
-
-class Described(NamedTuple):
-    """What a checkpoint keeps of an object besides its tensors."""
-
-    tree: str | None
-    #: As JSON.
-    roles: str | None
-    blobs: dict[str, bytes]
 
 
 class CheckpointStore(Catalog):
@@ -387,13 +378,10 @@ class CheckpointStore(Catalog):
         numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
         words = {str(name): str(value) for name, value in (tags or {}).items()}
 
-        def described(
-            state: object, patiently: bool = False
-        ) -> tuple[StorageWriter, Described]:
-            storages, tree, stream = describe(state, pickle_module, pickle_protocol, patiently)
-            roles = storages.find_roles(state)
+        def described(state: object, patiently: bool = False) -> tuple[StorageWriter, Described]:
+            storages, about = describe(state, pickle_module, pickle_protocol, patiently)
             recorder.raw_bytes = storages.nbytes()
-            return storages, Described(tree, roles, {} if stream is None else {"pickle": stream})
+            return storages, about
 
         def save(
             about: Described,
@@ -444,10 +432,9 @@ class CheckpointStore(Catalog):
                 return save(*how)
 
         # Who asks for progress is told at once how much there is.
-        if stage == "lazy" and progress in (None, False):
-            promised = self._save_lazily(step, state, described, watched, recorder)
-            if promised is not None:
-                return promised
+        lazily = stage == "lazy" and progress in (None, False)
+        if lazily and (pending := self._save_lazily(step, state, described, watched, recorder)):
+            return pending
         storages, about = described(state)
         tracker = Progress(progress, recorder.raw_bytes, "save")
         engine = storages.engine(self._compute())
@@ -470,15 +457,11 @@ class CheckpointStore(Catalog):
         save: Callable[..., CheckpointEntry],
         recorder: Recorder,
     ) -> PendingSave | None:
-        """A save of tensors that do not change until they have been read: even what they are is found out in the
-        background. ``None`` if the object holds what may change otherwise.
-        """
-        frozen = _core.freeze(state)
-        if frozen is None:
+        """Even what tensors are is found out in the background; ``None`` if other things may change."""
+        if (frozen := _core.freeze(state)) is None:
             return None
-        # Nothing but the list holds the copy: tensors that are read may be freed.
-        copies, ordinals = [frozen[0]], frozen[1]
-        del frozen
+        # Only the list holds the copy: tensors that were read may be freed.
+        copies, ordinals, frozen = [frozen[0]], frozen[1], None
         engine = self._compute().engine(ordinals) if ordinals else None
         if ordinals and engine is None:
             return None

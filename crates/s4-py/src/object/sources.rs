@@ -20,6 +20,8 @@ pub(crate) struct Source {
     pub(super) nbytes: usize,
     /// `None`: somewhere that they must be copied from first.
     pub(super) place: Option<Where>,
+    /// Whether they are a copy on a device, which nobody changes.
+    pub(super) fixed: bool,
     pub(super) group: u8,
 }
 
@@ -91,7 +93,7 @@ impl Sources {
                 let copies = "a copy of each value on a device expected";
                 let (address, place) =
                     places.next().ok_or_else(|| PyValueError::new_err(copies))?;
-                (s.address, s.place) = (address, Some(place));
+                (s.address, s.place, s.fixed) = (address, Some(place), place.0 >= 0);
             }
             Ok(())
         })
@@ -125,12 +127,12 @@ impl Source {
     pub(crate) fn tensor(&self) -> PyResult<TensorSource<'_>> {
         let (name, shape) = (&*self.name, self.shape.as_slice());
         let tensor = match self.device() {
-            Some(place) => TensorSource::new(
-                name,
-                self.dtype,
-                shape,
-                memory(self.address, self.nbytes, place)?,
-            ),
+            Some(place) => {
+                let memory = memory(self.address, self.nbytes, place)?;
+                // SAFETY: a copy of this process's own (`DeviceCopies`), which is made once.
+                let memory = if self.fixed { unsafe { memory.fixed() } } else { memory };
+                TensorSource::new(name, self.dtype, shape, memory)
+            }
             None => {
                 TensorSource::new(name, self.dtype, shape, values(name, self.address, self.nbytes)?)
             }

@@ -148,6 +148,7 @@ impl Storages {
                 address,
                 nbytes: usize::try_from(e.nbytes)?,
                 place,
+                fixed: false,
                 group: e.group,
             })
         };

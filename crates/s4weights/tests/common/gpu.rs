@@ -37,7 +37,7 @@ pub fn gpu() -> Option<Gpu> {
     };
     let device = cuda.device(0).expect("opens");
     let stream = Arc::new(Stream::new(&device).unwrap());
-    let pool = Pool::new(&device, 4 << 30).unwrap();
+    let pool = Pool::new(&device, 4 << 30);
     let engine = Arc::new(CudaEngine::new(cuda, CudaOptions::default()));
     Some(Gpu { device, stream, pool, engine })
 }

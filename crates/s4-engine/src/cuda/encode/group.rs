@@ -14,10 +14,12 @@ pub(super) struct Member {
     pub(super) tensor: usize,
     pub(super) chunk: u64,
     /// Address and bytes of its values, and where they are copied to, in scratch memory: whoever changes
-    /// them meanwhile does not change the copy, which is all that the kernels look at.
+    /// them meanwhile does not change the copy, which is all that the kernels look at. Of values that nobody changes the
+    /// copy is the values themselves.
     pub(super) values: u64,
     pub(super) copy: u64,
     pub(super) bytes: u64,
+    pub(super) fixed: bool,
     pub(super) route: Option<Route>,
     /// With a route its place in the batch, else where its values lie in the slot.
     pub(super) at: usize,
@@ -104,7 +106,12 @@ pub(super) const CRC_SPAN: u64 = size_of::<CrcSpan>() as u64;
 impl Member {
     /// Pieces that the values are copied in.
     pub(super) fn copies(&self) -> u64 {
-        self.bytes.div_ceil(abi::COPY_SPAN_BYTES)
+        self.copy_room().div_ceil(abi::COPY_SPAN_BYTES)
+    }
+
+    /// Room for the copy.
+    pub(super) fn copy_room(&self) -> u64 {
+        if self.fixed { 0 } else { self.bytes.next_multiple_of(ALIGN as u64) }
     }
 
     /// Bytes of its input's values.

@@ -55,6 +55,7 @@ impl<'a> EncodeQueue<'a> {
             parent::check(input, ordinal, member.input_bytes())?;
             group.members[number].parent = match input {
                 Input::Device(memory) => memory.address(),
+                Input::Stored { values, .. } if values.is_fixed() => values.address(),
                 // A copy, which is checked.
                 Input::Stored { .. } => member.scratch,
                 Input::Host(values) => incoming.values(values.clone())?,
@@ -286,6 +287,12 @@ impl<'a> EncodeQueue<'a> {
                     return Err(GpuError::Argument(what).into());
                 }
                 let Cover { parts, wanted } = moment.cover(range.0, range.1).of(tensor)?;
+                if memory.is_fixed() {
+                    let from = parts.first().map_or(0, |part| part.0.start);
+                    group.members[number].moments[which] =
+                        memory.address() + from + wanted.start as u64;
+                    continue;
+                }
                 group.members[number].moments[which] = at + wanted.start as u64;
                 for (bytes, crc) in parts {
                     let (from, len) = (memory.address() + bytes.start, bytes.end - bytes.start);
@@ -338,6 +345,9 @@ impl<'a> EncodeQueue<'a> {
                 room.parents += (cover.wanted.len() as u64).next_multiple_of(ALIGN as u64);
                 continue;
             }
+            if moment.values.memory().is_some_and(|m| m.is_fixed()) {
+                continue;
+            }
             let pieces = cover.parts.iter().map(|(bytes, _)| bytes.end - bytes.start);
             copies += pieces.sum::<u64>().next_multiple_of(ALIGN as u64);
             room.meta += cover.parts.len() as u64 * PER_CHECK;
@@ -359,6 +369,9 @@ impl Group<'_> {
         let most = member.input_bytes().div_ceil(abi::COPY_SPAN_BYTES);
         if bytes != Some(member.input_bytes()) || parts.len() as u64 > most {
             return Err(more_than_said());
+        }
+        if values.is_fixed() {
+            return Ok(());
         }
         member.checks[0] = (self.checks.len(), parts.len());
         let mut at = 0;

@@ -21,7 +21,7 @@ constexpr size_t kUntouched = 512 << 20;  // more than that only takes room: no 
 constexpr char kGuard = 0x6b;
 
 std::mutex lock;
-size_t used = 0, highest = 0;
+size_t used = 0;
 struct Memory {
   size_t bytes;
   int device;
@@ -51,7 +51,6 @@ Result take(uint64_t* at, size_t bytes) {
   guard(*at, bytes);
   allocated[*at] = {bytes, contexts.back()};
   used += bytes;
-  highest = std::max(highest, used);
   return kSuccess;
 }
 
@@ -197,16 +196,6 @@ CALL cuEventQuery(void*) { return kSuccess; }
 CALL cuEventElapsedTime(float* ms, void*, void*) { return *ms = 0, kSuccess; }
 CALL cuEventDestroy_v2(void*) { return kSuccess; }
 
-CALL cuMemPoolCreate(void** pool, const void*) { return *pool = reinterpret_cast<void*>(32), kSuccess; }
-CALL cuMemPoolDestroy(void*) { return kSuccess; }
-CALL cuMemPoolTrimTo(void*, size_t) { return kSuccess; }
-CALL cuMemPoolSetAttribute(void*, int, void*) { return kSuccess; }
-CALL cuMemPoolGetAttribute(void*, int, void* value) {
-  *static_cast<uint64_t*>(value) = highest;
-  return kSuccess;
-}
-CALL cuMemAllocFromPoolAsync(uint64_t* at, size_t bytes, void*, void*) { return take(at, bytes); }
-CALL cuMemFreeAsync(uint64_t at, void*) { return give(at); }
 CALL cuMemAlloc_v2(uint64_t* at, size_t bytes) { return take(at, bytes); }
 CALL cuMemFree_v2(uint64_t at) { return give(at); }
 CALL cuMemGetAllocationGranularity(size_t* bytes, const void*, int) { return *bytes = 2 << 20, kSuccess; }

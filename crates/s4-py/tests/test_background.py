@@ -1,0 +1,120 @@
+"""What saves in the background do beside a training loop: lazy ones describe the object there, and threads give way."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import os
+import sys
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_staging import Gate, state
+
+from compare import assert_identical
+from s4weights import CheckpointStore
+
+
+def nested() -> dict[str, Any]:
+    """Containers of every kind, some within others, as state dicts have them."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.randn(8, 64)).sum().backward()
+    optimizer.step()
+    rest = {"list": [1, [torch.arange(5.0)]], "tuple": (2.5, {"deep": None}), ("k", 1): b"bytes"}
+    kinds = {"size": torch.Size([2, 3]), "dtype": torch.bfloat16, "device": torch.device("cpu")}
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rest": rest, **kinds}
+
+
+def test_lazy_keeps_containers_as_they_are_at_the_call(tmp_path: Path) -> None:
+    values = nested()
+    expected = copy.deepcopy(values)
+    assert hasattr(values["model"], "_metadata")
+    with CheckpointStore(tmp_path) as store:
+        pending = store.save_checkpoint(values, 0, blocking=False, stage="lazy")
+        values["optimizer"]["param_groups"][0]["lr"] = 0.5
+        values["rest"]["list"].append(2)
+        values["rest"]["list"][1].clear()
+        values["model"]._metadata.clear()
+        values["model"].clear()
+        values.clear()
+        assert pending.stage == "lazy" and pending.wait(60).kind == "base"
+        loaded = store.load_checkpoint()
+    assert_identical(expected, loaded)
+    assert loaded["model"]._metadata == expected["model"]._metadata
+
+
+class Own:
+    """What no tree holds."""
+
+    def __init__(self) -> None:
+        self.weight = torch.ones(1000)
+
+
+def test_lazy_takes_what_is_shared_or_of_other_classes(tmp_path: Path) -> None:
+    shared = [torch.ones(5000)]
+    cyclic: list[Any] = [torch.zeros(10)]
+    cyclic.append(cyclic)
+    with CheckpointStore(tmp_path) as store:
+        for step, values in enumerate([{"a": shared, "b": shared}, cyclic, Own(), {1, 2}, torch.ones(9)]):
+            store.save_checkpoint(values, step, blocking=False, stage="lazy").wait(60)
+        loaded = [store.load_checkpoint(step, weights_only=False) for step in range(5)]
+    assert loaded[0]["a"] is loaded[0]["b"] and loaded[1][1] is loaded[1]
+    assert torch.equal(loaded[2].weight, torch.ones(1000)) and loaded[3] == {1, 2}
+    assert torch.equal(loaded[4], torch.ones(9))
+
+
+def test_tensors_that_were_read_lazily_are_let_go(tmp_path: Path) -> None:
+    values = state()
+    alive = weakref.ref(values["w"])
+    with CheckpointStore(tmp_path) as store:
+        pending = store.save_checkpoint(values, 0, blocking=False, stage="lazy")
+        del values
+        pending.wait(60)
+        gc.collect()
+        assert alive() is None
+        assert pending.stage == "lazy"
+
+
+def test_what_a_lazy_save_cannot_describe_fails_in_the_background(tmp_path: Path) -> None:
+    broken = torch.ones(1000)
+    broken.untyped_storage().resize_(8)
+    with CheckpointStore(tmp_path) as store:
+        pending = store.save_checkpoint({"w": broken}, 0, blocking=False, stage="lazy")
+        with pytest.raises(Exception, match=r"storage|out of bounds|setStorage"):
+            pending.wait(60)
+        assert pending.staged.done()
+        assert store.save_checkpoint(state(), 1).step == 1
+
+
+def priorities() -> dict[str, set[int]]:
+    """The nice values of this process's threads, by their names."""
+    found: dict[str, set[int]] = {}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # One that has just ended.
+            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+            found.setdefault(name, set()).add(int(rest.split()[16]))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+@pytest.mark.parametrize("stage", ["host", "lazy"])
+def test_threads_of_a_save_in_the_background_give_way(stage: Any, tmp_path: Path) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    gate = Gate()
+    with CheckpointStore(tmp_path, threads=2) as store:
+        pending = store.save_checkpoint(state(), 0, blocking=False, stage=stage, progress=gate)
+        assert gate.reached.wait(60)
+        during = priorities()
+        gate.open.set()
+        pending.wait(60)
+        assert_identical(state(), store.load_checkpoint())
+    # Those that the loop may have to wait for do not, and neither do Python's own, which may hold its lock.
+    assert during.get("s4weights-call") == (None if stage == "lazy" else {min(19, own + 10)})
+    assert during["s4weights-store"] == {own}
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
