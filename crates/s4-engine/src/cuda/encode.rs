@@ -140,13 +140,9 @@ impl<'a> EncodeQueue<'a> {
     /// soon; those that the slot has no room for on the host must have a place in pieces before they are encoded.
     fn most_frames(&mut self) -> u64 {
         let Sizes { frames, host_frames, .. } = self.session.sizes;
-        let most = (host_frames << self.cut.min(16)).min(frames);
+        let most = (host_frames << self.cut.min(16)).min(frames).min(self.chunks.most_left());
         let device = &self.session.worker.device;
-        let mut roomy = most > host_frames;
-        if roomy {
-            let wanted = most.min(self.chunks.most_left());
-            roomy = self.open.has_room(wanted, &self.host.pieces, device);
-        }
+        let roomy = most > host_frames && self.open.has_room(most, &self.host.pieces, device);
         if roomy { most } else { host_frames }
     }
 
@@ -425,6 +421,9 @@ impl<'a> EncodeQueue<'a> {
                 unsafe { worker.copy.copy_to_host(frames + home.first, pinned, home.at, len) }?;
             }
             let rest = total.saturating_sub(copied) as usize;
+            if rest > 0 && total > self.session.sizes.host_frames {
+                return Err(bad_answer(worker.device.ordinal()).into());
+            }
             // SAFETY: the kernels are done with the frames; the slot's pinned memory is idle.
             unsafe {
                 worker.copy.copy_to_host(frames + copied, &slot.pinned, copied as usize, rest)

@@ -276,7 +276,8 @@ fn differences_are_as_on_the_cpu_wherever_the_parent_is() {
 #[test]
 fn differences_of_large_tensors_stay_within_small_budgets() {
     let Some(gpu) = gpu() else { return };
-    let n = if gpu.is_slow() { 140_000 } else { 30_000_000 };
+    // Of a group in the smaller budgets more than a slot's memory on the host has room for.
+    let n = if gpu.is_slow() { 800_000 } else { 30_000_000 };
     let of = |dtype, kind, n| {
         let data = patterns::all(kind, n).find(|p| p.0 == "like-weights").unwrap().1;
         Line::new(Host::new(format!("{dtype} like-weights {n}"), dtype, data), 3)

@@ -26,6 +26,11 @@ struct Tensors {
 
 impl Tensors {
     fn new(gpu: &Gpu) -> Self {
+        Self::times(gpu, 1)
+    }
+
+    /// As many times the values.
+    fn times(gpu: &Gpu, times: usize) -> Self {
         let mut state = 1u32;
         let mut noise = |n: usize| {
             let mut next = || {
@@ -34,11 +39,12 @@ impl Tensors {
             };
             (0..n).map(|_| next()).collect::<Vec<_>>()
         };
-        let weights = patterns::all(Kind::BF16, 150_000).find(|p| p.0 == "like-weights").unwrap().1;
+        let weights =
+            patterns::all(Kind::BF16, 150_000 * times).find(|p| p.0 == "like-weights").unwrap().1;
         let hosts = vec![
-            Host::new("noise", DType::Int16, noise(1_400_006)),
+            Host::new("noise", DType::Int16, noise(1_400_006 * times)),
             Host::new("weights", DType::BFloat16, weights),
-            Host::new("more noise", DType::Int32, noise(1_300_004)),
+            Host::new("more noise", DType::Int32, noise(1_300_004 * times)),
         ];
         let uploads = hosts.iter().map(|h| gpu.upload(&h.data, 0)).collect();
         let cpu = hosts.iter().map(|h| on_cpu(h, None)).collect();
@@ -51,11 +57,21 @@ impl Tensors {
     }
 
     fn encode_until(&self, engine: &CudaEngine, most: usize) -> Result<Vec<Frame>, CudaError> {
+        Ok(self.encode_with(engine, most)?.0)
+    }
+
+    /// As that; also the most bytes of frames that came at once.
+    fn encode_with(
+        &self,
+        engine: &CudaEngine,
+        most: usize,
+    ) -> Result<(Vec<Frame>, usize), CudaError> {
         let tensors = self.hosts.iter().zip(&self.uploads).map(|(h, u)| h.on(u));
         let tensors: Vec<_> = tensors.collect();
         let plans = engine.plan::<CudaError>(Preset::Fast, &tensors, &NoInputs, None)?;
-        let mut found = vec![];
+        let (mut found, mut at_once) = (vec![], 0);
         engine.encode(&Jobs::<CudaError>::new(&tensors, &plans), |frames| {
+            at_once = at_once.max(frames.iter().map(|f| f.bytes.len()).sum());
             for f in frames {
                 let (tensor, chunk, held) = (f.tensor, f.chunk as usize, f.held.is_some());
                 let bytes = match f.place() {
@@ -75,7 +91,7 @@ impl Tensors {
             }
             Ok(())
         })?;
-        Ok(found)
+        Ok((found, at_once))
     }
 
     /// Checks frames; gives how many of them are held.
@@ -124,6 +140,25 @@ fn frames_are_the_same_held_or_copied() {
             drop(engine);
             assert_eq!(tensors.check(&frames), held);
         }
+    }
+}
+
+/// Groups that are larger than what a slot has on the host, where pieces have room for them.
+#[test]
+fn large_groups_have_places_in_pieces() {
+    let Some(gpu) = gpu() else { return };
+    let tensors = Tensors::times(&gpu, 7);
+    // No piece, pieces that are too small for it, and two sizes of others.
+    for (frames, large) in [(0, false), (40 << 20, false), (80 << 20, true), (1 << 30, true)] {
+        let (scratch, pinned) = (256 << 20, 16 << 20);
+        let engine = gpu.engine(CudaOptions { scratch, pinned, frames, ..CudaOptions::default() });
+        for _ in 0..2 {
+            let (found, most) = tensors.encode_with(&engine, usize::MAX).unwrap();
+            assert_eq!(tensors.check(&found) == found.len(), frames > 0, "{frames}");
+            assert_eq!(most > 4 << 20, large, "{frames}: {most} bytes at once");
+        }
+        let chunks = engine.chunks();
+        assert!(chunks.host + chunks.refused == 0, "{chunks:?}");
     }
 }
 
