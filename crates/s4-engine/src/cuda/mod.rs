@@ -76,9 +76,9 @@ pub struct CudaOptions {
 }
 
 impl Default for CudaOptions {
-    /// 768 MiB of device memory, 96 MiB of pinned memory, and at most 4 GiB for frames.
+    /// 768 MiB of device memory, 112 MiB of pinned memory, and at most 4 GiB for frames.
     fn default() -> Self {
-        Self { scratch: 768 << 20, pinned: 96 << 20, frames: 4 << 30, simd: Simd::detect() }
+        Self { scratch: 768 << 20, pinned: 112 << 20, frames: 4 << 30, simd: Simd::detect() }
     }
 }
 
