@@ -1,9 +1,9 @@
 //! Saving a state to an S3 server in this process, beside uploading its bytes as they are with the
 //! same client, in parts of the same size, as many at once.
 //!
-//! `upload MIB [CALLS] [ENDPOINT]`: the size of the state, how often each is done (the fastest counts),
-//! and another server in place of that one, with a bucket of the name `bucket` and the keys `test`. CPU
-//! time is the whole process's, and the least of all calls: with few cores it decides, and other load on
+//! `upload MIB [CALLS] [PRESET] [ENDPOINT]`: the size of the state, how often each is done (the fastest counts), a
+//! preset (`balanced`, or `fast`, `small`), and another server in place of that one, with a bucket of the name `bucket`
+//! and the keys `test`. CPU time is the whole process's, and the least of all calls: with few cores it decides, and other load on
 //! the machine changes it less than the clock.
 
 use std::time::{Duration, Instant};
@@ -13,15 +13,17 @@ use futures::{StreamExt, TryStreamExt};
 use object_store::ObjectStoreExt;
 use s4_benches::adam::{State, sources};
 use s4_benches::s3;
+use s4weights::Preset;
 use s4weights::store::{CheckpointStore, Place, SaveOptions, StorageOptions, StoreOptions};
 
 type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
 
 fn main() -> Outcome<()> {
-    let usage = "usage: upload MIB [CALLS] [ENDPOINT]";
+    let usage = "usage: upload MIB [CALLS] [PRESET] [ENDPOINT]";
     let mut arguments = std::env::args().skip(1);
     let mib: usize = arguments.next().ok_or(usage)?.parse()?;
     let calls: usize = arguments.next().map_or(Ok(3), |a| a.parse())?;
+    let preset = arguments.next().map_or(Ok(Preset::default()), |a| a.parse())?;
     let endpoint = arguments.next();
     let server = s3::Server::start()?;
     let pairs = [
@@ -32,7 +34,7 @@ fn main() -> Outcome<()> {
     ];
     let storage: StorageOptions = pairs.map(|(k, v)| (k.to_owned(), v)).into();
     // What a difference is from stays in memory: the server forgets it.
-    let options = StoreOptions { parent_memory: mib << 22, ..StoreOptions::default() };
+    let options = StoreOptions { parent_memory: mib << 22, preset, ..StoreOptions::default() };
     let place = Place::open_url("s3://bucket/raw", &storage)?;
     let (client, prefix) = place.as_objects().ok_or("no bucket")?;
     let store = CheckpointStore::create("s3://bucket/store", &storage, options.clone())?;
