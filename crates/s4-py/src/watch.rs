@@ -3,8 +3,9 @@
 //!
 //! Only Python's main thread receives signals. Local work runs on the calling thread, which checks for
 //! them whenever it reports progress or waits. Where a server may keep the call waiting, the work runs on a
-//! separate thread while the main thread checks for signals and calls the progress function. So does the work of a thread
-//! that gives way ([`give_way`]): at a lower priority, which is not to keep others waiting for Python's lock.
+//! separate thread while the main thread checks for signals and calls the progress function. The work of a thread that gives
+//! way ([`give_way`]) runs on a separate one, too, at a lower priority: the Python thread, which may hold Python's lock, keeps
+//! its own.
 
 use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -29,12 +30,12 @@ thread_local! {
     static GIVES_WAY: Cell<bool> = const { Cell::new(false) };
 }
 
-/// By how much a thread that gives way is nicer.
+/// What is added to the nice value of threads that give way.
 #[cfg(target_os = "linux")]
 const NICER: i32 = 10;
 
-/// Native work that this Python thread starts from now on lets other threads have the processor first: those of a
-/// training loop, and of what loads its data.
+/// Lowers the priority of all native work that this Python thread starts from now on (on Linux), so that a training loop
+/// and its data loaders get the processor first.
 #[pyfunction]
 pub(crate) fn give_way() {
     GIVES_WAY.set(cfg!(target_os = "linux"));

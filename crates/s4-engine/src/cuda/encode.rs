@@ -50,8 +50,8 @@ pub(super) struct EncodeQueue<'a> {
     frames: Vec<Vec<u8>>,
     /// Where the next group's frames go to.
     open: OpenPiece,
-    /// Groups that were cut.
-    cut: u32,
+    /// How many groups were cut so far.
+    groups: u32,
 }
 
 impl<'a> EncodeQueue<'a> {
@@ -74,7 +74,7 @@ impl<'a> EncodeQueue<'a> {
             values: vec![],
             frames: vec![],
             open: OpenPiece::default(),
-            cut: 0,
+            groups: 0,
         }
     }
 
@@ -140,7 +140,7 @@ impl<'a> EncodeQueue<'a> {
     /// soon; those that the slot has no room for on the host must have a place in pieces before they are encoded.
     fn most_frames(&mut self) -> u64 {
         let Sizes { frames, host_frames, .. } = self.session.sizes;
-        let most = (host_frames << self.cut.min(16)).min(frames).min(self.chunks.most_left());
+        let most = (host_frames << self.groups.min(16)).min(frames).min(self.chunks.most_left());
         let device = &self.session.worker.device;
         let roomy = most > host_frames && self.open.has_room(most, &self.host.pieces, device);
         if roomy { most } else { host_frames }
@@ -222,7 +222,7 @@ impl<'a> EncodeQueue<'a> {
         group.place();
         group.promised = group.capacity;
         self.open.promise(group.promised);
-        self.cut += 1;
+        self.groups += 1;
         Ok(group)
     }
 

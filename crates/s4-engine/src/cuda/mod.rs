@@ -64,7 +64,7 @@ use worker::{Session, Task, Worker};
 #[derive(Debug, Clone, Copy)]
 pub struct CudaOptions {
     /// Device memory for scratch, in bytes, on each device, while a call works: 16 MiB at least. A call takes
-    /// less where that is more than an eighth of what is free, and 256 MiB or half of it if that is less.
+    /// less where that is more than an eighth of what is free: then 256 MiB, or half of what is free if that is less.
     pub scratch: u64,
     /// Page-locked host memory, in bytes, for each device that was used, as long as the engine lives.
     pub pinned: u64,

@@ -10,8 +10,8 @@ use crate::DeviceMemory;
 /// Groups of chunks in flight at once: of one the parents are copied to the device, one is encoded, one copied to the
 /// host, one handed on.
 pub(super) const SLOTS: usize = 4;
-/// The most bytes of values that one group has: as many chunks as keep every multiprocessor of a large device busy. With
-/// fewer, kernels take as long, and so does what waits for them.
+/// The most bytes of values that one group has: two chunks for each multiprocessor of a large device. Fewer take the kernels
+/// nearly as long.
 const MOST: u64 = 64 << 20;
 /// Shares of the device budget where chunks are encoded.
 const SHARES: u64 = SLOTS as u64 + 6;
@@ -21,9 +21,9 @@ const PIECE: u64 = 32 << 20;
 const LEAST_DEVICE: u64 = 16 << 20;
 /// The most that a session takes in one piece: no work gets faster with more.
 const WHOLE: u64 = 3 << 29;
-/// Where more than this is wanted, it is an eighth of what is free at most: less than that, half.
+/// A session takes up to half of the free device memory, but no more than this or an eighth of it.
 const POLITE: u64 = 256 << 20;
-/// For work on few bytes no more than so many times as many are wanted.
+/// Work on few bytes takes no more scratch than this many times as many, or `POLITE`.
 const SCRATCH_SHARE: u64 = 4;
 /// A slot holds at least the largest frame.
 const LEAST: u64 = (MAX_CHUNK_BYTES as u64).next_multiple_of(64 << 10);
@@ -189,7 +189,7 @@ impl Worker {
     /// Takes device memory for work on so many bytes, and less than the budget if there is no more, down to what the engine
     /// cannot work without.
     fn arena(&self, work: u64, what: &'static str) -> Result<(Sizes, DeviceBuffer)> {
-        // Little work gets no faster with more than this, which takes its time to map.
+        // Little work gets no faster with more, and mapping takes time.
         let useful = work.saturating_mul(SCRATCH_SHARE).max(POLITE);
         let mut sizes = self.sizes(self.most()?.min(useful));
         loop {

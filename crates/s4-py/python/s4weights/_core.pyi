@@ -46,7 +46,7 @@ def freeze(obj: object) -> tuple[object, list[int]] | None:
     """
 
 def give_way() -> None:
-    """Native work that this thread starts from now on lets other threads have the processor first."""
+    """Lowers the priority of all native work that this thread starts from now on (on Linux)."""
 
 def is_s4w(head: bytes) -> bool:
     """Whether bytes start like a ``.s4w`` file."""

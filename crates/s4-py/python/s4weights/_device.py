@@ -16,8 +16,8 @@ from ._errors import LimitError, S4Error
 if TYPE_CHECKING:
     import torch
 
-#: Bytes of device memory that an engine may use, on each device, while a call works: an eighth of what is free at most,
-#: or `SCARCE_SCRATCH`, which is half of it at most.
+#: Bytes of device memory that an engine may use on each device while a call works: up to `SCARCE_SCRATCH` at most half
+#: of what is free, beyond that at most an eighth.
 GPU_SCRATCH, SCARCE_SCRATCH = 768 << 20, 256 << 20
 
 #: Bytes of page-locked memory that encoded values may take, and share of the machine's memory: one in so many.

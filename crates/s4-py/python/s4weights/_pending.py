@@ -236,9 +236,7 @@ class Pending(Generic[T]):
             raise
 
     def _give_way(self) -> None:
-        """Called in the save before it begins in earnest: where nobody waits for values to be read, other threads go
-        first.
-        """
+        """Called in the save before its native work: if nobody waits for values to be read, other threads go first."""
         if self.staged.done():
             _core.give_way()
 

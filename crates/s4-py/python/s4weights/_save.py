@@ -117,8 +117,9 @@ def save(
             are, so that encoded bytes are copied to the host; ``"cpu"``, on the host. If CUDA
             cannot be used ``"auto"`` warns, once, and goes through the host; ``"cuda"`` is an
             error. Other tensors are always encoded on the host. The file is the same.
-        gpu_scratch: bytes of memory to use on each CUDA device meanwhile; ``None`` means 768 MiB, but at
-            most an eighth of what is free there, or 256 MiB of little.
+        gpu_scratch: bytes of memory to use on each CUDA device meanwhile; ``None`` means up to
+            768 MiB. Never more than an eighth of what is free there is taken, except that the first
+            256 MiB may be up to half of it.
         pinned_memory: the most page-locked host memory, in bytes, that this process takes for values of
             CUDA devices, as they are (``stage="host"``) or encoded: from now on, for all devices and
             saves together. It is taken when it is needed, and after a save in the background as much as

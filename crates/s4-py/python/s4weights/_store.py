@@ -432,7 +432,7 @@ class CheckpointStore(Catalog):
                 return save(*how)
 
         # Who asks for progress is told at once how much there is.
-        lazily = stage == "lazy" and progress in (None, False)
+        lazily = stage == "lazy" and (progress is None or progress is False)
         if lazily and (pending := self._save_lazily(step, state, described, watched, recorder)):
             return pending
         storages, about = described(state)
@@ -457,7 +457,7 @@ class CheckpointStore(Catalog):
         save: Callable[..., CheckpointEntry],
         recorder: Recorder,
     ) -> PendingSave | None:
-        """Even what tensors are is found out in the background; ``None`` if other things may change."""
+        """Describes the tensors in the background, too; ``None`` if the state holds other things that may change."""
         if (frozen := _core.freeze(state)) is None:
             return None
         # Only the list holds the copy: tensors that were read may be freed.

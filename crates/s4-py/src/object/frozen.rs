@@ -1,4 +1,4 @@
-//! Copies of an object's containers: the object may change while the copy is described.
+//! Copies of an object's containers, to be described while the object itself may change.
 
 use pyo3::prelude::*;
 use pyo3::types::{

@@ -228,8 +228,8 @@ pub(super) struct Tensors<'a, 'py> {
     patiently: bool,
 }
 
-/// Tensors that are described before others get Python's lock, which takes some ten microseconds, and how long they get it
-/// for at least: who waits for it needs time to wake up.
+/// After so many tensors, which take some 50 µs, others may have Python's lock, for at least this long: a thread that waits
+/// for it needs time to wake up.
 const AT_A_TIME: usize = 16;
 const FOR_OTHERS: Duration = Duration::from_micros(50);
 

@@ -14,7 +14,7 @@ use crate::cuda::worker::Session;
 
 /// No frame has more bytes.
 const LARGEST: u64 = MAX_CHUNK_BYTES as u64;
-/// The end of a piece that the next frame may be too large for is a small part of such pieces.
+/// Smaller pieces are not counted on: too large a part of each may be left over at its end.
 const LEAST_PIECE: u64 = 4 * LARGEST;
 
 /// Consecutive frames of a group in a piece.
@@ -35,7 +35,7 @@ pub(super) struct OpenPiece {
     piece: Option<Arc<Piece>>,
     used: usize,
     spare: Vec<Arc<Piece>>,
-    /// Bytes of frames of groups that were not placed yet, and that only pieces have room for.
+    /// Bytes of frames, at most, of groups that were cut and not placed yet.
     promised: u64,
     /// Whether there was none: then nobody asks again, since the system takes its time to say no.
     refused: bool,
