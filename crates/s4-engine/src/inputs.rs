@@ -7,7 +7,8 @@ use s4_format::{ChunkRecord, Digest, Error};
 use s4_predict::rank1::Expected;
 
 use crate::{
-    CpuEngine, DecodeJob, DeviceMemory, InputValues, Moment, Scratch, TensorError, TensorSpec,
+    Choice, CpuEngine, DecodeJob, DeviceMemory, InputValues, Moment, Scratch, TensorError,
+    TensorSpec,
 };
 
 /// What some tensors, by number, are or may be predicted from. An engine asks before it begins with a
@@ -43,6 +44,23 @@ pub trait Inputs<E>: Sync {
     fn moments(&self, tensor: usize) -> Option<&[Moment<'_>; 2]> {
         let _ = tensor;
         None
+    }
+
+    /// What was chosen for a tensor in an earlier checkpoint.
+    fn choice(&self, tensor: usize) -> Option<Choice> {
+        let _ = tensor;
+        None
+    }
+
+    /// Whether [`Inputs::keep_sample`] wants the samples of tensors.
+    fn keeps_samples(&self) -> bool {
+        false
+    }
+
+    /// Takes a tensor's values at [`crate::parent_probes`], one run after the other: a later checkpoint's
+    /// [`Inputs::samples`]. Called from many threads at once.
+    fn keep_sample(&self, tensor: usize, values: &[u8]) {
+        let _ = (tensor, values);
     }
 
     /// All memory of devices that is given: what is queued on its streams is waited for.

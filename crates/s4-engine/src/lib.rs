@@ -41,7 +41,9 @@ pub use engine::{EncodedFrame, Engine, Jobs, TensorError, TensorValues};
 pub use inputs::{Input, InputFrame, InputSize, Inputs, NoInputs};
 pub use moments::{Moment, may_use_moments, moment_dtypes};
 pub use plan::{PlaneCoding, TensorPlan};
-pub use planner::{MomentSample, ParentSample, PlanJob, expected_of, makes_copies, parent_probes};
+pub use planner::{
+    Choice, MomentSample, ParentSample, PlanJob, expected_of, makes_copies, parent_probes,
+};
 pub use predict::InputValues;
 pub use s4_predict::rank1::Expected;
 pub use scratch::Scratch;

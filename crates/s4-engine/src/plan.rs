@@ -3,6 +3,7 @@
 use s4_format::side::{Side, SideKind};
 use s4_format::{CodecId, Plan, Result};
 
+use crate::planner::Choice;
 use crate::tables::SharedTables;
 
 /// How one plane is coded: a bitstream, and its parameter. In each chunk a constant plane is stored as
@@ -48,6 +49,8 @@ pub struct TensorPlan {
     pub chunk_log2: u8,
     /// Side data that the chunks need, but for shared tables.
     pub side: Side,
+    /// What the planner has to know to choose as fast for the same tensor of a later checkpoint.
+    pub choice: Option<Choice>,
     /// Planes, a bit each, whose symbols use one table whatever their contexts.
     pub(crate) one_table: u8,
     /// For each plane the tables that all chunks may share, as they stand in the side data; empty if
@@ -58,7 +61,15 @@ pub struct TensorPlan {
 impl TensorPlan {
     /// A plan that no planner made, without side data or shared tables.
     pub fn new(plan: Plan, planes: Vec<PlaneCoding>, chunk_log2: u8) -> Self {
-        Self { plan, planes, chunk_log2, side: Side::default(), one_table: 0, shared: vec![] }
+        Self {
+            plan,
+            planes,
+            chunk_log2,
+            side: Side::default(),
+            one_table: 0,
+            shared: vec![],
+            choice: None,
+        }
     }
 
     /// The side data that the index keeps. `shared`: whether a chunk used the shared tables.

@@ -22,7 +22,10 @@ fn encode(engine: &CpuEngine, view: &TensorView<'_>, plan: Option<TensorPlan>) -
     let mut scratch = Scratch::default();
     let plan = plan.unwrap_or_else(|| {
         engine
-            .plan(&PlanJob { preset: Preset::Fast, view, parent: None, role: None }, &mut scratch)
+            .plan(
+                &PlanJob { preset: Preset::Fast, view, parent: None, role: None, choice: None },
+                &mut scratch,
+            )
             .unwrap()
     });
     let size = view.dtype.value_width() << plan.chunk_log2;
@@ -179,6 +182,7 @@ fn delta_plan(residual: ResidualId, layout: LayoutId, width: usize) -> TensorPla
         side: Side::default(),
         one_table: 0,
         shared: vec![],
+        choice: None,
     }
 }
 
@@ -299,7 +303,13 @@ fn a_difference_is_planned_where_it_is_smaller_and_nowhere_else() {
         };
         engine
             .plan(
-                &PlanJob { preset: Preset::Fast, view: &view, parent: Some(&sample), role: None },
+                &PlanJob {
+                    preset: Preset::Fast,
+                    view: &view,
+                    parent: Some(&sample),
+                    role: None,
+                    choice: None,
+                },
                 &mut scratch,
             )
             .unwrap()
@@ -311,7 +321,13 @@ fn a_difference_is_planned_where_it_is_smaller_and_nowhere_else() {
     for far in [&noise, &vec![0; weights.len()]] {
         let direct = engine
             .plan(
-                &PlanJob { preset: Preset::Fast, view: &view, parent: None, role: None },
+                &PlanJob {
+                    preset: Preset::Fast,
+                    view: &view,
+                    parent: None,
+                    role: None,
+                    choice: None,
+                },
                 &mut Scratch::default(),
             )
             .unwrap();
@@ -328,7 +344,13 @@ fn a_difference_is_planned_where_it_is_smaller_and_nowhere_else() {
     assert!(
         engine
             .plan(
-                &PlanJob { preset: Preset::Fast, view: &view, parent: Some(&short), role: None },
+                &PlanJob {
+                    preset: Preset::Fast,
+                    view: &view,
+                    parent: Some(&short),
+                    role: None,
+                    choice: None
+                },
                 &mut Scratch::default()
             )
             .is_err()

@@ -74,10 +74,14 @@ impl Engine for CpuEngine {
                     expected: expected.as_deref(),
                 });
                 let moments = inputs.moments(*tensor);
+                let choice = inputs.choice(*tensor);
                 let planned = host_values(*tensor, t).and_then(|data| {
+                    if inputs.keeps_samples() {
+                        inputs.keep_sample(*tensor, &planner::probed(t.dtype, data));
+                    }
                     let view = TensorView { dtype: t.dtype, shape: t.shape, data };
-                    let job =
-                        PlanJob { preset, view: &view, parent: parent.as_ref(), role: t.role };
+                    let parent = parent.as_ref();
+                    let job = PlanJob { preset, view: &view, parent, role: t.role, choice };
                     let planned = self.plan_by_moments(job, moments);
                     planned.map_err(|source| TensorError { tensor: *tensor, source })
                 });

@@ -108,7 +108,13 @@ fn expect(name: &str, dtype: DType, data: &[u8], given: Option<TensorPlan>) -> V
     let plan = given.unwrap_or_else(|| {
         engine
             .plan(
-                &PlanJob { preset: Preset::Fast, view: &view, parent: None, role: None },
+                &PlanJob {
+                    preset: Preset::Fast,
+                    view: &view,
+                    parent: None,
+                    role: None,
+                    choice: None,
+                },
                 &mut scratch,
             )
             .unwrap()
@@ -264,7 +270,7 @@ fn forced(dtype: DType, layout: LayoutId, data: &[u8], planes: &[PlaneCoding]) -
     let view = TensorView { dtype, shape: &shape, data };
     let mut plan = engine
         .plan(
-            &PlanJob { preset: Preset::Fast, view: &view, parent: None, role: None },
+            &PlanJob { preset: Preset::Fast, view: &view, parent: None, role: None, choice: None },
             &mut Scratch::default(),
         )
         .unwrap();
@@ -317,7 +323,7 @@ fn difference(
     let view = TensorView { dtype, shape: &shape, data: values };
     let mut plan = engine
         .plan(
-            &PlanJob { preset: Preset::Fast, view: &view, parent: None, role: None },
+            &PlanJob { preset: Preset::Fast, view: &view, parent: None, role: None, choice: None },
             &mut scratch,
         )
         .unwrap();

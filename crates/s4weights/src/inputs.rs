@@ -1,12 +1,13 @@
 //! The inputs of a writer's predictions, for the engine that encodes its tensors.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use rayon::ThreadPool;
 use rayon::prelude::*;
 use s4_engine::{
-    Expected, Input, InputFrame, InputSize, Inputs, Moment, TensorError, TensorPlan, TensorValues,
-    parent_probes,
+    Choice, Expected, Input, InputFrame, InputSize, Inputs, Moment, TensorError, TensorPlan,
+    TensorValues, parent_probes,
 };
 use s4_format::Digest;
 use s4_format::limits::ALIGN;
@@ -14,6 +15,7 @@ use s4_format::limits::ALIGN;
 use crate::error::{Error, Result};
 use crate::levels::{Level, Levels};
 use crate::parent::{Parent, ParentRange};
+use crate::recall::Recall;
 
 /// Least requests in flight at once where answers are slow.
 const TOGETHER: usize = 64;
@@ -92,6 +94,8 @@ pub(crate) struct ParentInputs<'a> {
     numbers: &'a [Option<u32>],
     /// For each that is one: where its values are, once the plans are known.
     places: Vec<Option<Place<'a>>>,
+    /// What is remembered of the tensors, by name.
+    recall: Option<(&'a Recall, &'a [&'a str])>,
     /// For each tensor its moments, if contexts may be told from them.
     moments: &'a [Option<[Moment<'a>; 2]>],
     /// Whether values that are quickly had are read by the threads that need them.
@@ -112,12 +116,26 @@ impl<'a> ParentInputs<'a> {
         tensors: &'a [TensorValues<'a>],
         numbers: &'a [Option<u32>],
     ) -> Self {
-        Self { parent, pool, tensors, numbers, places: vec![], moments: &[], late: true }
+        Self {
+            parent,
+            pool,
+            tensors,
+            numbers,
+            places: vec![],
+            recall: None,
+            moments: &[],
+            late: true,
+        }
     }
 
     /// With the moments of the tensors.
     pub(crate) fn with_moments(self, moments: &'a [Option<[Moment<'a>; 2]>]) -> Self {
         Self { moments, ..self }
+    }
+
+    /// With what is remembered of the tensors, which have these names.
+    pub(crate) fn with_recall(self, recall: &'a Recall, names: &'a [&'a str]) -> Self {
+        Self { recall: Some((recall, names)), ..self }
     }
 
     /// Finds where the values are that plans predict from. A device decodes frames, where there are some,
@@ -161,6 +179,15 @@ impl<'a> ParentInputs<'a> {
         }
     }
 
+    /// What is remembered of what [`ParentInputs::sample_ranges`] names.
+    fn remembered(&self, i: usize) -> Option<&'a [u8]> {
+        // Of a parent far away more is to be read with it.
+        let (recall, names) =
+            self.recall.filter(|_| self.numbers[i].is_some() && !self.is_remote())?;
+        let bytes = probes_of(&self.tensors[i]).map(|probe| probe.end - probe.start).sum::<u64>();
+        recall.sample(names[i], bytes as usize)
+    }
+
     /// The ranges of its parent that a tensor's plan looks at, one after the other in `sample`.
     fn sample_ranges<'b>(
         &self,
@@ -169,14 +196,12 @@ impl<'a> ParentInputs<'a> {
         ranges: &mut Vec<ParentRange<'b>>,
     ) {
         let (Some(tensor), t) = (self.numbers[i], &self.tensors[i]) else { return };
-        let width = t.dtype.value_width() as u64;
-        let probes = parent_probes(t.dtype, t.values.bytes() / width);
-        let bytes: u64 = probes.iter().map(|p| (p.end - p.start) * width).sum();
+        let bytes: u64 = probes_of(t).map(|p| p.end - p.start).sum();
         sample.resize(bytes as usize, 0);
         let mut rest = sample.as_mut_slice();
-        for p in probes {
-            let (to, later) = rest.split_at_mut(((p.end - p.start) * width) as usize);
-            ranges.push(ParentRange { tensor, first: p.start * width, to });
+        for p in probes_of(t) {
+            let (to, later) = rest.split_at_mut((p.end - p.start) as usize);
+            ranges.push(ParentRange { tensor, first: p.start, to });
             rest = later;
         }
     }
@@ -236,6 +261,13 @@ impl<'a> ParentInputs<'a> {
     }
 }
 
+/// The bytes of a tensor that are compared with its parent's.
+fn probes_of(t: &TensorValues<'_>) -> impl Iterator<Item = Range<u64>> + use<> {
+    let width = t.dtype.value_width() as u64;
+    let probes = parent_probes(t.dtype, t.values.bytes() / width).into_iter();
+    probes.map(move |p| p.start * width..p.end * width)
+}
+
 /// The levels whose frames a chunk needs, the one that is no delta first.
 fn needed<'a, 'b>(levels: &'b [Level<'a>], chunk: u64) -> impl Iterator<Item = &'b Level<'a>> {
     let deltas = levels.iter().take_while(|l| l.is_delta(chunk)).count();
@@ -263,11 +295,31 @@ impl Inputs<Failure> for ParentInputs<'_> {
         }
     }
 
+    fn choice(&self, tensor: usize) -> Option<Choice> {
+        let (recall, names) = self.recall?;
+        recall.choice(names[tensor], self.numbers[tensor].is_some())
+    }
+
+    fn keeps_samples(&self) -> bool {
+        self.recall.is_some_and(|(recall, _)| recall.keeps())
+    }
+
+    fn keep_sample(&self, tensor: usize, values: &[u8]) {
+        if let Some((recall, names)) = self.recall {
+            recall.keep(names[tensor], values);
+        }
+    }
+
     fn samples(&self, tensors: &[usize]) -> Result<Vec<Vec<u8>>, Failure> {
         let mut samples: Vec<(usize, Vec<u8>)> = tensors.iter().map(|&i| (i, vec![])).collect();
         let read = |some: &mut [(usize, Vec<u8>)]| {
             let mut ranges = vec![];
-            some.iter_mut().for_each(|(i, sample)| self.sample_ranges(*i, sample, &mut ranges));
+            for (i, sample) in some {
+                match self.remembered(*i) {
+                    Some(known) => sample.extend_from_slice(known),
+                    None => self.sample_ranges(*i, sample, &mut ranges),
+                }
+            }
             self.read_ranges(&mut ranges)
         };
         if self.is_remote() {

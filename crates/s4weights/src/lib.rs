@@ -64,6 +64,7 @@ mod parallel;
 mod parent;
 mod pipeline;
 mod reader;
+mod recall;
 mod report;
 mod roles;
 mod slice;

@@ -19,6 +19,7 @@ use crate::interrupt;
 use crate::options::{Meter, thread_count};
 use crate::parallel::{pool, worth};
 use crate::parent::Parent;
+use crate::recall::Recall;
 use crate::write::TensorSource;
 use crate::writer::Writer;
 
@@ -180,7 +181,10 @@ impl Writer {
         let (pool, parent) = (pool.as_ref(), parent.as_deref());
         let place = (pool, threads, on_device);
         let parts = if on_device { run.parts(PLANNED) } else { vec![run.clone()] };
-        let plan = |i: usize| plan_part(engine, preset, &parts[i], (parent, pool, on_device));
+        let recall = self.recall.clone();
+        let recall = recall.as_deref();
+        let plan =
+            |i: usize| plan_part(engine, preset, &parts[i], (parent, recall), (pool, on_device));
         let interrupt = interrupt::current();
         std::thread::scope(|scope| {
             let (mut coded, mut planned) = (vec![], None);
@@ -341,14 +345,22 @@ fn plan_part<'a, G: Engine>(
     engine: &G,
     preset: Preset,
     part: &'a Run<'_>,
-    (parent, pool, on_device): (Option<&'a dyn Parent>, Option<&'a ThreadPool>, bool),
+    (parent, recall): (Option<&'a dyn Parent>, Option<&'a Recall>),
+    (pool, on_device): (Option<&'a ThreadPool>, bool),
 ) -> Result<(ParentInputs<'a>, Vec<TensorPlan>), Failure>
 where
     Failure: From<G::Error>,
 {
-    let Run { tensors, parents, moments, .. } = part;
+    let Run { names, tensors, parents, moments, .. } = part;
     let mut inputs = ParentInputs::new(parent, pool, tensors, parents).with_moments(moments);
+    if let Some(recall) = recall {
+        inputs = inputs.with_recall(recall, names);
+    }
     let plans = engine.plan(preset, tensors, &inputs, pool)?;
+    if let Some(recall) = recall {
+        let chosen = names.iter().zip(parents).zip(&plans);
+        recall.note(chosen.map(|((name, parent), plan)| (*name, parent.is_some(), plan.choice)));
+    }
     inputs.find(&plans, on_device)?;
     Ok((inputs, plans))
 }

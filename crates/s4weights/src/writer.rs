@@ -23,6 +23,7 @@ use crate::output::{KeptMemory, ObjectMemory, Output};
 use crate::pack::{Class, Pack};
 use crate::parent::{Snapshot, SnapshotTensor};
 use crate::pipeline::{Coded, Run};
+use crate::recall::Recall;
 use crate::report::{Report, Totals};
 use crate::roles::RoleTable;
 
@@ -61,6 +62,8 @@ pub struct Writer {
     deltas: usize,
     snapshot: HashMap<String, SnapshotTensor>,
     pub(crate) roles: Option<Arc<RoleTable>>,
+    /// What is remembered of the tensors of earlier checkpoints, by name.
+    pub(crate) recall: Option<Arc<Recall>>,
     pub(crate) adopted: Adopted,
     bytes_in: u64,
     pub(crate) totals: Totals,
@@ -140,6 +143,7 @@ impl Writer {
             deltas: 0,
             snapshot: HashMap::new(),
             roles: None,
+            recall: None,
             adopted: Adopted::default(),
             bytes_in: 0,
             totals: Totals::default(),
@@ -309,7 +313,11 @@ impl Writer {
             moments: vec![],
         };
         let mut meter = Meter { callback: None, done: 0, total: 0 };
-        for coded in self.encode(&run, &mut meter)? {
+        // Packs have no names.
+        let recall = self.recall.take();
+        let encoded = self.encode(&run, &mut meter)?;
+        self.recall = recall;
+        for coded in encoded {
             let number = usize::MAX - pack.number as usize;
             let (plan, kind) = self.close_block(number, "small tensors", coded, true)?;
             let tensor = &mut self.packs[pack.number as usize];

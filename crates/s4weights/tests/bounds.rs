@@ -292,7 +292,13 @@ fn line(files: &Files, values: usize, sizes: &[u8]) -> (Vec<u8>, Vec<u8>) {
         let mut plan = match parent {
             None => engine
                 .plan(
-                    &PlanJob { preset: Preset::Fast, view: &view, parent: None, role: None },
+                    &PlanJob {
+                        preset: Preset::Fast,
+                        view: &view,
+                        parent: None,
+                        role: None,
+                        choice: None,
+                    },
                     &mut scratch,
                 )
                 .unwrap(),
@@ -312,6 +318,7 @@ fn line(files: &Files, values: usize, sizes: &[u8]) -> (Vec<u8>, Vec<u8>) {
                             view: &view,
                             parent: Some(&sample),
                             role: None,
+                            choice: None,
                         },
                         &mut scratch,
                     )

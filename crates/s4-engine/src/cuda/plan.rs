@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use rayon::ThreadPool;
 use s4_codec_gpu::GpuError;
-use s4_format::{Digest, Error};
+use s4_format::Error;
 use s4_predict::rank1::Grid;
 
 use super::CudaEngine;
@@ -63,8 +63,13 @@ impl CudaEngine {
         let mut waiting = vec![];
         fetch::run::<E>(&sessions, &samples, |batch| {
             let mut grids: Vec<_> = batch.iter().map(|item| (*item, None)).collect();
-            each(pool, &mut grids, |((tensor, sample), grid)| {
-                *grid = self.grid(preset, &tensors[*tensor], inputs.parent(*tensor), sample);
+            each(pool, &mut grids, |((tensor, bytes), grid)| {
+                let (alone, probes) = split(&given, *tensor, bytes);
+                let sample = if inputs.parent(*tensor).is_some() { probes } else { alone };
+                *grid = self.host.cpu.wants_offsets(&about(&given, *tensor), sample);
+                if inputs.keeps_samples() {
+                    inputs.keep_sample(*tensor, probes);
+                }
             });
             let mut now = vec![];
             for ((tensor, sample), grid) in grids {
@@ -91,7 +96,7 @@ impl CudaEngine {
         fetched: Vec<(usize, Option<Grid>, &[u8])>,
         plans: &mut [Option<TensorPlan>],
     ) -> Result<(), E> {
-        let Given { preset, tensors, inputs, pool, moments, .. } = *given;
+        let Given { preset, inputs, pool, moments, .. } = *given;
         let numbers: Vec<_> = fetched.iter().map(|f| f.0).collect();
         let parents = inputs.samples(&numbers)?;
         let parents = parents.into_iter().zip(planner::expected(preset, inputs, &numbers)?);
@@ -108,8 +113,7 @@ impl CudaEngine {
                 }),
             });
             let planned = self.host.cpu.idle.with(|scratch| {
-                let parent = parent.as_ref();
-                self.plan_sample(preset, &tensors[tensor], grid.as_ref(), bytes, parent, scratch)
+                self.plan_sample(given, (tensor, grid.as_ref(), bytes), parent.as_ref(), scratch)
             });
             *plan = Some(planned.map_err(|source| TensorError { tensor, source }));
         });
@@ -177,47 +181,32 @@ impl CudaEngine {
         self.plan_fetched(given, fetched.collect(), plans)
     }
 
-    /// The grid of a tensor whose samples were fetched.
-    fn grid(
-        &self,
-        preset: Preset,
-        t: &TensorValues<'_>,
-        parent: Option<(Digest, u32)>,
-        bytes: &[u8],
-    ) -> Option<Grid> {
-        let (alone, probes) = split(t, parent.is_some(), bytes);
-        self.host
-            .cpu
-            .wants_offsets(&about(preset, t), if parent.is_some() { probes } else { alone })
-    }
-
     /// The plan of a tensor whose sample, and whose parent's, were fetched.
-    fn plan_sample(
+    fn plan_sample<E>(
         &self,
-        preset: Preset,
-        t: &TensorValues<'_>,
-        grid: Option<&Grid>,
-        bytes: &[u8],
+        given: &Given<'_, E>,
+        (tensor, grid, bytes): (usize, Option<&Grid>, &[u8]),
         parent: Option<&ParentSample<'_>>,
         scratch: &mut Scratch,
     ) -> s4_format::Result<TensorPlan> {
-        let (cpu, about) = (&self.host.cpu, about(preset, t));
-        if preset == Preset::Nvcomp {
-            return Ok(planner::nvcomp(t.dtype));
+        let (cpu, about) = (&self.host.cpu, about(given, tensor));
+        let dtype = about.dtype;
+        if given.preset == Preset::Nvcomp {
+            return Ok(planner::nvcomp(dtype));
         }
-        let (alone, probes) = split(t, parent.is_some(), bytes);
+        let (alone, probes) = split(given, tensor, bytes);
         let offsets = match grid {
             Some(grid) => Some(cpu.fit(&about, grid, &bytes[alone.len() + probes.len()..])?),
             None => None,
         };
         let offsets = offsets.as_deref();
         let values = about.values();
-        let alone = |scratch: &mut Scratch| {
+        let alone = |about: &About<'_>, scratch: &mut Scratch| {
             let sample = Sample::fetched(planner::sampled_runs(values).collect(), alone);
-            cpu.plan_alone(&about, &sample, offsets, scratch)
+            cpu.plan_alone(about, &sample, offsets, scratch)
         };
-        let Some(parent) = parent else { return alone(scratch) };
-        let probes = Sample::fetched(planner::parent_probes(t.dtype, values), probes);
+        let Some(parent) = parent else { return alone(&about, scratch) };
+        let probes = Sample::fetched(planner::parent_probes(dtype, values), probes);
         cpu.plan_difference(&about, probes, parent, offsets, scratch, &alone)
     }
 }
@@ -277,27 +266,34 @@ fn in_items(rows: Vec<Rows>, (bytes, descriptors): (u64, u64)) -> Vec<Vec<Rows>>
     items
 }
 
-fn about<'a>(preset: Preset, t: &TensorValues<'a>) -> About<'a> {
-    let (dtype, shape, role) = (t.dtype, t.shape, t.role.map(|r| r.row.kind));
+fn about<'a, E>(given: &Given<'a, E>, tensor: usize) -> About<'a> {
+    let t = &given.tensors[tensor];
     let bytes = usize::try_from(t.values.bytes()).unwrap_or(usize::MAX);
-    About { preset, dtype, shape, bytes, role }
+    let (role, choice) = (t.role.map(|r| r.row.kind), given.inputs.choice(tensor));
+    About::new(given.preset, (t.dtype, t.shape, bytes), role, choice)
 }
 
-/// The runs of values that the planner looks at; behind them those that it compares with the parent's.
-fn sampled(t: &TensorValues<'_>, has_parent: bool) -> impl Iterator<Item = Range<u64>> {
+/// Whether a tensor's values are fetched where they are compared with a parent's: it has one, or will be one.
+fn is_probed<E>(given: &Given<'_, E>, tensor: usize) -> bool {
+    given.inputs.parent(tensor).is_some() || given.inputs.keeps_samples()
+}
+
+/// The runs of values that the planner looks at; behind them those that are compared with a parent's.
+fn sampled(t: &TensorValues<'_>, is_probed: bool) -> impl Iterator<Item = Range<u64>> {
     let values = t.values.bytes() / t.dtype.value_width() as u64;
-    let probes = if has_parent { planner::parent_probes(t.dtype, values) } else { vec![] };
+    let probes = if is_probed { planner::parent_probes(t.dtype, values) } else { vec![] };
     planner::sampled_runs(values).chain(probes)
 }
 
 /// The two samples of a tensor, of what was fetched.
-fn split<'a>(t: &TensorValues<'_>, has_parent: bool, bytes: &'a [u8]) -> (&'a [u8], &'a [u8]) {
+fn split<'b, E>(given: &Given<'_, E>, tensor: usize, bytes: &'b [u8]) -> (&'b [u8], &'b [u8]) {
+    let t = &given.tensors[tensor];
     let (width, values) = (t.dtype.value_width() as u64, t.values.bytes());
     let len = |runs: &mut dyn Iterator<Item = Range<u64>>| {
         (runs.map(|r| (r.end - r.start) * width).sum::<u64>() as usize).min(bytes.len())
     };
     let alone = len(&mut planner::sampled_runs(values / width));
-    let all = len(&mut sampled(t, has_parent));
+    let all = len(&mut sampled(t, is_probed(given, tensor)));
     (&bytes[..alone], &bytes[alone.min(all)..all])
 }
 
@@ -310,7 +306,7 @@ fn sample_rows<E>(
     // Grids have a range for each row.
     each(given.pool, &mut work, |((tensor, grid), rows)| {
         let t = &given.tensors[*tensor];
-        let ranges = sampled(t, given.inputs.parent(*tensor).is_some());
+        let ranges = sampled(t, is_probed(given, *tensor));
         let ranges = ranges.chain(grid.iter().flat_map(|grid| grid.ranges()));
         let of = |memory| Rows::of(memory, t.dtype.value_width() as u64, ranges);
         *rows = Some(device_memory(t).and_then(of));

@@ -119,6 +119,7 @@ impl CpuEngine {
         let dtype = about.dtype;
         let tried = match of {
             _ if values.is_empty() => &[],
+            _ if about.layout.is_some() => about.layout.as_slice(),
             Of::InContext { .. } => IN_CONTEXT,
             _ => layouts(dtype),
         };

@@ -16,18 +16,21 @@ use crate::scratch::width_of;
 use crate::{CpuEngine, EncodeJob, Inputs, PlaneCoding, Preset, Scratch, TensorPlan, TensorView};
 
 mod blend;
+mod choice;
 mod coding;
 mod layout;
 mod sample;
 mod update;
 
 pub use blend::expected_of;
+pub use choice::Choice;
+use choice::Way;
 use coding::precision;
 use layout::{Candidate, Counted, Of};
-pub(crate) use sample::Sample;
 use sample::gather;
 pub use sample::parent_probes;
 pub(crate) use sample::sampled_runs;
+pub(crate) use sample::{Sample, probed};
 pub use update::MomentSample;
 
 /// What one more plan costs in the manifest, in bits: a delta has to save more.
@@ -120,6 +123,8 @@ pub struct PlanJob<'a> {
     pub parent: Option<&'a ParentSample<'a>>,
     /// What it is to the optimizer, and the hyperparameters of its group.
     pub role: Option<TensorRole<'a>>,
+    /// What was chosen for the same tensor of an earlier checkpoint.
+    pub choice: Option<Choice>,
 }
 
 /// What is known of a tensor before its values are looked at.
@@ -130,6 +135,33 @@ pub(crate) struct About<'a> {
     pub(crate) shape: &'a [u64],
     pub(crate) bytes: usize,
     pub(crate) role: Option<RoleKind>,
+    /// What was chosen before, if it was for such a tensor.
+    pub(crate) choice: Option<Choice>,
+    /// The one layout that is looked at; `None`: all of them.
+    pub(crate) layout: Option<LayoutId>,
+}
+
+impl<'a> About<'a> {
+    /// Of a tensor of so many bytes.
+    pub(crate) fn new(
+        preset: Preset,
+        (dtype, shape, bytes): (DType, &'a [u64], usize),
+        role: Option<RoleKind>,
+        choice: Option<Choice>,
+    ) -> Self {
+        let about = Self { preset, dtype, shape, bytes, role, choice: None, layout: None };
+        Self { choice: choice.filter(|choice| choice.fits(&about)), ..about }
+    }
+
+    /// The same, of which one layout is looked at.
+    fn in_layout(self, layout: LayoutId) -> Self {
+        Self { choice: None, layout: Some(layout), ..self }
+    }
+
+    /// The same, of which nothing is known.
+    fn without_choice(self) -> Self {
+        Self { choice: None, ..self }
+    }
 }
 
 impl About<'_> {
@@ -154,12 +186,15 @@ impl CpuEngine {
     /// With a parent, the tensor is stored as a difference from the parent's values if that is clearly
     /// smaller, and otherwise as if there were no parent. Preset `nvcomp` stores every tensor by itself.
     ///
+    /// With a choice that was made before, nothing else is compared as long as that costs about what it did.
+    ///
     /// # Errors
     /// Errors of a codec; `Corrupt` if the parent's sample has another size.
     pub fn plan(&self, job: &PlanJob<'_>, scratch: &mut Scratch) -> Result<TensorPlan> {
-        let PlanJob { preset, view: &TensorView { dtype, shape, data }, parent, role } = *job;
+        let PlanJob { preset, view: &TensorView { dtype, shape, data }, parent, role, choice } =
+            *job;
         let role = role.map(|r| r.row.kind);
-        let about = About { preset, dtype, shape, bytes: data.len(), role };
+        let about = About::new(preset, (dtype, shape, data.len()), role, choice);
         if preset == Preset::Nvcomp {
             return Ok(nvcomp(dtype));
         }
@@ -177,7 +212,9 @@ impl CpuEngine {
         match parent {
             None => self.plan_alone(&about, &sample, offsets, scratch),
             Some(parent) => {
-                let alone = |s: &mut Scratch| self.plan_alone(&about, &alone(), offsets, s);
+                let alone = |about: &About<'_>, s: &mut Scratch| {
+                    self.plan_alone(about, &alone(), offsets, s)
+                };
                 self.plan_difference(&about, sample, parent, offsets, scratch, &alone)
             }
         }
@@ -186,7 +223,10 @@ impl CpuEngine {
     /// The grid of values that row and column offsets are made from, if they may be worth it: in what is looked at
     /// first, signs are all alike, as those of second moments are, or sizes differ from run to run.
     pub(crate) fn wants_offsets(&self, about: &About<'_>, sample: &[u8]) -> Option<Grid> {
-        let About { preset, dtype, shape, role, .. } = *about;
+        let About { preset, dtype, shape, role, choice, .. } = *about;
+        if choice.is_some_and(|choice| !choice.needs_offsets()) {
+            return None;
+        }
         let floats = dtype.form() == Form::Float && dtype.size() == dtype.value_width();
         let weight = matches!(role, Some(RoleKind::Weight | RoleKind::Master));
         if !allowed(preset).rank1 || !floats || weight || !sample::is_uneven(sample, about.width())
@@ -209,15 +249,52 @@ impl CpuEngine {
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
     ) -> Result<TensorPlan> {
-        let (best, by_offsets) = self.alone(about, sample, offsets, scratch)?;
+        let known = about.choice;
+        let again = match known {
+            Some(choice) => self.alone_again(about, choice, sample, offsets, scratch)?,
+            None => None,
+        };
+        let (best, by_offsets) = match again {
+            Some(found) => found,
+            None => self.alone(about, sample, offsets, scratch)?,
+        };
+        let bits = best.as_ref().map_or(0, |best| best.bits);
         let side = offsets.filter(|_| by_offsets).map(|side| (SideKind::OFFSETS, side));
         let plan = finish(about, best, if by_offsets { Plan::rank1 } else { Plan::direct }, side)?;
-        if !by_offsets {
-            return Ok(plan);
+        if known.is_none() && by_offsets && sample.values.len() == about.bytes {
+            return self.smaller_of_small(about, plan, sample, None, scratch, |s| {
+                self.plan_alone(about, sample, None, s)
+            });
         }
-        self.smaller_of_small(about, plan, sample, None, scratch, |s| {
-            self.plan_alone(about, sample, None, s)
-        })
+        // Where what was chosen did not hold, less was looked at: the next time all is.
+        let choice = match known {
+            Some(_) => known.filter(|choice| choice.holds(bits)),
+            None => Choice::of(about, sample.values.len(), &plan.plan, (bits, bits)),
+        };
+        Ok(TensorPlan { choice, ..plan })
+    }
+
+    /// What a sample takes by what was chosen before, and whether that is by row and column offsets; `None`: not about as
+    /// much as it did.
+    fn alone_again(
+        &self,
+        about: &About<'_>,
+        choice: Choice,
+        sample: &Sample,
+        offsets: Option<&[u8]>,
+        scratch: &mut Scratch,
+    ) -> Result<Option<(Option<Candidate>, bool)>> {
+        let about = &about.in_layout(choice.layout);
+        let best = match (choice.way, offsets) {
+            (Way::Direct, _) => {
+                let values = (&sample.values[..], &mut Counted::default());
+                self.best(about, values, Of::Values, scratch)?
+            }
+            (Way::Rank1, Some(offsets)) => self.by_offsets(about, sample, offsets, &[], scratch)?,
+            _ => None,
+        };
+        let best = best.filter(|best| choice.holds(best.bits));
+        Ok(best.map(|best| (Some(best), choice.way == Way::Rank1)))
     }
 
     /// Of a tensor whose sample is all of it, the plan that makes it smaller: `plan`, or what preset `fast` makes. Such a
@@ -306,11 +383,11 @@ impl CpuEngine {
     pub(crate) fn plan_difference(
         &self,
         about: &About<'_>,
-        mut sample: Sample,
+        sample: Sample,
         parent: &ParentSample<'_>,
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
-        alone: &dyn Fn(&mut Scratch) -> Result<TensorPlan>,
+        alone: &dyn Fn(&About<'_>, &mut Scratch) -> Result<TensorPlan>,
     ) -> Result<TensorPlan> {
         if sample.values.len() != parent.values.len() {
             return Err(Error::corrupt(format!(
@@ -320,92 +397,135 @@ impl CpuEngine {
             )));
         }
         let small = (sample.values.len() == about.bytes).then(|| sample.clone());
-        let least = self.alone(about, &sample, offsets, scratch)?.0.map_or(0, |b| b.bits);
-        let delta = self.difference(about, &mut sample, parent, offsets, scratch)?;
-        let saved = least.saturating_sub(delta.best.as_ref().map_or(u64::MAX, |d| d.bits));
-        // It must be worth it here, in the sample, and as a whole.
-        let sampled = (sample.values.len() / about.width()) as u64;
-        let whole = saved.saturating_mul(about.values()) / sampled.max(1);
-        if saved == 0 || saved < least / DELTA_GAIN || whole <= PLAN_BITS {
-            return alone(scratch);
+        let known = about.choice;
+        if known.is_some_and(|choice| !choice.is_delta()) {
+            return alone(about, scratch);
         }
-        let Difference { best, residual, side } = delta;
-        let plan = |layout| match (residual, &parent.moments) {
-            (ResidualId::DESCENT, Some(moments)) => {
-                let moments = moments.each_ref().map(|m| m.tensor);
-                Plan { layout, ..Plan::update(parent.manifest, parent.tensor, moments) }
+        let about = &about.without_choice();
+        let mut from = Differences { sample, ordered: vec![], counted: Counted::default() };
+        if let Some(choice) = known {
+            let about = &about.in_layout(choice.layout);
+            let again = self.by_way(choice.way, about, &mut from, parent, offsets, scratch)?;
+            if let Some(again) = again.filter(|again| choice.holds(again.bits())) {
+                let plan = again.plan(about, parent)?;
+                return Ok(TensorPlan { choice: known, ..plan });
             }
-            (ResidualId::MAGNITUDE, _) => Plan::blend(layout, parent.manifest, parent.tensor),
-            _ => Plan {
-                residual,
-                contexts: if side.is_empty() { ContextsId::NONE } else { ContextsId::EXPONENT },
-                ..Plan::delta(layout, parent.manifest, parent.tensor)
-            },
+            from =
+                Differences { sample: from.sample, ordered: vec![], counted: Counted::default() };
+        }
+        let sampled = from.sample.values.len();
+        let least = self.alone(about, &from.sample, offsets, scratch)?.0.map_or(0, |b| b.bits);
+        let delta = self.difference(about, &mut from, parent, offsets, scratch)?;
+        let saved = delta.as_ref().map_or(0, |delta| least.saturating_sub(delta.bits()));
+        // It must be worth it here, in the sample, and as a whole.
+        let whole = saved.saturating_mul(about.values()) / (sampled / about.width()).max(1) as u64;
+        let worth = saved > 0 && saved >= least / DELTA_GAIN && whole > PLAN_BITS;
+        let Some(delta) = delta.filter(|_| worth) else {
+            // Where what was chosen did not hold, less was looked at: the next time all is.
+            let plan = alone(about, scratch)?;
+            let choice = plan.choice.filter(|_| known.is_none());
+            return Ok(TensorPlan { choice, ..plan });
         };
-        let kind = match residual {
-            ResidualId::MAGNITUDE => SideKind::OFFSETS,
-            _ => SideKind::CONTEXTS,
-        };
-        let side = (!side.is_empty()).then_some((kind, &side[..]));
-        let plan = finish(about, best, plan, side)?;
+        let bits = delta.bits();
+        let plan = delta.plan(about, parent)?;
         let Some(small) = small.filter(|_| plan.plan.residual != ResidualId::XOR) else {
-            return Ok(plan);
+            let choice = Choice::of(about, sampled, &plan.plan, (bits, least));
+            return Ok(TensorPlan { choice: choice.filter(|_| known.is_none()), ..plan });
         };
         let fast = About { preset: Preset::Fast, ..*about };
         self.smaller_of_small(about, plan, &small, Some(parent.values), scratch, |s| {
-            let alone = |s: &mut Scratch| self.plan_alone(&fast, &small, None, s);
+            let alone = |_: &About<'_>, s: &mut Scratch| self.plan_alone(&fast, &small, None, s);
             self.plan_difference(&fast, small.clone(), parent, None, s, &alone)
         })
     }
 
-    /// The cheapest difference of a sample, which is used up, from the parent's.
+    /// The cheapest difference of a sample from the parent's.
     fn difference(
         &self,
         about: &About<'_>,
-        sample: &mut Sample,
+        from: &mut Differences,
         parent: &ParentSample<'_>,
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
-    ) -> Result<Difference> {
-        let (allowed, dtype) = (allowed(about.preset), about.dtype);
-        let blended = match offsets.filter(|_| allowed.blend) {
-            Some(offsets) => self.blend(about, sample, parent, offsets, scratch)?,
-            None => None,
-        };
-        let (moments, parent) = (parent.moments.as_ref(), parent.values);
-        let sample = &mut sample.values[..];
-        let mut ordered = if allowed.sub { sample.to_vec() } else { vec![] };
-        self.kernels.xor(sample, parent);
-        let best = self.best(about, (sample, &mut Counted::default()), Of::Differences, scratch)?;
-        let mut cheapest = Difference { best, residual: ResidualId::XOR, side: vec![] };
-        if !allowed.sub {
-            return Ok(cheapest);
-        }
-        self.kernels.sub_values(width_of(about.width())?, &mut ordered, parent);
-        let mut counted = Counted::default();
-        let sub = self.best(about, (&ordered, &mut counted), Of::Ordered, scratch)?;
-        cheapest.replace_by(sub, ResidualId::SUB, vec![], SUB_GAIN);
-        if allowed.contexts && dtype.form() == Form::Float && about.width() > 1 {
-            let contexts = exponent::side_data(dtype, parent);
-            let mut side = Side::default();
-            side.push(SideKind::CONTEXTS, contexts.clone())?;
-            let tensor = Tensor { dtype, shape: about.shape, side: &side };
-            let (model, values) = (&Exponents as &dyn ContextModel, about.values());
-            let of = Of::InContext { model, tensor, inputs: &[parent], values };
-            let best = self.best(about, (&ordered, &mut counted), of, scratch)?;
-            cheapest.replace_by(best, ResidualId::SUB, contexts, CONTEXTS_GAIN);
-        }
-        let all = ordered.len() == about.bytes;
-        if let Some(moments) = moments.filter(|_| allowed.update && !all)
-            && let Some(update) = self.fit_update(dtype, parent, moments, &mut ordered)?
-        {
-            let best = self.in_updates(about, &ordered, (parent, moments), update, scratch)?;
-            cheapest.replace_by(best, ResidualId::DESCENT, update.to_bytes(), UPDATE_GAIN);
-        }
-        if let Some((best, side)) = blended {
-            cheapest.replace_by(best, ResidualId::MAGNITUDE, side, BLEND_GAIN);
+    ) -> Result<Option<Difference>> {
+        const WAYS: [(Way, u64); 4] = [
+            (Way::Sub, SUB_GAIN),
+            (Way::Contexts, CONTEXTS_GAIN),
+            (Way::Update, UPDATE_GAIN),
+            (Way::Blend, BLEND_GAIN),
+        ];
+        let mut cheapest = self.by_way(Way::Xor, about, from, parent, offsets, scratch)?;
+        for (way, gain) in WAYS {
+            let other = self.by_way(way, about, from, parent, offsets, scratch)?;
+            let least = cheapest.as_ref().map_or(0, Difference::bits);
+            if other.as_ref().is_some_and(|other| other.bits() < least - least / gain) {
+                cheapest = other;
+            }
         }
         Ok(cheapest)
+    }
+
+    /// What a sample takes as its difference from the parent's in one way; `None`: it cannot be made in that.
+    fn by_way(
+        &self,
+        way: Way,
+        about: &About<'_>,
+        from: &mut Differences,
+        parent: &ParentSample<'_>,
+        offsets: Option<&[u8]>,
+        scratch: &mut Scratch,
+    ) -> Result<Option<Difference>> {
+        let (allowed, dtype) = (allowed(about.preset), about.dtype);
+        let in_order = matches!(way, Way::Sub | Way::Contexts | Way::Update);
+        if allowed.sub && in_order && from.ordered.is_empty() {
+            from.ordered.clone_from(&from.sample.values);
+            let width = width_of(about.width())?;
+            self.kernels.sub_values(width, &mut from.ordered, parent.values);
+        }
+        let (best, side) = match way {
+            Way::Xor => {
+                let mut sample = from.sample.values.clone();
+                self.kernels.xor(&mut sample, parent.values);
+                let counted = &mut Counted::default();
+                (self.best(about, (&sample, counted), Of::Differences, scratch)?, vec![])
+            }
+            Way::Sub if allowed.sub => {
+                let values = (&from.ordered[..], &mut from.counted);
+                (self.best(about, values, Of::Ordered, scratch)?, vec![])
+            }
+            Way::Contexts
+                if allowed.sub
+                    && allowed.contexts
+                    && dtype.form() == Form::Float
+                    && about.width() > 1 =>
+            {
+                let contexts = exponent::side_data(dtype, parent.values);
+                let mut side = Side::default();
+                side.push(SideKind::CONTEXTS, contexts.clone())?;
+                let tensor = Tensor { dtype, shape: about.shape, side: &side };
+                let (model, values) = (&Exponents as &dyn ContextModel, about.values());
+                let of = Of::InContext { model, tensor, inputs: &[parent.values], values };
+                (self.best(about, (&from.ordered, &mut from.counted), of, scratch)?, contexts)
+            }
+            Way::Update if allowed.sub && allowed.update && from.ordered.len() < about.bytes => {
+                let Some(moments) = &parent.moments else { return Ok(None) };
+                // These are turned as the moments say: nothing else is made of them after that.
+                let mut turned = std::mem::take(&mut from.ordered);
+                let update = self.fit_update(dtype, parent.values, moments, &mut turned)?;
+                let Some(update) = update else { return Ok(None) };
+                let given = (parent.values, moments);
+                (self.in_updates(about, &turned, given, update, scratch)?, update.to_bytes())
+            }
+            Way::Blend if allowed.blend => {
+                let Some(offsets) = offsets else { return Ok(None) };
+                match self.blend(about, &from.sample, parent, offsets, scratch)? {
+                    Some(blended) => blended,
+                    None => return Ok(None),
+                }
+            }
+            _ => return Ok(None),
+        };
+        Ok(best.map(|best| Difference { way, best, side }))
     }
 
     /// What differences in the order of values, negated as the moments say, take with contexts from updates.
@@ -437,28 +557,46 @@ impl CpuEngine {
     }
 }
 
+/// A sample, and its differences from the parent's in the order of values once they are asked for.
+struct Differences {
+    sample: Sample,
+    ordered: Vec<u8>,
+    /// What was counted of these.
+    counted: Counted,
+}
+
 /// How a sample is stored as its difference from the parent's.
 struct Difference {
-    best: Option<Candidate>,
-    residual: ResidualId,
+    way: Way,
+    best: Candidate,
     /// Side data that its chunks need: of contexts, or offsets.
     side: Vec<u8>,
 }
 
 impl Difference {
-    /// Takes another one that saves a part, one in `gain`.
-    fn replace_by(
-        &mut self,
-        best: Option<Candidate>,
-        residual: ResidualId,
-        side: Vec<u8>,
-        gain: u64,
-    ) {
-        let bits = |c: &Option<Candidate>| c.as_ref().map_or(0, |c| c.bits);
-        let least = bits(&self.best);
-        if bits(&best) < least - least / gain {
-            *self = Self { best, residual, side };
-        }
+    fn bits(&self) -> u64 {
+        self.best.bits
+    }
+
+    /// The plan of the tensor.
+    fn plan(self, about: &About<'_>, parent: &ParentSample<'_>) -> Result<TensorPlan> {
+        let Self { way, best, side } = self;
+        let (manifest, tensor) = (parent.manifest, parent.tensor);
+        let plan = |layout| match (way, &parent.moments) {
+            (Way::Update, Some(moments)) => {
+                let moments = moments.each_ref().map(|m| m.tensor);
+                Plan { layout, ..Plan::update(manifest, tensor, moments) }
+            }
+            (Way::Blend, _) => Plan::blend(layout, manifest, tensor),
+            (Way::Xor, _) => Plan::delta(layout, manifest, tensor),
+            _ => Plan {
+                residual: ResidualId::SUB,
+                contexts: if side.is_empty() { ContextsId::NONE } else { ContextsId::EXPONENT },
+                ..Plan::delta(layout, manifest, tensor)
+            },
+        };
+        let kind = if way == Way::Blend { SideKind::OFFSETS } else { SideKind::CONTEXTS };
+        finish(about, Some(best), plan, (!side.is_empty()).then_some((kind, &side[..])))
     }
 }
 
@@ -505,6 +643,7 @@ fn finish(
         chunk_log2,
         side,
         one_table,
+        choice: None,
     })
 }
 

@@ -35,6 +35,12 @@ pub fn parent_probes(dtype: DType, values: u64) -> Vec<Range<u64>> {
     (0..chunks).flat_map(|i| spread(at(i)..at(i) + chunk, probes / chunks)).collect()
 }
 
+/// The values of a tensor at [`parent_probes`], one run after the other.
+pub(crate) fn probed(dtype: DType, data: &[u8]) -> Vec<u8> {
+    let width = dtype.value_width();
+    gather(data, width, parent_probes(dtype, (data.len() / width) as u64).into_iter())
+}
+
 /// Runs of [`PROBE`] values, evenly spaced from the start of a range to its end.
 fn spread(within: Range<u64>, runs: u64) -> impl Iterator<Item = Range<u64>> {
     let step = (within.end - within.start - PROBE as u64) / (runs - 1);

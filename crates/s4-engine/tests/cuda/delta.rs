@@ -55,7 +55,13 @@ pub(crate) fn delta_on_cpu(host: &Host, before: &Host, plan: Option<TensorPlan>)
         ParentSample { manifest: MANIFEST, tensor: 3, values, moments: None, expected: None };
     let plan = plan.unwrap_or_else(|| {
         cpu.plan(
-            &PlanJob { preset: Preset::Fast, view: &view, parent: Some(&parent), role: None },
+            &PlanJob {
+                preset: Preset::Fast,
+                view: &view,
+                parent: Some(&parent),
+                role: None,
+                choice: None,
+            },
             &mut scratch,
         )
         .unwrap()

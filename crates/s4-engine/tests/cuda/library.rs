@@ -40,7 +40,13 @@ fn by_host(engine: &CpuEngine, host: &Host) -> Encoded {
     let view = host.view();
     let plan = engine
         .plan(
-            &PlanJob { preset: Preset::Nvcomp, view: &view, parent: None, role: None },
+            &PlanJob {
+                preset: Preset::Nvcomp,
+                view: &view,
+                parent: None,
+                role: None,
+                choice: None,
+            },
             &mut scratch,
         )
         .unwrap();

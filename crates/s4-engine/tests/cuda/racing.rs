@@ -210,6 +210,7 @@ fn frames_of_changing_differences_decode() {
                 view: &t.host.view(),
                 parent: Some(&parent),
                 role: None,
+                choice: None,
             },
             &mut scratch,
         )

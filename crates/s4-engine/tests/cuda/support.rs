@@ -199,7 +199,7 @@ pub(crate) fn on_cpu(host: &Host, plan: Option<TensorPlan>) -> Encoded {
     let view = host.view();
     let plan = plan.unwrap_or_else(|| {
         cpu.plan(
-            &PlanJob { preset: Preset::Fast, view: &view, parent: None, role: None },
+            &PlanJob { preset: Preset::Fast, view: &view, parent: None, role: None, choice: None },
             &mut scratch,
         )
         .unwrap()

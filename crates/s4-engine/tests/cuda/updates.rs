@@ -78,7 +78,8 @@ impl Weights {
                 expected: None,
             };
             let preset = Preset::Balanced;
-            let job = PlanJob { preset, view: &view, parent: Some(&parent), role: None };
+            let job =
+                PlanJob { preset, view: &view, parent: Some(&parent), role: None, choice: None };
             cpu.plan(&job, &mut scratch).unwrap()
         });
         let mut chunks = vec![];

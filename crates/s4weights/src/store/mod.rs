@@ -65,6 +65,7 @@ use crate::error::{Error, Result};
 use crate::io::open_place;
 use crate::parent::{MemoryParent, Parent};
 use crate::reader::Reader;
+use crate::recall::PlanMemory;
 use bridge::Bridge;
 use open::Opener;
 use parents::SaveHistory;
@@ -155,6 +156,8 @@ pub struct CheckpointStore {
     opened: Mutex<Option<Reference>>,
     /// For objects and for values that are kept.
     buffers: LargeBuffers,
+    /// What later saves are planned by.
+    plans: Arc<PlanMemory>,
     /// The process that opened it.
     process: u32,
 }
@@ -311,7 +314,8 @@ impl CheckpointStore {
         let buffers = LargeBuffers::new(options.buffers());
         let (history, opened) = (Mutex::default(), Mutex::default());
         let process = std::process::id();
-        Ok(Self { opener, options, history, opened, buffers, process })
+        let plans = Arc::default();
+        Ok(Self { opener, options, history, opened, buffers, plans, process })
     }
 
     /// Folder or URL, for messages; holds no secret.

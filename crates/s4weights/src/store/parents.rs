@@ -14,9 +14,13 @@ use crate::options::{ReadOptions, WriteOptions};
 use crate::pack::SMALL;
 use crate::parent::{MemoryParent, Parent, Snapshot};
 use crate::reader::{Reader, TensorInfo};
+use crate::recall::Recall;
 use crate::store::save::{WhyBase, chain};
 use crate::store::{CheckpointStore, ParentValues, StoreOptions};
 use crate::write::TensorSource;
+
+/// Samples may take this part of the memory for parents' values.
+const SAMPLES: usize = 2;
 
 /// What one handle saved last, and what it keeps for the next save.
 #[derive(Default)]
@@ -41,8 +45,9 @@ pub(crate) struct ParentCheckpoint {
     /// It, and what it needs.
     pub(crate) chain: Vec<CheckpointId>,
     pub(crate) values: ParentValues,
-    /// The next one's number since the base.
+    /// The next one's number since the base, and how many checkpoints after the parent it is.
     pub(crate) number: u32,
+    pub(crate) distance: u32,
 }
 
 /// A checkpoint, its ancestors, and the others with the same base.
@@ -93,7 +98,7 @@ impl StoreOptions {
     }
 
     /// Bytes that the values of one checkpoint may take.
-    fn share(&self) -> usize {
+    pub(crate) fn share(&self) -> usize {
         self.parent_memory / self.tree().parents().max(1) as usize
     }
 }
@@ -120,8 +125,9 @@ impl CheckpointStore {
         if let Err(reason) = line.next(raw, changed(tensors, &*values.parent())) {
             return Ok(Err(WhyBase::Policy(reason)));
         }
+        let distance = distance(number, chain);
         let chain = chain.iter().map(Checkpoint::id).collect();
-        Ok(Ok(ParentCheckpoint { reference, chain, values, number }))
+        Ok(Ok(ParentCheckpoint { reference, chain, values, number, distance }))
     }
 
     /// The checkpoints that the next one follows.
@@ -187,6 +193,28 @@ impl CheckpointStore {
     pub(crate) fn room_for_stored(&self, wanted: bool, number: u32) -> Option<usize> {
         let is_parent = self.options.tree().last_child(number).is_some();
         Some(self.options.share()).filter(|room| wanted && is_parent && *room > 0)
+    }
+
+    /// Begins to plan checkpoint number `number` since the base, of which samples are kept if they are `wanted` and it may
+    /// become a parent.
+    pub(crate) fn recall(
+        &self,
+        parent: Option<(CheckpointId, u32)>,
+        number: u32,
+        wanted: bool,
+    ) -> Arc<Recall> {
+        let tree = self.options.tree();
+        self.plans.forget(&tree, number);
+        let is_parent = tree.last_child(number).is_some();
+        let room = (wanted && is_parent).then_some(self.options.parent_memory / SAMPLES);
+        Arc::new(self.plans.begin(parent, room))
+    }
+
+    /// Keeps what was sampled of checkpoint number `number` since the base, and drops what is not needed any more.
+    pub(crate) fn remember(&self, id: CheckpointId, number: u32, recall: &Recall) {
+        let next = if number == 0 { 0 } else { number + 1 };
+        self.plans.forget(&self.options.tree(), next);
+        self.plans.keep(id, number, recall);
     }
 
     /// Drops values that no later save can use once checkpoint `number` since the base is saved
@@ -264,6 +292,11 @@ impl CheckpointStore {
         }
         Ok(Some(parent))
     }
+}
+
+/// How many checkpoints after its parent, the first of a chain, checkpoint number `number` since the base is.
+pub(crate) fn distance(number: u32, chain: &[Checkpoint]) -> u32 {
+    number.saturating_sub(chain.first().map_or(0, Checkpoint::since_base))
 }
 
 /// Whether any tensor is in the memory of a device.

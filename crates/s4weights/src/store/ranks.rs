@@ -18,6 +18,7 @@ use crate::objects::{DataObject, ObjectOptions, ObjectSink};
 use crate::report::Report;
 use crate::store::bridge::Asker;
 use crate::store::cache::ObjectCache;
+use crate::store::parents::distance;
 use crate::store::save::{SaveRequest, StageSeconds, Uploading, WhyBase, chain};
 use crate::store::{CheckpointStore, ParentValues, SaveOptions, Saved};
 use crate::write::TensorSource;
@@ -149,8 +150,10 @@ impl CheckpointStore {
         let attempt = self.opener.bridge.ask(async move { store.join(id, rank).await })?;
         let request = SaveRequest::new(0, tensors, options);
         let kept = options.kept_memory(self.room_for_stored(true, of.number));
+        let known = of.parent.map(|parent| (parent.id, distance(of.number, &chain)));
+        let recall = self.recall(known, of.number, true);
         let Uploading { written, uploading, stored } =
-            self.encode_into(attempt, &request, parent, kept)?;
+            self.encode_into(attempt, &request, (parent, &recall), kept)?;
         let finishing = async move {
             let (attempt, done) = uploading.await.map_err(|e| StoreError::Callback(Box::new(e)))?;
             done?;
@@ -161,6 +164,7 @@ impl CheckpointStore {
         let Written { report, index, .. } = written;
         let index = index.unwrap_or_default();
         let objects = objects?.map_err(|e| self.error(e))?;
+        self.remember(id, of.number, &recall);
         // A delta of this checkpoint is then made without reading it back.
         let needed: Vec<_> = chain.iter().map(Checkpoint::id).collect();
         self.opener.kept.keep(id, &needed, ObjectCache::take(&stored));

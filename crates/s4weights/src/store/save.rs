@@ -22,6 +22,7 @@ use crate::objects::ObjectOptions;
 use crate::options::{ProgressFn, StagedFn, WriteOptions};
 use crate::output::{KeptMemory, ObjectMemory};
 use crate::parent::Parent;
+use crate::recall::Recall;
 use crate::report::Report;
 use crate::store::bridge::{Asker, ChannelSink, upload};
 use crate::store::cache::{CachingSink, ObjectCache};
@@ -281,6 +282,7 @@ impl CheckpointStore {
         })?;
         let id = attempt.id();
         let parent = before.as_ref().map(|b| (b.reference, b.number));
+        let known = before.as_ref().map(|b| (b.reference.id, b.distance));
         let reader = before.as_ref().and_then(|b| b.values.reader());
         let number = parent.map_or(0, |(_, number)| number);
         let chain = before.as_ref().map_or_else(Vec::new, |b| b.chain.clone());
@@ -288,8 +290,12 @@ impl CheckpointStore {
         let kept = options.kept_memory(room);
         let values = before.map(|b| b.values.parent());
         let started = Instant::now();
+        let bytes: u64 = tensors.iter().map(|t| t.values.bytes()).sum();
+        // Values in memory need no samples.
+        let in_memory = options.keeps_values() && bytes <= self.options.share() as u64;
+        let recall = self.recall(known, number, !in_memory);
         let Uploading { written, uploading, stored } =
-            self.encode_into(attempt, request, values, kept)?;
+            self.encode_into(attempt, request, (values, &recall), kept)?;
         let encode = started.elapsed().as_secs_f64();
         let Written { report, snapshot, index } = written;
         let delta = snapshot.depth() > 1;
@@ -318,9 +324,9 @@ impl CheckpointStore {
                 }
             }
         };
+        self.remember(id, number, &recall);
         let again = self.is_parent_later(history, number);
         let keeps = again && options.keeps_values();
-        let bytes: u64 = tensors.iter().map(|t| t.values.bytes()).sum();
         let (staged, kept) = if keeps && bytes >= KEPT_ASIDE {
             std::thread::scope(|s| {
                 let keeping = s.spawn(move || self.keep_values(snapshot, tensors));
@@ -362,7 +368,7 @@ impl CheckpointStore {
         &self,
         mut attempt: Attempt,
         request: &SaveRequest<'_>,
-        parent: Option<Arc<dyn Parent>>,
+        parent: (Option<Arc<dyn Parent>>, &Arc<Recall>),
         kept: KeptMemory,
     ) -> Result<Uploading> {
         let SaveRequest { options, asker, .. } = request;
@@ -412,7 +418,7 @@ impl CheckpointStore {
         &self,
         request: &SaveRequest<'_>,
         sink: CachingSink,
-        parent: Option<Arc<dyn Parent>>,
+        (parent, recall): (Option<Arc<dyn Parent>>, &Arc<Recall>),
         memory: ObjectMemory,
     ) -> Result<Written> {
         let SaveRequest { tensors, options, asker, staged, .. } = request;
@@ -437,6 +443,7 @@ impl CheckpointStore {
         let objects = ObjectOptions { bytes: self.options.object_bytes };
         let target = self.opener.bridge.target();
         let mut writer = Writer::create_objects_in(target, Box::new(sink), objects, write, memory)?;
+        writer.recall = Some(Arc::clone(recall));
         if let Some(roles) = &options.roles {
             writer.declare(roles.clone())?;
         }

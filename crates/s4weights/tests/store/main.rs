@@ -10,6 +10,7 @@ mod importing;
 mod life;
 mod racing;
 mod ranks;
+mod recalling;
 mod run;
 mod staging;
 mod tree;

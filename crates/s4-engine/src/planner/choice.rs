@@ -1,0 +1,88 @@
+//! What was chosen for a tensor before: to choose again is then to see whether it still is as good.
+
+use s4_format::{DType, LayoutId, Plan, PredictorId, ResidualId};
+
+use super::About;
+
+/// A choice holds while what it costs differs from what it did by less than this part: 16 means one in 16.
+const HOLDS: u64 = 16;
+/// A difference must have saved this part of the tensor by itself to be chosen without a comparison.
+const SURE_GAIN: u64 = 64;
+
+/// How values are predicted, of what the planner compares.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Way {
+    /// By nothing.
+    Direct,
+    /// By rows and columns.
+    Rank1,
+    /// The XOR with the parent.
+    Xor,
+    /// The difference from the parent in the order of values.
+    Sub,
+    /// The same with the parent's exponents as contexts.
+    Contexts,
+    /// The same with contexts from moments.
+    Update,
+    /// By rows and columns and a share of the parent.
+    Blend,
+}
+
+/// What the planner chose for a tensor. Given to it with the same tensor of a later checkpoint, it is tried first, and
+/// nothing else is as long as it costs about what it did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Choice {
+    pub(super) way: Way,
+    pub(super) layout: LayoutId,
+    dtype: DType,
+    /// Of the tensor.
+    values: u64,
+    /// Bits of the sample, and of it without a parent.
+    bits: u64,
+    alone: u64,
+}
+
+impl Choice {
+    /// Of a tensor's plan whose sample takes so many bits, and so many without a parent. `None`: of a tensor that is all
+    /// sample, whose plans are compared by encoding it.
+    pub(super) fn of(
+        about: &About<'_>,
+        sampled: usize,
+        plan: &Plan,
+        (bits, alone): (u64, u64),
+    ) -> Option<Self> {
+        let way = match (plan.predictor, plan.residual) {
+            (PredictorId::RANK1, _) => Way::Rank1,
+            (PredictorId::BLEND, _) => Way::Blend,
+            (PredictorId::PARENT, ResidualId::XOR) => Way::Xor,
+            (PredictorId::PARENT, ResidualId::DESCENT) => Way::Update,
+            (PredictorId::PARENT, _) if plan.contexts.is_none() => Way::Sub,
+            (PredictorId::PARENT, _) => Way::Contexts,
+            _ => Way::Direct,
+        };
+        let (dtype, values, layout) = (about.dtype, about.values(), plan.layout);
+        let choice = Self { way, layout, dtype, values, bits, alone };
+        (sampled < about.bytes).then_some(choice)
+    }
+
+    /// Whether the tensor is stored as a difference from a parent.
+    pub fn is_delta(&self) -> bool {
+        !matches!(self.way, Way::Direct | Way::Rank1)
+    }
+
+    /// Whether it was made for such a tensor.
+    pub(super) fn fits(&self, about: &About<'_>) -> bool {
+        (self.dtype, self.values) == (about.dtype, about.values())
+    }
+
+    /// Whether row and column offsets are needed.
+    pub(super) fn needs_offsets(&self) -> bool {
+        matches!(self.way, Way::Rank1 | Way::Blend)
+    }
+
+    /// Whether it may be made again of a sample that takes so many bits by it.
+    pub(super) fn holds(&self, bits: u64) -> bool {
+        let sure = !self.is_delta() || bits < self.alone - self.alone / SURE_GAIN;
+        sure && bits.abs_diff(self.bits) <= self.bits / HOLDS
+    }
+}

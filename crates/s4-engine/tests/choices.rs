@@ -1,0 +1,155 @@
+//! Plans by what was chosen for the same tensor before: the same as without, as long as it holds.
+
+#![expect(clippy::unwrap_used, reason = "tests, and what they share")]
+
+use s4_engine::{
+    Choice, CpuEngine, ParentSample, PlanJob, Preset, Scratch, TensorPlan, TensorView,
+    parent_probes,
+};
+use s4_format::{DType, Digest, PredictorId, ResidualId};
+use s4_planes::Simd;
+
+const ROWS: usize = 500;
+const COLS: usize = 700;
+const SHAPE: [u64; 2] = [ROWS as u64, COLS as u64];
+
+/// Numbers that look like chance, between -1 and 1, in the shape of a bell.
+fn bell(i: usize, seed: u64) -> f32 {
+    let hash = |n: u64| {
+        let n = (i as u64 ^ (seed << 32) ^ (n << 56)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let n = (n ^ (n >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        (n >> 40) as f32 / (1u64 << 24) as f32
+    };
+    (0..6).map(hash).sum::<f32>() / 3.0 - 1.0
+}
+
+fn values(of: impl Fn(usize) -> f32) -> Vec<u8> {
+    (0..ROWS * COLS).flat_map(|i| of(i).to_le_bytes()).collect()
+}
+
+/// A weight after some steps, each of which changes it by about one part in `part`.
+fn weight(steps: u64, part: f32) -> Vec<u8> {
+    let change = |i: usize| (0..steps).map(|step| bell(i, 100 + step)).sum::<f32>() / part;
+    values(|i| 0.03 * (bell(i, 1) + change(i)))
+}
+
+/// A second moment, whose rows and columns have sizes of their own.
+fn moment(steps: u64) -> Vec<u8> {
+    let row = |i: usize| 4.0 * bell(i / COLS, 2) + 4.0 * bell(i % COLS, 3);
+    values(|i| (row(i) + 0.2 * bell(i, 4 + steps)).exp() * 1e-6)
+}
+
+fn plan(data: &[u8], parent: Option<&[u8]>, choice: Option<Choice>) -> TensorPlan {
+    plan_of(DType::Float32, &SHAPE, data, parent, choice)
+}
+
+fn plan_of(
+    dtype: DType,
+    shape: &[u64],
+    data: &[u8],
+    parent: Option<&[u8]>,
+    choice: Option<Choice>,
+) -> TensorPlan {
+    let width = dtype.value_width();
+    let sample = parent.map(|parent| {
+        let probes = parent_probes(dtype, (parent.len() / width) as u64).into_iter();
+        let run =
+            |p: std::ops::Range<u64>| &parent[p.start as usize * width..p.end as usize * width];
+        probes.flat_map(run).copied().collect::<Vec<u8>>()
+    });
+    let parent = sample.as_ref().map(|values| ParentSample {
+        manifest: Digest::of(b"p"),
+        tensor: 3,
+        values,
+        moments: None,
+        expected: None,
+    });
+    let view = TensorView { dtype, shape, data };
+    let (preset, parent) = (Preset::Balanced, parent.as_ref());
+    let job = PlanJob { preset, view: &view, parent, role: None, choice };
+    CpuEngine::new(Simd::detect()).plan(&job, &mut Scratch::default()).unwrap()
+}
+
+/// All of a plan but what is to be chosen the next time.
+fn stored(plan: &TensorPlan) -> String {
+    let mut plan = plan.clone();
+    plan.choice = None;
+    format!("{plan:?}")
+}
+
+#[test]
+fn what_holds_makes_the_same_plan() {
+    let (before, now) = (weight(3, 1000.0), weight(4, 1000.0));
+    let moments = [moment(0), moment(1)];
+    let cases = [
+        (&now, Some(&before[..]), PredictorId::PARENT),
+        (&now, None, PredictorId::NONE),
+        (&moments[1], None, PredictorId::RANK1),
+    ];
+    for (data, parent, predictor) in cases {
+        let first = plan(data, parent, None);
+        assert_eq!(first.plan.predictor, predictor);
+        let choice = first.choice.unwrap();
+        assert_eq!(choice.is_delta(), predictor == PredictorId::PARENT);
+        let again = plan(data, parent, Some(choice));
+        assert_eq!(stored(&again), stored(&first));
+        assert_eq!(again.choice, Some(choice), "it stays what it is compared with");
+    }
+}
+
+#[test]
+fn a_later_step_is_planned_by_its_own_values() {
+    let steps: Vec<_> = (3..6).map(|steps| weight(steps, 1000.0)).collect();
+    let choice = plan(&steps[1], Some(&steps[0]), None).choice;
+    let (fresh, again) =
+        (plan(&steps[2], Some(&steps[1]), None), plan(&steps[2], Some(&steps[1]), choice));
+    assert_eq!(stored(&again), stored(&fresh));
+    assert_eq!(again.choice, choice);
+}
+
+#[test]
+fn what_does_not_hold_is_compared_and_forgotten() {
+    let (before, now) = (weight(3, 1000.0), weight(4, 1000.0));
+    let choice = plan(&now, Some(&before), None).choice;
+    // Another weight altogether; steps a hundred times as long; nothing changed.
+    let cases = [moment(0), weight(4, 10.0), before.clone()];
+    for data in cases {
+        let (fresh, again) = (plan(&data, Some(&before), None), plan(&data, Some(&before), choice));
+        assert_eq!(again.choice, None);
+        // (Rows and columns are not looked at.)
+        if fresh.plan.predictor != PredictorId::RANK1 {
+            assert_eq!(stored(&again), stored(&fresh));
+        }
+    }
+    let alone = plan(&now, None, None).choice;
+    let coarse = values(|i| (bell(i, 1) * 8.0).round());
+    let again = plan(&coarse, None, alone);
+    assert_eq!((stored(&again), again.choice), (stored(&plan(&coarse, None, None)), None));
+}
+
+#[test]
+fn choices_of_other_tensors_say_nothing() {
+    let (before, now) = (weight(3, 1000.0), weight(4, 1000.0));
+    let choice = plan(&now, Some(&before), None).choice;
+    let values = now.len() as u64 / 4;
+    for (dtype, shape) in [(DType::BFloat16, vec![2 * values]), (DType::Float32, vec![values / 2])]
+    {
+        let bytes = shape[0] as usize * dtype.size();
+        let (data, parent) = (&now[..bytes], Some(&before[..bytes]));
+        let fresh = plan_of(dtype, &shape, data, parent, None);
+        let given = plan_of(dtype, &shape, data, parent, choice);
+        assert_eq!((stored(&given), given.choice), (stored(&fresh), fresh.choice));
+    }
+    // One of a delta, for a tensor without a parent.
+    let fresh = plan(&now, None, None);
+    assert_eq!(stored(&plan(&now, None, choice)), stored(&fresh));
+}
+
+/// Plans of such tensors are compared by encoding them.
+#[test]
+fn nothing_is_chosen_for_tensors_that_are_all_sample() {
+    let (before, now) = (weight(3, 1000.0), weight(4, 1000.0));
+    let small = plan_of(DType::Float32, &[9000], &now[..36_000], Some(&before[..36_000]), None);
+    assert_eq!(small.choice, None);
+    assert_ne!(small.plan.residual, ResidualId::ID);
+}

@@ -1,0 +1,268 @@
+//! What a store remembers of the tensors that it saved, so that those of its next checkpoints are planned faster: what was
+//! chosen for each, and the values that differences are estimated from. Without it plans are made from the same values, and
+//! from more of them. Nothing that is stored is read by it.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use s4_delta::Tree;
+use s4_engine::Choice;
+use s4_format::crc32c;
+use s4_store::CheckpointId;
+
+/// Each save compares all plans for one tensor in so many, and for others only where what was chosen does not hold.
+const RENEWED: u32 = 8;
+
+/// Values of a checkpoint's tensors, by name.
+type Samples = HashMap<String, Vec<u8>>;
+
+/// What is remembered.
+#[derive(Default)]
+pub(crate) struct PlanMemory(Mutex<Known>);
+
+#[derive(Default)]
+struct Known {
+    saves: u32,
+    alone: HashMap<String, Chosen>,
+    beside_parent: HashMap<String, Chosen>,
+    samples: Vec<SamplesOf>,
+}
+
+/// The choice for a tensor.
+#[derive(Clone, Copy)]
+struct Chosen {
+    choice: Choice,
+    /// Checkpoints from the parent to it.
+    distance: u32,
+}
+
+/// Samples of a checkpoint, for deltas of it.
+struct SamplesOf {
+    id: CheckpointId,
+    /// Since its base.
+    number: u32,
+    bytes: usize,
+    samples: Arc<Samples>,
+}
+
+/// What planning one checkpoint recalls, and what is to be remembered of it.
+pub(crate) struct Recall {
+    memory: Arc<PlanMemory>,
+    save: u32,
+    distance: u32,
+    parents: Option<Arc<Samples>>,
+    own: Mutex<Own>,
+    keeps: bool,
+}
+
+/// Samples of the checkpoint that is planned.
+#[derive(Default)]
+struct Own {
+    samples: Samples,
+    bytes: usize,
+    /// Bytes that they may take.
+    room: usize,
+}
+
+impl PlanMemory {
+    /// Begins a checkpoint. `parent`: what it may be a delta of, and how many checkpoints before it. `room`: bytes that
+    /// samples may take, those of others counted; `None`: none of its own are kept.
+    pub(crate) fn begin(
+        self: &Arc<Self>,
+        parent: Option<(CheckpointId, u32)>,
+        room: Option<usize>,
+    ) -> Recall {
+        let mut known = lock(&self.0);
+        known.saves = known.saves.wrapping_add(1);
+        let of_parent = |s: &&SamplesOf| parent.is_some_and(|(id, _)| s.id == id);
+        let parents = known.samples.iter().find(of_parent).map(|s| Arc::clone(&s.samples));
+        let taken: usize = known.samples.iter().map(|s| s.bytes).sum();
+        let room = room.unwrap_or_default().saturating_sub(taken);
+        Recall {
+            memory: Arc::clone(self),
+            save: known.saves,
+            distance: parent.map_or(0, |(_, distance)| distance),
+            parents,
+            own: Mutex::new(Own { room, ..Own::default() }),
+            keeps: room > 0,
+        }
+    }
+
+    /// Drops the samples that no delta from number `next` since the base on can use; 0: that is a new base.
+    pub(crate) fn forget(&self, tree: &Tree, next: u32) {
+        let later = |s: &SamplesOf| tree.last_child(s.number).is_some_and(|last| last >= next);
+        lock(&self.0).samples.retain(|s| next > 0 && later(s));
+    }
+
+    /// Keeps the samples of a checkpoint.
+    pub(crate) fn keep(&self, id: CheckpointId, number: u32, recall: &Recall) {
+        let Own { samples, bytes, .. } = std::mem::take(&mut *lock(&recall.own));
+        if !samples.is_empty() {
+            let samples = Arc::new(samples);
+            lock(&self.0).samples.push(SamplesOf { id, number, bytes, samples });
+        }
+    }
+}
+
+impl Recall {
+    /// What was chosen for a tensor, if it is to be tried first.
+    pub(crate) fn choice(&self, name: &str, has_parent: bool) -> Option<Choice> {
+        let turn = crc32c(name.as_bytes()).wrapping_add(self.save);
+        if turn.is_multiple_of(RENEWED) {
+            return None;
+        }
+        let known = lock(&self.memory.0);
+        let chosen = known.chosen(has_parent).get(name)?;
+        // A nearer parent may well be worth a difference where another was not.
+        let is_nearer = has_parent && !chosen.choice.is_delta() && self.distance < chosen.distance;
+        (!is_nearer).then_some(chosen.choice)
+    }
+
+    /// Notes what was chosen for tensors.
+    pub(crate) fn note<'a>(&self, chosen: impl Iterator<Item = (&'a str, bool, Option<Choice>)>) {
+        let mut known = lock(&self.memory.0);
+        for (name, has_parent, choice) in chosen {
+            let map = match has_parent {
+                true => &mut known.beside_parent,
+                false => &mut known.alone,
+            };
+            match choice {
+                Some(choice) => {
+                    let before = map.get(name).filter(|before| before.choice == choice);
+                    let distance = before.map_or(self.distance, |b| b.distance.min(self.distance));
+                    map.insert(name.to_owned(), Chosen { choice, distance });
+                }
+                None => {
+                    map.remove(name);
+                }
+            }
+        }
+    }
+
+    /// The sample of a tensor's parent, which has so many bytes.
+    pub(crate) fn sample(&self, name: &str, bytes: usize) -> Option<&[u8]> {
+        let sample = self.parents.as_ref()?.get(name)?;
+        (sample.len() == bytes).then_some(&sample[..])
+    }
+
+    /// Whether samples are kept.
+    pub(crate) fn keeps(&self) -> bool {
+        self.keeps
+    }
+
+    /// Keeps a tensor's sample, if there is room.
+    pub(crate) fn keep(&self, name: &str, sample: &[u8]) {
+        let mut own = lock(&self.own);
+        if own.bytes + sample.len() > own.room {
+            return;
+        }
+        if own.samples.insert(name.to_owned(), vec![]).is_some() {
+            return;
+        }
+        own.bytes += sample.len();
+        drop(own);
+        // Threads copy side by side.
+        let copy = sample.to_vec();
+        lock(&self.own).samples.insert(name.to_owned(), copy);
+    }
+}
+
+impl Known {
+    fn chosen(&self, has_parent: bool) -> &HashMap<String, Chosen> {
+        if has_parent { &self.beside_parent } else { &self.alone }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use s4_engine::{CpuEngine, PlanJob, Preset, Scratch, TensorView};
+    use s4_format::DType;
+    use s4_planes::Simd;
+
+    use super::*;
+    use crate::adversarial;
+
+    fn id(number: u32) -> CheckpointId {
+        format!("00000000-0000-7000-8000-{number:012}").parse().unwrap()
+    }
+
+    fn choice() -> Choice {
+        let data = adversarial(DType::BFloat16, 100_000).find(|p| p.0 == "like-weights").unwrap().1;
+        let view = TensorView { dtype: DType::BFloat16, shape: &[100_000], data: &data };
+        let job =
+            PlanJob { preset: Preset::Fast, view: &view, parent: None, role: None, choice: None };
+        let engine = CpuEngine::new(Simd::detect());
+        engine.plan(&job, &mut Scratch::default()).unwrap().choice.unwrap()
+    }
+
+    #[test]
+    fn choices_are_given_but_for_one_tensor_in_eight() {
+        let memory = Arc::new(PlanMemory::default());
+        let names: Vec<_> = (0..1000).map(|i| format!("layers.{i}.weight")).collect();
+        let first = memory.begin(None, None);
+        assert!(names.iter().all(|name| first.choice(name, false).is_none()));
+        let chosen = choice();
+        first.note(names.iter().map(|name| (&name[..], false, Some(chosen))));
+        let mut withheld = vec![0; names.len()];
+        for _ in 0..RENEWED {
+            let recall = memory.begin(None, None);
+            for (name, withheld) in names.iter().zip(&mut withheld) {
+                assert!(recall.choice(name, true).is_none(), "of a tensor with a parent");
+                *withheld += u32::from(recall.choice(name, false).is_none());
+            }
+        }
+        assert!(withheld.iter().all(|n| *n == 1), "each tensor once in so many saves");
+        memory.begin(None, None).note([(&names[0][..], false, None)].into_iter());
+        let given = (0..RENEWED).filter_map(|_| memory.begin(None, None).choice(&names[0], false));
+        assert_eq!(given.count(), 0, "it did not hold");
+    }
+
+    #[test]
+    fn a_nearer_parent_is_compared_where_a_farther_one_was_of_no_use() {
+        let memory = Arc::new(PlanMemory::default());
+        let parent = id(1);
+        let of = |distance| memory.begin(Some((parent, distance)), None);
+        let alone = choice();
+        assert!(!alone.is_delta());
+        of(2).note([("w", true, Some(alone))].into_iter());
+        let given = |distance| (0..RENEWED).any(|_| of(distance).choice("w", true).is_some());
+        assert!(given(2) && given(3) && !given(1));
+        // Where it was of no use farther away, it may still be of some in between.
+        of(4).note([("w", true, Some(alone))].into_iter());
+        assert!(given(2) && !given(1));
+    }
+
+    #[test]
+    fn samples_are_kept_while_they_have_room_and_are_wanted() {
+        let (memory, tree) = (Arc::new(PlanMemory::default()), Tree::new(16, 2));
+        let save = |of: u32, parent, number, room| {
+            memory.forget(&tree, number);
+            let (id, recall) = (id(of), memory.begin(parent, room));
+            recall.keep("a", &[1; 60]);
+            recall.keep("b", &[2; 60]);
+            memory.keep(id, number, &recall);
+            id
+        };
+        let sample = |id, name, bytes| {
+            memory.begin(Some((id, 1)), None).sample(name, bytes).map(<[u8]>::to_vec)
+        };
+        let base = save(1, None, 0, Some(100));
+        assert_eq!(sample(base, "a", 60), Some(vec![1; 60]));
+        assert_eq!(sample(base, "a", 61), None, "of another shape");
+        assert_eq!(sample(base, "b", 60), None, "there was no room");
+        let fourth = save(2, Some((base, 4)), 4, Some(200));
+        assert_eq!(sample(fourth, "a", 60), Some(vec![1; 60]));
+        assert_eq!(sample(fourth, "b", 60), Some(vec![2; 60]), "no more than 200 with the base's");
+        let fifth = save(3, Some((fourth, 1)), 5, None);
+        assert_eq!(sample(fifth, "a", 60), None, "nothing is a delta of it");
+        assert!(sample(base, "a", 60).is_some() && sample(fourth, "a", 60).is_some());
+        let eighth = save(4, Some((base, 8)), 8, Some(200));
+        assert!(sample(fourth, "a", 60).is_none() && sample(eighth, "a", 60).is_some());
+        let next = save(5, None, 0, Some(200));
+        assert!(sample(base, "a", 60).is_none() && sample(next, "a", 60).is_some());
+    }
+}
