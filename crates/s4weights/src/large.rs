@@ -162,6 +162,9 @@ impl Writer {
         originals: &[Option<usize>],
     ) -> Vec<Option<[usize; 2]>> {
         let mut out = vec![None; tensors.len()];
+        if self.recall.as_ref().is_some_and(|recall| recall.is_read_back()) {
+            return out;
+        }
         let parent = self.options.parent.as_ref().filter(|p| p.depth() < MAX_UPDATES);
         let Some(parent) = parent else { return out };
         let values = |t: &TensorValues<'_>| t.values.bytes() / t.dtype.value_width() as u64;

@@ -23,8 +23,8 @@ pub(crate) struct PlanMemory(Mutex<Known>);
 #[derive(Default)]
 struct Known {
     saves: u32,
-    alone: HashMap<String, Chosen>,
-    beside_parent: HashMap<String, Chosen>,
+    /// By [`Recall::kind`] and name.
+    choices: [HashMap<String, Chosen>; 3],
     samples: Vec<SamplesOf>,
 }
 
@@ -53,6 +53,7 @@ pub(crate) struct Recall {
     parents: Option<Arc<Samples>>,
     own: Mutex<Own>,
     keeps: bool,
+    is_read_back: bool,
 }
 
 /// Samples of the checkpoint that is planned.
@@ -66,7 +67,7 @@ struct Own {
 
 impl PlanMemory {
     /// Begins a checkpoint. `parent`: what it may be a delta of, and how many checkpoints before it. `room`: bytes that
-    /// samples may take, those of others counted; `None`: none of its own are kept.
+    /// samples may take, those of others counted, if deltas of it will read it back; `None`: it is read back by none.
     pub(crate) fn begin(
         self: &Arc<Self>,
         parent: Option<(CheckpointId, u32)>,
@@ -77,6 +78,7 @@ impl PlanMemory {
         let of_parent = |s: &&SamplesOf| parent.is_some_and(|(id, _)| s.id == id);
         let parents = known.samples.iter().find(of_parent).map(|s| Arc::clone(&s.samples));
         let taken: usize = known.samples.iter().map(|s| s.bytes).sum();
+        let is_read_back = room.is_some();
         let room = room.unwrap_or_default().saturating_sub(taken);
         Recall {
             memory: Arc::clone(self),
@@ -85,6 +87,7 @@ impl PlanMemory {
             parents,
             own: Mutex::new(Own { room, ..Own::default() }),
             keeps: room > 0,
+            is_read_back,
         }
     }
 
@@ -112,7 +115,7 @@ impl Recall {
             return None;
         }
         let known = lock(&self.memory.0);
-        let chosen = known.chosen(has_parent).get(name)?;
+        let chosen = known.choices[self.kind(has_parent)].get(name)?;
         // A nearer parent may well be worth a difference where another was not.
         let is_nearer = has_parent && !chosen.choice.is_delta() && self.distance < chosen.distance;
         (!is_nearer).then_some(chosen.choice)
@@ -122,10 +125,7 @@ impl Recall {
     pub(crate) fn note<'a>(&self, chosen: impl Iterator<Item = (&'a str, bool, Option<Choice>)>) {
         let mut known = lock(&self.memory.0);
         for (name, has_parent, choice) in chosen {
-            let map = match has_parent {
-                true => &mut known.beside_parent,
-                false => &mut known.alone,
-            };
+            let map = &mut known.choices[self.kind(has_parent)];
             match choice {
                 Some(choice) => {
                     let before = map.get(name).filter(|before| before.choice == choice);
@@ -137,6 +137,17 @@ impl Recall {
                 }
             }
         }
+    }
+
+    /// Which choices are for a tensor.
+    fn kind(&self, has_parent: bool) -> usize {
+        usize::from(has_parent) + usize::from(has_parent && self.is_read_back)
+    }
+
+    /// Whether deltas of the checkpoint will read it back. Weights are then told from no moments: reading them would read
+    /// and decode the moments, too, and on the processor, for each of these deltas.
+    pub(crate) fn is_read_back(&self) -> bool {
+        self.is_read_back
     }
 
     /// The sample of a tensor's parent, which has so many bytes.
@@ -164,12 +175,6 @@ impl Recall {
         // Threads copy side by side.
         let copy = sample.to_vec();
         lock(&self.own).samples.insert(name.to_owned(), copy);
-    }
-}
-
-impl Known {
-    fn chosen(&self, has_parent: bool) -> &HashMap<String, Chosen> {
-        if has_parent { &self.beside_parent } else { &self.alone }
     }
 }
 

@@ -195,18 +195,18 @@ impl CheckpointStore {
         Some(self.options.share()).filter(|room| wanted && is_parent && *room > 0)
     }
 
-    /// Begins to plan checkpoint number `number` since the base, of which samples are kept if they are `wanted` and it may
-    /// become a parent.
+    /// Begins to plan checkpoint number `number` since the base. `is_stored`: deltas of it would read what is stored, since
+    /// its values are not kept.
     pub(crate) fn recall(
         &self,
         parent: Option<(CheckpointId, u32)>,
         number: u32,
-        wanted: bool,
+        is_stored: bool,
     ) -> Arc<Recall> {
         let tree = self.options.tree();
         self.plans.forget(&tree, number);
         let is_parent = tree.last_child(number).is_some();
-        let room = (wanted && is_parent).then_some(self.options.parent_memory / SAMPLES);
+        let room = (is_stored && is_parent).then_some(self.options.parent_memory / SAMPLES);
         Arc::new(self.plans.begin(parent, room))
     }
 
