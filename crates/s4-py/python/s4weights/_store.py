@@ -77,8 +77,8 @@ class CheckpointStore(Catalog):
         parent_memory: bytes of host memory for the values that later saves are deltas of (1 GiB):
             those of the base and of one more checkpoint for each further hop, in equal shares,
             compressed if need be. What does not fit its share is read back at every save. Of values of
-            CUDA devices, what is not kept in page-locked memory (``pinned_memory``). A save takes some
-            250 MiB besides.
+            CUDA devices, what is not kept in page-locked memory (``pinned_memory``). Samples for planning
+            take up to half as much again, and a save some 250 MiB.
         bandwidth: bytes a second that uploads may use.
         allow_network_fs: use a folder on a network file system anyway.
         timeout: seconds for which a request that fails, or is not answered, is retried before the

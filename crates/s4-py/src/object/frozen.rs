@@ -8,7 +8,7 @@ use pyo3::{PyTypeInfo, intern};
 use rustc_hash::FxHashMap;
 
 use super::torch::Torch;
-use super::tree::{MAX_DEPTH, address};
+use super::tree::{MAX_DEPTH, address, pairs_of};
 
 /// A copy of an object in which nothing but tensors can change, and the numbers of the CUDA devices that they are on;
 /// `None`: it holds what cannot be copied like that.
@@ -96,11 +96,7 @@ impl<'py> Freeze<'py> {
         to: &Bound<'py, PyAny>,
         depth: usize,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
-        // In the order that an ordered dict has.
-        for pair in from.call_method0(intern!(from.py(), "items"))?.try_iter()? {
-            let pair = pair?;
-            let pair = pair.cast::<PyTuple>()?;
-            let (key, value) = (pair.get_item(0)?, pair.get_item(1)?);
+        for (key, value) in pairs_of(from)? {
             if !is_plain(&key) && key.cast_exact::<PyTuple>().is_err() {
                 return Ok(None);
             }

@@ -3,6 +3,7 @@
 //! A save in the background keeps its caller waiting until both are known, so that this is done here
 //! and not in Python: one walk over the containers, and no more questions to PyTorch than a tensor takes.
 
+mod dlpack;
 mod frozen;
 mod names;
 mod roles;

@@ -10,6 +10,8 @@ use pyo3::types::{PyDict, PyString, PyTuple, PyType};
 use s4weights::DType;
 use smallvec::SmallVec;
 
+use super::dlpack::{Described, DlDType, Exchange};
+
 /// Sizes of a tensor's dimensions, or its strides: most have few.
 pub(super) type Shape = SmallVec<[u64; 4]>;
 
@@ -21,13 +23,18 @@ pub(super) struct Torch<'py> {
     pub(super) dtype: Bound<'py, PyType>,
     pub(super) device: Bound<'py, PyType>,
     strided: Bound<'py, PyAny>,
+    exchange: Option<Exchange>,
     /// Names of dimensions, which PyTorch gives up.
     may_have_names: bool,
 }
 
 /// The dtypes that were met, of which there are few.
 #[derive(Default)]
-pub(super) struct DTypes(Vec<(Py<PyAny>, Arc<TorchDType>)>);
+pub(super) struct DTypes {
+    known: Vec<(Py<PyAny>, Arc<TorchDType>)>,
+    /// As DLPack has them.
+    by_code: Vec<(DlDType, Arc<TorchDType>)>,
+}
 
 /// A dtype of PyTorch's.
 pub(super) struct TorchDType {
@@ -67,7 +74,7 @@ pub(super) enum Device {
 impl DTypes {
     /// What is known of a dtype.
     pub(super) fn get(&mut self, dtype: &Bound<'_, PyAny>) -> PyResult<Arc<TorchDType>> {
-        if let Some((_, info)) = self.0.iter().find(|(known, _)| known.is(dtype)) {
+        if let Some((_, info)) = self.known.iter().find(|(known, _)| known.is(dtype)) {
             return Ok(Arc::clone(info));
         }
         let name = dtype.str()?.to_str()?.trim_start_matches("torch.").to_owned();
@@ -78,7 +85,17 @@ impl DTypes {
             is_quantized: name.starts_with('q'),
             name,
         });
-        self.0.push((dtype.clone().unbind(), Arc::clone(&info)));
+        self.known.push((dtype.clone().unbind(), Arc::clone(&info)));
+        Ok(info)
+    }
+
+    /// What is known of the dtype of a tensor, which DLPack calls so.
+    fn of_code(&mut self, code: DlDType, tensor: &Bound<'_, PyAny>) -> PyResult<Arc<TorchDType>> {
+        if let Some((_, info)) = self.by_code.iter().find(|(known, _)| *known == code) {
+            return Ok(Arc::clone(info));
+        }
+        let info = self.get(&tensor.getattr("dtype")?)?;
+        self.by_code.push((code, Arc::clone(&info)));
         Ok(info)
     }
 }
@@ -95,6 +112,7 @@ impl<'py> Torch<'py> {
             dtype: of("dtype")?,
             device: of("device")?,
             strided: torch.getattr("strided")?,
+            exchange: Exchange::of(&tensor),
             may_have_names: tensor.hasattr("has_names")?,
             tensor,
         })
@@ -121,36 +139,59 @@ impl<'py> Torch<'py> {
 
     fn ask(&self, tensor: &Bound<'py, PyAny>, dtypes: &mut DTypes) -> PyResult<Option<Plain<'py>>> {
         let py = tensor.py();
-        let on_device = is_set(tensor, intern!(py, "is_cuda"))?;
-        if !(on_device || is_set(tensor, intern!(py, "is_cpu"))?)
-            || !tensor.getattr(intern!(py, "layout"))?.is(&self.strided)
-            || is_set(tensor, intern!(py, "is_nested"))?
-            || is_set(tensor, intern!(py, "__dict__"))?
+        if is_set(tensor, intern!(py, "__dict__"))?
             || is_set(tensor, intern!(py, "_backward_hooks"))?
             || says(tensor, intern!(py, "is_neg"))?
             || (self.may_have_names && says(tensor, intern!(py, "has_names"))?)
         {
             return Ok(None);
         }
-        let dtype = dtypes.get(&tensor.getattr(intern!(py, "dtype"))?)?;
+        // Of nothing there is no address.
+        let described = self.exchange.and_then(|exchange| exchange.describe(tensor));
+        let described = described.filter(|d| !d.shape.contains(&0));
+        let (device, dtype, shape, contiguous, address) = match described {
+            Some(Described { cuda, dtype, address, shape, contiguous }) => {
+                let device = cuda.map_or(Device::Host, Device::Cuda);
+                (device, dtypes.of_code(dtype, tensor)?, shape, contiguous, Some(address))
+            }
+            None => {
+                let on_device = is_set(tensor, intern!(py, "is_cuda"))?;
+                if !(on_device || is_set(tensor, intern!(py, "is_cpu"))?)
+                    || !tensor.getattr(intern!(py, "layout"))?.is(&self.strided)
+                    || is_set(tensor, intern!(py, "is_nested"))?
+                {
+                    return Ok(None);
+                }
+                let device = match on_device {
+                    true => {
+                        let number = tensor.call_method0(intern!(py, "get_device"))?.extract()?;
+                        Device::Cuda(number)
+                    }
+                    false => Device::Host,
+                };
+                let dtype = dtypes.get(&tensor.getattr(intern!(py, "dtype"))?)?;
+                let shape = sizes(&tensor.getattr(intern!(py, "shape"))?)?;
+                let contiguous = says(tensor, intern!(py, "is_contiguous"))?;
+                (device, dtype, shape, contiguous, None)
+            }
+        };
         if dtype.is_quantized || (dtype.is_complex && says(tensor, intern!(py, "is_conj"))?) {
             return Ok(None);
         }
         let storage = tensor.call_method0(intern!(py, "untyped_storage"))?;
         let nbytes = storage.call_method0(intern!(py, "nbytes"))?.extract()?;
-        let address = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
+        let start: usize = storage.call_method0(intern!(py, "data_ptr"))?.extract()?;
         // Tensors that are zeros without memory, and wrappers that functional transforms leave behind.
-        if address == 0 && nbytes > 0 {
+        if start == 0 && nbytes > 0 {
             return Ok(None);
         }
-        let device = if on_device {
-            Device::Cuda(tensor.call_method0(intern!(py, "get_device"))?.extract()?)
-        } else {
-            Device::Host
+        let before = address.and_then(|address| address.checked_sub(start)).map(|n| n as u64);
+        let offset = match before.filter(|bytes| dtype.item > 0 && bytes.is_multiple_of(dtype.item))
+        {
+            Some(bytes) => bytes / dtype.item,
+            None => tensor.call_method0(intern!(py, "storage_offset"))?.extract()?,
         };
-        let shape = sizes(&tensor.getattr(intern!(py, "shape"))?)?;
-        let offset = tensor.call_method0(intern!(py, "storage_offset"))?.extract()?;
-        let contiguous = says(tensor, intern!(py, "is_contiguous"))?;
+        let address = start;
         Ok(Some(Plain { device, dtype, shape, offset, contiguous, storage, address, nbytes }))
     }
 }

@@ -262,13 +262,8 @@ impl<'py> Tree<'_, 'py> {
     ) -> Result<(), Stop> {
         self.once(dict)?;
         self.raw("[")?;
-        // A list of them, in the order that an ordered dict has: what is asked of tensors and arrays is code
-        // that may change the dict.
-        let items = dict.call_method0(pyo3::intern!(dict.py(), "items"))?;
-        for (i, item) in items.try_iter()?.collect::<PyResult<Vec<_>>>()?.iter().enumerate() {
+        for (i, (key, value)) in pairs_of(dict)?.into_iter().enumerate() {
             self.raw(if i == 0 { "[" } else { ",[" })?;
-            let pair = item.cast::<PyTuple>()?;
-            let (key, value) = (pair.get_item(0)?, pair.get_item(1)?);
             self.key(&key, path, depth)?;
             self.raw(",")?;
             match key.cast_exact::<PyString>() {
@@ -300,6 +295,18 @@ impl<'py> Tree<'_, 'py> {
             || key.cast_exact::<PyBool>().is_ok();
         if is_plain { self.node(key, path, depth) } else { Err(Stop::NotPlain) }
     }
+}
+
+/// The pairs of a dict, in the order that an ordered dict has. What is asked of tensors and arrays is code that may change
+/// the dict.
+pub(super) fn pairs_of<'py>(
+    dict: &Bound<'py, PyDict>,
+) -> PyResult<Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>> {
+    if dict.is_exact_instance_of::<PyDict>() {
+        return Ok(dict.iter().collect());
+    }
+    let items = dict.call_method0(pyo3::intern!(dict.py(), "items"))?;
+    items.try_iter()?.map(|item| item?.extract()).collect()
 }
 
 /// A key as text.

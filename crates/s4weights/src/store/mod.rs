@@ -103,7 +103,8 @@ pub struct StoreOptions {
     /// checkpoint for each further hop. Each has an equal share. In it values are kept raw if they fit, or
     /// else compressed if that fits, or else not at all: then every save reads them back from the store.
     /// For tensors on devices, their frames are kept, and only those for which the engine's page-locked memory has no room
-    /// ([`s4_engine::cuda::CudaEngine::keep_frames`]) are copied to this.
+    /// ([`s4_engine::cuda::CudaEngine::keep_frames`]) are copied to this. Of what is read back, samples for planning take up
+    /// to half as much again.
     pub parent_memory: usize,
     /// Bytes of buffers for encoding.
     pub memory: usize,
