@@ -228,6 +228,8 @@ fn install_azurite(root: &Path, venv: &Venv) -> Result<Azurite> {
         let mut install = proc::command(root, npm);
         install.args(["install", "--no-audit", "--no-fund", "--loglevel", "error", "--prefix"]);
         install.arg(&folder).arg(format!("azurite@{AZURITE}"));
+        // By default it waits a quarter of an hour for a registry that it cannot reach, without a word.
+        install.args(["--fetch-timeout", "30000", "--fetch-retries", "3"]);
         // npm is a script that looks for `node` in the path.
         if let (Some(bin), Some(path)) = (node.parent(), std::env::var_os("PATH")) {
             let all = std::iter::once(bin.to_path_buf()).chain(std::env::split_paths(&path));
