@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from stock_stager import pinned_stager
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
@@ -159,31 +160,13 @@ class Bench:
 
     def overlapped(self) -> None:
         """PyTorch's stager as its recipe for fast staging has it, with the pinned memory kept between saves."""
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        class Kept(DefaultStager):
-            """Versions of PyTorch close the stager of a save that still needs it."""
-
-            def close(self) -> None:
-                pass
-
-        options = StagingOptions(
-            use_pinned_memory=True,
-            use_shared_memory=False,
-            use_async_staging=True,
-            use_non_blocking_copy=True,
-        )
         name = "dcp.async_save, stock, pinned and overlapped"
-        stager = Kept(options)
-        # What it copies with can be used again only until it is closed.
-        close, stager._state_dict_stager.close = stager._state_dict_stager.close, lambda: None
-        arguments = lambda: {"checkpoint_id": self.fresh(), "async_stager": stager}  # noqa: E731
-        try:
-            self.background(name, arguments)
-        except Exception as error:  # On all ranks alike: the others can still be measured.
-            self.note(f"{name}: {type(error).__name__}: {error}", float("nan"), None, None)
-        stager._state_dict_stager.close = close
-        DefaultStager.close(stager)
+        with pinned_stager() as stager:
+            arguments = lambda: {"checkpoint_id": self.fresh(), "async_stager": stager}  # noqa: E731
+            try:
+                self.background(name, arguments)
+            except Exception as error:  # On all ranks alike: the others can still be measured.
+                self.note(f"{name}: {type(error).__name__}: {error}", float("nan"), None, None)
 
     def preset(self, preset: str, store: Path) -> None:
         name = f"s4weights {preset}"

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from stock_stager import pinned_stager
 
 import s4weights
 
@@ -197,11 +198,6 @@ def measure_peers(bench: Bench, state: State, count: int, parent: Path) -> None:
 
 def measure_dcp(bench: Bench, state: State, count: int, parent: Path) -> None:
     """DCP in the background: as it comes, and with pinned memory and overlap as PyTorch's recipe."""
-    try:
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-    except ImportError:
-        print("no DefaultStager in this PyTorch: DCP is left out", file=sys.stderr)
-        return
     flat = {f"{i}": tensor for i, tensor in enumerate(tensors_of(state))}
     with new_folder(parent) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -213,18 +209,11 @@ def measure_dcp(bench: Bench, state: State, count: int, parent: Path) -> None:
             future.result()
             whole = time.perf_counter() - start
         bench.row(count, "dcp.async_save, default stager", blocked, whole)
-        options = StagingOptions(
-            use_pinned_memory=bench.cuda,
-            use_shared_memory=False,
-            use_async_staging=bench.cuda,
-            use_non_blocking_copy=bench.cuda,
-        )
-        stager = DefaultStager(options)
-        try:
+        with pinned_stager(bench.cuda) as stager:
             for i in range(2):
                 start = time.perf_counter()
                 blocked, answer = bench.timed(
-                    lambda i=i: dcp.async_save(
+                    lambda i=i, stager=stager: dcp.async_save(
                         flat, checkpoint_id=folder / f"pinned{i}", async_stager=stager
                     )
                 )
@@ -234,8 +223,6 @@ def measure_dcp(bench: Bench, state: State, count: int, parent: Path) -> None:
                 staged = time.perf_counter() - start
                 getattr(answer, "upload_completion", answer).result()
                 whole = time.perf_counter() - start
-        finally:
-            stager.close()
         bench.row(count, "dcp.async_save, pinned and overlapped: call", blocked, whole)
         bench.row(count, "dcp.async_save, pinned and overlapped: staged", staged, whole)
 
@@ -381,6 +368,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path())
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=110.0, help="begin nothing new after them")
+    parser.add_argument("--no-peers", action="store_true", help="stores only, no files and other tools")
     parser.add_argument("--tiny", action="store_true", help="a small state: does it work?")
     arguments = parser.parse_args()
     if arguments.tiny:
@@ -402,7 +390,7 @@ def main() -> None:
             for stage in STAGES:
                 measure_slowdown(bench, state, arguments.folder, stage)
                 measure_memory(bench, state, arguments.folder, stage)
-        if not bench.is_late():
+        if not (arguments.no_peers or bench.is_late()):
             measure_peers(bench, state, count, arguments.folder)
         del state
         gc.collect()

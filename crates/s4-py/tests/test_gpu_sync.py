@@ -5,12 +5,17 @@ Skipped where there is no device; an error then if ``S4_REQUIRE_GPU=1``.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from s4weights.dcp import Stager, StorageReader, StorageWriter
 from s4weights.sync import Publisher, Subscriber
@@ -92,3 +97,71 @@ def test_copies_on_the_device_are_freed_with_the_save(tmp_path: Path) -> None:
         torch.cuda.synchronize()
         free.append(torch.cuda.mem_get_info()[0])
     assert free[1] - free[-1] < state["w"].nbytes, f"{free}: they are kept"
+
+
+class Cut(dcp.DefaultLoadPlanner):
+    """Wants parts of one tensor in tensors of its own."""
+
+    def __init__(self, targets: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.targets = targets
+        self.committed: list[int] = []
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return self.targets[self.place(read_item)]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self.committed.append(self.place(read_item))
+
+    def place(self, item: ReadItem) -> int:
+        index = item.dest_index.index
+        assert index is not None
+        return index
+
+
+@pytest.mark.parametrize("short_of_memory", [False, True])
+def test_parts_of_stored_tensors_are_cut_on_the_device(
+    tmp_path: Path, short_of_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = {
+        "w": torch.randn(600, 500, device="cuda") * 0.02,
+        "b": torch.randn(900, device="cuda"),
+    }
+    dcp.save(stored, storage_writer=StorageWriter(tmp_path, step=0, base=True), no_dist=True)
+    stored["w"][::7] += 1e-4
+    dcp.save(stored, storage_writer=StorageWriter(tmp_path, step=1), no_dist=True)
+    reader = StorageReader(tmp_path, step=1)
+    metadata = reader.read_metadata().state_dict_metadata
+    # Columns, rows, a few rows, nothing, a part of a tensor of one dimension, the whole.
+    wanted = [
+        ("w", (0, 100), (600, 250)),
+        ("w", (300, 0), (300, 500)),
+        ("w", (590, 3), (4, 7)),
+        ("w", (0, 0), (0, 500)),
+        ("b", (1,), (898,)),
+        ("w", (0, 0), (600, 500)),
+    ]
+    targets, items = [], []
+    for name, starts, lengths in wanted:
+        dtype = torch.float64 if starts == (300, 0) else torch.float32
+        targets.append(torch.full(lengths, 7, dtype=dtype, device="cuda"))
+        chunk = ChunkStorageMetadata(torch.Size(starts), torch.Size(lengths))
+        found = create_read_items_for_chunk_list(name, metadata[name], [chunk])
+        place = MetadataIndex(name, torch.Size(starts), len(targets) - 1)
+        items += [dataclasses.replace(item, dest_index=place) for item in found]
+    if short_of_memory:
+        empty = torch.empty
+
+        def none_left(*size: Any, **options: Any) -> torch.Tensor:
+            if str(options.get("device", "cpu")).startswith("cuda"):
+                raise torch.OutOfMemoryError("no memory left")
+            return empty(*size, **options)
+
+        monkeypatch.setattr(torch, "empty", none_left)
+    planner = Cut(targets)
+    reader.read_data(LoadPlan(items), planner).wait()
+    for (name, starts, lengths), target in zip(wanted, targets, strict=True):
+        part = tuple(slice(a, a + n) for a, n in zip(starts, lengths, strict=True))
+        assert torch.equal(target, stored[name][part].to(target.dtype)), f"{name} {starts}"
+    assert sorted(planner.committed) == sorted(planner.place(item) for item in items)
+    assert len(items) >= 5

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -16,9 +18,32 @@ from ._errors import CorruptDataError
 from ._progress import Progress, ProgressArgument
 from ._storages import read_batch
 
+#: Tensors of which parts are wanted may take one in so many bytes of a device's free memory, and so many at most.
+_FREE_SHARE, _AT_ONCE = 4, 1 << 30
+#: A part for a device is cut there if it spans one in so many elements of the tensor.
+_SPANS = 4
+
+
+class _Part(NamedTuple):
+    """A part of a stored tensor for a tensor on a device, which decodes all of it."""
+
+    item: ReadItem
+    target: torch.Tensor
+    number: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        starts = zip(self.item.storage_offsets, self.item.lengths, strict=True)
+        return whole[tuple(slice(start, start + length) for start, length in starts)]
+
 
 class StoredTensors:
-    """Reads pieces of what is stored: whole tensors together, at the end, on all threads."""
+    """Reads pieces of what is stored: whole tensors, and parts for devices, together, at the end, on all threads."""
 
     def __init__(
         self,
@@ -33,6 +58,7 @@ class StoredTensors:
         self.read_bytes = 0
         self._tensors = {t[0]: (number, t[1], t[2]) for number, t in enumerate(reader.tensors())}
         self._whole: list[tuple[ReadItem, torch.Tensor, int, torch.Tensor]] = []
+        self._parts: list[_Part] = []
 
     def _find(self, index: MetadataIndex) -> tuple[int, str, tuple[int, ...]]:
         name = self._names.get(index)
@@ -65,14 +91,22 @@ class StoredTensors:
             values = torch.empty(lengths, dtype=dtype) if values is None else values
             self._whole.append((item, target, number, values))
             return
-        straight = straight and target.device.type == "cpu"
-        values = target if straight else torch.empty(lengths, dtype=dtype)
+        part = _Part(item, target, number, dtype, tuple(shape))
+        if target.device.type == "cuda" and self._can_fill(target) and _spans_much(part):
+            self._parts.append(part)
+        else:
+            self._fill_part(part, planner, straight and target.device.type == "cpu")
+
+    def _fill_part(self, part: _Part, planner: dcp.LoadPlanner, straight: bool) -> None:
+        """Decodes the chunks that a part is in. ``straight``: into the tensor itself."""
+        item, target, number, dtype, shape = part
+        values = target if straight else torch.empty(tuple(item.lengths), dtype=dtype)
         if values.numel():
-            starts = tuple(item.storage_offsets)
-            part = [(a, a + n) for a, n in zip(starts, lengths, strict=True)]
+            starts = zip(item.storage_offsets, item.lengths, strict=True)
+            ranges = [(start, start + length) for start, length in starts]
             memory = (values.data_ptr(), values.nbytes)
             self.read_bytes += values.nbytes
-            self._reader.read_view(number, (0, values.itemsize, tuple(shape)), part, memory)
+            self._reader.read_view(number, (0, values.itemsize, shape), ranges, memory)
         _commit(planner, item, target, values)
 
     def _can_fill(self, target: torch.Tensor) -> bool:
@@ -81,7 +115,7 @@ class StoredTensors:
         return bool(target.device.type == "cpu")
 
     def finish(self, planner: dcp.LoadPlanner, progress: ProgressArgument) -> None:
-        """Reads what is wanted whole."""
+        """Reads what is wanted whole, and parts that devices cut."""
         wanted = [
             (number, values.data_ptr(), values.nbytes, self._places.of(values.untyped_storage()))
             for _, _, number, values in self._whole
@@ -89,12 +123,71 @@ class StoredTensors:
         ]
         total = sum(request[2] for request in wanted)
         self.read_bytes += total
+        total += sum(part.nbytes for part in self._parts)
         with contextlib.closing(Progress(progress, total, "load")) as tracker:
             read_batch(self._reader, self._compute, wanted, tracker)
+            for parts in _batches(self._parts):
+                self._cut(parts, planner, tracker)
+            self._parts.clear()
             tracker.finish()
         for item, target, _, values in self._whole:
             _commit(planner, item, target, values)
         self._whole.clear()
+
+    def _cut(self, parts: list[_Part], planner: dcp.LoadPlanner, tracker: Progress) -> None:
+        """Decodes stored tensors to free memory of a device, and copies the parts from there."""
+        wholes: dict[int, torch.Tensor] = {}
+        try:
+            for part in parts:
+                if part.number not in wholes:
+                    device = part.target.device
+                    wholes[part.number] = torch.empty(part.shape, dtype=part.dtype, device=device)
+        except torch.OutOfMemoryError:
+            wholes.clear()
+            for part in parts:
+                self._fill_part(part, planner, straight=False)
+                tracker.advance(part.nbytes)
+            return
+        wanted = [
+            (number, whole.data_ptr(), whole.nbytes, self._places.of(whole.untyped_storage()))
+            for number, whole in wholes.items()
+        ]
+        read_batch(self._reader, self._compute, wanted, tracker)
+        for part in parts:
+            self.read_bytes += part.target.nbytes
+            _commit(planner, part.item, part.target, part.of(wholes[part.number]))
+
+
+def _spans_much(part: _Part) -> bool:
+    """Whether most chunks of a tensor are needed for a part, or many."""
+    if 0 in part.shape or 0 in part.item.lengths:
+        return False
+    span, step = 1, 1
+    for size, length in zip(reversed(part.shape), reversed(tuple(part.item.lengths)), strict=True):
+        span += (length - 1) * step
+        step *= size
+    return span * _SPANS >= step
+
+
+def _batches(parts: list[_Part]) -> Iterator[list[_Part]]:
+    """Parts of tensors of one device that are decoded together."""
+    batch: list[_Part] = []
+    room = 0
+    for part in sorted(parts, key=lambda part: (part.target.device.index, part.number)):
+        again = bool(batch) and batch[-1].number == part.number
+        if batch and (
+            batch[-1].target.device != part.target.device or (not again and part.nbytes > room)
+        ):
+            yield batch
+            batch, again = [], False
+        if not batch:
+            free, _ = torch.cuda.mem_get_info(part.target.device)
+            room = min(free // _FREE_SHARE, _AT_ONCE)
+        batch.append(part)
+        if not again:
+            room -= part.nbytes
+    if batch:
+        yield batch
 
 
 def _commit(
