@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -47,8 +47,8 @@ class _SharedBuffers:
         self._threads = threads
         self._kept: list[torch.UntypedStorage] = []
 
-    def views(self, storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:
-        """Copies storages: the bytes of each copy."""
+    def parts(self, storages: Sequence[torch.UntypedStorage]) -> list[tuple[torch.Tensor, int]]:
+        """Copies storages: the bytes of each copy, and where it begins."""
         # Those of the last state, as far as the sizes are the same.
         kept = dict(enumerate(self._kept))
         self._kept, found, host = [], [], []
@@ -57,7 +57,7 @@ class _SharedBuffers:
             if have is None or have.nbytes() != size:
                 have = torch.UntypedStorage._new_shared(size)
             self._kept.append(have)
-            found.append(torch.empty(0, dtype=torch.uint8).set_(have))
+            found.append((torch.empty(0, dtype=torch.uint8).set_(have), 0))
             if storage.device.type == "cpu":
                 host.append((have.data_ptr(), storage.data_ptr(), size))
             else:
@@ -68,6 +68,13 @@ class _SharedBuffers:
     def free(self) -> None:
         """Gives the memory back."""
         self._kept = []
+
+
+class _Copied(NamedTuple):
+    """The copy of a storage: bytes from ``start`` on."""
+
+    memory: torch.Tensor
+    start: int
 
 
 class _StagedState(dict[str, Any]):
@@ -165,17 +172,17 @@ class Stager(AsyncStager):  # type: ignore[misc]
 
     def _copy(
         self, storages: StorageWriter, buffer: HostBuffer | _SharedBuffers
-    ) -> dict[int, torch.Tensor]:
-        """Copies storages; for each, by its identity, the bytes of the copy."""
-        copies: dict[int, torch.Tensor] = {}
+    ) -> dict[int, _Copied]:
+        """Copies storages; for each, by its identity, where the copy is."""
+        copies: dict[int, _Copied] = {}
         if not self._shared:
             copies = self._copy_on_devices(storages)
         rest = [s for s in storages.all() if s._cdata not in copies]
-        for storage, values in zip(rest, buffer.views(rest), strict=True):
-            copies[storage._cdata] = values
+        for storage, (memory, start) in zip(rest, buffer.parts(rest), strict=True):
+            copies[storage._cdata] = _Copied(memory, start)
         return copies
 
-    def _copy_on_devices(self, storages: StorageWriter) -> dict[int, torch.Tensor]:
+    def _copy_on_devices(self, storages: StorageWriter) -> dict[int, _Copied]:
         engine = storages.engine(self._compute())
         sources = storages.sources(engine)
         ordinals = storages.native.devices()
@@ -194,7 +201,7 @@ class Stager(AsyncStager):  # type: ignore[misc]
             _device_copies[first] = held
             whole = torch.as_tensor(held, device=f"cuda:{ordinal}")
             for storage, at in own:
-                copies[storage._cdata] = whole[at - first : at - first + storage.nbytes()]
+                copies[storage._cdata] = _Copied(whole, at - first)
         return copies
 
 
@@ -239,9 +246,11 @@ def _collect(obj: Any, storages: StorageWriter) -> None:
 class _Copier:
     """Makes a state anew with the copies of its storages, by their identity."""
 
-    def __init__(self, copies: dict[int, torch.Tensor]) -> None:
+    def __init__(self, copies: dict[int, _Copied]) -> None:
         self._copies = copies
         self._memo: dict[int, Any] = {}
+        # Bytes that hold many copies, as elements of a dtype.
+        self._elements: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def copy(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
@@ -265,16 +274,27 @@ class _Copier:
             parts = {name: self._part(getattr(tensor, name)) for name in names}
             made = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
             return made
-        values = None
+        copied = None
         if is_strided(tensor):
-            values = self._copies.get(tensor.untyped_storage()._cdata)
-        if values is None:
+            copied = self._copies.get(tensor.untyped_storage()._cdata)
+        if copied is None:
             return copy.deepcopy(tensor.detach(), self._memo)
-        made = torch.empty(0, dtype=tensor.dtype, device=values.device).set_(
-            values.untyped_storage(),
-            values.storage_offset() // tensor.itemsize + tensor.storage_offset(),
-            tensor.size(),
-            tensor.stride(),
+        elements = self._as(copied.memory, tensor.dtype)
+        first = copied.start // tensor.itemsize + tensor.storage_offset()
+        made = elements.as_strided(
+            tensor.size(), tensor.stride(), elements.storage_offset() + first
         )
         made = torch._conj(made) if tensor.is_conj() else made
         return torch._neg_view(made) if tensor.is_neg() else made
+
+    def _as(self, memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Bytes as elements of a dtype, of which copies are parts."""
+        key = (id(memory), dtype)
+        if key not in self._elements:
+            whole = torch.empty(0, dtype=dtype, device=memory.device)
+            start, count = (
+                memory.storage_offset() // dtype.itemsize,
+                memory.nbytes // dtype.itemsize,
+            )
+            self._elements[key] = whole.set_(memory.untyped_storage(), start, (count,), (1,))
+        return self._elements[key]

@@ -362,13 +362,13 @@ class HostBuffer:
         self._threads = threads
         self._buffer: torch.Tensor | None = None
 
-    def views(self, storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:
-        """Copies storages: the bytes of each copy."""
+    def parts(self, storages: Sequence[torch.UntypedStorage]) -> list[tuple[torch.Tensor, int]]:
+        """Copies storages: the bytes of all copies, and where each one's begin."""
         places = self.copy(storages)
         buffer = self._buffer
         assert buffer is not None
         start = buffer.data_ptr()
-        return [buffer[at - start : at - start + size] for at, size in places]
+        return [(buffer, at - start) for at, _ in places]
 
     def copy(self, storages: Sequence[torch.UntypedStorage]) -> list[tuple[int, int]]:
         """Copies storages: address and bytes of each copy."""
