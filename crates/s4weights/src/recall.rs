@@ -13,6 +13,9 @@ use s4_store::CheckpointId;
 /// Each save compares all plans for one tensor in so many, and for others only where what was chosen does not hold.
 const RENEWED: u32 = 8;
 
+/// A tensor that was not saved in so many saves is not remembered: names may come and go.
+const FORGOTTEN: u32 = 128;
+
 /// Values of a checkpoint's tensors, by name.
 type Samples = HashMap<String, Vec<u8>>;
 
@@ -34,6 +37,8 @@ struct Chosen {
     choice: Choice,
     /// Checkpoints from the parent to it.
     distance: u32,
+    /// The last save that made it, or made it again.
+    save: u32,
 }
 
 /// Samples of a checkpoint, for deltas of it.
@@ -75,6 +80,11 @@ impl PlanMemory {
     ) -> Recall {
         let mut known = lock(&self.0);
         known.saves = known.saves.wrapping_add(1);
+        let save = known.saves;
+        if save.is_multiple_of(FORGOTTEN) {
+            let choices = known.choices.iter_mut();
+            choices.for_each(|c| c.retain(|_, c| save.wrapping_sub(c.save) < FORGOTTEN));
+        }
         let of_parent = |s: &&SamplesOf| parent.is_some_and(|(id, _)| s.id == id);
         let parents = known.samples.iter().find(of_parent).map(|s| Arc::clone(&s.samples));
         let taken: usize = known.samples.iter().map(|s| s.bytes).sum();
@@ -82,7 +92,7 @@ impl PlanMemory {
         let room = room.unwrap_or_default().saturating_sub(taken);
         Recall {
             memory: Arc::clone(self),
-            save: known.saves,
+            save,
             distance: parent.map_or(0, |(_, distance)| distance),
             parents,
             own: Mutex::new(Own { room, ..Own::default() }),
@@ -130,7 +140,8 @@ impl Recall {
                 Some(choice) => {
                     let before = map.get(name).filter(|before| before.choice == choice);
                     let distance = before.map_or(self.distance, |b| b.distance.min(self.distance));
-                    map.insert(name.to_owned(), Chosen { choice, distance });
+                    let chosen = Chosen { choice, distance, save: self.save };
+                    map.insert(name.to_owned(), chosen);
                 }
                 None => {
                     map.remove(name);
@@ -224,6 +235,20 @@ mod tests {
         memory.begin(None, None).note([(&names[0][..], false, None)].into_iter());
         let given = (0..RENEWED).filter_map(|_| memory.begin(None, None).choice(&names[0], false));
         assert_eq!(given.count(), 0, "it did not hold");
+    }
+
+    #[test]
+    fn tensors_that_are_gone_are_forgotten() {
+        let memory = Arc::new(PlanMemory::default());
+        let chosen = choice();
+        let note = |name: &str| {
+            memory.begin(None, None).note([(name, false, Some(chosen))].into_iter());
+        };
+        note("gone");
+        (0..2 * FORGOTTEN).for_each(|_| note("there"));
+        let known = lock(&memory.0);
+        assert_eq!(known.choices.each_ref().map(HashMap::len), [1, 0, 0]);
+        assert!(known.choices[0].contains_key("there"));
     }
 
     #[test]
