@@ -35,7 +35,7 @@ class _Part(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return int(math.prod(self.shape) * self.dtype.itemsize)
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         starts = zip(self.item.storage_offsets, self.item.lengths, strict=True)
