@@ -72,7 +72,7 @@ fn main() -> Result<()> {
     let engine = CpuEngine::new(Simd::detect()).with_predictors(predictors().with(Ramp));
 
     // What the planner chooses by itself, and the same with the prediction in front.
-    let job = PlanJob { preset: Preset::Fast, view: &view, parent: None, role: None, choice: None };
+    let job = PlanJob::new(Preset::Fast, &view);
     let direct = engine.plan(&job, &mut Scratch::default())?;
     let (residual, layout) = (ResidualId::SUB, LayoutId::BYTES);
     let plan = Plan { predictor: RAMP, residual, ..Plan::direct(layout) };

@@ -20,14 +20,8 @@ struct Encoded {
 
 fn encode(engine: &CpuEngine, view: &TensorView<'_>, plan: Option<TensorPlan>) -> Encoded {
     let mut scratch = Scratch::default();
-    let plan = plan.unwrap_or_else(|| {
-        engine
-            .plan(
-                &PlanJob { preset: Preset::Fast, view, parent: None, role: None, choice: None },
-                &mut scratch,
-            )
-            .unwrap()
-    });
+    let plan = plan
+        .unwrap_or_else(|| engine.plan(&PlanJob::new(Preset::Fast, view), &mut scratch).unwrap());
     let size = view.dtype.value_width() << plan.chunk_log2;
     let mut chunks = vec![];
     for chunk in 0..view.data.len().div_ceil(size) as u64 {
@@ -303,13 +297,7 @@ fn a_difference_is_planned_where_it_is_smaller_and_nowhere_else() {
         };
         engine
             .plan(
-                &PlanJob {
-                    preset: Preset::Fast,
-                    view: &view,
-                    parent: Some(&sample),
-                    role: None,
-                    choice: None,
-                },
+                &PlanJob { parent: Some(&sample), ..PlanJob::new(Preset::Fast, &view) },
                 &mut scratch,
             )
             .unwrap()
@@ -319,18 +307,8 @@ fn a_difference_is_planned_where_it_is_smaller_and_nowhere_else() {
     assert_eq!(plan(&near).plan.parent(), Some((Digest::of(b"p"), 3)));
     assert_eq!(plan(&weights).plan.parent(), Some((Digest::of(b"p"), 3)));
     for far in [&noise, &vec![0; weights.len()]] {
-        let direct = engine
-            .plan(
-                &PlanJob {
-                    preset: Preset::Fast,
-                    view: &view,
-                    parent: None,
-                    role: None,
-                    choice: None,
-                },
-                &mut Scratch::default(),
-            )
-            .unwrap();
+        let direct =
+            engine.plan(&PlanJob::new(Preset::Fast, &view), &mut Scratch::default()).unwrap();
         let planned = plan(far);
         assert_eq!((&planned.plan, &planned.planes), (&direct.plan, &direct.planes));
     }
@@ -344,13 +322,7 @@ fn a_difference_is_planned_where_it_is_smaller_and_nowhere_else() {
     assert!(
         engine
             .plan(
-                &PlanJob {
-                    preset: Preset::Fast,
-                    view: &view,
-                    parent: Some(&short),
-                    role: None,
-                    choice: None
-                },
+                &PlanJob { parent: Some(&short), ..PlanJob::new(Preset::Fast, &view) },
                 &mut Scratch::default()
             )
             .is_err()

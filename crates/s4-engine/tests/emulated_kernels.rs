@@ -105,20 +105,8 @@ fn expect(name: &str, dtype: DType, data: &[u8], given: Option<TensorPlan>) -> V
     let mut scratch = Scratch::default();
     let shape = [(data.len() / dtype.size()) as u64];
     let view = TensorView { dtype, shape: &shape, data };
-    let plan = given.unwrap_or_else(|| {
-        engine
-            .plan(
-                &PlanJob {
-                    preset: Preset::Fast,
-                    view: &view,
-                    parent: None,
-                    role: None,
-                    choice: None,
-                },
-                &mut scratch,
-            )
-            .unwrap()
-    });
+    let plan = given
+        .unwrap_or_else(|| engine.plan(&PlanJob::new(Preset::Fast, &view), &mut scratch).unwrap());
     let Some(coding) = codings(&plan) else { return vec![] };
     let side = plan.side_data(true).unwrap();
     let size = dtype.value_width() << plan.chunk_log2;
@@ -268,12 +256,8 @@ fn forced(dtype: DType, layout: LayoutId, data: &[u8], planes: &[PlaneCoding]) -
     let engine = CpuEngine::new(Simd::detect());
     let shape = [(data.len() / dtype.size()) as u64];
     let view = TensorView { dtype, shape: &shape, data };
-    let mut plan = engine
-        .plan(
-            &PlanJob { preset: Preset::Fast, view: &view, parent: None, role: None, choice: None },
-            &mut Scratch::default(),
-        )
-        .unwrap();
+    let mut plan =
+        engine.plan(&PlanJob::new(Preset::Fast, &view), &mut Scratch::default()).unwrap();
     plan.plan = Plan::direct(layout);
     plan.planes = planes.to_vec();
     expect("forced", dtype, data, Some(plan))
@@ -321,12 +305,7 @@ fn difference(
     let mut scratch = Scratch::default();
     let shape = [(values.len() / dtype.size()) as u64];
     let view = TensorView { dtype, shape: &shape, data: values };
-    let mut plan = engine
-        .plan(
-            &PlanJob { preset: Preset::Fast, view: &view, parent: None, role: None, choice: None },
-            &mut scratch,
-        )
-        .unwrap();
+    let mut plan = engine.plan(&PlanJob::new(Preset::Fast, &view), &mut scratch).unwrap();
     plan.plan = Plan::delta(layout, Digest::of(parent), 0);
     plan.plan.residual = residual;
     plan.planes = planes.to_vec();

@@ -79,7 +79,7 @@ fn engine() -> CpuEngine {
 
 /// A plan for `view`, changed.
 fn plan(view: &TensorView<'_>, change: impl FnOnce(&mut TensorPlan)) -> TensorPlan {
-    let job = PlanJob { preset: Preset::Fast, view, parent: None, role: None, choice: None };
+    let job = PlanJob::new(Preset::Fast, view);
     let mut plan = engine().plan(&job, &mut Scratch::default()).unwrap();
     change(&mut plan);
     plan

@@ -83,7 +83,7 @@ impl TensorCodec {
     /// `Format` if the tensor is too large.
     pub fn compress(&self, view: &TensorView<'_>) -> Result<Compressed> {
         let width = view.dtype.value_width();
-        let job = PlanJob { preset: self.preset, view, parent: None, role: None, choice: None };
+        let job = PlanJob::new(self.preset, view);
         let plan = self.with(|scratch| self.engine.plan(&job, scratch)).at(TARGET)?;
         let chunks = chunk_count((view.data.len() / width) as u64, plan.chunk_log2);
         let encode = |chunk: u64| {

@@ -209,8 +209,7 @@ mod tests {
     fn choice() -> Choice {
         let data = adversarial(DType::BFloat16, 100_000).find(|p| p.0 == "like-weights").unwrap().1;
         let view = TensorView { dtype: DType::BFloat16, shape: &[100_000], data: &data };
-        let job =
-            PlanJob { preset: Preset::Fast, view: &view, parent: None, role: None, choice: None };
+        let job = PlanJob::new(Preset::Fast, &view);
         let engine = CpuEngine::new(Simd::detect());
         engine.plan(&job, &mut Scratch::default()).unwrap().choice.unwrap()
     }

@@ -290,18 +290,7 @@ fn line(files: &Files, values: usize, sizes: &[u8]) -> (Vec<u8>, Vec<u8>) {
         let probes = parent_probes(dtype, values as u64);
         let part = |r: std::ops::Range<u64>| &before[r.start as usize * 2..r.end as usize * 2];
         let mut plan = match parent {
-            None => engine
-                .plan(
-                    &PlanJob {
-                        preset: Preset::Fast,
-                        view: &view,
-                        parent: None,
-                        role: None,
-                        choice: None,
-                    },
-                    &mut scratch,
-                )
-                .unwrap(),
+            None => engine.plan(&PlanJob::new(Preset::Fast, &view), &mut scratch).unwrap(),
             Some(Parent { manifest, .. }) => {
                 let sample: Vec<u8> = probes.into_iter().flat_map(part).copied().collect();
                 let sample = ParentSample {
@@ -313,13 +302,7 @@ fn line(files: &Files, values: usize, sizes: &[u8]) -> (Vec<u8>, Vec<u8>) {
                 };
                 engine
                     .plan(
-                        &PlanJob {
-                            preset: Preset::Fast,
-                            view: &view,
-                            parent: Some(&sample),
-                            role: None,
-                            choice: None,
-                        },
+                        &PlanJob { parent: Some(&sample), ..PlanJob::new(Preset::Fast, &view) },
                         &mut scratch,
                     )
                     .unwrap()

@@ -43,10 +43,7 @@ impl CodedTensor {
         view: &TensorView<'_>,
     ) -> s4_format::Result<Self> {
         let mut scratch = Scratch::default();
-        let plan = cpu.plan(
-            &PlanJob { preset, view, parent: None, role: None, choice: None },
-            &mut scratch,
-        )?;
+        let plan = cpu.plan(&PlanJob::new(preset, view), &mut scratch)?;
         let values = (view.data.len() / view.dtype.value_width()) as u64;
         let chunk = |chunk| {
             let mut frame = vec![];

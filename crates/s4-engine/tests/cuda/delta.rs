@@ -55,13 +55,7 @@ pub(crate) fn delta_on_cpu(host: &Host, before: &Host, plan: Option<TensorPlan>)
         ParentSample { manifest: MANIFEST, tensor: 3, values, moments: None, expected: None };
     let plan = plan.unwrap_or_else(|| {
         cpu.plan(
-            &PlanJob {
-                preset: Preset::Fast,
-                view: &view,
-                parent: Some(&parent),
-                role: None,
-                choice: None,
-            },
+            &PlanJob { parent: Some(&parent), ..PlanJob::new(Preset::Fast, &view) },
             &mut scratch,
         )
         .unwrap()

@@ -38,18 +38,7 @@ fn nvcomp(options: CudaOptions) -> Option<(Gpu, CudaEngine, CpuEngine, Trusted)>
 fn by_host(engine: &CpuEngine, host: &Host) -> Encoded {
     let mut scratch = Scratch::default();
     let view = host.view();
-    let plan = engine
-        .plan(
-            &PlanJob {
-                preset: Preset::Nvcomp,
-                view: &view,
-                parent: None,
-                role: None,
-                choice: None,
-            },
-            &mut scratch,
-        )
-        .unwrap();
+    let plan = engine.plan(&PlanJob::new(Preset::Nvcomp, &view), &mut scratch).unwrap();
     let chunk = |chunk| {
         let mut frame = vec![];
         let e = engine

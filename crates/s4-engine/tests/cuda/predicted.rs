@@ -304,8 +304,7 @@ fn moments(dtype: DType, rows: u64, cols: u64) -> Host {
 /// The plan is by rows and columns, and the one that the CPU makes.
 fn check_plan(cpu: &CpuEngine, host: &Host, plan: &TensorPlan) {
     let view = host.view();
-    let job =
-        PlanJob { preset: Preset::Balanced, view: &view, parent: None, role: None, choice: None };
+    let job = PlanJob::new(Preset::Balanced, &view);
     let own = cpu.plan(&job, &mut Scratch::default()).unwrap();
     assert_eq!(format!("{plan:?}"), format!("{own:?}"), "{}", host.name);
     assert_eq!(plan.plan.predictor, PredictorId::RANK1, "{plan:?}");

@@ -205,13 +205,7 @@ fn frames_of_changing_differences_decode() {
             expected: None,
         };
         cpu.plan(
-            &PlanJob {
-                preset: Preset::Fast,
-                view: &t.host.view(),
-                parent: Some(&parent),
-                role: None,
-                choice: None,
-            },
+            &PlanJob { parent: Some(&parent), ..PlanJob::new(Preset::Fast, &t.host.view()) },
             &mut scratch,
         )
         .unwrap()

@@ -197,13 +197,8 @@ pub(crate) fn on_cpu(host: &Host, plan: Option<TensorPlan>) -> Encoded {
     let cpu = CpuEngine::new(Simd::detect());
     let mut scratch = Scratch::default();
     let view = host.view();
-    let plan = plan.unwrap_or_else(|| {
-        cpu.plan(
-            &PlanJob { preset: Preset::Fast, view: &view, parent: None, role: None, choice: None },
-            &mut scratch,
-        )
-        .unwrap()
-    });
+    let plan =
+        plan.unwrap_or_else(|| cpu.plan(&PlanJob::new(Preset::Fast, &view), &mut scratch).unwrap());
     let chunk = |chunk| {
         let mut frame = vec![];
         let e = cpu

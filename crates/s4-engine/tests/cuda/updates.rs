@@ -78,8 +78,7 @@ impl Weights {
                 expected: None,
             };
             let preset = Preset::Balanced;
-            let job =
-                PlanJob { preset, view: &view, parent: Some(&parent), role: None, choice: None };
+            let job = PlanJob { parent: Some(&parent), ..PlanJob::new(preset, &view) };
             cpu.plan(&job, &mut scratch).unwrap()
         });
         let mut chunks = vec![];

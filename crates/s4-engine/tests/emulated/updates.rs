@@ -280,13 +280,7 @@ fn planned([w, m, v]: [DType; 3], [now, before, first, second]: &[Vec<u8>; 4]) -
     let manifest = Digest::of(b"parent");
     let parent = ParentSample { manifest, tensor: 3, values: &values, moments, expected: None };
     let view = TensorView { dtype: w, shape: &[n as u64], data: now };
-    let job = PlanJob {
-        preset: Preset::Small,
-        view: &view,
-        parent: Some(&parent),
-        role: None,
-        choice: None,
-    };
+    let job = PlanJob { parent: Some(&parent), ..PlanJob::new(Preset::Small, &view) };
     CpuEngine::new(Simd::detect()).plan(&job, &mut Scratch::default()).unwrap()
 }
 

@@ -1,7 +1,7 @@
 //! What a tensor is, by the C functions that PyTorch has for DLPack: one call, which makes no Python objects.
 //!
-//! They are `DLPackExchangeAPI` of DLPack 1 (<https://dmlc.github.io/dlpack/latest/c_api.html>), which PyTorch has had
-//! since 2.10.
+//! They are `DLPackExchangeAPI` of DLPack 1 (<https://dmlc.github.io/dlpack/latest/c_api.html>). PyTorch 2.11 has them;
+//! one that does not is asked in another way.
 
 use std::ffi::{c_int, c_void};
 use std::mem::MaybeUninit;
@@ -112,10 +112,11 @@ impl Exchange {
         };
         let (sizes, strides) = (numbers(out.shape), numbers(out.strides));
         let shape = sizes.iter().map(|size| u64::try_from(*size)).collect::<Result<Shape, _>>();
-        let (mut contiguous, mut step) = (true, 1);
+        let (mut contiguous, mut step) = (true, 1_i64);
         for (&size, &stride) in sizes.iter().zip(strides).rev().filter(|(size, _)| **size != 1) {
             contiguous &= stride == step;
-            step *= size;
+            // Of nothing, sizes may be anything.
+            step = size.saturating_mul(step);
         }
         let address = out.data.addr().checked_add(usize::try_from(out.byte_offset).ok()?)?;
         Some(Described { cuda, dtype: out.dtype, address, shape: shape.ok()?, contiguous })

@@ -1,0 +1,250 @@
+//! What a tensor is as its difference from a parent's.
+
+use s4_format::dtype::Form;
+use s4_format::side::{Side, SideKind};
+use s4_format::{ContextsId, Error, Plan, ResidualId, Result};
+use s4_predict::{ContextModel, Exponents, Tensor, Update, Updates, exponent};
+
+use super::choice::{Choice, Way};
+use super::layout::{Candidate, Counted, Of};
+use super::{About, MomentSample, PLAN_BITS, ParentSample, Sample, allowed, finish};
+use crate::scratch::width_of;
+use crate::{CpuEngine, Preset, Scratch, TensorPlan};
+
+/// What two more inputs add.
+const MOMENTS: u64 = 40;
+
+// Thresholds are parts of what is compared: 128 means one in 128.
+
+/// A delta must save this part of the tensor stored by itself: it is read together with its parents.
+const DELTA_GAIN: u64 = 512;
+/// The difference in the order of values must save this part of the XOR, which is faster.
+const SUB_GAIN: u64 = 256;
+/// Rows and columns beside the parent must save this part of the difference from the parent alone.
+const BLEND_GAIN: u64 = 512;
+/// Contexts must save this part of the difference without them: several tables are more work.
+const CONTEXTS_GAIN: u64 = 512;
+/// Contexts from moments must save this part of the difference without: reading the tensor reads the moments, too.
+const UPDATE_GAIN: u64 = 512;
+
+impl CpuEngine {
+    /// The plan of a tensor with a parent. `sample`: its values at [`parent_probes`]. `alone` plans it by itself.
+    pub(crate) fn plan_difference(
+        &self,
+        about: &About<'_>,
+        sample: Sample,
+        parent: &ParentSample<'_>,
+        offsets: Option<&[u8]>,
+        scratch: &mut Scratch,
+        alone: &dyn Fn(&About<'_>, &mut Scratch) -> Result<TensorPlan>,
+    ) -> Result<TensorPlan> {
+        if sample.values.len() != parent.values.len() {
+            return Err(Error::corrupt(format!(
+                "a sample of {} bytes and {} of its parent",
+                sample.values.len(),
+                parent.values.len()
+            )));
+        }
+        let small = (sample.values.len() == about.bytes).then(|| sample.clone());
+        let known = about.choice;
+        if known.is_some_and(|choice| !choice.is_delta()) {
+            return alone(about, scratch);
+        }
+        let about = &about.without_choice();
+        let mut from = Differences { sample, ordered: vec![], counted: Counted::default() };
+        if let Some(choice) = known {
+            let about = &about.in_layout(choice.layout);
+            let again = self.by_way(choice.way, about, &mut from, parent, offsets, scratch)?;
+            if let Some(again) = again.filter(|again| choice.holds(again.bits())) {
+                let plan = again.plan(about, parent)?;
+                return Ok(TensorPlan { choice: known, ..plan });
+            }
+            from =
+                Differences { sample: from.sample, ordered: vec![], counted: Counted::default() };
+        }
+        let sampled = from.sample.values.len();
+        let least = self.alone(about, &from.sample, offsets, scratch)?.0.map_or(0, |b| b.bits);
+        let delta = self.difference(about, &mut from, parent, offsets, scratch)?;
+        let saved = delta.as_ref().map_or(0, |delta| least.saturating_sub(delta.bits()));
+        // It must be worth it here, in the sample, and as a whole.
+        let whole = saved.saturating_mul(about.values()) / (sampled / about.width()).max(1) as u64;
+        let worth = saved > 0 && saved >= least / DELTA_GAIN && whole > PLAN_BITS;
+        let Some(delta) = delta.filter(|_| worth) else {
+            // Where what was chosen did not hold, less was looked at: the next time all is.
+            let plan = alone(about, scratch)?;
+            let choice = plan.choice.filter(|_| known.is_none());
+            return Ok(TensorPlan { choice, ..plan });
+        };
+        let bits = delta.bits();
+        let plan = delta.plan(about, parent)?;
+        let Some(small) = small.filter(|_| plan.plan.residual != ResidualId::XOR) else {
+            let choice = Choice::of(about, sampled, &plan.plan, (bits, least));
+            return Ok(TensorPlan { choice: choice.filter(|_| known.is_none()), ..plan });
+        };
+        let fast = About { preset: Preset::Fast, ..*about };
+        self.smaller_of_small(about, plan, &small, Some(parent.values), scratch, |s| {
+            let alone = |_: &About<'_>, s: &mut Scratch| self.plan_alone(&fast, &small, None, s);
+            self.plan_difference(&fast, small.clone(), parent, None, s, &alone)
+        })
+    }
+
+    /// The cheapest difference of a sample from the parent's.
+    fn difference(
+        &self,
+        about: &About<'_>,
+        from: &mut Differences,
+        parent: &ParentSample<'_>,
+        offsets: Option<&[u8]>,
+        scratch: &mut Scratch,
+    ) -> Result<Option<Difference>> {
+        const WAYS: [(Way, u64); 4] = [
+            (Way::Sub, SUB_GAIN),
+            (Way::Contexts, CONTEXTS_GAIN),
+            (Way::Update, UPDATE_GAIN),
+            (Way::Blend, BLEND_GAIN),
+        ];
+        let mut cheapest = self.by_way(Way::Xor, about, from, parent, offsets, scratch)?;
+        for (way, gain) in WAYS {
+            let other = self.by_way(way, about, from, parent, offsets, scratch)?;
+            let least = cheapest.as_ref().map_or(0, Difference::bits);
+            if other.as_ref().is_some_and(|other| other.bits() < least - least / gain) {
+                cheapest = other;
+            }
+        }
+        Ok(cheapest)
+    }
+
+    /// What a sample takes as its difference from the parent's in one way; `None`: it cannot be made in that.
+    fn by_way(
+        &self,
+        way: Way,
+        about: &About<'_>,
+        from: &mut Differences,
+        parent: &ParentSample<'_>,
+        offsets: Option<&[u8]>,
+        scratch: &mut Scratch,
+    ) -> Result<Option<Difference>> {
+        let (allowed, dtype) = (allowed(about.preset), about.dtype);
+        let in_order = matches!(way, Way::Sub | Way::Contexts | Way::Update);
+        if allowed.sub && in_order && from.ordered.is_empty() {
+            from.ordered.clone_from(&from.sample.values);
+            let width = width_of(about.width())?;
+            self.kernels.sub_values(width, &mut from.ordered, parent.values);
+        }
+        let (best, side) = match way {
+            Way::Xor => {
+                let mut sample = from.sample.values.clone();
+                self.kernels.xor(&mut sample, parent.values);
+                let counted = &mut Counted::default();
+                (self.best(about, (&sample, counted), Of::Differences, scratch)?, vec![])
+            }
+            Way::Sub if allowed.sub => {
+                let values = (&from.ordered[..], &mut from.counted);
+                (self.best(about, values, Of::Ordered, scratch)?, vec![])
+            }
+            Way::Contexts
+                if allowed.sub
+                    && allowed.contexts
+                    && dtype.form() == Form::Float
+                    && about.width() > 1 =>
+            {
+                let contexts = exponent::side_data(dtype, parent.values);
+                let mut side = Side::default();
+                side.push(SideKind::CONTEXTS, contexts.clone())?;
+                let tensor = Tensor { dtype, shape: about.shape, side: &side };
+                let (model, values) = (&Exponents as &dyn ContextModel, about.values());
+                let of = Of::InContext { model, tensor, inputs: &[parent.values], values };
+                (self.best(about, (&from.ordered, &mut from.counted), of, scratch)?, contexts)
+            }
+            Way::Update if allowed.sub && allowed.update && from.ordered.len() < about.bytes => {
+                let Some(moments) = &parent.moments else { return Ok(None) };
+                // These are turned as the moments say: nothing else is made of them after that.
+                let mut turned = std::mem::take(&mut from.ordered);
+                let update = self.fit_update(dtype, parent.values, moments, &mut turned)?;
+                let Some(update) = update else { return Ok(None) };
+                let given = (parent.values, moments);
+                (self.in_updates(about, &turned, given, update, scratch)?, update.to_bytes())
+            }
+            Way::Blend if allowed.blend => {
+                let Some(offsets) = offsets else { return Ok(None) };
+                match self.blend(about, &from.sample, parent, offsets, scratch)? {
+                    Some(blended) => blended,
+                    None => return Ok(None),
+                }
+            }
+            _ => return Ok(None),
+        };
+        Ok(best.map(|best| Difference { way, best, side }))
+    }
+
+    /// What differences in the order of values, negated as the moments say, take with contexts from updates.
+    fn in_updates(
+        &self,
+        about: &About<'_>,
+        differences: &[u8],
+        (parent, moments): (&[u8], &[MomentSample<'_>; 2]),
+        update: Update,
+        scratch: &mut Scratch,
+    ) -> Result<Option<Candidate>> {
+        let mut side = Side::default();
+        side.push(SideKind::CONTEXTS, update.to_bytes())?;
+        let tensor = Tensor { dtype: about.dtype, shape: about.shape, side: &side };
+        let (model, values) = (&Updates as &dyn ContextModel, about.values());
+        let inputs = &[parent, moments[0].values, moments[1].values][..];
+        let mut best = self.best(
+            about,
+            (differences, &mut Counted::default()),
+            Of::InContext { model, tensor, inputs, values },
+            scratch,
+        )?;
+        // Its inputs are listed, once for the tensor.
+        let listed = 8 * MOMENTS * (differences.len() / about.width()) as u64 / values.max(1);
+        if let Some(best) = best.as_mut() {
+            best.bits += listed;
+        }
+        Ok(best)
+    }
+}
+
+/// A sample, and its differences from the parent's in the order of values once they are asked for.
+struct Differences {
+    sample: Sample,
+    ordered: Vec<u8>,
+    /// What was counted of these.
+    counted: Counted,
+}
+
+/// How a sample is stored as its difference from the parent's.
+struct Difference {
+    way: Way,
+    best: Candidate,
+    /// Side data that its chunks need: of contexts, or offsets.
+    side: Vec<u8>,
+}
+
+impl Difference {
+    fn bits(&self) -> u64 {
+        self.best.bits
+    }
+
+    /// The plan of the tensor.
+    fn plan(self, about: &About<'_>, parent: &ParentSample<'_>) -> Result<TensorPlan> {
+        let Self { way, best, side } = self;
+        let (manifest, tensor) = (parent.manifest, parent.tensor);
+        let plan = |layout| match (way, &parent.moments) {
+            (Way::Update, Some(moments)) => {
+                let moments = moments.each_ref().map(|m| m.tensor);
+                Plan { layout, ..Plan::update(manifest, tensor, moments) }
+            }
+            (Way::Blend, _) => Plan::blend(layout, manifest, tensor),
+            (Way::Xor, _) => Plan::delta(layout, manifest, tensor),
+            _ => Plan {
+                residual: ResidualId::SUB,
+                contexts: if side.is_empty() { ContextsId::NONE } else { ContextsId::EXPONENT },
+                ..Plan::delta(layout, manifest, tensor)
+            },
+        };
+        let kind = if way == Way::Blend { SideKind::OFFSETS } else { SideKind::CONTEXTS };
+        finish(about, Some(best), plan, (!side.is_empty()).then_some((kind, &side[..])))
+    }
+}
