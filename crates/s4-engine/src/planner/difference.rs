@@ -28,7 +28,7 @@ const CONTEXTS_GAIN: u64 = 512;
 const UPDATE_GAIN: u64 = 512;
 
 impl CpuEngine {
-    /// The plan of a tensor with a parent. `sample`: its values at [`parent_probes`]. `alone` plans it by itself.
+    /// The plan of a tensor with a parent. `sample`: its values at [`super::parent_probes`]. `alone` plans it by itself.
     pub(crate) fn plan_difference(
         &self,
         about: &About<'_>,
