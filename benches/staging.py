@@ -10,7 +10,7 @@ GPU, `torch.save`, `dcp.async_save` and `s4weights.save`. For one number of tens
 matrix products become while a save goes on, how long the optimizer waits with ``stage="lazy"`` after a
 forward and backward pass of 0.3 s, and memory. Every last checkpoint is compared to the bit.
 
-A table goes to stdout, and `staging.json` and `staging.md` to the folder.
+A table goes to stdout, with --out also `staging.json` and `staging.md` to that folder.
 """
 
 from __future__ import annotations
@@ -365,7 +365,7 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, nargs="+", default=[60, 600, 6000])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
-    parser.add_argument("--out", type=Path, default=Path())
+    parser.add_argument("--out", type=Path, help="folder of the results")
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=110.0, help="begin nothing new after them")
     parser.add_argument("--no-peers", action="store_true", help="stores only, no files and other tools")
@@ -408,10 +408,11 @@ def main() -> None:
         "rows": bench.rows,
         "facts": bench.facts,
     }
-    (arguments.out / "staging.json").write_text(json.dumps(out, indent=1) + "\n")
     text = f"{arguments.gb} GB, {name}, PyTorch {torch.__version__}\n\n{table(bench)}\n"
-    (arguments.out / "staging.md").write_text(text)
     print(text)
+    if arguments.out:
+        (arguments.out / "staging.json").write_text(json.dumps(out, indent=1) + "\n")
+        (arguments.out / "staging.md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -127,6 +127,24 @@ fn what_does_not_hold_is_compared_and_forgotten() {
     assert_eq!((stored(&again), again.choice), (stored(&plan(&coarse, None, None)), None));
 }
 
+/// Frozen layers, the end of a warm-up, smaller learning rates.
+#[test]
+fn a_tensor_that_changes_less_than_it_did_is_a_difference_at_once() {
+    let before = weight(0, 1.0);
+    // Other values altogether: no difference is worth it.
+    let other = values(|i| 0.03 * bell(i, 50));
+    let choice = plan(&other, Some(&before), None).choice.unwrap();
+    assert!(!choice.is_delta());
+    assert_eq!(plan(&other, Some(&before), Some(choice)).choice, Some(choice), "it holds");
+    let near = values(|i| 0.03 * (bell(i, 50) + bell(i, 51) / 1000.0));
+    for now in [&other, &near] {
+        let given = plan(now, Some(&other), Some(choice));
+        assert!(given.plan.is_delta());
+        assert_eq!(stored(&given), stored(&plan(now, Some(&other), None)));
+        assert_eq!(given.choice, None, "all are compared the next time, too");
+    }
+}
+
 #[test]
 fn choices_of_other_tensors_say_nothing() {
     let (before, now) = (weight(3, 1000.0), weight(4, 1000.0));

@@ -6,7 +6,7 @@ use super::About;
 
 /// A choice holds while what it costs differs from what it did by less than this part: 16 means one in 16.
 const HOLDS: u64 = 16;
-/// A difference must have saved this part of the tensor by itself to be chosen without a comparison.
+/// A difference must save this part of the tensor by itself to be chosen without a comparison.
 const SURE_GAIN: u64 = 64;
 
 /// How values are predicted, of what the planner compares.
@@ -80,9 +80,14 @@ impl Choice {
         matches!(self.way, Way::Rank1 | Way::Blend)
     }
 
+    /// Whether the sample without a parent takes clearly more bits than these, which a difference takes.
+    pub(super) fn exceeds(&self, bits: u64) -> bool {
+        bits < self.alone - self.alone / SURE_GAIN
+    }
+
     /// Whether it may be made again of a sample that takes so many bits by it.
     pub(super) fn holds(&self, bits: u64) -> bool {
-        let sure = !self.is_delta() || bits < self.alone - self.alone / SURE_GAIN;
+        let sure = !self.is_delta() || self.exceeds(bits);
         sure && bits.abs_diff(self.bits) <= self.bits / HOLDS
     }
 }

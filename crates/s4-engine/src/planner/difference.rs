@@ -47,21 +47,24 @@ impl CpuEngine {
         }
         let small = (sample.values.len() == about.bytes).then(|| sample.clone());
         let known = about.choice;
-        if known.is_some_and(|choice| !choice.is_delta()) {
-            return alone(about, scratch);
+        let mut from = Differences::of(sample);
+        if let Some(choice) = known {
+            let in_layout = &about.in_layout(choice.layout);
+            let way = if choice.is_delta() { choice.way } else { Way::Xor };
+            let again = self.by_way(way, in_layout, &mut from, parent, offsets, scratch)?;
+            match again {
+                Some(again) if choice.is_delta() && choice.holds(again.bits()) => {
+                    let plan = again.plan(in_layout, parent)?;
+                    return Ok(TensorPlan { choice: known, ..plan });
+                }
+                // The tensor changes less than it did: a difference may be worth it now.
+                Some(again) if !choice.is_delta() && choice.exceeds(again.bits()) => {}
+                _ if !choice.is_delta() => return alone(about, scratch),
+                _ => {}
+            }
+            from = Differences::of(from.sample);
         }
         let about = &about.without_choice();
-        let mut from = Differences { sample, ordered: vec![], counted: Counted::default() };
-        if let Some(choice) = known {
-            let about = &about.in_layout(choice.layout);
-            let again = self.by_way(choice.way, about, &mut from, parent, offsets, scratch)?;
-            if let Some(again) = again.filter(|again| choice.holds(again.bits())) {
-                let plan = again.plan(about, parent)?;
-                return Ok(TensorPlan { choice: known, ..plan });
-            }
-            from =
-                Differences { sample: from.sample, ordered: vec![], counted: Counted::default() };
-        }
         let sampled = from.sample.values.len();
         let least = self.alone(about, &from.sample, offsets, scratch)?.0.map_or(0, |b| b.bits);
         let delta = self.difference(about, &mut from, parent, offsets, scratch)?;
@@ -212,6 +215,12 @@ struct Differences {
     ordered: Vec<u8>,
     /// What was counted of these.
     counted: Counted,
+}
+
+impl Differences {
+    fn of(sample: Sample) -> Self {
+        Self { sample, ordered: vec![], counted: Counted::default() }
+    }
 }
 
 /// How a sample is stored as its difference from the parent's.

@@ -58,6 +58,34 @@ fn save(store: &CheckpointStore, step: u64, tensors: &[Tensor], host_changes: bo
 }
 
 #[test]
+fn a_state_that_stops_changing_takes_nothing_from_the_next_save_on() {
+    // Redrawn for each of four saves, then the same.
+    let drawn = |seed: u64| -> Vec<u8> {
+        let mut x = seed;
+        let mut next = || {
+            x = x.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+            (x >> 40) as f32 / (1u64 << 24) as f32
+        };
+        let bell = |_| (0..6).map(|_| next()).sum::<f32>() / 3.0 - 1.0;
+        (0..100_000).map(bell).flat_map(f32::to_le_bytes).collect()
+    };
+    let tensors = |seed: u64| -> Vec<Tensor> {
+        let of = |i: u64| Tensor {
+            name: format!("model.{i}"),
+            shape: vec![100, 1000],
+            data: drawn(100 * seed + i),
+        };
+        (0..8).map(of).collect()
+    };
+    let place = memory();
+    let store = open(&place, StoreOptions { preset: Preset::Balanced, max_hops: 63, ..options() });
+    let sizes: Vec<_> =
+        (0..5).map(|step| save(&store, step, &tensors(step.min(3)), true)).collect();
+    assert!(sizes[3] > 2_000_000, "{sizes:?}");
+    assert!(sizes[4] < 100_000, "{sizes:?}");
+}
+
+#[test]
 fn saves_by_what_is_remembered_are_as_small_and_as_right() {
     let states = [tensors(0), tensors(1)];
     // Values in memory, and frames, of which samples are remembered; each a delta of the one before, and as is usual.

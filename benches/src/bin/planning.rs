@@ -1,0 +1,163 @@
+//! What planning a tensor takes, as a part of encoding it.
+//!
+//! `planning --data DIR [--kib N,N,...]`: of each `NAME_s0.safetensors` and `NAME_s1.safetensors`, the weights, first and
+//! second moments, each made into tensors of so many KiB (512, 1,024 and 16,384 unless told). One thread, preset
+//! `balanced`; as a base, as a difference, and as one whose plan was chosen before.
+
+use std::hint::black_box;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use s4_benches::states::{Outcome, State};
+use s4_engine::{
+    Choice, CpuEngine, EncodeJob, MomentSample, ParentSample, PlanJob, Preset, Scratch, TensorPlan,
+    TensorView, parent_probes,
+};
+use s4_format::{DType, Digest};
+use s4_planes::Simd;
+use s4weights::Values;
+
+/// Calls of which the fastest counts.
+const CALLS: usize = 50;
+/// Values of a row.
+const COLUMNS: usize = 1024;
+/// What tensors are, by the start of their names: moments are planned before the weights that they tell contexts of.
+const KINDS: [(&str, &str); 3] = [
+    ("optimizer.exp_avg.", "first moments"),
+    ("optimizer.exp_avg_sq.", "second moments"),
+    ("model.", "weights"),
+];
+
+fn main() -> Outcome<()> {
+    let (mut data, mut sizes) = (None, vec![512, 1024, 16384]);
+    let mut arguments = std::env::args().skip(1);
+    while let Some(argument) = arguments.next() {
+        match (argument.as_str(), arguments.next()) {
+            ("--data", Some(dir)) => data = Some(PathBuf::from(dir)),
+            ("--kib", Some(list)) => {
+                sizes = list.split(',').map(str::parse).collect::<Result<_, _>>()?;
+            }
+            _ => return Err("usage: planning --data DIR [--kib N,N,...]".into()),
+        }
+    }
+    let data = data.ok_or("usage: planning --data DIR [--kib N,N,...]")?;
+    println!("milliseconds a tensor, one thread: planned + encoded");
+    println!("{:42} {:>18} {:>18} {:>18}", "", "base", "delta", "delta again");
+    for entry in std::fs::read_dir(&data)? {
+        let path = entry?.path();
+        let stem = path.file_stem().and_then(|s| s.to_str()).unwrap_or_default();
+        let Some(name) = stem.strip_suffix("_s0") else { continue };
+        let next = data.join(format!("{name}_s1.safetensors"));
+        for kib in &sizes {
+            measure(name, (&path, &next), kib << 10)?;
+        }
+    }
+    Ok(())
+}
+
+/// The values of a kind of tensors, repeated so that they fill some bytes, and their dtype.
+fn tensor_of(state: &State, prefix: &str, bytes: usize) -> Outcome<(DType, Vec<u8>)> {
+    let mut dtype = None;
+    let mut values = vec![];
+    for source in state.sources() {
+        let Values::Host(data) = source.values else { continue };
+        if source.name.starts_with(prefix) && source.shape.len() > 1 {
+            dtype = Some(source.dtype);
+            values.extend_from_slice(data);
+        }
+    }
+    let dtype = dtype.ok_or_else(|| format!("no tensors `{prefix}*`"))?;
+    Ok((dtype, values.into_iter().cycle().take(bytes).collect()))
+}
+
+fn measure(name: &str, (before, after): (&Path, &Path), bytes: usize) -> Outcome<()> {
+    let (before, after) = (State::read(before)?, State::read(after)?);
+    let engine = CpuEngine::new(Simd::detect());
+    let mut moments = vec![];
+    for (prefix, kind) in KINDS {
+        let (dtype, parent) = tensor_of(&before, prefix, bytes)?;
+        let (_, values) = tensor_of(&after, prefix, bytes)?;
+        let shape = [(bytes / dtype.size() / COLUMNS) as u64, COLUMNS as u64];
+        let view = TensorView { dtype, shape: &shape, data: &values };
+        let probed = |data: &[u8]| probed(dtype, data);
+        let given = moments.iter().map(|(dtype, data): &(_, Vec<u8>)| (*dtype, probed(data)));
+        let samples: Vec<_> = given.collect();
+        let moment = |i: usize| {
+            let (dtype, values) = samples.get(i)?;
+            Some(MomentSample { tensor: i as u32, dtype: *dtype, values })
+        };
+        let parents = probed(&parent);
+        let sample = ParentSample {
+            manifest: Digest([1; 32]),
+            tensor: 0,
+            values: &parents,
+            moments: moment(0).zip(moment(1)).filter(|_| kind == "weights").map(|(m, v)| [m, v]),
+            expected: None,
+        };
+        let inputs = [&parent[..]].into_iter().chain(moments.iter().map(|(_, data)| &data[..]));
+        let inputs: Vec<_> = inputs.collect();
+        let base = PlanJob::new(Preset::Balanced, &view);
+        let delta = PlanJob { parent: Some(&sample), ..base };
+        let mut chosen = None;
+        print!("{:42}", format!("{name}, {} KiB, {kind}", bytes >> 10));
+        for job in [base, delta, PlanJob { choice: None, ..delta }] {
+            let job = PlanJob { choice: chosen.filter(|_| job.parent.is_some()), ..job };
+            let (plan, encode, choice) = times(&engine, &job, &inputs)?;
+            // The first difference is planned without a choice, the second one with that.
+            chosen = choice.filter(|_| job.parent.is_some());
+            print!(" {:>18}", format!("{:.3} + {:.3}", plan * 1e3, encode * 1e3));
+        }
+        println!();
+        moments.push((dtype, values));
+    }
+    Ok(())
+}
+
+/// The values of a tensor that the planner looks at.
+fn probed(dtype: DType, data: &[u8]) -> Vec<u8> {
+    let width = dtype.value_width();
+    let runs = parent_probes(dtype, (data.len() / width) as u64);
+    let bytes = |run: &std::ops::Range<u64>| run.start as usize * width..run.end as usize * width;
+    runs.iter().flat_map(|run| &data[bytes(run)]).copied().collect()
+}
+
+/// Seconds of planning and of encoding a tensor, and the choice.
+fn times(
+    engine: &CpuEngine,
+    job: &PlanJob<'_>,
+    inputs: &[&[u8]],
+) -> Outcome<(f64, f64, Option<Choice>)> {
+    let mut scratch = Scratch::default();
+    let (mut planned, mut encoded) = (f64::INFINITY, f64::INFINITY);
+    let mut choice = None;
+    for _ in 0..CALLS {
+        let started = Instant::now();
+        let plan = engine.plan(black_box(job), &mut scratch)?;
+        planned = planned.min(started.elapsed().as_secs_f64());
+        let started = Instant::now();
+        encode(engine, (job, &plan), inputs, &mut scratch)?;
+        encoded = encoded.min(started.elapsed().as_secs_f64());
+        choice = plan.choice;
+    }
+    Ok((planned, encoded, choice))
+}
+
+/// Encodes all chunks of a tensor.
+fn encode(
+    engine: &CpuEngine,
+    (job, plan): (&PlanJob<'_>, &TensorPlan),
+    inputs: &[&[u8]],
+    scratch: &mut Scratch,
+) -> Outcome<()> {
+    let width = job.view.dtype.value_width();
+    let mut frame = Vec::with_capacity(job.view.data.len());
+    for chunk in 0..job.view.data.len().div_ceil(width << plan.chunk_log2) {
+        let start = chunk * (width << plan.chunk_log2);
+        let end = job.view.data.len().min(start + (width << plan.chunk_log2));
+        let wanted = plan.plan.inputs.len();
+        let inputs: Vec<_> = inputs[..wanted].iter().map(|input| &input[start..end]).collect();
+        let job = EncodeJob { view: job.view, plan, chunk: chunk as u64, inputs: &inputs };
+        black_box(engine.encode(&job, scratch, &mut frame)?);
+    }
+    Ok(())
+}
