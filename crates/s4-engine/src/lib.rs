@@ -2,8 +2,8 @@
 //!
 //! An [`Engine`] plans and encodes tensors: the [`CpuEngine`] those of the host, on threads that its caller
 //! gives it, the CUDA engine those of devices. Both give the same bytes, for any number of threads. The planner looks at fixed
-//! positions of a tensor and compares integer costs, so that the choice too depends on nothing but
-//! the data, the preset and the version.
+//! positions of a tensor and compares integer costs, so that the plan too depends on nothing but the data, the preset,
+//! the version and, where one is given, the [`Choice`] that was made for the tensor before.
 //!
 //! What is deliberately absent: where chunks are kept, names of tensors, threads, clocks.
 

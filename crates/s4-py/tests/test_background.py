@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import gc
 import os
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -118,3 +120,33 @@ def test_threads_of_a_save_in_the_background_give_way(stage: Any, tmp_path: Path
     assert during.get("s4weights-call") == (None if stage == "lazy" else {min(19, own + 10)})
     assert during["s4weights-store"] == {own}
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
+
+
+def test_nobody_can_cancel_a_save(tmp_path: Path) -> None:
+    async def impatient(pending: Any) -> None:
+        with pytest.raises((asyncio.TimeoutError, TimeoutError)):
+            await asyncio.wait_for(asyncio.wrap_future(pending.committed), 0.01)
+
+    store = CheckpointStore(tmp_path, threads=1)
+    gate = Gate()
+    pending = store.save_checkpoint(state(1), 1, blocking=False, stage="host", progress=gate)
+    assert not pending.committed.cancel() and not pending.staged.cancel()
+    asyncio.run(impatient(pending))
+    gate.open.set()
+    assert pending.wait(60).step == 1
+    pending.wait_staged(1)
+    assert store.save_checkpoint(state(2), 2).step == 2
+    store.close()
+
+
+def test_tuples_within_tuples_take_no_time(tmp_path: Path) -> None:
+    shared: Any = (1, 2.0)
+    for _ in range(30):
+        shared = (shared, shared)
+    given = {"w": torch.ones(3), "shared": shared}
+    started = time.monotonic()
+    with CheckpointStore(tmp_path) as store:
+        store.save_checkpoint(given, 1, blocking=False, stage="lazy").wait(120)
+        found = store.load_checkpoint(weights_only=False)["shared"]
+        assert found[0] is found[1]
+    assert time.monotonic() - started < 60, "each is met a billion times"

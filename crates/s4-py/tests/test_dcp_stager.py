@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -63,6 +63,28 @@ def test_what_is_staged_stays_what_it_was(shared: bool) -> None:
     nested = staged["nested"]
     assert type(nested) is OrderedDict and torch.equal(nested["a"][0], values(4, 7))
     assert nested["a"][1][1] == {"x": [1, 2]} and staged["object"] == {1, 2}
+
+
+class _Pair(NamedTuple):
+    doubled: torch.Tensor
+    number: int
+
+
+class _Held:
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+
+def test_named_tuples_and_objects_hold_copies_of_the_same_tensors() -> None:
+    linear = torch.nn.Linear(3, 4)
+    weight = linear.weight.detach()
+    # Objects first: what they hold comes later.
+    state = {"object": _Held(weight), "pair": _Pair(linear.weight * 2, 7), "w": [weight, weight]}
+    staged = Stager().stage(state)
+    assert type(staged["pair"]) is _Pair and staged["pair"].number == 7
+    assert torch.equal(staged["pair"].doubled, linear.weight * 2)
+    assert staged["object"].weight is staged["w"][0] is staged["w"][1]
+    assert staged["w"][0].data_ptr() != weight.data_ptr()
 
 
 def test_memory_is_used_again_once_a_save_is_over() -> None:

@@ -138,3 +138,17 @@ def test_weights_and_masters_in_a_store_lie_apart_and_come_back(tmp_path: Path) 
         assert_identical(store.load_checkpoint(1), state)
         part = store.load_checkpoint(1, keys=["model"])
         assert_identical(part["model"], state["model"])
+
+
+def test_long_lists_and_many_groups_are_no_hyperparameters(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(40, 50))
+    optimizer = torch.optim.AdamW([{"params": [weight], "schedule": [0.1] * 300_000}], lr=0.1)
+    weight.sum().backward()
+    optimizer.step()
+    state = {"model": {"w": weight.detach()}, "optimizer": optimizer.state_dict()}
+    s4weights.save(state, tmp_path / "a.s4w")
+    assert_identical(s4weights.load(tmp_path / "a.s4w"), state)
+    groups = [dict(optimizer.state_dict()["param_groups"][0], schedule=0.1, params=[])] * 40_000
+    state["optimizer"]["param_groups"] += groups
+    s4weights.save(state, tmp_path / "b.s4w")
+    assert len(s4weights.load(tmp_path / "b.s4w")["optimizer"]["param_groups"]) == 40_001

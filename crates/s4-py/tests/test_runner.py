@@ -14,6 +14,7 @@ import signal
 import socket
 import socketserver
 import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -245,6 +246,39 @@ def test_a_background_save_that_is_refused_raises_where_it_is_waited_for(tmp_pat
         with pytest.raises(s4weights.S4Error, match="because"):
             saved.wait(timeout=30)
     assert not list(tmp_path.glob("*.s4w"))
+
+
+def test_a_background_save_that_is_refused_is_not_forgotten(tmp_path: Path) -> None:
+    refused = 400, {"error": "refused", "message": "because"}
+    for then in ("save", "load", "close", "exit"):
+        with answering(tmp_path, [room(tmp_path), refused]) as (url, _):
+            store = open_store(tmp_path, url)
+            script = f"""
+import torch
+from s4weights import CheckpointStore
+store = CheckpointStore({str(tmp_path / "store")!r}, runner={url!r}, timeout=20)
+store.save_checkpoint({{"w": torch.ones(3)}}, 7, blocking=False)
+"""
+            if then == "exit":
+                command = [sys.executable, "-c", script]
+                done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+                assert done.returncode == 120 and "save of step 7 FAILED" in done.stderr, done
+            else:
+                saved = store.save_checkpoint(state(1), 1, blocking=False)
+                saved.guard()
+                saved.wait_staged(30)
+                with pytest.raises(s4weights.S4Error, match="because"):
+                    if then == "save":
+                        store.save_checkpoint(state(2), 2)
+                    elif then == "load":
+                        store.load_checkpoint()
+                    else:
+                        store.close()
+        (tmp_path / "mock.sock").unlink()
+    with pytest.raises(ValueError, match="closed"):
+        closed = CheckpointStore(tmp_path, runner="unix:///s")
+        closed.close()
+        closed.load_checkpoint()
 
 
 def test_patience_ends(tmp_path: Path) -> None:

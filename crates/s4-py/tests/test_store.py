@@ -341,3 +341,12 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
         assert CheckpointStore(tmp_path).load_checkpoint() == {"a": 1}
         with pytest.raises(s4weights.ConflictError):
             CheckpointStore(tmp_path, timeout=5).save_checkpoint({}, 2)
+
+
+def test_a_retention_that_is_none_is_refused(tmp_path: Path) -> None:
+    for retention in (True, False, 2.0, "3"):
+        with pytest.raises(TypeError, match="retention="):
+            CheckpointStore(tmp_path, retention=retention)  # type: ignore[arg-type]
+    for step in (1 << 64, -1, True, 1.0, "1"):
+        with pytest.raises(ValueError, match="step: an integer"):
+            CheckpointStore(tmp_path).save_checkpoint({}, step)  # type: ignore[arg-type]

@@ -156,8 +156,8 @@ impl Staging {
             let why = "it was replaced while it was taken";
             return Err(NotTaken::Refused { name: format!("{id}.s4w"), why });
         }
-        sync_folder(&self.queue())?;
-        sync_folder(&self.incoming())?;
+        let synced = sync_folder(&self.queue()).and_then(|()| sync_folder(&self.incoming()));
+        synced.inspect_err(|_| self.give_back(id))?;
         Ok(opened.len())
     }
 

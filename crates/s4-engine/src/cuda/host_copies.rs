@@ -5,31 +5,21 @@
 //! that encoded frames have.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
-use s4_codec_gpu::{Cuda, Device, GpuError, Pinned, Result, Stream};
+use s4_codec_gpu::{Cuda, Pinned, Result, Stream};
 
 use super::pieces::Pieces;
 use crate::DeviceMemory;
 
 /// Copies start at multiples of this: that of the values of any dtype, and of a cache line.
 const ALIGN: usize = 64;
-/// What the memory is for, in errors.
-const WHAT: &str = "page-locked memory for a copy of the tensors";
-
 /// What copies are made with.
 #[derive(Debug)]
 pub(super) struct HostMemory {
     budget: Pieces,
-    kept: Mutex<Kept>,
-}
-
-#[derive(Debug, Default)]
-struct Kept {
-    /// Of each device one stream.
-    streams: BTreeMap<u32, Arc<Stream>>,
-    /// Of copies that are not needed any more.
-    spare: Option<Pinned>,
+    /// Of each device one.
+    streams: Mutex<BTreeMap<u32, Arc<Stream>>>,
 }
 
 /// Copies of values of devices, in the memory of the host. Dropped, their memory is kept for the next ones.
@@ -45,31 +35,7 @@ pub struct HostCopies {
 
 impl HostMemory {
     pub(super) fn new(budget: Pieces) -> Arc<Self> {
-        Arc::new(Self { budget, kept: Mutex::default() })
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Kept> {
-        // What it keeps is whole also where a thread ended early.
-        self.kept.lock().unwrap_or_else(|e| e.into_inner())
-    }
-
-    /// Bytes of memory that no copy needs.
-    pub(super) fn idle(&self) -> u64 {
-        self.lock().spare.as_ref().map_or(0, |spare| spare.len() as u64)
-    }
-
-    /// Gives memory that no copy needs back to the system.
-    pub(super) fn trim(&self) {
-        let spare = self.lock().spare.take();
-        self.drop_pinned(spare);
-    }
-
-    fn drop_pinned(&self, pinned: Option<Pinned>) {
-        if let Some(pinned) = pinned {
-            let bytes = pinned.len() as u64;
-            drop(pinned);
-            self.budget.release(bytes);
-        }
+        Arc::new(Self { budget, streams: Mutex::default() })
     }
 
     /// Copies values, in the order of all that was queued on their streams before. The copies are made when this returns.
@@ -86,7 +52,7 @@ impl HostMemory {
         }
         let streams = self.streams(cuda, from)?;
         let device = streams.values().next().map(|stream| stream.device());
-        let pinned = device.map(|device| self.take(device, end)).transpose()?;
+        let pinned = device.map(|device| self.budget.take_for_copies(device, end)).transpose()?;
         let process = std::process::id();
         let copies = HostCopies { home: Arc::clone(self), pinned, places, process };
         let done = copies.fill(from, &streams);
@@ -118,29 +84,13 @@ impl HostMemory {
 
     /// The stream of a device. To open a device takes milliseconds.
     fn stream(&self, cuda: &Cuda, ordinal: u32) -> Result<Arc<Stream>> {
-        let mut kept = self.lock();
-        if let Some(stream) = kept.streams.get(&ordinal) {
+        let mut streams = self.streams.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(stream) = streams.get(&ordinal) {
             return Ok(Arc::clone(stream));
         }
         let stream = Arc::new(Stream::new(&cuda.device(ordinal)?)?);
-        kept.streams.insert(ordinal, Arc::clone(&stream));
+        streams.insert(ordinal, Arc::clone(&stream));
         Ok(stream)
-    }
-
-    /// Memory of at least so many bytes.
-    fn take(&self, device: &Arc<Device>, bytes: usize) -> Result<Pinned> {
-        let spare = self.lock().spare.take();
-        match spare {
-            Some(spare) if spare.len() >= bytes => return Ok(spare),
-            // The old one goes before the new one comes.
-            smaller => self.drop_pinned(smaller),
-        }
-        let bytes = bytes.max(1);
-        if !self.budget.claim(bytes as u64) {
-            let budget = self.budget.memory().budget;
-            return Err(GpuError::Budget { what: WHAT, needed: bytes as u64, budget });
-        }
-        Pinned::new(device, bytes).inspect_err(|_| self.budget.release(bytes as u64))
     }
 }
 
@@ -180,15 +130,8 @@ impl Drop for HostCopies {
             std::mem::forget(pinned);
             return;
         }
-        let within = self.home.budget.memory();
-        let mut gone = pinned;
-        if within.taken <= within.budget {
-            let mut kept = self.home.lock();
-            let larger = |new: &Pinned| kept.spare.as_ref().is_none_or(|s| s.len() < new.len());
-            if gone.as_ref().is_some_and(larger) {
-                std::mem::swap(&mut kept.spare, &mut gone);
-            }
+        if let Some(pinned) = pinned {
+            self.home.budget.give_back(pinned);
         }
-        self.home.drop_pinned(gone);
     }
 }

@@ -296,8 +296,7 @@ impl CudaEngine {
 
     /// The memory of frames that callers hold on to, and of copies of values.
     pub fn frame_memory(&self) -> FrameMemory {
-        let memory = self.host.pieces.memory();
-        FrameMemory { idle: memory.idle + self.copies.idle(), ..memory }
+        self.host.pieces.memory()
     }
 
     /// Sets [`CudaOptions::frames`]. What is in use beyond that goes back to the system once nobody holds it.
@@ -321,7 +320,6 @@ impl CudaEngine {
 
     /// Gives the memory of frames and copies that nobody holds back to the system.
     pub fn trim_frame_memory(&self) {
-        self.copies.trim();
         self.host.pieces.shrink(0);
     }
 

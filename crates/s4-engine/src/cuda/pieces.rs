@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use bytes::Bytes;
-use s4_codec_gpu::{Device, Pinned};
+use s4_codec_gpu::{Device, GpuError, Pinned, Result};
 use s4_format::limits::MAX_CHUNK_BYTES;
 
 /// The most bytes of a piece: as many as a group of chunks has, which takes a millisecond to copy.
@@ -16,6 +16,8 @@ const MOST: u64 = 32 << 20;
 const LEAST: u64 = (MAX_CHUNK_BYTES as u64).next_multiple_of(64 << 10);
 /// Pieces that a budget has room for, if they can be as small.
 const IN_BUDGET: u64 = 8;
+/// What memory for copies is for, in errors.
+const COPIES: &str = "page-locked memory for a copy of the tensors";
 /// One part in this many of the budget is for frames that stay beyond their call: the others are for the next one.
 const KEPT: u64 = 2;
 
@@ -45,6 +47,8 @@ pub(super) struct Pieces {
 #[derive(Debug)]
 struct Held {
     idle: Vec<Arc<Pinned>>,
+    /// Memory of copies that are not needed any more, for the next ones.
+    spare: Option<Pinned>,
     memory: FrameMemory,
     /// The device that the last piece was taken for.
     device: Option<Arc<Device>>,
@@ -61,7 +65,8 @@ impl Pieces {
     pub(super) fn new(budget: u64) -> Self {
         let memory = FrameMemory { budget, ..FrameMemory::default() };
         let size = ((budget / IN_BUDGET) & !0xffff).clamp(LEAST, MOST);
-        let held = Held { idle: vec![], memory, device: None, known: BTreeMap::new() };
+        let (idle, known) = (vec![], BTreeMap::new());
+        let held = Held { idle, spare: None, memory, device: None, known };
         Self { held: Arc::new(Mutex::new(held)), size }
     }
 
@@ -72,7 +77,8 @@ impl Pieces {
 
     pub(super) fn memory(&self) -> FrameMemory {
         let held = lock(&self.held);
-        FrameMemory { idle: held.idle.len() as u64 * self.size, ..held.memory }
+        let spare = held.spare.as_ref().map_or(0, |spare| spare.len() as u64);
+        FrameMemory { idle: spare + held.idle.len() as u64 * self.size, ..held.memory }
     }
 
     /// Sets the budget. What is idle beyond it goes back to the system at once, the rest once it is idle.
@@ -83,6 +89,7 @@ impl Pieces {
 
     /// Gives back what is idle, until no more than `most` bytes are taken.
     pub(super) fn shrink(&self, most: u64) {
+        self.drop_spare(most);
         let mut gone = vec![];
         let mut held = lock(&self.held);
         while held.memory.taken > most
@@ -95,8 +102,62 @@ impl Pieces {
         drop(held);
     }
 
-    /// Claims a part of the budget for other page-locked memory: idle pieces make room for it.
-    pub(super) fn claim(&self, bytes: u64) -> bool {
+    /// Gives back the memory of copies that nobody needs if more than `most` bytes are taken.
+    fn drop_spare(&self, most: u64) {
+        let spare = {
+            let mut held = lock(&self.held);
+            if held.memory.taken > most { held.spare.take() } else { None }
+        };
+        if let Some(spare) = spare {
+            self.release(spare);
+        }
+    }
+
+    /// Page-locked memory of at least so many bytes for copies, within the budget: idle pieces make room for it.
+    ///
+    /// # Errors
+    /// `Budget` if there is no room for it, `OutOfMemory`, `Driver`.
+    pub(super) fn take_for_copies(&self, device: &Arc<Device>, bytes: usize) -> Result<Pinned> {
+        let spare = lock(&self.held).spare.take();
+        match spare {
+            Some(spare) if spare.len() >= bytes => return Ok(spare),
+            // The old one goes before the new one comes.
+            Some(smaller) => self.release(smaller),
+            None => {}
+        }
+        let (bytes, needed) = (bytes.max(1), bytes.max(1) as u64);
+        if !self.claim(needed) {
+            let budget = lock(&self.held).memory.budget;
+            return Err(GpuError::Budget { what: COPIES, needed, budget });
+        }
+        Pinned::new(device, bytes).inspect_err(|_| lock(&self.held).memory.taken -= needed)
+    }
+
+    /// Takes the memory of copies back, to be used for the next ones.
+    pub(super) fn give_back(&self, pinned: Pinned) {
+        let mut gone = Some(pinned);
+        {
+            let mut held = lock(&self.held);
+            let within = held.memory.taken <= held.memory.budget;
+            let larger = |new: &Pinned| held.spare.as_ref().is_none_or(|s| s.len() < new.len());
+            if within && gone.as_ref().is_some_and(larger) {
+                std::mem::swap(&mut held.spare, &mut gone);
+            }
+        }
+        if let Some(gone) = gone {
+            self.release(gone);
+        }
+    }
+
+    /// Gives memory that was claimed back to the system.
+    fn release(&self, pinned: Pinned) {
+        let bytes = pinned.len() as u64;
+        drop(pinned);
+        lock(&self.held).memory.taken -= bytes;
+    }
+
+    /// Claims a part of the budget for other page-locked memory.
+    fn claim(&self, bytes: u64) -> bool {
         let budget = lock(&self.held).memory.budget;
         let Some(left) = budget.checked_sub(bytes) else { return false };
         self.shrink(left);
@@ -107,11 +168,6 @@ impl Pieces {
         held.memory.taken = taken;
         held.memory.pieces += 1;
         true
-    }
-
-    /// Gives up what was claimed.
-    pub(super) fn release(&self, bytes: u64) {
-        lock(&self.held).memory.taken -= bytes;
     }
 
     /// Takes one more piece, to be idle, unless those that were taken hold `bytes` of frames already. Returns whether it
@@ -152,10 +208,15 @@ impl Pieces {
         Some(frames.iter().map(|f| Bytes::from_owner(kept(f))).collect())
     }
 
-    /// An empty piece; `None` where the budget allows none, or the system has none.
-    pub(super) fn take(&self, device: &Arc<Device>) -> Option<Piece> {
+    /// An empty piece that was taken before, if one is idle.
+    pub(super) fn take_idle(&self) -> Option<Piece> {
         let idle = lock(&self.held).idle.pop();
-        Some(self.piece(idle.or_else(|| self.lock_pages(device))?))
+        idle.map(|idle| self.piece(idle))
+    }
+
+    /// A new piece; `None` where the budget allows none, or the system has none.
+    pub(super) fn take_new(&self, device: &Arc<Device>) -> Option<Piece> {
+        self.lock_pages(device).map(|new| self.piece(new))
     }
 
     fn piece(&self, pinned: Arc<Pinned>) -> Piece {
@@ -164,6 +225,8 @@ impl Pieces {
 
     /// Asks the system for the memory of a piece, within the budget.
     fn lock_pages(&self, device: &Arc<Device>) -> Option<Arc<Pinned>> {
+        let budget = lock(&self.held).memory.budget;
+        self.drop_spare(budget.checked_sub(self.size)?);
         let mut held = lock(&self.held);
         held.memory.taken.checked_add(self.size).filter(|t| *t <= held.memory.budget)?;
         held.memory.taken += self.size;

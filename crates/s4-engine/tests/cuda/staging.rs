@@ -101,6 +101,12 @@ fn copies_on_the_host_are_what_was_there_in_memory_that_is_used_again() {
         drop(copies);
         assert_eq!(engine.frame_memory().idle, memory.taken);
     }
+    // A smaller budget takes memory back that nobody needs.
+    drop(engine.copy_to_host(&all(&tensors)).unwrap());
+    assert!(engine.frame_memory().idle > 1 << 16);
+    engine.limit_frame_memory(1 << 16);
+    assert_eq!((engine.frame_memory().taken, engine.frame_memory().idle), (0, 0));
+    engine.limit_frame_memory(bytes + (64 << 10));
     // What is idle makes room for frames and larger copies, and is given back.
     let few = engine.copy_to_host(&all(&tensors[..3])).unwrap();
     assert_eq!(few.values().map(<[u8]>::len).sum::<usize>(), 4);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -68,7 +69,9 @@ class StoredTensors:
         return found
 
     def bytes_of(self, item: ReadItem) -> bytes:
-        number, _, shape = self._find(item.storage_index)
+        number, kind, shape = self._find(item.storage_index)
+        if kind != "uint8" or len(shape) != 1:
+            raise CorruptDataError(f"{self._where}: {item.storage_index} is stored as a tensor")
         values = bytearray(shape[0])
         if values:
             memory = torch.frombuffer(values, dtype=torch.uint8)
@@ -83,6 +86,10 @@ class StoredTensors:
         if tuple(target.shape) != lengths:
             what = f"{item.storage_index}: {lengths} values for {tuple(target.shape)}"
             raise ValueError(f"{self._where}: {what}")
+        ends = map(operator.add, item.storage_offsets, lengths)
+        if len(lengths) != len(shape) or any(map(operator.gt, ends, shape)):
+            what = f"{item.storage_index}: {tuple(item.storage_offsets)}, {lengths} of {shape}"
+            raise CorruptDataError(f"{self._where}: the stored tensor ends before {what}")
         plain = target.is_contiguous() and not target.is_conj() and not target.is_neg()
         straight = plain and target.dtype == dtype
         if lengths == tuple(shape):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.tensor import DTensor
 
 from . import _core
 from ._device import Compute
@@ -68,6 +69,10 @@ class _SharedBuffers:
     def free(self) -> None:
         """Gives the memory back."""
         self._kept = []
+
+
+#: What is never copied.
+_ATOMIC = (type(None), bool, int, float, complex, str, bytes)
 
 
 class _Copied(NamedTuple):
@@ -134,13 +139,13 @@ class Stager(AsyncStager):  # type: ignore[misc]
         """
         if self._closed:
             raise ValueError("the stager is closed")
-        found = StorageWriter()
-        _collect(state_dict, found)
+        found = _Found()
+        found.collect(state_dict)
         buffer = self._take()
         try:
             with torch.no_grad():
-                copies = self._copy(found, buffer)
-                staged = _StagedState(_Copier(copies).copy(state_dict))
+                copies = self._copy(found.storages, buffer)
+                staged = _StagedState(_Copier(copies, found).copy(state_dict))
         except BaseException:
             # A copy may go on still, on a GPU: then nobody gets this memory again.
             buffer.free()
@@ -216,52 +221,105 @@ def device_copies(tensors: Iterable[torch.Tensor]) -> list[_core.DeviceCopies]:
     return [*found.values()]
 
 
-def _inner(tensor: torch.Tensor) -> tuple[list[str], Any] | None:
-    """The names of the tensors that a tensor is a wrapper of, such as a DTensor."""
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not hasattr(
-        tensor, "__tensor_flatten__"
-    ):
+def _inner(tensor: torch.Tensor) -> tuple[Sequence[str], Any] | None:
+    """The names of the tensors that a tensor is a wrapper of, such as a DTensor, and what else it is made of."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return None
+    if type(tensor) is DTensor:
+        return ("_local_tensor",), tensor._spec
+    if not hasattr(tensor, "__tensor_flatten__"):
         return None
     names, context = tensor.__tensor_flatten__()
     return names, context
 
 
-def _collect(obj: Any, storages: StorageWriter) -> None:
-    """Numbers the storages of a state's tensors."""
-    if isinstance(obj, torch.Tensor):
-        inner = _inner(obj)
+def _wrap(tensor: torch.Tensor, parts: dict[str, Any], context: Any) -> torch.Tensor:
+    """A wrapper like a tensor of other parts."""
+    if type(tensor) is DTensor:
+        # Its own `__tensor_unflatten__` would make the same description once more, which takes most of its time.
+        return DTensor(parts["_local_tensor"], context, requires_grad=tensor.requires_grad)
+    made: torch.Tensor = type(tensor).__tensor_unflatten__(
+        parts, context, tensor.size(), tensor.stride()
+    )
+    return made
+
+
+def _items(obj: Any) -> Iterable[Any] | None:
+    """What is in a container of a state."""
+    if isinstance(obj, dict):
+        return obj.values()
+    if type(obj) in (list, tuple) or _is_named(obj):
+        return obj  # type: ignore[no-any-return]
+    return None
+
+
+def _is_named(obj: Any) -> bool:
+    return isinstance(obj, tuple) and hasattr(obj, "_fields")
+
+
+class _Found:
+    """The tensors of a state, and their storages."""
+
+    def __init__(self) -> None:
+        self.storages = StorageWriter()
+        self.tensors: list[torch.Tensor] = []
+        #: Tensors that are strided, those within others included, and their storages, both by identity.
+        self.strided: dict[int, tuple[torch.Tensor, int]] = {}
+
+    def collect(self, obj: Any) -> None:
+        if isinstance(obj, torch.Tensor):
+            self.tensors.append(obj)
+            self._number(obj)
+            return
+        for item in _items(obj) or ():
+            self.collect(item)
+
+    def _number(self, tensor: torch.Tensor) -> None:
+        inner = _inner(tensor)
         if inner is not None:
             for name in inner[0]:
-                _collect(getattr(obj, name), storages)
-        elif is_strided(obj) and obj.device.type in ("cpu", "cuda"):
-            storages.number(obj.untyped_storage(), lambda: Hint("", torch.uint8, None))
-    elif isinstance(obj, dict):
-        for value in obj.values():
-            _collect(value, storages)
-    elif isinstance(obj, (list, tuple)):
-        for value in obj:
-            _collect(value, storages)
+                part = getattr(tensor, name)
+                if isinstance(part, torch.Tensor):
+                    self._number(part)
+        elif is_strided(tensor):
+            storage = tensor.untyped_storage()
+            self.storages.number(storage, _as_bytes)
+            self.strided[id(tensor)] = tensor, storage._cdata
+
+
+def _as_bytes() -> Hint:
+    return Hint("", torch.uint8, None)
 
 
 class _Copier:
     """Makes a state anew with the copies of its storages, by their identity."""
 
-    def __init__(self, copies: dict[int, _Copied]) -> None:
-        self._copies = copies
+    def __init__(self, copies: dict[int, _Copied], found: _Found) -> None:
+        self._copies, self._tensors, self._strided = copies, found.tensors, found.strided
+        # As `copy.deepcopy` has it: what was copied, by identity.
         self._memo: dict[int, Any] = {}
         # Bytes that hold many copies, as elements of a dtype.
         self._elements: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
     def copy(self, obj: Any) -> Any:
         if isinstance(obj, torch.Tensor):
-            return self._tensor(obj)
-        if type(obj) in (dict, OrderedDict):
-            return type(obj)((key, self.copy(value)) for key, value in obj.items())
+            made = self._memo.get(id(obj))
+            if made is None:
+                made = self._memo[id(obj)] = self._tensor(obj)
+            return made
+        if type(obj) in _ATOMIC:
+            return obj
+        items = _items(obj)
+        if items is None:
+            # It may hold tensors of the state: they are what was copied of these.
+            while self._tensors:
+                self.copy(self._tensors.pop())
+            return copy.deepcopy(obj, self._memo)
         if isinstance(obj, dict):
-            return {key: self.copy(value) for key, value in obj.items()}
-        if type(obj) in (list, tuple):
-            return type(obj)(self.copy(value) for value in obj)
-        return copy.deepcopy(obj, self._memo)
+            kind = OrderedDict if type(obj) is OrderedDict else dict
+            return kind((key, self.copy(value)) for key, value in obj.items())
+        made = [self.copy(item) for item in items]
+        return type(obj)(*made) if _is_named(obj) else type(obj)(made)
 
     def _part(self, part: Any) -> Any:
         # Not all that a wrapper names are tensors: a DTensor names its mesh.
@@ -272,11 +330,12 @@ class _Copier:
         if inner is not None:
             names, context = inner
             parts = {name: self._part(getattr(tensor, name)) for name in names}
-            made = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
-            return made
-        copied = None
-        if is_strided(tensor):
-            copied = self._copies.get(tensor.untyped_storage()._cdata)
+            return _wrap(tensor, parts, context)
+        known = self._strided.get(id(tensor))
+        if known is None and is_strided(tensor):
+            # A wrapper made it for this question.
+            known = tensor, tensor.untyped_storage()._cdata
+        copied = None if known is None else self._copies.get(known[1])
         if copied is None:
             return copy.deepcopy(tensor.detach(), self._memo)
         elements = self._as(copied.memory, tensor.dtype)

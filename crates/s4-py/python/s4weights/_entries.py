@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -83,3 +84,20 @@ def listed(item: dict[str, Any], report: dict[str, Any] | None = None) -> Checkp
         time=item["time_ms"] / 1000,
         report=report or {},
     )
+
+
+#: Steps are stored in 64 bits.
+_STEPS = 1 << 64
+
+
+def checked_step(step: object) -> int:
+    """A training step: an integer of any type, NumPy's and PyTorch's included."""
+    try:
+        if isinstance(step, bool):
+            raise TypeError
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if not 0 <= number < _STEPS:
+        raise ValueError(f"step: an integer of 0 or more, below 2^64, expected, not {step!r}")
+    return number

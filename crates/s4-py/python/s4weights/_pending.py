@@ -40,7 +40,14 @@ logger = logging.getLogger("s4weights")
 _ALIGN = 64
 
 
-class SaveFuture(Future[T]):
+class Outcome(Future[T]):
+    """A future that nobody can cancel: the save goes on whoever waits for it."""
+
+    def cancel(self) -> bool:
+        return False
+
+
+class SaveFuture(Outcome[T]):
     """A future that knows whether anybody has seen its error."""
 
     def __init__(self, on_seen: Callable[[], None]) -> None:
@@ -86,7 +93,7 @@ class Pending(Generic[T]):
 
     def __init__(self, what: str) -> None:
         self.stage = "host"
-        self.staged: Future[None] = Future()
+        self.staged: Future[None] = Outcome()
         self.committed: SaveFuture[T] = SaveFuture(lambda: _live.discard(self))
         self._what = what
         self._number = next(_numbers)
@@ -186,11 +193,18 @@ class Pending(Generic[T]):
             self.committed.set_exception(error)
         else:
             self._end_values()
-            if self._values is not None and self._values.engine is not None:
-                # Before anybody knows of the result, and may give such memory back.
-                prepare_pinned_memory(self._values.engine, self._stored_bytes(result))
+            self._prepare_next(result)
             self.committed.set_result(result)
             _live.discard(self)
+
+    def _prepare_next(self, result: T) -> None:
+        """Before anybody knows of the result, and may give such memory back."""
+        if self._values is None or self._values.engine is None:
+            return
+        try:
+            prepare_pinned_memory(self._values.engine, self._stored_bytes(result))
+        except Exception:
+            logger.exception("%s: no memory was taken for the next one", self._what)
 
     def _stored_bytes(self, result: T) -> int:
         """Bytes that the save stored."""
@@ -452,7 +466,8 @@ def finish_on_sigterm(store: CheckpointStore, deadline: float = 30.0) -> Iterato
 
     def end() -> None:
         store._drain(deadline)
-        signal.signal(signal.SIGTERM, before)
+        # A handler that Python does not know of cannot be set again.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
         os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.signal(signal.SIGTERM, handle)
@@ -461,5 +476,5 @@ def finish_on_sigterm(store: CheckpointStore, deadline: float = 30.0) -> Iterato
         yield
     finally:
         store._after_save = None
-        if signal.getsignal(signal.SIGTERM) is handle:
+        if signal.getsignal(signal.SIGTERM) is handle and before is not None:
             signal.signal(signal.SIGTERM, before)

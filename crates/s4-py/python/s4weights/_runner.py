@@ -11,14 +11,14 @@ import socket
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ._errors import ConflictError, CorruptDataError, NotFoundError, S4Error, StorageError
-from ._pending import PendingFile
+from ._pending import Guard, Pending, PendingFile
 from ._save import save
 
 logger = logging.getLogger("s4weights.runner")
@@ -39,11 +39,20 @@ _ARGUMENTS = (
 )
 
 
+class Submission(Pending[None]):
+    """A file that is written and handed to a runner in the background."""
+
+    def __init__(self, step: int, client: RunnerClient) -> None:
+        super().__init__(f"{client.address}: the save of step {step}")
+        self.file: PendingFile | None = None
+
+
 class RunnerSave:
     """A checkpoint that a runner has, or is about to get: `CheckpointStore.save_checkpoint` of a store
     with ``runner=``.
 
-    Any thread may use it. The runner goes on also when this process has ended.
+    Any thread may use it. The runner goes on also when this process has ended. What a save in the
+    background fails with before the runner has it is raised by the next save, load or `close`.
 
     Attributes:
         step: the training step.
@@ -54,7 +63,7 @@ class RunnerSave:
         self.step = step
         self.id = str(id)
         self._client = client
-        self._accepted: Future[None] = Future()
+        self._submission = Submission(step, client)
 
     def __repr__(self) -> str:
         return f"<RunnerSave step {self.step}, {self.id}>"
@@ -63,14 +72,23 @@ class RunnerSave:
         """``"saving"`` until the runner has it, then ``"staged"``, ``"compressed"``, ``"verified"``,
         ``"uploading"``, ``"durable"`` or ``"failed"``.
         """
-        if not self._accepted.done():
+        if not self._submission.done():
             return "saving"
-        self._accepted.result()
+        self._submission.wait()
         return str(self._client.look(self.id)["state"])
 
     def done(self) -> bool:
         """Whether it is durable."""
-        return self._accepted.done() and self.state() == "durable"
+        return self._submission.done() and self.state() == "durable"
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """As `PendingSave.wait_staged`: from then on the tensors may change."""
+        if self._submission.file is not None:
+            self._submission.file.wait_staged(timeout)
+
+    def guard(self, *optimizers: Any) -> Guard:
+        """As `PendingSave.guard`: what ``stage="lazy"`` needs."""
+        return (self._submission.file or self._submission).guard(*optimizers)
 
     def wait(self, state: str = "durable", timeout: float | None = None) -> str:
         """Waits until it has reached a state; gives the one that it is in.
@@ -83,7 +101,10 @@ class RunnerSave:
         if state not in STATES:
             raise ValueError(f"state={state!r}: one of {', '.join(STATES)} expected")
         end = None if timeout is None else time.monotonic() + timeout
-        self._accepted.result(timeout)
+        try:
+            self._submission.wait(timeout)
+        except futures.TimeoutError as error:
+            raise TimeoutError(f"step {self.step} is saving, not {state}") from error
         while True:
             left = _POLL if end is None else min(_POLL, end - time.monotonic())
             found = self._client.look(self.id, state, max(left, 0.0))
@@ -105,9 +126,9 @@ class RunnerClient:
         parts = urlsplit(address)
         if parts.scheme != "unix" or parts.netloc or not parts.path.startswith("/"):
             raise ValueError(f"runner={address!r}: unix:///path/of/the/socket expected")
+        self.address = address
         self._socket = unquote(parts.path)
         self._patience = 300.0 if timeout is None else timeout
-        self._last: PendingFile | None = None
 
     def save(
         self,
@@ -124,9 +145,6 @@ class RunnerClient:
         """
         if base:
             raise ValueError("base: the runner decides what is a delta")
-        if self._last is not None:
-            last, self._last = self._last, None
-            last.committed.exception()
         id = uuid.uuid4()
         path = Path(self._room()) / f"{id}.s4w"
         message = {
@@ -148,14 +166,20 @@ class RunnerClient:
 
         # What lies there for a moment need not be small.
         how = {"preset": "fast", **{name: arguments[name] for name in _ARGUMENTS}}
+        submission = handle._submission
         if blocking:
             save(obj, path, **{**how, "stage": "auto"})
             submit()
-            handle._accepted.set_result(None)
+            submission._stage()
+            submission.committed.set_result(None)
             return handle
-        pending = save(obj, path, blocking=False, **how)
-        self._last = pending
-        pending.committed.add_done_callback(_then(submit, handle))
+        file = submission.file = save(obj, path, blocking=False, **how)
+
+        def write_and_submit() -> None:
+            file.wait()
+            submit()
+
+        submission._start(write_and_submit)
         return handle
 
     def _room(self) -> str:
@@ -266,20 +290,3 @@ def _failure(status: int, answer: Mapping[str, Any]) -> S4Error:
     if status == 409:
         return ConflictError(text)
     return S4Error(text) if status < 500 else StorageError(errno.EIO, text)
-
-
-def _then(submit: Callable[[], None], handle: RunnerSave) -> Callable[[Future[Any]], None]:
-    def submit_then_tell(written: Future[Any]) -> None:
-        error = written.exception()
-        try:
-            if error is None:
-                submit()
-        except BaseException as refused:
-            error = refused
-            logger.error("step %d was not accepted: %s", handle.step, refused)
-        if error is None:
-            handle._accepted.set_result(None)
-        else:
-            handle._accepted.set_exception(error)
-
-    return submit_then_tell

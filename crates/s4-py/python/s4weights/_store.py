@@ -6,23 +6,24 @@ import contextlib
 import functools
 import json
 import logging
-import operator
 import os
 import pickle
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent import futures
 from typing import Any, Literal, overload
 
 from . import _core, _live
 from ._catalog import Catalog
 from ._device import Compute, free_pinned_memory
-from ._entries import CheckpointEntry, Retention, listed
+from ._entries import CheckpointEntry, Retention, checked_step, listed
 from ._errors import CorruptDataError, UnsupportedFormatError
 from ._load import check_pickle_arguments, read
 from ._load import load as read_file
-from ._pending import Deadline, HostBuffer, PendingSave
+from ._pending import Deadline, HostBuffer, Pending, PendingSave
 from ._progress import Progress, ProgressArgument
 from ._report import Recorder
 from ._runner import RunnerClient
@@ -155,8 +156,10 @@ class CheckpointStore(Catalog):
         self._compute: Callable[[], Compute] = lambda: Compute(device, gpu_scratch, pinned_memory)
         scratch = self._compute().scratch
         self._budget = Budget(staging_memory, device_reserve, scratch).check()
-        if isinstance(retention, int):
+        if type(retention) is int:
             retention = Retention(keep_last=retention)
+        if not isinstance(retention, (Retention, type(None))):
+            raise TypeError(f"retention={retention!r}: a number or a Retention expected")
         self.retention: Retention | None = retention
         if timeout is not None and not 0 < timeout < _LONGEST:
             raise ValueError(f"timeout={timeout!r}: a positive number of seconds expected")
@@ -185,7 +188,7 @@ class CheckpointStore(Catalog):
         # Who has the turn has what follows: for as long as a save takes, or until the tensors of
         # one in the background are copied. That one keeps the buffer until it ends.
         self._turn = Turn()
-        self._pending: PendingSave | None = None
+        self._pending: Pending[Any] | None = None
         self._threads = threads
         self._spare: HostBuffer | None = None
         # For `finish_on_sigterm`: whether the main thread is in a save, and what comes after.
@@ -323,17 +326,17 @@ class CheckpointStore(Catalog):
         check_stage(stage, blocking)
         if torch.serialization._serialization_tls.skip_data:
             raise UnsupportedFormatError("torch.serialization.skip_data: checkpoints hold data")
-        step = _step(step)
+        step = checked_step(step)
         torch.serialization._check_dill_version(pickle_module)
         if self.runner is not None:
             how: dict[str, Any] = {"stage": stage, "progress": progress, "metadata": metadata}
             how |= {"pickle_module": pickle_module, "pickle_protocol": pickle_protocol}
-            with self._turn:
-                if self._closed:
-                    raise ValueError(f"{self!r} is closed")
+            with self._saving():
+                self._settle()
                 given: Any = self.runner.save(
                     state, step, metrics, tags, blocking, base, {**self._arguments, **how}
                 )
+                self._pending = given._submission
             return given  # type: ignore[no-any-return]
         with self._saving():
             return self._save(
@@ -370,8 +373,6 @@ class CheckpointStore(Catalog):
         pickle_module: Any,
         pickle_protocol: int,
     ) -> CheckpointEntry | PendingSave:
-        if self._closed:
-            raise ValueError(f"{self!r} is closed")
         self._settle()
         recorder = Recorder("save", self.url, step)
         texts = dict(metadata or {})
@@ -560,7 +561,7 @@ class CheckpointStore(Catalog):
                 the dicts that lead there come back with nothing else in them, and nothing else is
                 read. ``None``: everything.
             fallback: when the newest checkpoint is damaged, load the one before, and so on, and
-                warn about it. Only without a step.
+                warn about it. Only without a step. (A runner always does.)
             weights_only: as in `load`.
             progress: as in `save`.
             pickle_module: as in `load`.
@@ -575,6 +576,7 @@ class CheckpointStore(Catalog):
         check_pickle_arguments("load_checkpoint", pickle_module, pickle_load_args)
         if fallback and step is not None:
             raise ValueError("fallback: only without a step, to find the newest that can be used")
+        self._settle()
         if self.runner is not None:
             with self.runner.restored(step) as path:
                 return read_file(
@@ -589,7 +591,6 @@ class CheckpointStore(Catalog):
                     keys=keys,
                     **pickle_load_args,
                 )
-        self._settle()
         native = self._open("open")
         # Read once: if there were several passes, an iterator would be empty for the second.
         parts = keys if keys is None or isinstance(keys, str) else [*keys]
@@ -647,6 +648,8 @@ class CheckpointStore(Catalog):
 
     def _settle(self) -> None:
         """Waits for a save in the background; raises its error if nobody has seen it."""
+        if self._closed:
+            raise ValueError(f"{self!r} is closed")
         pending = self._pending
         if pending is None:
             return
@@ -662,14 +665,14 @@ class CheckpointStore(Catalog):
     def _drain(self, seconds: float) -> None:
         """Waits for saves that run, and lets them be given up when time is over."""
         self._deadline.set(seconds)
-        limit = seconds + 5.0
-        with self._turn.wait(limit) as waited:
+        end = time.monotonic() + seconds + 5.0
+        with self._turn.wait(seconds + 5.0) as waited:
             try:
                 if not waited:
                     raise TimeoutError
                 if self._pending is not None:
-                    self._pending.committed.exception(limit)
-            except TimeoutError:
+                    self._pending.committed.exception(max(0.0, end - time.monotonic()))
+            except (TimeoutError, futures.TimeoutError):
                 logger.error("%s: a save did not end in time", self.url)
             finally:
                 self._deadline.clear()
@@ -677,19 +680,6 @@ class CheckpointStore(Catalog):
 
 def _make(cls: type[CheckpointStore], arguments: dict[str, Any]) -> CheckpointStore:
     return cls(**arguments)
-
-
-def _step(step: object) -> int:
-    """A training step: an integer of any type, NumPy's and PyTorch's included."""
-    try:
-        if isinstance(step, bool):
-            raise TypeError
-        number = operator.index(step)  # type: ignore[arg-type]
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise ValueError(f"step: an integer of 0 or more expected, not {step!r}")
-    return number
 
 
 def _in_child() -> None:

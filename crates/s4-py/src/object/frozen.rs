@@ -8,7 +8,7 @@ use pyo3::{PyTypeInfo, intern};
 use rustc_hash::FxHashMap;
 
 use super::torch::Torch;
-use super::tree::{MAX_DEPTH, address, pairs_of};
+use super::tree::{MAX_DEPTH, MAX_NODES, address, pairs_of};
 
 /// A copy of an object in which nothing but tensors can change, and the numbers of the CUDA devices that they are on;
 /// `None`: it holds what cannot be copied like that.
@@ -20,6 +20,7 @@ pub(crate) fn freeze<'py>(
     let mut freeze = Freeze {
         torch: Torch::new(py)?,
         ordered: py.import("collections")?.getattr("OrderedDict")?.cast_into()?,
+        nodes: 0,
         copies: FxHashMap::default(),
         devices: vec![],
     };
@@ -29,6 +30,8 @@ pub(crate) fn freeze<'py>(
 struct Freeze<'py> {
     torch: Torch<'py>,
     ordered: Bound<'py, PyType>,
+    /// That were met so far: a tuple counts each time, since it is walked each time.
+    nodes: usize,
     /// Of containers that can change, by address: one that is met twice stays one.
     copies: FxHashMap<usize, Bound<'py, PyAny>>,
     devices: Vec<u32>,
@@ -40,13 +43,14 @@ impl<'py> Freeze<'py> {
         obj: &Bound<'py, PyAny>,
         depth: usize,
     ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        self.nodes += 1;
         if self.torch.is_own_tensor(obj) {
             return Ok(self.has_known_device(obj)?.then(|| obj.clone()));
         }
         if is_plain(obj) {
             return Ok(Some(obj.clone()));
         }
-        if depth > MAX_DEPTH {
+        if depth > MAX_DEPTH || self.nodes > MAX_NODES {
             return Ok(None);
         }
         if let Some(copy) = self.copies.get(&address(obj)) {

@@ -14,8 +14,9 @@ use serde::Serialize;
 
 use super::storages::Storages;
 use super::torch::{Shape, sizes};
-use super::tree::address;
+use super::tree::{address, pairs_of};
 use crate::writer::to_value_error;
+use s4weights::format::limits::MAX_SCALARS;
 
 /// The group of an optimizer's state; weights, and all else, are in the first.
 const OPTIMIZER: u8 = 1;
@@ -89,7 +90,8 @@ pub(super) fn find(obj: &Bound<'_, PyAny>, storages: &mut Storages) -> PyResult<
             table.add_master(&tensor, storages, &weights, &mut parameters, &mut next);
         }
     }
-    if table.rows.is_empty() {
+    let numbers: usize = table.groups.iter().map(|group| 1 + group.len()).sum();
+    if table.rows.is_empty() || numbers > MAX_SCALARS {
         return Ok(None);
     }
     if table.groups.is_empty() {
@@ -181,17 +183,6 @@ fn items_of<'py>(obj: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyAny>>> {
     } else {
         Ok(vec![])
     }
-}
-
-type Pair<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>);
-
-fn pairs_of<'py>(dict: &Bound<'py, PyDict>) -> PyResult<Vec<Pair<'py>>> {
-    if dict.cast_exact::<PyDict>().is_ok() {
-        return Ok(dict.iter().collect());
-    }
-    // The order of others is their own matter.
-    let items = dict.call_method0(intern!(dict.py(), "items"))?;
-    items.try_iter()?.map(|pair| pair?.extract()).collect()
 }
 
 /// The shape of a tensor. One that is no list of numbers is like no other.
@@ -371,17 +362,26 @@ impl Table {
     }
 }
 
+/// Numbers of a list that are stored, at most (betas have two or three), and bytes of a name: what is more is no
+/// hyperparameter.
+const MAX_PARTS: usize = 8;
+const MAX_NAME: usize = 128;
+
 /// Numbers of a parameter group (lr, betas, eps...) that JSON can hold.
 fn scalars(group: &Bound<'_, PyDict>) -> PyResult<BTreeMap<String, f64>> {
     let mut out = BTreeMap::new();
     for (name, value) in pairs_of(group)? {
         let Ok(name) = name.cast_exact::<PyString>() else { continue };
         let Ok(name) = name.to_str() else { continue };
-        if name == "params" {
+        if name == "params" || name.len() > MAX_NAME {
             continue;
         }
         if value.is_instance_of::<PyTuple>() || value.is_instance_of::<PyList>() {
-            for (i, part) in items_of(&value)?.iter().enumerate() {
+            let parts = items_of(&value)?;
+            if parts.len() > MAX_PARTS {
+                continue;
+            }
+            for (i, part) in parts.iter().enumerate() {
                 out.extend(number_of(part).map(|part| (format!("{name}{i}"), part)));
             }
         } else {

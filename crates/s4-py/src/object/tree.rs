@@ -14,7 +14,7 @@ use super::names::{Path, UniqueNames};
 /// Deepest nesting: JSON readers that stop at 128 levels can read it (a dict takes three).
 pub(super) const MAX_DEPTH: usize = 32;
 /// Nodes of a tree. Larger objects (long lists of numbers) are smaller and faster as a pickle.
-const MAX_NODES: usize = 1 << 20;
+pub(super) const MAX_NODES: usize = 1 << 20;
 /// Bytes of the JSON text, and of a byte string in it.
 const MAX_TEXT: usize = 64 << 20;
 const MAX_BYTES: usize = 1 << 20;
@@ -114,7 +114,7 @@ struct Tree<'a, 'py> {
 impl<'py> Tree<'_, 'py> {
     fn node(&mut self, obj: &Bound<'py, PyAny>, path: &Path<'_>, depth: usize) -> Result<(), Stop> {
         self.nodes += 1;
-        if depth > MAX_DEPTH || self.nodes > MAX_NODES {
+        if depth > MAX_DEPTH || self.nodes > MAX_NODES || self.text.len() > MAX_TEXT {
             return Err(Stop::NotPlain);
         }
         let depth = depth + 1;

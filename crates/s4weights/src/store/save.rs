@@ -235,9 +235,14 @@ impl CheckpointStore {
         loop {
             let parent = before.take();
             let had_parent = parent.is_some();
-            let outcome = self
-                .stage(request, history, parent, why_base.clone())
-                .and_then(|ready| self.publish(ready));
+            let outcome = self.stage(request, history, parent, why_base.clone()).and_then(
+                |(ready, recall)| {
+                    let (saved, kept) = self.publish(ready)?;
+                    let checkpoint = &saved.checkpoint;
+                    self.remember(checkpoint.id(), checkpoint.since_base(), &recall);
+                    Ok((saved, kept))
+                },
+            );
             match outcome {
                 Ok((saved, kept)) => {
                     history.saved(&saved.checkpoint, kept);
@@ -267,7 +272,7 @@ impl CheckpointStore {
         history: &mut SaveHistory,
         before: Option<ParentCheckpoint>,
         why_base: Option<WhyBase>,
-    ) -> Result<Ready> {
+    ) -> Result<(Ready, Arc<Recall>)> {
         let SaveRequest { step, tensors, options, asker, .. } = request;
         let bridge = &self.opener.bridge;
         let store = self.opener.store.clone();
@@ -324,7 +329,6 @@ impl CheckpointStore {
                 }
             }
         };
-        self.remember(id, number, &recall);
         let again = self.is_parent_later(history, number);
         let keeps = again && options.keeps_values();
         let (staged, kept) = if keeps && bytes >= KEPT_ASIDE {
@@ -359,7 +363,7 @@ impl CheckpointStore {
         };
         let upload = started.elapsed().as_secs_f64() - encode;
         let stages = StageSeconds { encode, upload, publish: 0.0 };
-        Ok(Ready { staged, report, stages, why_base, kept })
+        Ok((Ready { staged, report, stages, why_base, kept }, recall))
     }
 
     /// Encodes tensors and hands their objects to an attempt, which goes on uploading. `kept`: memory for

@@ -37,7 +37,7 @@ pub(super) struct OpenPiece {
     spare: Vec<Arc<Piece>>,
     /// Bytes of frames, at most, of groups that were cut and not placed yet.
     promised: u64,
-    /// Whether there was none: then nobody asks again, since the system takes its time to say no.
+    /// Whether there was no new one: then nobody asks again, since the system takes its time to say no.
     refused: bool,
 }
 
@@ -54,8 +54,8 @@ impl OpenPiece {
         let mut found = self.piece.as_ref().map_or(0, |piece| room(left(piece) as u64));
         found += self.spare.len() as u64 * each;
         while found < wanted {
-            let Some(piece) = pieces.take(device) else { return false };
-            self.spare.push(Arc::new(piece));
+            let Some(piece) = self.ask(pieces, device) else { return false };
+            self.spare.push(piece);
             found += each;
         }
         true
@@ -95,11 +95,20 @@ impl OpenPiece {
     fn take(&mut self, pieces: &Pieces, device: &Arc<Device>) -> bool {
         // What is full goes back as soon as nobody holds it.
         (self.piece, self.used) = (self.spare.pop(), 0);
-        if self.piece.is_none() && !self.refused {
-            self.piece = pieces.take(device).map(Arc::new);
-            self.refused = self.piece.is_none();
+        if self.piece.is_none() {
+            self.piece = self.ask(pieces, device);
         }
         self.piece.is_some()
+    }
+
+    /// Another piece: one that is idle, or a new one unless there was none before.
+    fn ask(&mut self, pieces: &Pieces, device: &Arc<Device>) -> Option<Arc<Piece>> {
+        let mut piece = pieces.take_idle();
+        if piece.is_none() && !self.refused {
+            piece = pieces.take_new(device);
+            self.refused = piece.is_none();
+        }
+        piece.map(Arc::new)
     }
 }
 
