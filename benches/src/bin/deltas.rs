@@ -2,7 +2,7 @@
 //!
 //! `deltas --data DIR` looks for `NAME_s0.safetensors` and, beside it, `NAME_sK.safetensors` for any
 //! K, and stores each step K by itself and as its difference from step 0. `--threads N`: with so many
-//! threads (1 unless told). Fails if a tensor, or a whole checkpoint, is larger as a difference.
+//! threads (1 unless told). `--preset P`: `fast` unless told. Fails if a tensor, or a whole checkpoint, is larger as a difference.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,22 +17,24 @@ use s4weights::{
 };
 
 const CALLS: usize = 9;
+const USAGE: &str = "usage: deltas --data DIR [--threads N] [--preset fast|balanced|small]";
 
 fn main() -> Outcome<()> {
-    let (mut data, mut threads) = (None, 1);
+    let (mut data, mut threads, mut preset) = (None, 1, Preset::Fast);
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
         match (argument.as_str(), arguments.next()) {
             ("--data", Some(dir)) => data = Some(PathBuf::from(dir)),
             ("--threads", Some(n)) => threads = n.parse()?,
-            _ => return Err("usage: deltas --data DIR [--threads N]".into()),
+            ("--preset", Some(name)) => preset = name.parse()?,
+            _ => return Err(USAGE.into()),
         }
     }
-    let data = data.ok_or("usage: deltas --data DIR [--threads N]")?;
-    println!("GB/s of values, {threads} thread(s)");
+    let data = data.ok_or(USAGE)?;
+    println!("GB/s of values, {threads} thread(s), preset {}", preset.name());
     println!("{:28} {:>8} {:>8} {:>8} {:>8}", "", "direct", "delta", "in", "out");
     for (name, step, base, file) in pairs(&data)? {
-        measure(&format!("{name} s0 -> s{step}"), &base, &file, threads)?;
+        measure(&format!("{name} s0 -> s{step}"), &base, &file, (threads, preset))?;
     }
     Ok(())
 }
@@ -54,10 +56,14 @@ fn pairs(dir: &Path) -> Outcome<Vec<(String, u64, PathBuf, PathBuf)>> {
     Ok(out)
 }
 
-fn measure(name: &str, base: &Path, file: &Path, threads: usize) -> Outcome<()> {
+fn measure(
+    name: &str,
+    base: &Path,
+    file: &Path,
+    (threads, preset): (usize, Preset),
+) -> Outcome<()> {
     let (base, file) = (State::read(base)?, State::read(file)?);
-    let options =
-        WriteOptions { preset: Preset::Fast, threads: Some(threads), ..WriteOptions::default() };
+    let options = WriteOptions { preset, threads: Some(threads), ..WriteOptions::default() };
     let (parent_file, parent) = write(&base, options.clone())?;
     let (direct_file, direct) = write(&file, options.clone())?;
     let direct = direct.report;
@@ -127,6 +133,7 @@ fn fastest(mut call: impl FnMut() -> Outcome<()>) -> Outcome<f64> {
 fn write(state: &State, options: WriteOptions) -> Outcome<(Bytes, Written)> {
     let memory = Memory::default();
     let mut writer = Writer::create(Target::Stream(Box::new(memory.clone())), options)?;
+    writer.declare(state.roles())?;
     writer.write(&state.sources())?;
     let written = writer.complete(Contents::default())?;
     let bytes = memory.take();

@@ -109,7 +109,7 @@ pub struct Pinned {
     bytes: usize,
 }
 
-// SAFETY: plain memory; who uses it sees to it that no device does at the same time.
+// SAFETY: plain memory; its user ensures that no device accesses it at the same time.
 unsafe impl Send for Pinned {}
 // SAFETY: as above: reading and writing it is `unsafe`.
 unsafe impl Sync for Pinned {}

@@ -213,7 +213,7 @@ impl ChunkQueue<'_> {
         self.chunk += 1;
     }
 
-    /// Makes a chunk that was taken last the next one again.
+    /// Pushes the chunk that was taken last back to the front.
     #[cfg(feature = "cuda")]
     pub(crate) fn put_back(&mut self, chunk: &Chunk) {
         if self.waiting.front() != Some(&chunk.tensor) {

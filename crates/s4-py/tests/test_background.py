@@ -18,6 +18,7 @@ import pytest
 import torch
 from test_staging import Gate, state
 
+import s4weights
 from compare import assert_identical
 from s4weights import CheckpointStore
 
@@ -150,3 +151,19 @@ def test_tuples_within_tuples_take_no_time(tmp_path: Path) -> None:
         found = store.load_checkpoint(weights_only=False)["shared"]
         assert found[0] is found[1]
     assert time.monotonic() - started < 60, "each is met a billion times"
+
+
+def test_the_working_directory_may_change(tmp_path: Path, monkeypatch: Any) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    store = CheckpointStore("store")
+    file = s4weights.save(state(1), "x.s4w", blocking=False)
+    pending = store.save_checkpoint(state(1), 1, blocking=False)
+    monkeypatch.chdir(tmp_path / "b")
+    file.wait(60)
+    pending.wait(60)
+    assert copy.copy(store).latest() == 1
+    store.close()
+    assert (tmp_path / "a/x.s4w").is_file() and (tmp_path / "a/store/repo.json").is_file()
+    assert not list((tmp_path / "b").iterdir())

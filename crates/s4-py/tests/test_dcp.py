@@ -521,3 +521,66 @@ def test_bytes_and_streams_come_back_without_running_code(tmp_path: Path, planne
     dcp.save(many, storage_writer=StorageWriter(url, step=3), **arguments)
     with pytest.raises(CheckpointException, match="Weights only load failed"):
         dcp.load(many, storage_reader=StorageReader(url), planner=LoadPlanner(), no_dist=True)
+
+
+def _cached_plans(rank: int, url: str) -> None:
+    for cached in (dcp.DefaultSavePlanner, SavePlanner):
+        reader = StorageReader(f"{url}-{cached.__name__}")
+        for step in (1, 2, 3):
+            state = {"w": torch.full((4,), float(step + rank)), "step": step}
+            state = {f"{rank}.{name}": value for name, value in state.items()}
+            planner = cached(enable_plan_caching=True)
+            writer = StorageWriter(f"{url}-{cached.__name__}", step=step)
+            dcp.save(state, storage_writer=writer, planner=planner)
+            loaded: dict[str, Any] = {f"{rank}.w": torch.zeros(4), f"{rank}.step": None}
+            # One reader gives what is the newest each time.
+            dcp.load(loaded, storage_reader=reader, planner=LoadPlanner())
+            assert torch.equal(loaded[f"{rank}.w"], state[f"{rank}.w"]), step
+            assert loaded[f"{rank}.step"] == step
+
+
+def test_plans_may_be_cached_and_readers_used_again(tmp_path: Path) -> None:
+    run_ranks(2, _cached_plans, str(tmp_path / "store"))
+
+
+def test_a_plan_of_another_writer_may_be_cached(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    state = {"a": torch.ones(3)}
+    for step, writer in enumerate(
+        [FileSystemWriter(tmp_path / "torch"), StorageWriter(tmp_path / "ours", step=1)]
+    ):
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save({"a": state["a"] * step}, storage_writer=writer, planner=planner, no_dist=True)
+    dcp.load(state, storage_reader=StorageReader(tmp_path / "ours"), no_dist=True)
+    assert torch.equal(state["a"], torch.ones(3))
+
+
+def test_any_key_can_be_saved(tmp_path: Path) -> None:
+    state = {"": torch.ones(2), "w@2,0": torch.ones(3), "~": torch.ones(4), "a~b": torch.ones(5)}
+    dcp.save(state, storage_writer=StorageWriter(tmp_path, step=1), no_dist=True)
+    loaded = {name: torch.zeros_like(value) for name, value in state.items()}
+    dcp.load(loaded, storage_reader=StorageReader(tmp_path, step=1), no_dist=True)
+    assert all(torch.equal(loaded[name], value) for name, value in state.items())
+    stored = s4weights.load_checkpoint(tmp_path)
+    assert stored.keys() >= {"~", "w~12,0", "~0", "a~0b"}
+
+
+def test_what_a_save_cannot_be_is_refused_before_it_begins(tmp_path: Path) -> None:
+    for step in (-1, "5", 5.0, True):
+        with pytest.raises(ValueError, match="step: an integer"):
+            StorageWriter(tmp_path, step=step)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="not finite"):
+        StorageWriter(tmp_path, step=1, metrics={"loss": float("nan")})
+    for name in ("v1.5", "step--5"):
+        assert not StorageWriter.validate_checkpoint_id(tmp_path / name)
+        with pytest.raises(ValueError, match="ends with the step"):
+            StorageWriter().reset(tmp_path / name)
+
+
+def test_a_store_that_is_closed_waits_for_its_save(tmp_path: Path) -> None:
+    state = {"w": torch.ones(1000)}
+    stager = s4weights.dcp.Stager()
+    with s4weights.CheckpointStore(tmp_path) as store:
+        future = s4weights.dcp.async_save(state, store, 1, stager=stager, no_dist=True)
+    assert future.done() and s4weights.CheckpointStore(tmp_path).latest() == 1

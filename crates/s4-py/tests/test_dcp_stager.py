@@ -172,3 +172,22 @@ def test_errors_are_raised_where_they_belong(tmp_path: Path) -> None:
     loaded = {"w": torch.zeros(5000)}
     dcp.load(loaded, storage_reader=StorageReader(tmp_path / "run"), no_dist=True)
     assert same(loaded["w"], good["w"])
+
+
+def test_attributes_of_tensors_are_kept(tmp_path: Path) -> None:
+    class Own(torch.Tensor):
+        pass
+
+    shard = torch.arange(4.0)
+    shard.global_shape = (8,)  # type: ignore[attr-defined]
+    shard.hook = print  # type: ignore[attr-defined]
+    own = torch.ones(3).as_subclass(Own)
+    staged = Stager().stage({"w": shard, "own": own})
+    assert staged["w"].global_shape == (8,) and not hasattr(staged["w"], "hook")
+    assert type(staged["own"]) is Own and staged["own"].data_ptr() != own.data_ptr()
+
+
+def test_objects_may_hold_results_of_a_model() -> None:
+    linear = torch.nn.Linear(3, 4)
+    staged = Stager().stage({"held": _Held(linear.weight * 2)})
+    assert torch.equal(staged["held"].weight, linear.weight * 2)

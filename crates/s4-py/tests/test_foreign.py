@@ -65,3 +65,11 @@ def test_verify_and_inspect_want_their_own_format(path: Path) -> None:
     safetensors.torch.save_file(OBJ, path)
     with pytest.raises(s4weights.UnsupportedFormatError, match="safetensors"):
         s4weights.inspect(path)
+
+
+def test_urls_of_files(tmp_path):
+    state = {"w": torch.ones(3)}
+    torch.save(state, tmp_path / "a b.pt")
+    s4weights.save(state, tmp_path / "a b.s4w")
+    for name in ("a b.pt", "a b.s4w"):
+        assert_identical(s4weights.load((tmp_path / name).as_uri()), state)

@@ -127,3 +127,21 @@ def test_bad_locations(path: Path) -> None:
     s4weights.save([torch.ones(2)], path)
     with pytest.raises(RuntimeError):
         s4weights.load(path, map_location="nonsense")
+
+
+def test_what_a_function_of_the_caller_raises_is_its_own(tmp_path):
+    state = {"w": torch.ones(3)}
+
+    def fails(storage, location):
+        return {"cuda:0": storage}[location]
+
+    s4weights.save(state, tmp_path / "x.s4w")
+    with pytest.raises(KeyError, match="cpu"):
+        s4weights.load(tmp_path / "x.s4w", map_location=fails)
+    with pytest.raises(TypeError, match="map_location=3"):
+        s4weights.load(tmp_path / "x.s4w", map_location=3)
+    with s4weights.CheckpointStore(tmp_path / "store") as store:
+        store.save_checkpoint(state, 1)
+        store.save_checkpoint(state, 2)
+        with pytest.raises(KeyError, match="cpu"):
+            store.load_checkpoint(map_location=fails, fallback=True)

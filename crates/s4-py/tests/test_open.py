@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import s4weights
+import s4weights.numpy
 from compare import assert_identical
 
 
@@ -203,3 +204,41 @@ def test_load_takes_keys(path):
     torch.save(model, path)
     with pytest.raises(s4weights.UnsupportedFormatError):
         s4weights.load(path, keys=["w"])
+
+
+def test_two_tensors_of_one_key_path(tmp_path):
+    both = {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}
+    s4weights.save(both, tmp_path / "x.s4w")
+    with s4weights.open(tmp_path / "x.s4w") as f:
+        assert list(f) == ["a.b", "a.b~2"]
+        assert torch.equal(f["a.b"], torch.ones(2)) and torch.equal(f["a.b~2"], torch.zeros(2))
+    assert list(s4weights.numpy.open(tmp_path / "x.s4w")) == ["a.b", "a.b~2"]
+    # Which is which nobody can say once keys are in another order.
+    with pytest.raises(s4weights.MismatchError, match=r"`a.b` is the key path of two tensors"):
+        s4weights.load_into(both, tmp_path / "x.s4w")
+
+
+def test_what_load_into_passes_over(tmp_path):
+    class Extra(torch.nn.Linear):
+        def get_extra_state(self):
+            return {"t": torch.ones(2)}
+
+        def set_extra_state(self, state):
+            pass
+
+    module = Extra(2, 3)
+    s4weights.save(module.state_dict(), tmp_path / "m.s4w")
+    # Strict as it is: extra state is the module's to load.
+    assert s4weights.load_into(module, tmp_path / "m.s4w") == ([], ["_extra_state.t"])
+    nested = torch.nn.Sequential(module)
+    missing, unexpected = s4weights.load_into(nested, tmp_path / "m.s4w", strict=False)
+    assert missing == ["0.weight", "0.bias"]
+    assert unexpected == ["weight", "bias", "_extra_state.t"]
+
+
+def test_tensors_behind_very_many_containers(tmp_path):
+    state = {"vocabulary": [(i,) for i in range((1 << 20) + 10)], "w": torch.ones(3)}
+    s4weights.save(state, tmp_path / "x.s4w")
+    state["w"].zero_()
+    s4weights.load_into(state, tmp_path / "x.s4w")
+    assert torch.equal(state["w"], torch.ones(3))

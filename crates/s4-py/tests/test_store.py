@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
+import pickle
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -277,7 +279,7 @@ def test_arguments_are_checked(store: CheckpointStore) -> None:
         store.save_checkpoint({}, 1, {"loss": float("inf")})
     with pytest.raises(ValueError, match="secrte"):
         CheckpointStore("s3://b/p", storage_options={"secrte": "x"}).list()
-    with pytest.raises(ValueError, match="1 to 4096"):
+    with pytest.raises(ValueError, match="max_chain=0"):
         CheckpointStore(store.url, max_chain=0).save_checkpoint({}, 0)
     with pytest.raises(ValueError, match="1 to 63"):
         CheckpointStore(store.url, max_hops=64).save_checkpoint({}, 0)
@@ -343,10 +345,49 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
             CheckpointStore(tmp_path, timeout=5).save_checkpoint({}, 2)
 
 
-def test_a_retention_that_is_none_is_refused(tmp_path: Path) -> None:
-    for retention in (True, False, 2.0, "3"):
-        with pytest.raises(TypeError, match="retention="):
-            CheckpointStore(tmp_path, retention=retention)  # type: ignore[arg-type]
+def test_arguments_that_make_no_sense_are_refused_at_once(tmp_path: Path) -> None:
+    wrong: list[tuple[Any, type[Exception]]] = [
+        *((r, TypeError) for r in (True, False, 2.0, "3", {"keep_last": 2})),
+        *((r, ValueError) for r in (0, -1)),
+    ]
+    for retention, error in wrong:
+        with pytest.raises(error, match=r"retention=|keep_last="):
+            CheckpointStore(tmp_path, retention=retention)
+    best: list[tuple[Any, type[Exception]]] = [
+        (("loss", 3, "min"), TypeError),
+        ([("loss", 3, "low")], ValueError),
+        ([("loss", 0, "min")], ValueError),
+        ([(3, "loss", "min")], TypeError),
+    ]
+    for rules, error in best:
+        with pytest.raises(error, match="best"):
+            Retention(best=rules)
+    for number in ({"keep_every": 0}, {"keep_every": -5}, {"keep_last": 0}):
+        with pytest.raises(ValueError, match="of 1 or more"):
+            Retention(**number)
     for step in (1 << 64, -1, True, 1.0, "1"):
         with pytest.raises(ValueError, match="step: an integer"):
             CheckpointStore(tmp_path).save_checkpoint({}, step)  # type: ignore[arg-type]
+    options: list[dict[str, Any]] = [
+        *({"max_chain": 0}, {"max_hops": -1}, {"threads": -1}, {"parent_memory": -1}),
+        *({"bandwidth": 0}, {"preset": "quick"}),
+    ]
+    for option in options:
+        with pytest.raises(ValueError, match=next(iter(option))):
+            CheckpointStore(tmp_path, **option)
+    with pytest.raises(TypeError, match="a folder or a URL"):
+        CheckpointStore(b"folder")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="preset"):
+        s4weights.patch(preset="quick")
+    with pytest.raises(TypeError, match="reporter"):
+        s4weights.add_reporter("x")  # type: ignore[arg-type]
+
+
+def test_errors_of_the_system_are_also_python_s_own(tmp_path: Path) -> None:
+    for number, kind in [(errno.EACCES, PermissionError), (errno.EISDIR, IsADirectoryError)]:
+        error = s4weights.StorageError(number, "no", "x")
+        assert isinstance(error, s4weights.StorageError) and isinstance(error, kind)
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is type(error) and (again.errno, again.filename) == (number, "x")
+    with pytest.raises(IsADirectoryError):
+        s4weights.save({}, tmp_path)

@@ -442,7 +442,7 @@ impl<'a> EncodeQueue<'a> {
         Ok(())
     }
 
-    /// Sees to it that the next chunks of this device's tensors are there; gives their tensors and numbers: none
+    /// Ensures that the next chunks of this device's tensors are ready; returns their tensors and numbers: none
     /// after the last one.
     pub(super) fn ready<E: From<CudaError>>(
         &mut self,

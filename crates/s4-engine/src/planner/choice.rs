@@ -6,7 +6,8 @@ use super::About;
 
 /// A choice holds while what it costs differs from what it did by less than this part: 16 means one in 16.
 const HOLDS: u64 = 16;
-/// A difference must save this part of the tensor by itself to be chosen without a comparison.
+/// A remembered difference is used again without a comparison only if it saves at least this part of the tensor's size
+/// without a parent.
 const SURE_GAIN: u64 = 64;
 
 /// How values are predicted, of what the planner compares.
@@ -43,8 +44,8 @@ pub struct Choice {
 }
 
 impl Choice {
-    /// Of a tensor's plan whose sample takes so many bits, and so many without a parent. `None`: of a tensor that is all
-    /// sample, whose plans are compared by encoding it.
+    /// Records a plan, and the estimated bits of the sample by it and without a parent. `None` if the sample is the whole
+    /// tensor: such plans are compared by encoding it.
     pub(super) fn of(
         about: &About<'_>,
         sampled: usize,

@@ -82,8 +82,7 @@ pub(super) struct Candidate {
     total: u64,
 }
 
-/// The planes of some values as they were counted: several layouts have the same ones, and whatever is asked of the
-/// values, they are the same.
+/// Histograms of planes that were counted before: layouts that produce the same plane share them.
 #[derive(Default)]
 pub(super) struct Counted(Vec<KnownPlane>);
 

@@ -123,9 +123,9 @@ class Catalog(ABC):
         finally:
             tracker.close()
 
-    def apply_retention(self, retention: Retention | None = None) -> Ids:
+    def apply_retention(self, retention: Retention | int | None = None) -> Ids:
         """Takes off the list what a policy, or the store's, does not keep. Returns the ids."""
-        policy = retention or self.retention
+        policy = Retention.of(retention) or self.retention
         if policy is None:
             raise ValueError("no retention was given, neither here nor to the store")
         return self._retain(policy)

@@ -9,11 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import _live
-from ._sources import is_url
+from ._sources import absolute, is_url
 from ._store import CheckpointStore
 
 #: A checkpoint's step: the digits that its id ends with, as in ``step-1000``.
 _STEP = re.compile(r"(?:.*\D)?(\d+)$", re.ASCII | re.DOTALL)
+
+#: A part of a version, or a negative number.
+_NO_STEP = re.compile(r"(\d\.|--)\d+$", re.ASCII)
 
 #: Stores of this process, by what they were named, the one that was used last at the end.
 _stores: list[tuple[tuple[int, str, dict[str, Any]], tuple[int, int] | None, CheckpointStore]] = []
@@ -45,7 +48,7 @@ class Place:
                 raise TypeError(f"{', '.join(options)}: options of a store that is there already")
             self._store: CheckpointStore | None = store
         else:
-            self._store = None if store is None else _shared_store(os.fspath(store), options)
+            self._store = None if store is None else _shared_store(absolute(store), options)
         self._given = store is not None
         self._options = dict(options)
         self.step = step
@@ -61,11 +64,11 @@ class Place:
         url = os.fspath(checkpoint_id)
         above, _, name = url.rstrip("/").rpartition("/")
         match = _STEP.match(name)
-        if match is None:
+        if match is None or _NO_STEP.search(name):
             raise ValueError(f"checkpoint_id={url!r}: a name that ends with the step expected")
         self.step = int(match.group(1))
         if not self._given:
-            above = above or ("/" if url.startswith("/") else ".")
+            above = absolute(above or ("/" if url.startswith("/") else "."))
             if self._store is None or self._store.url != above:
                 self._store = _shared_store(above, self._options)
             self._id = url
@@ -140,4 +143,5 @@ def is_id(checkpoint_id: str | os.PathLike[str]) -> bool:
         text = os.fspath(checkpoint_id)
     except TypeError:
         return False
-    return _STEP.match(text.rstrip("/")) is not None and ("://" not in text or is_url(text))
+    text = text.rstrip("/")
+    return _STEP.match(text) is not None and not _NO_STEP.search(text) and ("://" not in text or is_url(text))

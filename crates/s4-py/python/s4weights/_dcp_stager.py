@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from . import _core
 from ._device import Compute
+from ._names import walk_tensors
 from ._pending import HostBuffer
 from ._staging import Budget, copy_on_devices
 from ._storages import Hint, StorageWriter, is_strided
@@ -71,6 +72,8 @@ class _SharedBuffers:
         self._kept = []
 
 
+#: Tensors whose copies are plain ones.
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 #: What is never copied.
 _ATOMIC = (type(None), bool, int, float, complex, str, bytes)
 
@@ -147,7 +150,7 @@ class Stager(AsyncStager):  # type: ignore[misc]
                 copies = self._copy(found.storages, buffer)
                 staged = _StagedState(_Copier(copies, found).copy(state_dict))
         except BaseException:
-            # A copy may go on still, on a GPU: then nobody gets this memory again.
+            # A GPU may still be writing to this memory: it is abandoned.
             buffer.free()
             raise
         weakref.finalize(staged, self._give_back, buffer).atexit = False
@@ -223,7 +226,7 @@ def device_copies(tensors: Iterable[torch.Tensor]) -> list[_core.DeviceCopies]:
 
 def _inner(tensor: torch.Tensor) -> tuple[Sequence[str], Any] | None:
     """The names of the tensors that a tensor is a wrapper of, such as a DTensor, and what else it is made of."""
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+    if type(tensor) in _PLAIN:
         return None
     if type(tensor) is DTensor:
         return ("_local_tensor",), tensor._spec
@@ -306,6 +309,11 @@ class _Copier:
             made = self._memo.get(id(obj))
             if made is None:
                 made = self._memo[id(obj)] = self._tensor(obj)
+                # Where a shard is, for one: `torch.distributed.checkpoint.CheckpointableTensor`.
+                for name, value in obj.__dict__.items():
+                    heavy = callable(value) or isinstance(value, torch.Tensor)
+                    if not heavy and name not in made.__dict__:
+                        made.__dict__[name] = self.copy(value)
             return made
         if type(obj) in _ATOMIC:
             return obj
@@ -314,6 +322,8 @@ class _Copier:
             # It may hold tensors of the state: they are what was copied of these.
             while self._tensors:
                 self.copy(self._tensors.pop())
+            for _, tensor in walk_tensors(obj):
+                self.copy(tensor)
             return copy.deepcopy(obj, self._memo)
         if isinstance(obj, dict):
             kind = OrderedDict if type(obj) is OrderedDict else dict
@@ -331,6 +341,11 @@ class _Copier:
             names, context = inner
             parts = {name: self._part(getattr(tensor, name)) for name in names}
             return _wrap(tensor, parts, context)
+        made = self._plain(tensor)
+        kind = type(tensor)
+        return made if kind in _PLAIN else made.as_subclass(kind)
+
+    def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
         known = self._strided.get(id(tensor))
         if known is None and is_strided(tensor):
             # A wrapper made it for this question.

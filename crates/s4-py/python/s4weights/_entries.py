@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -60,11 +61,28 @@ class Retention:
     keep_every: int | None = None
     best: tuple[tuple[str, int, Literal["min", "max"]], ...] = ()
 
+    def __post_init__(self) -> None:
+        for name in ("keep_last", "keep_every"):
+            checked_number(name, getattr(self, name), 1)
+        for rule in self.best:
+            if not isinstance(rule, (tuple, list)) or len(rule) != 3 or type(rule[0]) is not str:
+                what = 'tuples such as ("loss", 3, "min") expected'
+                raise TypeError(f"best={self.best!r}: {what}")
+            checked_number("best", rule[1], 1)
+            if rule[2] not in ("min", "max"):
+                raise ValueError(f'best: "min" or "max" expected, not {rule[2]!r}')
+
+    @classmethod
+    def of(cls, retention: Retention | int | None) -> Retention | None:
+        """A number is ``keep_last``."""
+        if retention is None or isinstance(retention, cls):
+            return retention
+        if type(retention) is not int:
+            raise TypeError(f"retention={retention!r}: a number or a Retention expected")
+        return cls(keep_last=retention)
+
     def native_best(self) -> list[tuple[str, int, bool]]:
-        """`best` as the native store takes it. Raises `ValueError` for another mode."""
-        for _, _, mode in self.best:
-            if mode not in ("min", "max"):
-                raise ValueError(f'best: "min" or "max" expected, not {mode!r}')
+        """`best` as the native store takes it."""
         return [(metric, count, mode == "max") for metric, count, mode in self.best]
 
 
@@ -84,6 +102,37 @@ def listed(item: dict[str, Any], report: dict[str, Any] | None = None) -> Checkp
         time=item["time_ms"] / 1000,
         report=report or {},
     )
+
+
+def checked_number(name: str, value: object, least: int) -> None:
+    """Refuses what is neither ``None`` nor an integer of at least so much."""
+    if value is None:
+        return
+    if type(value) is not int:
+        raise TypeError(f"{name}={value!r}: an integer expected")
+    if not least <= value < _STEPS:
+        raise ValueError(f"{name}={value!r}: an integer of {least} or more expected")
+
+
+def check_numbers(arguments: Mapping[str, object]) -> None:
+    """Refuses numbers that a store cannot work with."""
+    least = {"max_chain": 1, "threads": 1, "bandwidth": 1, "max_hops": 1, "parent_memory": 0}
+    for name, at_least in least.items():
+        checked_number(name, arguments[name], at_least)
+
+
+def numbers_of(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """Metrics as they are stored."""
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics={metrics!r}: a dict of numbers expected")
+    return {str(name): float(value) for name, value in (metrics or {}).items()}
+
+
+def texts_of(tags: Mapping[str, str] | None) -> dict[str, str]:
+    """Tags as they are stored."""
+    if tags is not None and not isinstance(tags, Mapping):
+        raise TypeError(f"tags={tags!r}: a dict of texts expected")
+    return {str(name): str(text) for name, text in (tags or {}).items()}
 
 
 #: Steps are stored in 64 bits.

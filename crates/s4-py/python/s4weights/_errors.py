@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
+from typing import Any
 
 __all__ = [
     "ConflictError",
@@ -54,10 +56,33 @@ class StorageError(S4Error, OSError):
     (an object store's 401 and 403 too), ``ECONNREFUSED``, ``ETIMEDOUT``. ``filename`` is the path or
     URL. ``cause`` is a word for programs, such as ``"Refused"``, ``"Dns"``, ``"Tls"``, ``"Timeout"``,
     ``"Permission"``, ``"NoSuchBucket"``, ``"Throttled"``, ``"DiskFull"``. Each is ``None`` if it is
-    not known.
+    not known. It is a `PermissionError`, `IsADirectoryError` and so on as well, where ``errno`` says so.
     """
 
     cause: str | None = None
+
+    def __new__(cls, *args: Any) -> StorageError:
+        kind = _OF_ERRNO.get(args[0]) if cls is StorageError and len(args) > 1 else None
+        return super().__new__(cls if kind is None else kind, *args)
+
+    def __reduce__(self) -> Any:
+        args = self.args if self.filename is None else (*self.args, self.filename)
+        return StorageError, args, self.__dict__
+
+
+def _with(kind: type[OSError]) -> type[StorageError]:
+    return type(f"Storage{kind.__name__}", (StorageError, kind), {"__module__": __name__})
+
+
+#: As `OSError` has it: code that expects the system's errors of `torch.save` goes on working.
+_OF_ERRNO = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM), _with(PermissionError)),
+    errno.EISDIR: _with(IsADirectoryError),
+    errno.ENOTDIR: _with(NotADirectoryError),
+    errno.EEXIST: _with(FileExistsError),
+    errno.ECONNREFUSED: _with(ConnectionRefusedError),
+    errno.ETIMEDOUT: _with(TimeoutError),
+}
 
 
 class UnsafeLoadError(S4Error, pickle.UnpicklingError):

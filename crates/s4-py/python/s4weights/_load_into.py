@@ -11,7 +11,7 @@ from . import _core
 from ._device import HOST, Compute, place
 from ._errors import MismatchError
 from ._load import build, choose_unpickler
-from ._names import walk_tensors
+from ._names import join, tensors_by_path
 from ._progress import Progress, ProgressArgument
 from ._save import require_little_endian
 from ._sources import FileLike, open_source, require_s4w
@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 
 #: Problems that an error names.
 _NAMED = 8
+
+
+class IncompatibleKeys(NamedTuple):
+    """Key paths of tensors that `load_into` left as they are, since the other side has none."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
 
 
 class Pair(NamedTuple):
@@ -44,7 +51,7 @@ def load_into(
     gpu_scratch: int | None = None,
     progress: ProgressArgument = None,
     storage_options: Mapping[str, str] | None = None,
-) -> None:
+) -> IncompatibleKeys:
     """Fills tensors, on the host or on CUDA devices, with those of a ``.s4w`` file: no second copy
     of them is ever in memory, except of those that are not contiguous. Several threads may call
     it at once, to fill different tensors.
@@ -63,6 +70,9 @@ def load_into(
         progress: as in `load`.
         storage_options: as in `load`.
 
+    Returns:
+        What ``strict=False`` passed over.
+
     Raises:
         TypeError: neither of the first two is a file.
         MismatchError: names, dtypes or shapes differ, or a tensor is of a kind that cannot be filled
@@ -73,13 +83,19 @@ def load_into(
     compute = Compute(device, gpu_scratch)
     require_little_endian()
     source = require_s4w(open_source(f, storage_options, threads))
-    pairs = match(state_dict, source, compute, strict=strict, weights_only=weights_only)
+    targets = tensors_by_path(state_dict)
+    saved, numbers = _saved(source, weights_only, compute)
+    pairs = _pair(targets, saved, numbers, strict, _extra_state(state_dict))
     tracker = Progress(progress, sum(pair.target.nbytes for pair in pairs), "load")
     try:
         _fill(source, compute, pairs, tracker)
         tracker.finish()
     finally:
         tracker.close()
+    return IncompatibleKeys(
+        [path for path in targets if path not in saved],
+        [path for path in saved if path not in targets],
+    )
 
 
 def match(
@@ -96,7 +112,7 @@ def match(
         MismatchError: names, dtypes or shapes differ, or a tensor is of a kind that cannot be filled.
     """
     saved, numbers = _saved(source, weights_only, compute)
-    return _pair(dict(walk_tensors(state_dict, as_state=True)), saved, numbers, strict)
+    return _pair(tensors_by_path(state_dict), saved, numbers, strict, _extra_state(state_dict))
 
 
 def _in_order(state_dict: Any, f: Any) -> tuple[Any, FileLike]:
@@ -122,7 +138,7 @@ def _saved(
     storages = StorageReader(source, source.tensors(), "meta", Progress(None, 0, "load"), compute)
     pickle_module = choose_unpickler(None, weights_only, {})
     obj = build(source, source.tree(), storages, "meta", pickle_module, {"encoding": "utf-8"})
-    return dict(walk_tensors(obj, as_state=True)), storages.numbers()
+    return tensors_by_path(obj), storages.numbers()
 
 
 def _pair(
@@ -130,11 +146,13 @@ def _pair(
     saved: dict[str, torch.Tensor],
     numbers: dict[int, int],
     strict: bool,
+    beside: tuple[str, ...],
 ) -> list[Pair]:
     problems = []
     if strict:
         problems += [f"`{path}` is not in the file" for path in targets.keys() - saved.keys()]
-        problems += [f"`{path}` is in the file only" for path in saved.keys() - targets.keys()]
+        only = (path for path in saved.keys() - targets.keys() if not path.startswith(beside))
+        problems += [f"`{path}` is in the file only" for path in only]
     pairs = []
     for path in (path for path in targets if path in saved):
         target, there = targets[path], saved[path]
@@ -150,6 +168,19 @@ def _pair(
         rest = [f"and {more} more"] if more > 0 else []
         raise MismatchError("; ".join(sorted(problems)[:_NAMED] + rest))
     return pairs
+
+
+def _extra_state(obj: Any, path: str = "") -> tuple[str, ...]:
+    """Where modules keep extra state, which is theirs to load: what the paths of tensors in it begin with."""
+    import torch
+
+    if isinstance(obj, torch.nn.Module):
+        state = obj.state_dict(keep_vars=True)
+        names = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+        return tuple(f"{join(path, name)}." for name in names)
+    if not isinstance(obj, dict):
+        return ()
+    return tuple(p for key, value in obj.items() for p in _extra_state(value, join(path, key)))
 
 
 def _difference(target: torch.Tensor, saved: torch.Tensor) -> str | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+
+from ._errors import MismatchError
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +73,7 @@ def walk_tensors(
     visits = 0
     # With a path, the objects on the way to it: what holds itself is not entered again.
     todo: deque[tuple[str, Any, frozenset[int]]] = deque([("", root, nothing)])
-    while todo and visits < MAX_VISITS:
+    while todo and (as_state or visits < MAX_VISITS):
         path, obj, above = todo.popleft()
         if isinstance(obj, _LEAVES) or id(obj) in (above if as_state else seen):
             continue
@@ -92,6 +95,25 @@ def walk_tensors(
             (join(path, k), v, above) for k, v in _children(obj) if type(v) not in _PLAIN_LEAVES
         ]
         todo.extendleft(reversed(children))
+
+
+def tensors_by_path(root: object) -> dict[str, torch.Tensor]:
+    """The tensors that `walk_tensors` gives of a state, by their paths.
+
+    Raises `MismatchError` if two have the same path: which is which nobody can say.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for path, tensor in walk_tensors(root, as_state=True):
+        if found.setdefault(path, tensor) is not tensor:
+            raise MismatchError(f"`{path}` is the key path of two tensors")
+    return found
+
+
+def unique(path: str, known: Container[str]) -> str:
+    """A path; where it is known, with a number behind it: ``{"a.b": x, "a": {"b": y}}`` has one of two tensors."""
+    if path not in known:
+        return path
+    return next(name for n in itertools.count(2) if (name := f"{path}~{n}") not in known)
 
 
 def _children(obj: Any) -> list[tuple[object, Any]]:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from . import _core
 from ._device import Compute
 from ._load import build, choose_unpickler
-from ._names import walk_tensors
+from ._names import unique, walk_tensors
 from ._progress import Progress
 from ._save import require_little_endian
 from ._sources import FileLike, is_url, open_source, require_s4w
@@ -56,7 +56,7 @@ class File(Mapping[str, Any]):
             if tensor.layout is torch.strided and not tensor.is_quantized:
                 number = numbers.get(tensor.untyped_storage()._cdata)
                 if number is not None:
-                    self._saved[path] = _Saved(tensor, number)
+                    self._saved[unique(path, self._saved)] = _Saved(tensor, number)
 
     def __repr__(self) -> str:
         state = "closed" if self._reader is None else f"{len(self)} tensors"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ._load import get_unsafe_globals, load
-from ._save import save
+from ._save import check_preset, save
 from ._torch import OURS, original, require_torch
 
 _lock = threading.Lock()
@@ -55,6 +55,8 @@ def patch(**options: Any) -> Patch:
     unknown = options.keys() - {"preset", "threads", "device", "gpu_scratch"}
     if unknown:
         raise TypeError(f"patch() got an unexpected keyword argument {min(unknown)!r}")
+    if "preset" in options:
+        check_preset(options["preset"])
     of_load = {name: value for name, value in options.items() if name != "preset"}
     new_save = _replacing("save", save, options)
     new_load = _replacing("load", load, of_load)

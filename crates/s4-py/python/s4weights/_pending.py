@@ -1,4 +1,4 @@
-"""Saves that go on in the background, and how a process ends in spite of them."""
+"""Saves that run in the background, and how a process ends while some do."""
 
 from __future__ import annotations
 
@@ -90,6 +90,9 @@ class Pending(Generic[T]):
             before they write to the tensors, as after any other work on them.
         committed: done when the save is; its result is what a call that blocks returns.
     """
+
+    #: What tells of a failure.
+    _teller = "close()"
 
     def __init__(self, what: str) -> None:
         self.stage = "host"
@@ -312,12 +315,39 @@ class PendingFile(Pending[dict[str, Any]]):
             otherwise.
     """
 
+    _teller = "wait()"
+
     def __init__(self, target: str) -> None:
         super().__init__(f"{target}: the save")
         self.target = target
 
     def _stored_bytes(self, result: dict[str, Any]) -> int:
         return int(result["bytes_out"])
+
+
+class Outside(Pending[Any]):
+    """A save that others run in the background, such as PyTorch's DCP."""
+
+    def __init__(self, what: str, running: list[Pending[Any]]) -> None:
+        super().__init__(what)
+        self._running = running
+
+    def follow(self, future: Future[Any]) -> None:
+        """Ends as a future does."""
+        _live.add(self)
+        self._running.append(self)
+        future.add_done_callback(self._end)
+
+    def _end(self, future: Future[Any]) -> None:
+        self._stage()
+        error = future.exception()
+        if error is None:
+            self.committed.set_result(future.result())
+            _live.discard(self)
+            self._running.remove(self)
+        else:
+            logger.error("%s failed: %s", self._what, error)
+            self.committed.set_exception(error)
 
 
 #: For each optimizer the saves that its next step waits for. The hook stays with the optimizer: it
@@ -452,6 +482,8 @@ def finish_on_sigterm(store: CheckpointStore, deadline: float = 30.0) -> Iterato
     in the list. Then the signal has its usual effect. To be used on the main thread, as all signal
     handlers.
     """
+    if not hasattr(store, "_drain"):
+        raise TypeError(f"finish_on_sigterm({store!r}): a CheckpointStore expected")
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("finish_on_sigterm: signals can only be handled on the main thread")
     received = False

@@ -92,6 +92,8 @@ def add_reporter(reporter: Reporter) -> Callable[[], None]:
     its thread. What it raises is logged and harms nothing. Returns what removes it again.
     """
     global _next
+    if not callable(reporter):
+        raise TypeError(f"reporter={reporter!r}: a function expected")
     with _lock:
         _next += 1
         number = _next

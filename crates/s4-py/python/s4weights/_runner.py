@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from ._entries import numbers_of, texts_of
 from ._errors import ConflictError, CorruptDataError, NotFoundError, S4Error, StorageError
 from ._pending import Guard, Pending, PendingFile
 from ._save import save
@@ -150,8 +151,8 @@ class RunnerClient:
         message = {
             "id": str(id),
             "step": step,
-            "metrics": {str(name): float(value) for name, value in (metrics or {}).items()},
-            "tags": {str(name): str(value) for name, value in (tags or {}).items()},
+            "metrics": numbers_of(metrics),
+            "tags": texts_of(tags),
         }
         handle = RunnerSave(self, step, id)
 
@@ -247,6 +248,8 @@ class RunnerClient:
                 raise failure
             if isinstance(failure.__cause__, PermissionError):
                 raise failure
+            if pause == _PAUSE:
+                logger.warning("%s, which is tried again for %.0f s", failure, self._patience)
             time.sleep(pause)
             pause = min(pause * 2, _LONGEST_PAUSE)
 

@@ -25,6 +25,8 @@ from ._torch import OURS, call_original, require_torch
 
 logger = logging.getLogger("s4weights")
 
+_PRESETS = ("fast", "balanced", "small", "nvcomp")
+
 
 @overload
 def save(
@@ -157,6 +159,10 @@ def save(
         raise UnsupportedFormatError("torch.serialization.skip_data: .s4w files hold their data")
     torch.serialization._check_dill_version(pickle_module)
     check_stage(stage, blocking)
+    check_preset(preset)
+    if not blocking and isinstance(f, (str, os.PathLike)) and not is_url(f):
+        # Whatever the working directory is when it is written.
+        f = os.path.abspath(f)
     budget = Budget(staging_memory, device_reserve, compute.scratch).check()
     start = time.perf_counter()
     recorder = Recorder("save", f)
@@ -240,6 +246,12 @@ def describe(
         storages = StorageWriter()
         blobs["pickle"] = _pickled.dump(obj, storages, pickle_module, protocol)
     return storages, Described(tree, storages.find_roles(obj), blobs)
+
+
+def check_preset(preset: str) -> None:
+    """Refuses a preset that there is not."""
+    if preset not in _PRESETS:
+        raise ValueError(f"preset={preset!r}: one of {', '.join(_PRESETS)} expected")
 
 
 def new_writer(

@@ -24,6 +24,9 @@ def select(text: str, keys: Iterable[str]) -> tuple[str, frozenset[int]]:
     if isinstance(keys, str):
         raise TypeError("keys: a list of key paths expected, not one string")
     wanted = list(keys)
+    for key in wanted:
+        if not isinstance(key, str):
+            raise TypeError(f"keys: key paths expected, not {key!r}")
     try:
         root = parse_tree(text)
         selection = _Selection(wanted, list(_tensor_nodes(root)))

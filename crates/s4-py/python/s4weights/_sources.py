@@ -6,6 +6,8 @@ import io
 import os
 from collections.abc import Mapping
 from typing import IO, Any, NamedTuple, Union
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from . import _core
 from ._errors import NotFoundError, StorageError, UnsupportedFormatError
@@ -38,6 +40,14 @@ def is_url(f: object) -> bool:
     return isinstance(f, str) and _core.is_url(f)
 
 
+def absolute(place: str | os.PathLike[str]) -> str:
+    """A folder or URL as it is named wherever the working directory is later."""
+    text = os.fspath(place)
+    if not isinstance(text, str):
+        raise TypeError(f"{place!r}: a folder or a URL expected")
+    return os.path.abspath(text) if text and "://" not in text and not is_url(text) else text
+
+
 def open_source(
     f: FileLike,
     storage_options: Mapping[str, str] | None,
@@ -49,10 +59,20 @@ def open_source(
         load_nvcomp()
     options = dict(storage_options or {})
     if is_url(f):
-        return _core.Reader(None, str(f), None, threads, options, trusted)
+        path = _path_of_url(str(f))
+        if path is None:
+            return _core.Reader(None, str(f), None, threads, options, trusted)
+        f = path
     if isinstance(f, (str, os.PathLike)):
         return _open_path(f, options, threads, trusted)
     return _open_stream(f, options, threads, trusted)
+
+
+def _path_of_url(url: str) -> str | None:
+    """The path that a ``file:`` URL of this machine names: it may lead to a file of another format."""
+    parts = urlsplit(url)
+    here = parts.scheme == "file" and parts.netloc in ("", "localhost") and not parts.query
+    return url2pathname(parts.path) if here else None
 
 
 def require_s4w(source: _core.Reader | Foreign) -> _core.Reader:

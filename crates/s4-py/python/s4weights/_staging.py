@@ -120,7 +120,7 @@ def stage_values(
     budget: Budget,
     streams: Mapping[int, int] | None = None,
 ) -> StagedValues:
-    """Sees to it that values are read as they are now.
+    """Ensures that values are read as they are now.
 
     With ``"lazy"`` that is up to the caller, until the save has read them; ``streams`` may be those of
     `streams_behind` then, from an earlier time.

@@ -194,7 +194,9 @@ class StorageReader:
         self._fake = torch._guards.detect_fake_mode(None) is not None
         self._cpu = torch.device("cpu")
         self._map_location = map_location
-        self._restore = torch.serialization._get_restore_location(map_location)
+        #: What a function of the caller's raised.
+        self.error_of_caller: Exception | None = None
+        self._restore = torch.serialization._get_restore_location(self._guarded(map_location))
         self._meta = (
             isinstance(map_location, (str, torch.device))
             and torch.device(map_location).type == "meta"
@@ -219,6 +221,24 @@ class StorageReader:
         if not 0 <= number < len(self._infos):
             raise CorruptDataError(f"object refers to tensor {number} of {len(self._infos)}")
         return self._infos[number]
+
+    def _guarded(self, map_location: Any) -> Any:
+        import torch
+
+        if map_location is None or isinstance(map_location, (str, torch.device, dict)):
+            return map_location
+        if not callable(map_location):
+            kinds = "None, a device, a dict or a callable expected"
+            raise TypeError(f"map_location={map_location!r}: {kinds}")
+
+        def call(storage: Any, location: str) -> Any:
+            try:
+                return map_location(storage, location)
+            except Exception as error:
+                self.error_of_caller = error
+                raise
+
+        return call
 
     def get(self, number: int, location: str) -> torch.UntypedStorage:
         """The storage with this number, on the device that its tag and ``map_location`` say."""

@@ -19,7 +19,15 @@ from typing import Any, Literal, overload
 from . import _core, _live
 from ._catalog import Catalog
 from ._device import Compute, free_pinned_memory
-from ._entries import CheckpointEntry, Retention, checked_step, listed
+from ._entries import (
+    CheckpointEntry,
+    Retention,
+    check_numbers,
+    checked_step,
+    listed,
+    numbers_of,
+    texts_of,
+)
 from ._errors import CorruptDataError, UnsupportedFormatError
 from ._load import check_pickle_arguments, read
 from ._load import load as read_file
@@ -27,7 +35,8 @@ from ._pending import Deadline, HostBuffer, Pending, PendingSave
 from ._progress import Progress, ProgressArgument
 from ._report import Recorder
 from ._runner import RunnerClient
-from ._save import Described, describe, require_little_endian
+from ._save import Described, check_preset, describe, require_little_endian
+from ._sources import absolute
 from ._staging import Budget, Stage, StagedValues, check_stage, stage_values, streams_behind
 from ._storages import StorageWriter, copy_elsewhere
 from ._turn import Turn
@@ -93,8 +102,8 @@ class CheckpointStore(Catalog):
             the same.
         gpu_scratch: as in `save`, and so is ``pinned_memory``; `close` gives back what is idle of it.
         staging_memory: bytes of host memory that saves in the background may take for values, copied
-            or encoded, that are not uploaded yet; ``None``: no limit. What does not fit makes the
-            call take longer.
+            or encoded, that are not uploaded yet; ``None``: no limit. The call blocks while more
+            wait.
         device_reserve: bytes of each CUDA device's memory that copies of values leave free; ``None``:
             1 GiB, or a tenth of the memory if that is more. What PyTorch once had comes on top.
         runner: the socket of a runner (``s4w serve``), such as ``unix:///run/s4weights/s4w.sock``.
@@ -127,7 +136,7 @@ class CheckpointStore(Catalog):
         device_reserve: int | None = None,
         runner: str | None = None,
     ) -> None:
-        self.url = os.fspath(url)
+        self.url = absolute(url)
         # What a copy is made of.
         self._arguments: dict[str, Any] = {
             "url": self.url,
@@ -156,11 +165,9 @@ class CheckpointStore(Catalog):
         self._compute: Callable[[], Compute] = lambda: Compute(device, gpu_scratch, pinned_memory)
         scratch = self._compute().scratch
         self._budget = Budget(staging_memory, device_reserve, scratch).check()
-        if type(retention) is int:
-            retention = Retention(keep_last=retention)
-        if not isinstance(retention, (Retention, type(None))):
-            raise TypeError(f"retention={retention!r}: a number or a Retention expected")
-        self.retention: Retention | None = retention
+        self.retention: Retention | None = Retention.of(retention)
+        check_numbers(self._arguments)
+        check_preset(preset)
         if timeout is not None and not 0 < timeout < _LONGEST:
             raise ValueError(f"timeout={timeout!r}: a positive number of seconds expected")
         if writers not in ("many", "single"):
@@ -189,6 +196,7 @@ class CheckpointStore(Catalog):
         # one in the background are copied. That one keeps the buffer until it ends.
         self._turn = Turn()
         self._pending: Pending[Any] | None = None
+        self._outside: list[Pending[Any]] = []  # Of DCP; `close` waits for them.
         self._threads = threads
         self._spare: HostBuffer | None = None
         # For `finish_on_sigterm`: whether the main thread is in a save, and what comes after.
@@ -226,6 +234,9 @@ class CheckpointStore(Catalog):
             try:
                 if not self._closed:
                     self._settle()
+                    for outside in [*self._outside]:
+                        if (error := outside.committed.settle()) is not None:
+                            raise error
             finally:
                 self._closed = True
                 self._native, self._spare = None, None
@@ -375,9 +386,7 @@ class CheckpointStore(Catalog):
     ) -> CheckpointEntry | PendingSave:
         self._settle()
         recorder = Recorder("save", self.url, step)
-        texts = dict(metadata or {})
-        numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
-        words = {str(name): str(value) for name, value in (tags or {}).items()}
+        texts, numbers, words = dict(metadata or {}), numbers_of(metrics), texts_of(tags)
 
         def described(state: object, patiently: bool = False) -> tuple[StorageWriter, Described]:
             storages, about = describe(state, pickle_module, pickle_protocol, patiently)
@@ -498,7 +507,7 @@ class CheckpointStore(Catalog):
         recorder: Recorder,
     ) -> PendingSave:
         pending = PendingSave(step, str(self.url))
-        # If the copy fails it may go on still, on a GPU: then nobody gets this memory again.
+        # If the copy fails, a GPU may still be writing to this memory: it is abandoned then.
         buffer, self._spare = self._spare or HostBuffer(self._threads), None
         with recorder.begin("stage"):
             values = stage_values(storages, engine, stage, buffer, self._budget)
@@ -642,7 +651,7 @@ class CheckpointStore(Catalog):
         """After a fork: threads stayed with the parent, and so did its saves and their memory."""
         if self._native is not None:
             _ABANDONED.append(self._native)
-        self._native, self._pending, self._spare = None, None, None
+        self._native, self._pending, self._spare, self._outside = None, None, None, []
         self._turn = Turn()
         self._saving_here = False
 

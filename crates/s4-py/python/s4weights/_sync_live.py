@@ -9,9 +9,9 @@ from . import _core
 from ._device import Compute, Places
 from ._errors import UnsafeLoadError
 from ._load_into import direct_place, match
-from ._names import walk_tensors
+from ._names import tensors_by_path, walk_tensors
 from ._progress import Progress
-from ._storages import covering_shape, read_batch
+from ._storages import covering_shape, is_strided, read_batch
 
 if TYPE_CHECKING:
     import torch
@@ -131,9 +131,12 @@ def tensors_of(weights: Any) -> dict[str, torch.Tensor]:
     """The tensors of a module or of containers, by key path.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are none, or two have the same path.
     """
-    found = {path: tensor.detach() for path, tensor in walk_tensors(weights, as_state=True)}
+    found = {path: tensor.detach() for path, tensor in tensors_by_path(weights).items()}
+    for path, tensor in found.items():
+        if not is_strided(tensor):
+            raise ValueError(f"`{path}` is a {type(tensor).__name__} of layout {tensor.layout}: not strided")
     if not found:
         raise ValueError(f"{type(weights).__name__}: no tensors in it")
     return found

@@ -113,7 +113,7 @@ class TreeDecoder:
         try:
             return self._node(parse_tree(text))
         except (LookupError, TypeError, ValueError, RecursionError, struct.error) as error:
-            if isinstance(error, CorruptDataError):
+            if isinstance(error, CorruptDataError) or error is self._storages.error_of_caller:
                 raise
             raise CorruptDataError(f"corrupt data (tree): {brief(error)}") from error
 

@@ -24,7 +24,9 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import os
+import threading
 import uuid
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -42,6 +44,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _core
 from ._dcp_metadata import from_json, to_json
@@ -50,8 +53,9 @@ from ._dcp_planners import LoadPlanner, SavePlanner
 from ._dcp_read import StoredTensors
 from ._dcp_stager import Stager, device_copies
 from ._device import HOST, Places
-from ._entries import CheckpointEntry
+from ._entries import CheckpointEntry, checked_step, numbers_of, texts_of
 from ._errors import ConflictError, NotFoundError, UnsupportedFormatError
+from ._pending import Outside
 from ._progress import Progress, ProgressArgument
 from ._report import Recorder
 from ._storages import dtype_name
@@ -83,6 +87,18 @@ class _Share(NamedTuple):
 
     part_of: str
     rank: int
+
+    def __reduce__(self) -> Any:
+        return _received, (self.part_of, self.rank)
+
+
+#: What this thread was told last: a planner that caches plans hands the first save's to all that follow.
+_told = threading.local()
+
+
+def _received(part_of: str, rank: int) -> _Share:
+    _told.share = share = _Share(part_of, rank)
+    return share
 
 
 class _Stored(NamedTuple):
@@ -131,13 +147,17 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         super().__init__()
-        self._place = Place(store, step, options)
+        self._place = Place(store, None if step is None else checked_step(step), options)
         self._overwrite = overwrite
         self._progress = progress
-        self._metrics = {str(name): float(value) for name, value in (metrics or {}).items()}
-        self._tags = {str(name): str(value) for name, value in (tags or {}).items()}
+        self._metrics = numbers_of(metrics)
+        for name, value in self._metrics.items():
+            if not math.isfinite(value):
+                raise ValueError(f"metrics: {name!r} is {value}, which is not finite")
+        self._tags = texts_of(tags)
         self._base = base
         self._part_of: str | None = None
+        self._rank = 0
         #: Without collectives: tags that say whose checkpoint it is.
         self._alone: dict[str, str] = {}
         #: What the store lists, on the coordinating rank, after a save.
@@ -166,6 +186,8 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._alone = {}
+        self._rank = int(kwargs.get("rank", 0))
+        _told.share = None
         if not kwargs.get("use_collectives", True):
             self._alone = {_RANK: str(kwargs.get("rank", 0)), _RANKS: str(_world())}
         if self._place.step is None:
@@ -180,10 +202,11 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         if not self._overwrite:
             self._require_new()
         self._part_of = _core.begin_parts(native, raw, self._base)
-        return [
-            dataclasses.replace(plan, storage_data=_Share(self._part_of, rank))
-            for rank, plan in enumerate(plans)
-        ]
+        shares = [_Share(self._part_of, rank) for rank in range(len(plans))]
+        # Without collectives there is one plan, of whatever rank.
+        _told.share = shares[self._rank if len(plans) > 1 else 0]
+        pairs = zip(plans, shares, strict=True)
+        return [dataclasses.replace(plan, storage_data=share) for plan, share in pairs]
 
     def _require_new(self) -> None:
         place, rank = self._place, self._alone.get(_RANK)
@@ -193,7 +216,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
                 raise ConflictError(what)
 
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
-        share: _Share = plan.storage_data
+        share: _Share = _told.share or plan.storage_data
         store = self._place.store
         recorder = Recorder("save", store.url, self._place.step, share.rank)
         held: list[torch.Tensor] = []
@@ -283,6 +306,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         self._reader: _core.Reader | None = None
         self._metadata: Metadata | None = None
         self._step: int | None = None
+        self._entry_id: str | None = None
         self._names: dict[MetadataIndex, str] = {}
         #: Names what is loaded through this reader, until it is reset, in DCP's metadata.
         self.load_id = str(uuid.uuid4())
@@ -305,9 +329,10 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         return is_id(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._metadata is None:
-            store = self._place.store
-            entry = self._entry(kwargs.get("rank"))
+        store = self._place.store
+        # Whoever reads again, without naming a checkpoint, wants what is the newest then.
+        entry = self._entry(kwargs.get("rank"))
+        if self._metadata is None or entry.id != self._entry_id:
             reader = store._open("open").open(entry.id)
             where = f"{store.url}: step {entry.step}"
             try:
@@ -318,7 +343,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
             self._metadata, self._names = from_json(text, where)
             ids = {"save_id": entry.id, "load_id": self.load_id}
             self._metadata.storage_meta = StorageMeta(self.checkpoint_id, **ids)
-            self._step = entry.step
+            self._step, self._entry_id = entry.step, entry.id
             self._reader = reader
         return self._metadata
 
@@ -347,7 +372,14 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        self.read_metadata()
+        self._loaded()
+
+    def _loaded(self) -> _core.Reader:
+        """The checkpoint whose metadata was read."""
+        if self._reader is None:
+            self.read_metadata()
+        assert self._reader is not None
+        return self._reader
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -356,13 +388,12 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         return plans
 
     def read_data(self, plan: LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
-        self.read_metadata()
-        assert self._reader is not None
+        reader = self._loaded()
         compute = self._place.store._compute()
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         recorder = Recorder("load", self._place.store.url, self._step, rank)
-        stored = StoredTensors(self._reader, self._names, compute, str(self._place))
-        recorder.look(self._reader)
+        stored = StoredTensors(reader, self._names, compute, str(self._place))
+        recorder.look(reader)
         with recorder.watch(), recorder.stage("read"):
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
@@ -425,16 +456,21 @@ def async_save(
         stager: which copies.
 
     Returns:
-        DCP's future.
+        A future of what `dcp.save` returns. A store waits for it when it is closed, and raises what the save
+        failed with if nobody has asked.
     """
-    return dcp.async_save(
+    writer = StorageWriter(store, step=step, **options)
+    pending = Outside(f"{writer._place}: the save", writer._place.store._outside)
+    future = dcp.async_save(
         state_dict,
-        storage_writer=StorageWriter(store, step=step, **options),
+        storage_writer=writer,
         planner=planner or SavePlanner(),
         process_group=process_group,
         async_stager=stager,
         no_dist=no_dist,
     )
+    pending.follow(future)
+    return pending.committed
 
 
 def load(
@@ -476,9 +512,11 @@ def _nbytes(item: WriteItem) -> int:
 def _name(item: WriteItem) -> str:
     """The name of a stored tensor: that of the whole one, or with the place of the shard in it."""
     data, index = item.tensor_data, item.index
+    # No name of a shard is that of another tensor, and none is empty.
+    name = str(index.fqn).replace("~", "~0").replace("@", "~1") or "~"
     if data is None or data.chunk.sizes == data.size or index.offset is None:
-        return str(index.fqn)
-    return f"{index.fqn}@{','.join(map(str, index.offset))}"
+        return name
+    return f"{name}@{','.join(map(str, index.offset))}"
 
 
 def _values(item: WriteItem, planner: dcp.SavePlanner) -> torch.Tensor:
@@ -494,6 +532,9 @@ def _values(item: WriteItem, planner: dcp.SavePlanner) -> torch.Tensor:
         copies.wait()
     if tensor.layout is not torch.strided or tensor.is_quantized:
         raise UnsupportedFormatError(f"{item.index.fqn!r}: a tensor with strides expected")
+    if is_traceable_wrapper_subclass(tensor):
+        what = f"a {type(tensor).__name__}, which wraps other tensors"
+        raise UnsupportedFormatError(f"{item.index.fqn!r} is {what}: save these")
     if dtype_name(tensor.dtype) == "bytes":
         raise UnsupportedFormatError(f"{item.index.fqn!r}: the format has no {tensor.dtype}")
     return tensor.resolve_conj().resolve_neg().contiguous()

@@ -28,7 +28,7 @@ from . import _core
 from ._collection import NoCollection
 from ._device import is_array
 from ._errors import CorruptDataError, LimitError, UnsupportedFormatError
-from ._names import join
+from ._names import join, unique
 from ._open import File, Slice, name_of, ranges_of
 from ._progress import Progress, ProgressArgument
 from ._save import new_writer, require_little_endian
@@ -173,7 +173,9 @@ class ArrayFile(File):
         self._reader: _core.Reader | None = reader
         decoder, tree = _LayoutDecoder(_Storages(infos)), reader.tree()
         obj = decoder.tensors() if tree is None else decoder.decode(tree)
-        self._saved: dict[str, Any] = dict(_layouts(obj, ""))
+        self._saved: dict[str, Any] = {}
+        for path, layout in _layouts(obj, ""):
+            self._saved[unique(path, self._saved)] = layout
 
     def _part(self, key: str) -> Slice:
         return ArraySlice(self, key, self._saved[key])
@@ -266,6 +268,9 @@ class _Arrays:
 
 class _Storages:
     """The bytes that arrays are in, which are read once all arrays are made."""
+
+    #: No function of the caller's is called.
+    error_of_caller = None
 
     def __init__(self, infos: list[_core.TensorInfo]) -> None:
         self._infos = infos

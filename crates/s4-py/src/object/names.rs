@@ -36,7 +36,7 @@ impl Path<'_> {
         }
         match *self {
             Self::Key(_, key) => text.push_str(key),
-            // Writing to memory does not fail.
+            // Infallible: writing to a `String` never fails.
             Self::Index(_, i) => drop(write!(text, "{i}")),
             Self::Root => {}
         }

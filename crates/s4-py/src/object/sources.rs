@@ -25,7 +25,7 @@ pub(crate) struct Source {
     pub(super) group: u8,
 }
 
-/// Values to be written, wherever they are. Who has it sees to it that they are there.
+/// Values to be written, wherever they are. The holder keeps their memory alive.
 #[pyclass(frozen, module = "s4weights._core")]
 pub(crate) struct Sources(Mutex<Arc<Vec<Source>>>);
 

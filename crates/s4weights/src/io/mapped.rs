@@ -164,7 +164,7 @@ impl Mapped {
         Ok(true)
     }
 
-    /// Sees to it that the file has the pages of a block, which starts at `at`, from its byte
+    /// Ensures that the file has the pages of a block, which starts at `at`, from its byte
     /// `first` on; those before it are written.
     fn secure(&self, file: &File, at: u64, first: usize, block: &mut [u8]) -> io::Result<()> {
         if block.len() == HUGE && self.huge.load(Ordering::Relaxed) {

@@ -378,7 +378,7 @@ impl<'a> LibraryQueue<'a> {
         bytes.chunks_exact(size).map(bytemuck::pod_read_unaligned).collect()
     }
 
-    /// Sees to it that the next chunks of this device's tensors are there; gives their tensors and numbers: none
+    /// Ensures that the next chunks of this device's tensors are ready; returns their tensors and numbers: none
     /// after the last one.
     pub(in crate::cuda) fn ready(&mut self) -> Result<Vec<(usize, u64)>> {
         if self.in_flight.front().is_some_and(|g| self.handed == g.chunks.len()) {

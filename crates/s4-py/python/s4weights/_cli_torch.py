@@ -1,0 +1,128 @@
+"""PyTorch's own files, for the command line: read without running what is pickled in them, and written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import pickletools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import _core
+from ._errors import CorruptDataError, StorageError, UnsafeLoadError, UnsupportedFormatError
+from ._explain import find_refused, is_broken
+from ._sources import _HEAD, _is_safetensors
+
+#: Pickles of an old file of `torch.save`: a number, a version, facts of the machine, and the object.
+_OLD_PICKLES = 4
+#: Characters of a message of PyTorch's that are passed on.
+_MAX_SAID = 300
+
+
+def read_file(path: str) -> Any:
+    """What `torch.save` wrote: tensors and plain values, and nothing else.
+
+    Raises `UnsafeLoadError` for a sound file that holds more, `UnsupportedFormatError` for one of
+    another format, and `CorruptDataError`.
+    """
+    if _is_program(path):
+        what = (
+            f"{path}: a program of TorchScript, not a file of torch.save. In Python, "
+            f"torch.jit.load({path!r}).state_dict() gives its tensors, for s4weights.save"
+        )
+        raise UnsupportedFormatError(what)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # whatever PyTorch's readers raise
+        raise _explained(path, error) from error
+
+
+def _is_program(path: str) -> bool:
+    with open(path, "rb") as file:
+        if not file.read(2) == b"PK":
+            return False
+    try:
+        return "constants.pkl" in torch._C.PyTorchFileReader(path).get_all_records()
+    except RuntimeError:
+        return False
+
+
+def _explained(path: str, error: Exception) -> Exception:
+    """Why PyTorch could not load a file: because it is damaged, or because of what it is."""
+    with open(path, "rb") as file:
+        head = file.read(_HEAD)
+    if _core.is_s4w(head):
+        return UnsupportedFormatError(f"{path}: a .s4w file already, whatever its name")
+    if _is_safetensors(head):
+        what = f"{path}: a safetensors file: give it a name that ends with .safetensors"
+        return UnsupportedFormatError(what)
+    said = f"{path}: damaged, or no file of torch.save: {brief(error)}"
+    try:
+        stream = _pickle_of(path)
+    except (RuntimeError, ValueError):
+        return CorruptDataError(said)
+    if stream is None:
+        return UnsupportedFormatError(f"{path}: a pickle, but none that torch.save wrote")
+    if is_broken(stream) or not isinstance(error, pickle.UnpicklingError):
+        return CorruptDataError(said)
+    place, name = next(iter(find_refused(stream)), (None, None))
+    return UnsafeLoadError(brief(error), key_path=place, global_name=name)
+
+
+def _pickle_of(path: str) -> bytes | None:
+    """The pickled object of a file of `torch.save`; ``None`` if another program pickled it. Raises
+    `RuntimeError` or `ValueError` if it cannot be found.
+    """
+    with open(path, "rb") as file:
+        if file.read(2) == b"PK":
+            return bytes(torch._C.PyTorchFileReader(path).get_record("data.pkl"))
+        file.seek(0)
+        start = 0
+        for number in range(_OLD_PICKLES):
+            start = file.tell()
+            for opcode, value, _ in pickletools.genops(file):
+                if number == 0 and value is not None and opcode.name != "PROTO":
+                    if value == torch.serialization.MAGIC_NUMBER:
+                        continue
+                    if opcode.name == "FRAME":
+                        continue
+                    return None
+        length = file.tell() - start
+        file.seek(start)
+        return file.read(length)
+
+
+def brief(error: BaseException) -> str:
+    """The first line of a message, or as much of it as is of use."""
+    line = (str(error) or repr(error)).strip().split("\n", 1)[0]
+    return line if len(line) <= _MAX_SAID else f"{line[:_MAX_SAID]}..."
+
+
+def write_file(state: object, target: str) -> None:
+    """As `torch.save`, under a temporary name first. A link stays a link, and a file that is replaced
+    leaves its permissions and, where the system allows it, its owner.
+    """
+    path = Path(os.path.realpath(target))
+    temporary = path.with_name(f".{path.name[:60]}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(state, file)
+        if path.exists():
+            old = path.stat()
+            if hasattr(os, "chown"):
+                with contextlib.suppress(OSError):
+                    os.chown(temporary, old.st_uid, old.st_gid)
+            shutil.copymode(path, temporary)
+        temporary.replace(path)
+    except OSError as error:
+        raise StorageError(error.errno, error.strerror, target) from error
+    except RuntimeError as error:  # PyTorch's writer, of a file that it cannot write
+        raise StorageError(f"{target}: cannot write: {brief(error)}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
