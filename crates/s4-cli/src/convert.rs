@@ -3,17 +3,20 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
+use std::io::{Read, Seek, SeekFrom, Write as _};
 use std::path::{Path, PathBuf};
 
 use s4weights::{
-    Contents, DType, ReadOptions, Reader, Report, Source, Target, TensorInfo, TensorSource,
-    WriteOptions, Writer,
+    Contents, DType, Reader, Report, Target, TensorInfo, TensorSource, WriteOptions, Writer,
+    is_url, redact_url,
 };
 use safetensors::tensor::{Dtype, Metadata, View};
 
 use crate::error::{Failure, Result};
+use crate::files::{self, Other, PICKLES};
+use crate::left_out::LeftOut;
 use crate::progress::Bar;
+use crate::visible;
 
 /// Keeps the safetensors dtype and shape of a tensor that has no dtype of PyTorch's.
 const FOREIGN: &str = "safetensors.";
@@ -43,19 +46,34 @@ const DTYPES: [(Dtype, DType); 19] = [
 
 /// A path or URL with another ending.
 pub(crate) fn with_ending(path: &str, ending: &str) -> String {
-    let known = [".safetensors", ".s4w", ".pt", ".pth", ".bin"];
-    let stem = known.iter().find_map(|e| path.strip_suffix(e)).unwrap_or(path);
+    let known = [".safetensors", ".s4w"].iter().chain(&PICKLES);
+    let stem = known.into_iter().find_map(|e| path.strip_suffix(e)).unwrap_or(path);
     format!("{stem}.{ending}")
 }
 
+/// Refuses what only the Python wheel converts.
 fn refuse_pickle(path: &str) -> Result<()> {
-    if [".pt", ".pth", ".bin", ".ckpt"].iter().any(|e| path.ends_with(e)) {
-        return Err(Failure::Unsupported(format!(
-            "{path}: PyTorch's own files are converted by the Python wheel: `pip install s4weights \
-             torch`, then its `s4w`"
-        )));
-    }
-    Ok(())
+    let what = match Path::new(path).is_dir() {
+        true => "folders of torch.distributed.checkpoint",
+        false if PICKLES.iter().any(|e| path.ends_with(e)) => "PyTorch's own files",
+        false => return Ok(()),
+    };
+    Err(Failure::Unsupported(format!(
+        "{path}: {what} are converted by the Python wheel: `pip install s4weights torch`, then its `s4w`"
+    )))
+}
+
+/// What a file holds that has no safetensors header; `None`: it should have one.
+fn not_safetensors(path: &str) -> Option<Failure> {
+    let what = match files::what_else(path, ".safetensors")? {
+        Other::S4w => "a .s4w file already",
+        Other::Torch => {
+            "a PyTorch file or another archive: the Python wheel's `s4w` converts PyTorch files, whose \
+             names end with .pt, .pth, .bin or .ckpt"
+        }
+        Other::Safetensors | Other::Unknown => "not a safetensors file",
+    };
+    Some(Failure::Unsupported(format!("{path}: {what}")))
 }
 
 fn named(path: &str, e: std::io::Error) -> Failure {
@@ -71,7 +89,10 @@ pub(crate) fn compress(
 ) -> Result<Report> {
     refuse_pickle(input)?;
     let mut file = File::open(input).map_err(|e| named(input, e))?;
-    let (start, metadata) = read_header(input, &mut file)?;
+    let (start, metadata) = read_header(input, &mut file).map_err(|e| match e {
+        Failure::Safetensors { .. } => not_safetensors(input).unwrap_or(e),
+        e => e,
+    })?;
     let mut tensors: Vec<_> = metadata.tensors().into_iter().collect();
     tensors.sort_by_key(|(_, info)| info.data_offsets);
     bar.expect(tensors.iter().map(|(_, i)| (i.data_offsets.1 - i.data_offsets.0) as u64).sum());
@@ -106,7 +127,10 @@ fn read_header(path: &str, file: &mut File) -> Result<(u64, Metadata)> {
     let io = |e| named(path, e);
     let len = file.metadata().map_err(io)?.len();
     let mut size = [0; 8];
-    file.read_exact(&mut size).map_err(io)?;
+    file.read_exact(&mut size).map_err(|e| match e.kind() {
+        std::io::ErrorKind::UnexpectedEof => bad(safetensors::SafeTensorError::HeaderTooSmall),
+        _ => io(e),
+    })?;
     let header = u64::from_le_bytes(size);
     // The limit of the safetensors format.
     if header > 100_000_000 || header.checked_add(8).is_none_or(|end| end > len) {
@@ -157,17 +181,59 @@ impl View for &Lazy<'_> {
     }
 }
 
-/// Writes the tensors of a .s4w file into a .safetensors file; gives their number.
+/// Refuses to write tensors to what is no .safetensors file on this machine.
+pub(crate) fn require_safetensors(output: &str) -> Result<()> {
+    if !output.ends_with(".safetensors") {
+        return Err(Failure::Unsupported(format!(
+            "{}: tensors are written to a .safetensors file, and by the Python wheel's `s4w` to a .pt file: \
+             `pip install s4weights torch`",
+            redact_url(output)
+        )));
+    }
+    if is_url(output) {
+        return Err(Failure::Unsupported(format!(
+            "{}: a .safetensors file is written to a path, not to a URL: name one",
+            redact_url(output)
+        )));
+    }
+    Ok(())
+}
+
+/// Writes the tensors of a .s4w file into a .safetensors file; gives their number. What else the file holds
+/// is told; without a name of the user's for the output, which says that tensors are wanted, it is refused.
 pub(crate) fn decompress(
+    reader: &Reader,
     input: &str,
-    output: &str,
-    options: ReadOptions,
-    bar: &Bar,
+    output: Option<&str>,
+    target: &str,
+    quiet: bool,
 ) -> Result<usize> {
-    refuse_pickle(output)?;
-    let reader = Reader::open(Source::from(input), options)?;
-    bar.expect(reader.tensors().map(|t| t.bytes).sum());
-    to_safetensors(&reader, output)
+    if let Some(left_out) = LeftOut::of(reader) {
+        if output.is_none() {
+            let input = redact_url(input);
+            return Err(Failure::Unsupported(format!(
+                "{input}: a .safetensors file cannot hold {left_out}: the Python wheel's `s4w` writes all of \
+                 it to a .pt file; to write the tensors alone, name the output, such as {target}"
+            )));
+        }
+        warn_of(&left_out, target, quiet);
+    }
+    to_safetensors(reader, target)
+}
+
+/// Says what is not written.
+pub(crate) fn warn_of(left_out: &LeftOut, output: &str, quiet: bool) {
+    if !quiet {
+        // Where nobody listens there is nobody to warn.
+        let _ = writeln!(
+            std::io::stderr(),
+            "s4w: warning: {}",
+            visible::name(&format!(
+                "{output} holds tensors only; left out: {left_out}. The Python wheel's `s4w` writes all of \
+                 it to a .pt file"
+            ))
+        );
+    }
 }
 
 /// Writes the tensors of an open checkpoint into a .safetensors file; gives their number.
@@ -187,13 +253,19 @@ pub(crate) fn to_safetensors(reader: &Reader, output: &str) -> Result<usize> {
     // A link stays a link, and permissions stay, as where a file is overwritten in place.
     let target = std::fs::canonicalize(output).unwrap_or_else(|_| output.into());
     let temporary = beside(&target);
+    // The crate makes its file for nobody else; this one has the permissions that the umask allows.
+    let new = File::create(&temporary).and_then(|f| f.metadata());
+    let permissions = new.map_err(|e| named(output, e))?.permissions();
     let written =
         safetensors::serialize_to_file(views.iter().map(|(n, v)| (*n, v)), metadata, &temporary);
-    let bad = |source| Failure::Safetensors { file: output.to_owned(), source };
-    let outcome = written.map_err(bad).and_then(|()| {
+    let cannot = |e| match e {
+        safetensors::SafeTensorError::IoError(e) => named(output, e),
+        e => Failure::Unsupported(format!("{output}: safetensors cannot hold these tensors: {e}")),
+    };
+    let outcome = written.map_err(cannot).and_then(|()| {
         match failure.lock().unwrap_or_else(|p| p.into_inner()).take() {
             Some(e) => Err(e.into()),
-            None => replace(&temporary, &target).map_err(|e| named(output, e)),
+            None => replace(&temporary, &target, permissions).map_err(|e| named(output, e)),
         }
     });
     if outcome.is_err() {
@@ -210,10 +282,19 @@ fn beside(target: &Path) -> PathBuf {
     target.with_file_name(format!(".{stem}.{}.tmp", std::process::id()))
 }
 
-fn replace(temporary: &Path, target: &Path) -> std::io::Result<()> {
-    if let Ok(old) = std::fs::metadata(target) {
-        std::fs::set_permissions(temporary, old.permissions())?;
+/// Puts a file in the place of another, whose permissions and owner it takes over, or into an empty place,
+/// with these permissions.
+fn replace(temporary: &Path, target: &Path, new: std::fs::Permissions) -> std::io::Result<()> {
+    let old = std::fs::metadata(target).ok();
+    #[cfg(unix)]
+    if let Some(old) = &old {
+        use std::os::unix::fs::{MetadataExt, chown};
+        // Only root may give files away; a group of one's own anyone may choose.
+        if chown(temporary, Some(old.uid()), Some(old.gid())).is_err() {
+            let _ = chown(temporary, None, Some(old.gid()));
+        }
     }
+    std::fs::set_permissions(temporary, old.map_or(new, |old| old.permissions()))?;
     std::fs::rename(temporary, target)
 }
 

@@ -2,6 +2,7 @@
 
 use std::io;
 
+use s4weights::ParentProblem;
 use s4weights::store::StoreError;
 
 /// Why a command failed.
@@ -76,11 +77,22 @@ fn library_code(error: &s4weights::Error) -> u8 {
     use s4weights::Error as E;
     use s4weights::format::Error as F;
     match error {
-        E::Format { source: F::Unsupported { .. }, .. } => 4,
+        E::Format { source: F::Unsupported { .. } | F::Limit { .. }, .. } => 4,
         E::Format { .. } => 1,
         E::Argument(_) => 2,
         E::Checkpoint { source, .. } => library_code(source),
         E::Store { source, .. } => store_code(source),
+        E::Parent { problem, .. } => parent_code(problem),
+        E::Device { .. } => 4,
+        _ => 3,
+    }
+}
+
+fn parent_code(problem: &ParentProblem) -> u8 {
+    use ParentProblem as P;
+    match problem {
+        P::Unreadable(source) => library_code(source),
+        P::OtherHash(_) | P::Depth { .. } | P::NoTensor(_) | P::OtherShape { .. } => 1,
         _ => 3,
     }
 }

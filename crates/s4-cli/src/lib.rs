@@ -3,13 +3,15 @@
 //! What is deliberately absent: logic. Commands parse arguments, call `s4weights`, and print.
 //!
 //! Exit codes: 0 done; 1 the data is damaged, or a test failed; 2 wrong usage; 3 something could not
-//! be found, read or written; 4 the file needs another version or another machine; 5 the state of a
-//! store forbids it, or another process was faster.
+//! be found, read or written; 4 the file needs another version, program or machine; 5 what is there forbids
+//! it: the state of a store, a file that would be replaced; or another process was faster.
 #![forbid(unsafe_code)]
 
 mod convert;
 mod error;
+mod files;
 mod inspect;
+mod left_out;
 mod logging;
 mod progress;
 mod selftest;
@@ -24,7 +26,7 @@ use std::io::Write;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
-use s4weights::{Preset, ReadOptions, Reader, Simd, Source, WriteOptions, redact_url};
+use s4weights::{Preset, ReadOptions, Simd, WriteOptions, redact_url};
 
 use error::{Failure, Result};
 
@@ -35,7 +37,8 @@ use error::{Failure, Result};
     about = "Lossless compression of training checkpoints",
     after_help = "Exit codes: 0 done; 1 damaged data or a failed test; 2 wrong usage; \
                   3 not found, or not readable or writable; 4 not supported by this version or \
-                  machine; 5 the state of a store forbids it. `serve` has those of sysexits.h."
+                  machine; 5 the state of a store, or a file that is there already, forbids \
+                  it. `serve` has those of sysexits.h."
 )]
 struct Cli {
     /// Tell more on standard error: -v, -vv, -vvv. By default warnings are told, with --quiet errors
@@ -58,16 +61,21 @@ enum Command {
         #[arg(long, default_value = "balanced")]
         preset: Preset,
         #[command(flatten)]
+        overwrite: Overwrite,
+        #[command(flatten)]
         remote: Remote,
         #[command(flatten)]
         common: Common,
     },
-    /// Write the tensors of a .s4w file into a .safetensors file (with the wheel, also .pt)
+    /// Write the tensors of a .s4w file into a .safetensors file (with the wheel also everything into a .pt file)
     Decompress {
         /// File or URL to read
         input: String,
-        /// File to write; by default the input with the ending .safetensors
+        /// File to write; by default the input with the ending .safetensors, if such a file can hold all of it
+        /// (with the wheel .pt, if not)
         output: Option<String>,
+        #[command(flatten)]
+        overwrite: Overwrite,
         #[command(flatten)]
         trust: Trust,
         #[command(flatten)]
@@ -115,6 +123,8 @@ enum Command {
         #[arg(long, default_value = "balanced")]
         preset: Preset,
         #[command(flatten)]
+        overwrite: Overwrite,
+        #[command(flatten)]
         trust: Trust,
         #[command(flatten)]
         remote: Remote,
@@ -149,6 +159,14 @@ struct Common {
     /// No progress bar, and no warnings
     #[arg(long, short)]
     quiet: bool,
+}
+
+/// What concerns files that are there already.
+#[derive(Args, Clone, Copy)]
+struct Overwrite {
+    /// Replace the output if it is there already
+    #[arg(long, short)]
+    force: bool,
 }
 
 /// What concerns files at URLs.
@@ -220,6 +238,14 @@ impl Common {
     }
 }
 
+impl Overwrite {
+    /// Refuses to write over the input, and without `--force` over anything.
+    fn check(self, input: &str, output: &str, remote: Remote) -> Result<()> {
+        let options = remote.read(ReadOptions::default());
+        files::check_output(Some(input), output, self.force, options)
+    }
+}
+
 impl Remote {
     fn write(self, options: WriteOptions) -> WriteOptions {
         WriteOptions { deadline: self.timeout, ..options }
@@ -254,8 +280,9 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> u8 {
 
 fn execute(command: Command) -> Result<()> {
     match command {
-        Command::Compress { input, output, preset, remote, common } => {
+        Command::Compress { input, output, preset, overwrite, remote, common } => {
             let output = output.unwrap_or_else(|| convert::with_ending(&input, "s4w"));
+            overwrite.check(&input, &output, remote)?;
             let bar = progress::Bar::new(common.quiet);
             let report =
                 convert::compress(&input, &output, remote.write(common.write(preset, &bar)), &bar)?;
@@ -270,24 +297,27 @@ fn execute(command: Command) -> Result<()> {
                 report.seconds
             ))
         }
-        Command::Decompress { input, output, trust, remote, common } => {
-            let output = output.unwrap_or_else(|| convert::with_ending(&input, "safetensors"));
+        Command::Decompress { input, output, overwrite, trust, remote, common } => {
+            let named = output.as_deref();
+            let target =
+                named.map_or_else(|| convert::with_ending(&input, "safetensors"), str::to_owned);
+            convert::require_safetensors(&target)?;
+            overwrite.check(&input, &target, remote)?;
             let bar = progress::Bar::new(common.quiet);
-            let tensors =
-                convert::decompress(&input, &output, remote.read(common.read(&trust, &bar)), &bar)?;
+            let reader = files::open(&input, remote.read(common.read(&trust, &bar)))?;
+            bar.expect(reader.tensors().map(|t| t.bytes).sum());
+            let tensors = convert::decompress(&reader, &input, named, &target, common.quiet)?;
             drop(bar);
-            say(&format!("{}: {tensors} tensors", redact_url(&output)))
+            say(&format!("{target}: {}", store::text::count(tensors, "tensor")))
         }
         Command::Inspect { input, bits, json, remote } => {
-            let source = Source::from(input.as_str());
-            let reader = Reader::open(source, remote.read(ReadOptions::default()))?;
+            let reader = files::open(&input, remote.read(ReadOptions::default()))?;
             let report = reader.inspect(bits)?;
             say(&if json { to_json(&report)? } else { inspect::table(&report) })
         }
         Command::Verify { input, json, trust, remote, common } => {
             let bar = progress::Bar::new(common.quiet);
-            let reader =
-                Reader::open(Source::from(input.as_str()), remote.read(common.read(&trust, &bar)))?;
+            let reader = files::open(&input, remote.read(common.read(&trust, &bar)))?;
             bar.expect(reader.tensors().map(|t| t.bytes).sum());
             let report = reader.verify()?;
             drop(bar);
@@ -305,7 +335,8 @@ fn execute(command: Command) -> Result<()> {
             })
         }
         Command::Store(verb) => store::execute(verb),
-        Command::Transcode { input, output, preset, trust, remote, common } => {
+        Command::Transcode { input, output, preset, overwrite, trust, remote, common } => {
+            overwrite.check(&input, &output, remote)?;
             let bar = progress::Bar::new(common.quiet);
             let read = remote.read(ReadOptions { progress: None, ..common.read(&trust, &bar) });
             let write = remote.write(common.write(preset, &bar));

@@ -7,6 +7,7 @@ use s4weights::format::Digest;
 use s4weights::{Preset, ReadOptions, Reader, Report, Source, Target, WriteOptions, Writer};
 
 use crate::error::{Failure, Result};
+use crate::files;
 use crate::progress::Bar;
 
 /// Bytes of values that are in memory at a time: of one tensor at least.
@@ -25,11 +26,8 @@ pub(crate) fn run(
             "preset `nvcomp` writes a closed codec: use `fast`, `balanced` or `small`",
         ));
     }
-    if is_same(input, output) {
-        return Err(usage("input and output are the same file"));
-    }
     let quiet = ReadOptions { progress: None, ..read.clone() };
-    let reader = Reader::open(Source::from(input), read)?;
+    let reader = files::open(input, read)?;
     bar.expect(reader.tensors().map(|t| t.bytes).sum());
     let writer = Writer::create(Target::from(output), write)?;
     let options = CopyOptions { batch: BATCH, hash: true, ..CopyOptions::default() };
@@ -47,11 +45,6 @@ pub(crate) fn run(
 
 fn usage(what: &str) -> Failure {
     Failure::Library(s4weights::Error::Argument(what.into()))
-}
-
-fn is_same(input: &str, output: &str) -> bool {
-    let real = |path| fs::canonicalize(path).ok();
-    input == output || real(input).is_some_and(|i| real(output) == Some(i))
 }
 
 /// Reads the output, which needs nothing but itself, and compares everything with the input.

@@ -34,14 +34,14 @@ fn real_checkpoints_come_back_bit_by_bit() {
         let back = dir.path().join("b.safetensors");
         let back = back.to_str().unwrap();
         for simd in ["scalar", ""] {
-            let mut arguments = vec!["compress", sample, packed, "--quiet", "--threads", "2"];
+            let mut arguments = vec!["compress", sample, packed, "-qf", "--threads", "2"];
             if !simd.is_empty() {
                 arguments.extend(["--simd", simd]);
             }
             let out = s4w(&arguments);
             assert!(out.status.success() && text(&out).contains("ratio 1."), "{}", text(&out));
             assert!(s4w(&["verify", packed]).status.success());
-            let out = s4w(&["decompress", packed, back]);
+            let out = s4w(&["decompress", packed, back, "--force"]);
             assert!(out.status.success(), "{}", text(&out));
             let (a, b) = (std::fs::read(sample).unwrap(), std::fs::read(back).unwrap());
             let a = safetensors::SafeTensors::deserialize(&a).unwrap();
@@ -168,6 +168,219 @@ fn transcoded_files_hold_the_same() {
     std::fs::write(&from, &bytes).unwrap();
     assert_eq!(code(&["transcode", &from, &path("c.s4w")]), Some(1));
     assert!(!Path::new(&path("c.s4w")).exists());
+}
+
+#[test]
+fn nothing_is_written_over_its_input() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    let sample = std::fs::read(&samples()[0]).unwrap();
+    let plain = path("a.safetensors");
+    std::fs::write(&plain, &sample).unwrap();
+    assert!(s4w(&["compress", &plain]).status.success());
+    let packed = std::fs::read(path("a.s4w")).unwrap();
+    std::fs::create_dir(path("sub")).unwrap();
+    let mut names = vec!["a".to_owned(), "./a".into(), "sub/../a".into()];
+    #[cfg(unix)]
+    for ending in ["safetensors", "s4w"] {
+        let link = |name: &str| path(&format!("{name}.{ending}"));
+        std::os::unix::fs::symlink(link("a"), link("soft")).unwrap();
+        std::fs::hard_link(link("a"), link("hard")).unwrap();
+    }
+    #[cfg(unix)]
+    names.extend(["soft".to_owned(), "hard".to_owned()]);
+    for name in &names {
+        for (verb, ending) in [("compress", "safetensors"), ("transcode", "s4w")] {
+            let input = format!("a.{ending}");
+            for output in [format!("{name}.{ending}"), path(&format!("{name}.{ending}"))] {
+                let out = Command::new(env!("CARGO_BIN_EXE_s4w"))
+                    .args([verb, &input, &output, "--force"])
+                    .current_dir(dir.path())
+                    .output()
+                    .unwrap();
+                assert_eq!(out.status.code(), Some(2), "{verb} {output}: {}", text(&out));
+                assert!(text(&out).contains("the same file"), "{}", text(&out));
+            }
+        }
+    }
+    let url = format!("file://{plain}");
+    assert_eq!(s4w(&["compress", &plain, &url, "--force"]).status.code(), Some(2));
+    // What calls itself otherwise is no output of `decompress`: a link shows that it looks at files.
+    #[cfg(unix)]
+    {
+        std::os::unix::fs::symlink(path("a.s4w"), path("c.safetensors")).unwrap();
+        let out = s4w(&["decompress", &path("a.s4w"), &path("c.safetensors"), "-f"]);
+        assert_eq!(out.status.code(), Some(2), "{}", text(&out));
+    }
+    // By default the output of a .s4w file would be itself.
+    assert_eq!(s4w(&["compress", &path("a.s4w")]).status.code(), Some(2));
+    assert!(std::fs::read(&plain).unwrap() == sample);
+    assert!(std::fs::read(path("a.s4w")).unwrap() == packed);
+}
+
+#[test]
+fn what_is_there_is_replaced_only_by_force() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    let plain = path("a.safetensors");
+    std::fs::copy(&samples()[0], &plain).unwrap();
+    assert!(s4w(&["compress", &plain]).status.success());
+    let packed = path("a.s4w");
+    let (old, mine) = (path("b.s4w"), path("b.safetensors"));
+    let cases = [
+        vec!["compress", &plain, &old],
+        vec!["transcode", &packed, &old],
+        vec!["decompress", &packed, &mine],
+    ];
+    for case in &cases {
+        let output = case[2];
+        std::fs::write(output, "mine").unwrap();
+        let out = s4w(case);
+        assert_eq!(out.status.code(), Some(5), "{case:?}: {}", text(&out));
+        assert!(text(&out).contains(output) && text(&out).contains("--force"), "{}", text(&out));
+        assert_eq!(std::fs::read(output).unwrap(), b"mine");
+        let url = format!("file://{output}");
+        if case[0] != "decompress" {
+            assert_eq!(s4w(&[case[0], case[1], &url]).status.code(), Some(5));
+        }
+        let out = s4w(&[&case[..], &["-f"]].concat());
+        assert!(out.status.success(), "{case:?}: {}", text(&out));
+        assert!(std::fs::metadata(output).unwrap().len() > 1000);
+    }
+    // The default output is no exception.
+    assert_eq!(s4w(&["compress", &plain]).status.code(), Some(5));
+    assert_eq!(s4w(&["decompress", &packed]).status.code(), Some(5));
+    let left = std::fs::read_dir(dir.path()).unwrap().count();
+    assert_eq!(left, 4);
+}
+
+#[cfg(unix)]
+#[test]
+fn files_have_the_permissions_that_the_manual_promises() {
+    use std::os::unix::fs::PermissionsExt;
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    let mode = |name: &str| std::fs::metadata(path(name)).unwrap().permissions().mode() & 0o777;
+    std::fs::write(path("any"), "").unwrap();
+    assert!(s4w(&["compress", samples()[0].to_str().unwrap(), &path("a.s4w")]).status.success());
+    assert!(s4w(&["decompress", &path("a.s4w")]).status.success());
+    assert_eq!((mode("a.s4w"), mode("a.safetensors")), (mode("any"), mode("any")));
+    std::fs::set_permissions(path("a.safetensors"), PermissionsExt::from_mode(0o640)).unwrap();
+    assert!(s4w(&["decompress", "-f", &path("a.s4w")]).status.success());
+    assert_eq!(mode("a.safetensors"), 0o640);
+}
+
+#[test]
+fn sound_files_of_other_formats_are_not_called_damaged() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    let said = |arguments: &[&str], code: i32| {
+        let out = s4w(arguments);
+        assert_eq!(out.status.code(), Some(code), "{arguments:?}: {}", text(&out));
+        text(&out)
+    };
+    std::fs::copy(&samples()[0], path("a.safetensors")).unwrap();
+    said(&["compress", &path("a.safetensors"), &path("b.s4w")], 0);
+    let zip = [b"PK\x03\x04".as_slice(), &[0; 100]].concat();
+    let files: [(&str, &[u8], &str); 5] = [
+        ("a.pt", &zip, "a PyTorch file or another archive"),
+        ("zip.s4w", &zip, "a PyTorch file or another archive"),
+        ("old.pt", b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.", "a PyTorch file"),
+        ("notes.txt", b"a text that is longer than a header", "not a .s4w file"),
+        ("a.safetensors", &[], "a safetensors file, not a .s4w file"),
+    ];
+    for (name, bytes, what) in files {
+        if !bytes.is_empty() {
+            std::fs::write(path(name), bytes).unwrap();
+        }
+        let (file, out) = (path(name), path("out.s4w"));
+        let back = path("out.safetensors");
+        for words in [&["verify", &file][..], &["inspect", &file], &["transcode", &file, &out]] {
+            let text = said(words, 4);
+            assert!(text.contains(what) && text.contains(name), "{text}");
+            assert!(!text.contains("corrupt"), "{text}");
+        }
+        said(&["decompress", &file, &back], 4);
+    }
+    assert!(said(&["compress", &path("b.s4w"), &path("c.s4w")], 4).contains("a .s4w file already"));
+    assert!(said(&["compress", &path("notes.txt")], 4).contains("not a safetensors file"));
+    assert!(said(&["compress", &path("zip.s4w"), &path("c.s4w")], 4).contains("Python wheel"));
+    assert!(
+        said(&["compress", dir.path().to_str().unwrap(), &path("c.s4w")], 4).contains("folders")
+    );
+    // What should be one of ours, and is nothing else, is damaged; and so is what ends as one of ours.
+    std::fs::write(path("zeros.s4w"), [0; 5000]).unwrap();
+    said(&["verify", &path("zeros.s4w")], 1);
+    let mut bytes = std::fs::read(path("b.s4w")).unwrap();
+    bytes[0] = 0;
+    std::fs::write(path("ours"), &bytes).unwrap();
+    assert!(said(&["verify", &path("ours")], 1).contains("corrupt data"));
+    // Cut safetensors files, too.
+    for len in [0, 5, 1000] {
+        let bytes = std::fs::read(path("a.safetensors")).unwrap();
+        std::fs::write(path("cut.safetensors"), &bytes[..len]).unwrap();
+        said(&["compress", &path("cut.safetensors")], 1);
+    }
+    assert!(!Path::new(&path("c.s4w")).exists() && !Path::new(&path("out.s4w")).exists());
+}
+
+#[test]
+fn tensors_are_written_to_safetensors_files_only_and_others_told_of() {
+    use s4weights::{Contents, DType, TensorSource, Writer};
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    let write = |name: &str, contents: Contents| {
+        let mut writer =
+            Writer::create(path(name).as_str().into(), Default::default()).expect("created");
+        let source = TensorSource::new("w", DType::UInt8, &[3], &[1, 2, 3][..]);
+        writer.write(&[source]).expect("written");
+        writer.finish(contents).expect("finished");
+    };
+    let tree = |json: &str| Contents {
+        tree: Some(serde_json::value::RawValue::from_string(json.to_owned()).expect("JSON")),
+        ..Contents::default()
+    };
+    let blob = |name: &str| Contents {
+        blobs: [(name.to_owned(), b"x".to_vec())].into(),
+        ..Contents::default()
+    };
+    let tensor = r#"["w",{"tensor":0}]"#;
+    write("flat.s4w", tree(&format!(r#"{{"root":{{"dict":[{tensor}]}}}}"#)));
+    write("step.s4w", tree(&format!(r#"{{"root":{{"dict":[{tensor},["step",7]]}}}}"#)));
+    write("pickle.s4w", blob("pickle"));
+    write("dcp.s4w", blob("dcp"));
+    write("blob.s4w", blob("mine"));
+    let out = s4w(&["decompress", &path("flat.s4w")]);
+    assert!(out.status.success() && out.stderr.is_empty(), "{}", text(&out));
+    for (name, what) in [
+        ("step.s4w", "1 value that is no tensor"),
+        ("pickle.s4w", "with all other values"),
+        ("dcp.s4w", "in pieces"),
+        ("blob.s4w", "the blobs mine"),
+    ] {
+        let back = path(name).replace(".s4w", ".safetensors");
+        let out = s4w(&["decompress", &path(name)]);
+        assert_eq!(out.status.code(), Some(4), "{}", text(&out));
+        assert!(text(&out).contains(what) && text(&out).contains(".pt file"), "{}", text(&out));
+        assert!(!Path::new(&back).exists());
+        // Whoever names the output wants tensors, and hears what is left out.
+        let out = s4w(&["decompress", &path(name), &back]);
+        let heard = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.success() && heard.contains(what), "{heard}");
+        let out = s4w(&["decompress", &path(name), &back, "-qf"]);
+        assert!(out.status.success() && out.stderr.is_empty(), "{}", text(&out));
+    }
+    let url = format!("file://{}", path("u.safetensors"));
+    for output in [path("b.xyz"), path("b.s4w"), path("b"), path("b.pt"), url] {
+        let out = s4w(&["decompress", &path("flat.s4w"), &output]);
+        assert_eq!(out.status.code(), Some(4), "{output}: {}", text(&out));
+        assert!(text(&out).contains(".safetensors file"), "{}", text(&out));
+        assert!(!Path::new(&output).exists());
+    }
+    // It is the output that cannot be written.
+    let out = s4w(&["decompress", &path("flat.s4w"), &path("no/x.safetensors")]);
+    assert_eq!(out.status.code(), Some(3), "{}", text(&out));
+    assert!(text(&out).contains("no/x.safetensors"), "{}", text(&out));
 }
 
 /// The file with another manifest, hashes mended.

@@ -116,18 +116,24 @@ fn a_step_is_restored_bit_by_bit() {
     let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
     for step in 0..5u64 {
         let which = if step == 4 { "latest".to_owned() } else { step.to_string() };
-        said(&["restore", &url, &which, &path("a.s4w"), "-q", "--threads", "2"], 0);
+        said(&["restore", &url, &which, &path("a.s4w"), "-qf", "--threads", "2"], 0);
         let reader = s4weights::Reader::open(path("a.s4w").as_str().into(), Default::default());
         let reader = reader.unwrap();
         assert_eq!(reader.manifest().metadata["who"], "me");
         assert!(reader.manifest().parent.is_none());
-        said(&["restore", &url, &which, &path("a.safetensors"), "--quiet"], 0);
+        said(&["restore", &url, &which, &path("a.safetensors"), "--quiet", "--force"], 0);
         let bytes = std::fs::read(path("a.safetensors")).unwrap();
         let plain = safetensors::SafeTensors::deserialize(&bytes).unwrap();
         for (name, data) in tensors(step) {
             assert!(reader.read(&name).unwrap() == data, "{step} {name}");
             assert!(plain.tensor(&name).unwrap().data() == data, "{step} {name}");
         }
+    }
+    for name in ["a.s4w", "a.safetensors"] {
+        let before = std::fs::read(path(name)).unwrap();
+        let text = said(&["restore", &url, "0", &path(name)], 5);
+        assert!(text.contains(name) && text.contains("--force"), "{text}");
+        assert!(std::fs::read(path(name)).unwrap() == before);
     }
     let text = said(&["restore", &url, "1", &path("a.pt")], 4);
     assert!(text.contains("Python wheel"), "{text}");
@@ -254,6 +260,9 @@ fn a_store_is_created_once() {
     assert!(said(&["ls", &url], 3).contains("`s4w store init"));
     assert!(said(&["probe", &url], 0).contains("several writers are safe"));
     assert_eq!(json(&["probe", &url])["survives_races"], true);
+    let nothing = format!("{url}-nothing");
+    assert!(said(&["probe", &nothing], 0).contains("several writers are safe"));
+    assert!(!Path::new(&nothing).exists());
     assert!(said(&["init", &url, "--writers", "few"], 2).contains("`single`"));
     assert!(said(&["init", &url], 0).contains("any number at once"));
     assert!(said(&["probe", &url, "--allow-many"], 0).contains("already"));

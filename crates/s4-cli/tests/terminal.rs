@@ -196,8 +196,9 @@ fn long_names_and_permissions_are_those_of_other_programs() {
     writer.finish(Contents::default()).unwrap();
     let long = dir.path().join(format!("{}.safetensors", "x".repeat(243)));
     let decompress = || {
-        let out =
-            s4w(&["decompress", file.to_str().unwrap(), long.to_str().unwrap()]).output().unwrap();
+        let out = s4w(&["decompress", "-f", file.to_str().unwrap(), long.to_str().unwrap()])
+            .output()
+            .unwrap();
         assert!(out.status.success(), "{}", all(&out));
     };
     decompress();

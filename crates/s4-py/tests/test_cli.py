@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
+import pickle
+import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 import s4weights  # noqa: E402
 from s4weights import _cli, _core  # noqa: E402
@@ -19,6 +28,14 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "s4weights", *arguments], capture_output=True, text=True, check=False
     )
+
+
+def main(*arguments: str) -> tuple[int, str]:
+    """What does not reach the native program, without another process: its exit code, and all it says."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = _cli.main(list(arguments))
+    return code, said.getvalue()
 
 
 def state() -> dict[str, object]:
@@ -36,7 +53,9 @@ def test_a_pt_file_goes_there_and_back(tmp_path: Path) -> None:
     assert out.returncode == 0, out.stderr
     back = torch.load(tmp_path / "b.pt")
     assert back["step"] == 7
-    assert torch.equal(back["model"]["w"].view(torch.int16), state()["model"]["w"].view(torch.int16))
+    assert torch.equal(
+        back["model"]["w"].view(torch.int16), state()["model"]["w"].view(torch.int16)
+    )
     assert back["model"]["w"].data_ptr() == back["model"]["tied"].data_ptr()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.pt", "a.s4w", "b.pt"]
 
@@ -66,6 +85,7 @@ def test_trust_is_for_reading_and_what_cannot_be_read_has_a_code_of_its_own(tmp_
     # No codec of it is closed: trust changes nothing.
     assert run("decompress", file, back, "--trusted").returncode == 0
     assert torch.load(back)["step"] == 7
+    Path(back).unlink()
     assert run("decompress", file, back, "--fast").returncode == 2
     data = bytearray(Path(file).read_bytes())
     data[10] = 77
@@ -75,12 +95,193 @@ def test_trust_is_for_reading_and_what_cannot_be_read_has_a_code_of_its_own(tmp_
     assert "format 0.77" in out.stderr
 
 
-def test_an_unsafe_pickle_is_refused(tmp_path: Path) -> None:
+def test_more_than_tensors_is_refused_with_the_way_to_do_it(tmp_path: Path) -> None:
     torch.save({"run": subprocess.run}, tmp_path / "a.pt")
-    out = run("compress", str(tmp_path / "a.pt"))
-    assert out.returncode == 1
-    assert "Weights only load failed" in out.stderr
-    assert not (tmp_path / "a.s4w").exists()
+    module = torch.nn.Linear(2, 2)
+    torch.save(module, tmp_path / "module.pt")
+    torch.save([module], tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    torch.save({"a": torch.ones(2)}, tmp_path / "new.pt", pickle_protocol=4)
+    cases = {
+        "a.pt": "`run` needs `subprocess.run`",
+        "module.pt": "the saved object itself needs `torch.nn.modules.linear.Linear`",
+        "old.pt": "needs `torch.nn.modules.linear.Linear`",
+        "new.pt": "Unsupported operand",
+    }
+    for name, what in cases.items():
+        source = str(tmp_path / name)
+        code, said = main("compress", source, str(tmp_path / "o.s4w"))
+        assert code == 4 and what in said, said
+        # What PyTorch advises its own callers to do is no option of this program.
+        assert f"s4weights.save(torch.load({source!r}, weights_only=False)" in said
+        assert "\x1b" not in said and "two options" not in said
+    assert not (tmp_path / "o.s4w").exists()
+    # And so on the way back.
+    s4weights.save(module, tmp_path / "module.s4w")
+    code, said = main("decompress", str(tmp_path / "module.s4w"), str(tmp_path / "b.pt"))
+    assert code == 4 and "s4weights.load(" in said and "Linear" in said, said
+    s4weights.save_checkpoint(module, str(tmp_path / "store"), 1)
+    code, said = main("store", "restore", str(tmp_path / "store"), "1", str(tmp_path / "b.pt"))
+    assert code == 4 and "s4weights.load_checkpoint(" in said and "Linear" in said, said
+    assert not (tmp_path / "b.pt").exists()
+
+
+def test_sound_files_of_other_formats_are_not_called_damaged(tmp_path: Path) -> None:
+    torch.save(state(), tmp_path / "a.pt")
+    torch.save(state(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated.
+        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "jit.pt")
+    s4weights.save(state(), tmp_path / "ours.pt")
+    save_file({"w": torch.ones(3)}, tmp_path / "theirs.bin")
+    (tmp_path / "plain.ckpt").write_bytes(pickle.dumps({"a": 1}))
+    output = str(tmp_path / "o.s4w")
+    cases = {
+        "jit.pt": "torch.jit.load",
+        "ours.pt": "a .s4w file already",
+        "theirs.bin": "a safetensors file",
+        "plain.ckpt": "none that torch.save wrote",
+    }
+    for name, what in cases.items():
+        code, said = main("compress", str(tmp_path / name), output, "-q")
+        assert code == 4 and what in said and name in said, said
+        assert len(said.splitlines()) == 1, said
+    for name in ("a.pt", "old.pt", "theirs.bin"):
+        code, said = main("decompress", str(tmp_path / name), str(tmp_path / "o.pt"))
+        assert code == 4 and "not a .s4w file" in said and name in said, said
+    # Damaged ones are.
+    whole, old = (tmp_path / "a.pt").read_bytes(), (tmp_path / "old.pt").read_bytes()
+    for number, data in enumerate([whole[:3000], old[:200], b"junk" * 9, b"", bytes(1000)]):
+        (tmp_path / f"{number}.pt").write_bytes(data)
+        code, said = main("compress", str(tmp_path / f"{number}.pt"), output)
+        assert code == 1 and "damaged" in said and f"{number}.pt" in said, (number, said)
+    assert not Path(output).exists()
+
+
+def test_nothing_is_written_over_its_input(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(state(), "a.pt")
+    shutil.copy("a.pt", "ours.pt")
+    assert main("compress", "a.pt")[0] == 0
+    shutil.copy("a.s4w", "ours.pt")
+    os.symlink("a.pt", "soft.pt")
+    os.link("a.pt", "hard.pt")
+    (tmp_path / "sub").mkdir()
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
+    url = (tmp_path / "a.pt").as_uri()
+    for same in (
+        "a.pt",
+        "./a.pt",
+        "sub/../a.pt",
+        str(tmp_path / "a.pt"),
+        "soft.pt",
+        "hard.pt",
+        url,
+    ):
+        code, said = main("compress", "a.pt", same, "--force")
+        assert code == 2 and "the same file" in said, (same, said)
+    assert main("decompress", "ours.pt", "ours.pt", "-f")[0] == 2
+    # Its name by default would be the same.
+    assert main("decompress", "ours.pt", "-f")[0] == 2
+    assert main("compress", "sub", "sub/", "-f")[0] == 2
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()} == before
+
+
+def test_what_is_there_is_replaced_only_by_force(tmp_path: Path) -> None:
+    torch.save(state(), tmp_path / "a.pt")
+    assert main("compress", str(tmp_path / "a.pt"))[0] == 0
+    s4weights.save_checkpoint(state(), str(tmp_path / "store"), 1)
+    source, file = str(tmp_path / "a.pt"), str(tmp_path / "a.s4w")
+    target = tmp_path / "mine.pt"
+    verbs = [
+        (("compress", source), tmp_path / "mine.s4w"),
+        (("decompress", file), target),
+        (("store", "restore", str(tmp_path / "store"), "1"), target),
+    ]
+    for verb, output in verbs:
+        output.write_text("mine")
+        output.chmod(0o640)
+        code, said = main(*verb, str(output))
+        assert code == 5 and str(output) in said and "--force" in said, said
+        assert output.read_text() == "mine"
+        for force in ("-f", "-qf", "--force"):
+            code, said = main(*verb, str(output), force)
+            assert code == 0, said
+        assert s4weights.load(output)["step"] == 7
+        assert output.stat().st_mode & 0o777 == 0o640
+    assert main("compress", source, (tmp_path / "mine.s4w").as_uri())[0] == 5
+    # The default output is no exception.
+    assert main("compress", source)[0] == main("decompress", file)[0] == 5
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "a.pt",
+        "a.s4w",
+        "mine.pt",
+        "mine.s4w",
+        "store",
+    ]
+
+
+def test_what_tensors_alone_cannot_hold_is_written_to_a_pt_file(tmp_path: Path) -> None:
+    torch.save(state(), tmp_path / "a.pt")
+    assert main("compress", str(tmp_path / "a.pt"))[0] == 0
+    (tmp_path / "a.pt").unlink()
+    file = str(tmp_path / "a.s4w")
+    code, said = main("decompress", file)
+    assert code == 0 and "a.pt" in said, said
+    assert torch.load(tmp_path / "a.pt")["step"] == 7
+    # Tensors alone: those who want them hear what is missing.
+    out = run("decompress", file, str(tmp_path / "a.safetensors"))
+    assert out.returncode == 0
+    assert "1 value that is no tensor" in out.stderr
+    assert "1 tensor that shares its values" in out.stderr
+    assert load_file(tmp_path / "a.safetensors").keys() == {"model.w", "v"}
+    # From a .safetensors file it is one again.
+    save_file({"w": torch.ones(3)}, tmp_path / "t.safetensors")
+    assert run("compress", str(tmp_path / "t.safetensors")).returncode == 0
+    (tmp_path / "t.safetensors").unlink()
+    assert run("decompress", str(tmp_path / "t.s4w")).returncode == 0
+    assert (tmp_path / "t.safetensors").exists() and not (tmp_path / "t.pt").exists()
+    # An ending that says nothing is refused, as by `store restore`.
+    code, said = main("decompress", file, str(tmp_path / "b.xyz"))
+    assert code == 4
+    assert not (tmp_path / "b.xyz").exists()
+
+
+def test_the_output_is_blamed_for_what_is_wrong_with_it(tmp_path: Path) -> None:
+    s4weights.save(state(), tmp_path / "a.s4w")
+    file = str(tmp_path / "a.s4w")
+    s4weights.save_checkpoint(state(), str(tmp_path / "store"), 1)
+    (tmp_path / "folder.pt").mkdir()
+    targets = [str(tmp_path / "no" / "x.pt"), str(tmp_path / "folder.pt"), f"{file}/x.pt"]
+    for target in targets:
+        for verb in (("decompress", file), ("store", "restore", str(tmp_path / "store"), "1")):
+            code, said = main(*verb, target)
+            assert code == 3 and said.startswith(f"s4w: {target}: "), said
+    for url in ("s3://bucket/x.pt",):
+        code, said = main("decompress", file, url, "--force")
+        assert code == 4 and "not to a URL" in said, said
+    code, said = main("decompress", str(tmp_path / "none.s4w"), str(tmp_path / "x.pt"))
+    assert code == 3 and "none.s4w" in said
+    code, said = main("compress", str(tmp_path / "none.pt"))
+    assert code == 3 and "none.pt" in said
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.s4w", "folder.pt", "store"]
+
+
+def test_a_full_drive_is_the_output_s_matter(tmp_path: Path, monkeypatch: Any) -> None:
+    s4weights.save(state(), tmp_path / "a.s4w")
+
+    def fail(error: Exception) -> Any:
+        def save(obj: object, file: Any) -> None:
+            file.write(b"half")
+            raise error
+
+        return save
+
+    target = str(tmp_path / "b.pt")
+    for error in (OSError(28, "No space left on device"), RuntimeError("[enforce fail at x] . y")):
+        monkeypatch.setattr(torch, "save", fail(error))
+        code, said = main("decompress", str(tmp_path / "a.s4w"), target)
+        assert code == 3 and said.startswith(f"s4w: {target}: "), said
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["a.s4w"]
 
 
 def test_tensors_are_compressed_in_memory() -> None:
@@ -98,9 +299,33 @@ def test_tensors_are_compressed_in_memory() -> None:
         _core.TensorCodec("fast", 1, "mmx")
 
 
-def test_options_do_not_reach_pickles(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _cli.main(["compress", "--simd", "avx2", "x.pt"]) == 2
-    assert "default options" in capsys.readouterr().err
+def test_options_of_pickles_are_those_that_have_an_effect(tmp_path: Path) -> None:
+    torch.save(state(), tmp_path / "a.pt")
+    source, file = str(tmp_path / "a.pt"), str(tmp_path / "o.s4w")
+    # Wherever they are; the value of an option is no file.
+    code, said = main("-q", "compress", "--preset", "fast", source, "--threads=1", "--", file)
+    assert code == 0, said
+    assert s4weights.inspect(file)["preset"] == "fast"
+    assert main("decompress", "--threads", "1", file, str(tmp_path / "b.pt"))[0] == 0
+    for wrong in (
+        ["compress", "--simd", "avx2", source],
+        ["compress", source, "-v"],
+        ["compress", source, file, "more"],
+        ["compress", "--preset", "huge", source],
+        ["compress", "--threads", "many", source],
+        ["decompress", "--preset", "fast", file, str(tmp_path / "c.pt")],
+        ["store", "restore", "x", "newest", str(tmp_path / "c.pt")],
+    ):
+        code, said = main(*wrong)
+        assert code == 2 and said.startswith("s4w: "), (wrong, said)
+    code, said = main("compress", source, "--secret=hush")
+    assert code == 2 and "hush" not in said
+    assert "Usage" in run("compress", "--help", source).stdout
+
+
+def test_names_do_not_reach_the_terminal_as_orders(tmp_path: Path) -> None:
+    code, said = main("compress", str(tmp_path / "\x1b[31mred.pt"))
+    assert code == 3 and "\\u{1b}[31mred.pt" in said and "\x1b" not in said
 
 
 def test_a_checkpoint_of_a_store_becomes_a_pt_file(tmp_path: Path) -> None:
@@ -120,6 +345,42 @@ def test_a_checkpoint_of_a_store_becomes_a_pt_file(tmp_path: Path) -> None:
     out = run("store", "restore", "-o", "=hush", url, "5", target)
     assert out.returncode == 2
     assert "hush" not in out.stderr
+    code, said = main("store", "restore", url, "00000000-0000-7000-8000-000000000000", target)
+    assert code == 3 and "no checkpoint" in said
     # What is no PyTorch file is the native program's matter.
     assert run("store", "restore", url, "5", str(tmp_path / "c.s4w")).returncode == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c.s4w", "store"]
+
+
+def test_what_a_damaged_log_proves_becomes_a_pt_file(tmp_path: Path) -> None:
+    url = tmp_path / "store"
+    for step in range(3):
+        s4weights.save_checkpoint({"step": step}, str(url), step)
+    max((url / "log").iterdir()).write_bytes(b"")
+    out = run("store", "restore", str(url), "latest", str(tmp_path / "c.pt"))
+    assert out.returncode == 0, out.stderr
+    assert "damaged" in out.stderr
+    assert torch.load(tmp_path / "c.pt")["step"] == 1
+    code, said = main("store", "restore", str(tmp_path / "none"), "1", str(tmp_path / "d.pt"))
+    assert code == 3 and "no checkpoint store" in said, said
+
+
+def test_without_pytorch_it_is_asked_for(tmp_path: Path, monkeypatch: Any) -> None:
+    s4weights.save(state(), tmp_path / "a.s4w")
+    torch.save(state(), tmp_path / "b.pt")
+    monkeypatch.delitem(sys.modules, "s4weights._cli_torch", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for words in (("compress", "b.pt"), ("decompress", "a.s4w", "c.pt")):
+        verb, *names = words
+        code, said = main(verb, *(str(tmp_path / name) for name in names))
+        assert code == 4 and "pip install torch" in said, said
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.s4w", "b.pt"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="names are text there")
+def test_names_that_are_no_text_are_told_so(tmp_path: Path) -> None:
+    command = [os.fsencode(sys.executable), b"-m", b"s4weights"]
+    torch.save(state(), os.fsdecode(os.fsencode(tmp_path) + b"/\xff.pt"))
+    for words in ([b"inspect", b"\xff.s4w"], [b"compress", os.fsencode(tmp_path) + b"/\xff.pt"]):
+        out = subprocess.run([*command, *words], capture_output=True, check=False)
+        assert out.returncode == 2 and b"UTF-8" in out.stderr, out.stderr

@@ -404,16 +404,23 @@ impl Store {
 }
 
 impl Place {
-    /// Finds out whether several writers are safe in this place, with or without a store. A folder is created.
-    /// If it takes long, progress is reported as `tracing` events.
+    /// Finds out whether several writers are safe in this place, with or without a store. A folder that is created for it is
+    /// removed again. If it takes long, progress is reported as `tracing` events.
     ///
     /// # Errors
     /// [`Error::ProbeDisturbed`] if too few trials had clean answers until the deadline of
     /// [`crate::Retry`]; [`Error::Storage`] if nothing can be written here at all.
     pub async fn probe(&self, options: &StoreOptions) -> Result<ProbeReport> {
+        let new = self.as_folder().filter(|folder| !folder.exists());
         let there = self.connect(true)?;
         let scratch = Layout::new(there.prefix.clone()).scratch();
-        probe(&there.store, &scratch, options, there.folder.is_some()).await
+        let found = probe(&there.store, &scratch, options, there.folder.is_some()).await;
+        if let Some(new) = new {
+            // These remove nothing that holds something.
+            let _ = std::fs::remove_dir(new.join(scratch.as_ref()));
+            let _ = std::fs::remove_dir(new);
+        }
+        found
     }
 }
 

@@ -3,6 +3,7 @@
 use std::io::Write;
 
 use clap::Args;
+use s4weights::ReadOptions;
 use s4weights::store::{CheckpointStore, Retry, StorageOptions, StoreOptions};
 
 use crate::Remote;
@@ -53,6 +54,11 @@ impl StoreArgs {
             options.requests.retry = Retry::within(time);
         }
         options
+    }
+
+    /// Options of reading a file with the same time.
+    pub(crate) fn reading(&self) -> ReadOptions {
+        self.remote.read(ReadOptions::default())
     }
 
     /// Opens the store.

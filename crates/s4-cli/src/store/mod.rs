@@ -13,7 +13,7 @@ mod row;
 mod select;
 mod show;
 mod svg;
-mod text;
+pub(crate) mod text;
 mod unretire;
 mod values;
 mod verify;
@@ -27,8 +27,8 @@ use s4weights::store::Writers;
 
 pub(crate) use args::StoreArgs;
 
-use crate::Common;
 use crate::error::Result;
+use crate::{Common, Overwrite};
 
 /// The verbs.
 #[derive(Subcommand)]
@@ -74,6 +74,8 @@ pub(crate) enum Verb {
         /// How much is tried to make a .s4w file smaller: fast, balanced or small
         #[arg(long, default_value = "balanced")]
         preset: Preset,
+        #[command(flatten)]
+        overwrite: Overwrite,
         #[command(flatten)]
         common: Common,
     },
@@ -215,8 +217,9 @@ pub(crate) fn execute(verb: Verb) -> Result<()> {
         Verb::Ls { args, last } => ls::ls(&args, last),
         Verb::Show { args, which: None, .. } => show::summary(&args),
         Verb::Show { args, which: Some(which), bits } => show::show(&args, &which, bits),
-        Verb::Restore { args, which, output, preset, common } => {
-            values::restore(&args, &which, output.as_deref(), preset, &common)
+        Verb::Restore { args, which, output, preset, overwrite, common } => {
+            let output = values::Output { name: output.as_deref(), preset, force: overwrite.force };
+            values::restore(&args, &which, &output, &common)
         }
         Verb::Verify { args, which, read_data, common } => {
             verify::verify(&args, &which, read_data, &common)

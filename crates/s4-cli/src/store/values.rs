@@ -2,14 +2,15 @@
 
 use s4weights::copy::{CopyOptions, copy};
 use s4weights::store::{CheckpointId, StoreOptions};
-use s4weights::{Preset, Target, Writer};
+use s4weights::{Preset, Target, Writer, redact_url};
 use serde::Serialize;
 
 use super::row::stored;
 use super::{StoreArgs, select, text};
 use crate::error::{Failure, Result};
+use crate::left_out::LeftOut;
 use crate::progress::Bar;
-use crate::{Common, convert, say, to_json};
+use crate::{Common, convert, files, say, to_json};
 
 fn options(preset: Preset, common: &Common) -> StoreOptions {
     StoreOptions { preset, threads: common.threads, simd: common.simd, ..Default::default() }
@@ -24,46 +25,64 @@ struct Restored {
     raw_bytes: u64,
 }
 
+/// What a checkpoint is restored to.
+pub(crate) struct Output<'a> {
+    pub(crate) name: Option<&'a str>,
+    pub(crate) preset: Preset,
+    /// Whether it may be there already.
+    pub(crate) force: bool,
+}
+
 /// `restore`
 pub(crate) fn restore(
     args: &StoreArgs,
     which: &str,
-    output: Option<&str>,
-    preset: Preset,
+    to: &Output<'_>,
     common: &Common,
 ) -> Result<()> {
+    let preset = to.preset;
     let store = args.open_to_read(options(preset, common))?;
     let state = store.state()?;
     let found = select::find(store.name(), &state, which)?;
     let (step, id) = (found.step(), found.id());
-    let output = output.map_or_else(|| format!("step-{step}.s4w"), str::to_owned);
-    let ending = output.rsplit('.').next().unwrap_or_default();
-    if !["s4w", "safetensors"].contains(&ending) {
+    let output = to.name.map_or_else(|| format!("step-{step}.s4w"), str::to_owned);
+    let is_ours = output.ends_with(".s4w");
+    if !is_ours && !output.ends_with(".safetensors") {
         return Err(Failure::Unsupported(format!(
-            "{output}: a checkpoint is restored to a .s4w or .safetensors file, and by the Python \
-             wheel's `s4w` to a .pt file: `pip install s4weights torch`"
+            "{}: a checkpoint is restored to a .s4w or .safetensors file, and by the Python wheel's `s4w` \
+             to a .pt file: `pip install s4weights torch`",
+            redact_url(&output)
         )));
     }
+    if !is_ours {
+        convert::require_safetensors(&output)?;
+    }
+    files::check_output(None, &output, to.force, args.reading())?;
     let bar = Bar::new(common.quiet);
     let loaded = store.load_id(id, bar.callback())?;
     let reader = loaded.reader();
     let raw_bytes = reader.tensors().map(|t| t.bytes).sum();
     bar.expect(raw_bytes);
-    let tensors = match ending {
-        "s4w" => {
+    let tensors = match is_ours {
+        true => {
             let options = common.write(preset, &Bar::new(true));
             let writer = Writer::create(Target::from(output.as_str()), options)?;
             copy(reader, writer, &CopyOptions::default())?;
             reader.tensors().len()
         }
-        _ => convert::to_safetensors(reader, &output)?,
+        false => {
+            if let Some(left_out) = LeftOut::of(reader) {
+                convert::warn_of(&left_out, &output, common.quiet);
+            }
+            convert::to_safetensors(reader, &output)?
+        }
     };
     drop(bar);
     if args.json {
         return say(&to_json(&Restored { step, id, output, tensors, raw_bytes })?);
     }
     let tensors = text::count(tensors, "tensor");
-    say(&format!("{output}: step {step}, {tensors}, {}", text::bytes(raw_bytes)))
+    say(&format!("{}: step {step}, {tensors}, {}", redact_url(&output), text::bytes(raw_bytes)))
 }
 
 #[derive(Serialize)]

@@ -23,6 +23,19 @@ const PARTS: usize = 8;
 /// Units of a symbol that was seen once, where means of counts are taken.
 const SMOOTH: u64 = 64;
 
+/// Up to 31 symbols on each side are near one. 2^33 divided by their number, rounded up: its product with a number below 2^26
+/// is too large by less than 1/128, and a quotient by 63 or less is never closer than 1/63 to the next integer.
+const INVERSE_BITS: u32 = 33;
+const INVERSES: [u64; 64] = {
+    let mut out = [0; 64];
+    let mut n = 1;
+    while n < 64 {
+        out[n] = (1u64 << INVERSE_BITS).div_ceil(n as u64);
+        n += 1;
+    }
+    out
+};
+
 /// How a plane is coded.
 pub(super) struct PlannedPlane {
     pub(super) coding: PlaneCoding,
@@ -224,12 +237,15 @@ fn smoothed(counts: &Counts, alike: usize) -> Counts {
         let reach = at / (8 * alike);
         let above = reach.min((255 - at) / alike);
         let below = (at - reach * alike).checked_sub(alike).map_or(0, |i| sums[i]);
-        let sum = sums[at + above * alike] - below;
-        let near = (reach + above + 1) as u64;
-        // Divisions of 64 bits take several times as long.
-        let mean = match u32::try_from(SMOOTH * sum) {
-            Ok(sum) => u64::from(sum / near as u32),
-            Err(_) => SMOOTH * sum / near,
+        let sum = SMOOTH * (sums[at + above * alike] - below);
+        if sum == 0 {
+            continue;
+        }
+        let near = reach + above + 1;
+        // Divisions take several times as long.
+        let mean = match sum < 1 << 26 {
+            true => (sum * INVERSES[near]) >> INVERSE_BITS,
+            false => sum / near as u64,
         };
         out.add_symbol(symbol, mean);
     }

@@ -2,113 +2,245 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import importlib.util
 import os
 import signal
 import sys
 import threading
+import unicodedata
+import urllib.parse
+import uuid
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from . import _core
-from ._errors import S4Error, UnsupportedFormatError
+from ._errors import (
+    ConflictError,
+    CorruptDataError,
+    LimitError,
+    NotFoundError,
+    S4Error,
+    StorageError,
+    UnsafeLoadError,
+    UnsupportedFormatError,
+)
+from ._sources import Foreign, is_url, open_source
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 
-EXIT_DAMAGED, EXIT_IO, EXIT_UNSUPPORTED = 1, 3, 4
+EXIT_DAMAGED, EXIT_USAGE, EXIT_IO, EXIT_UNSUPPORTED, EXIT_CONFLICT = 1, 2, 3, 4, 5
+
+#: Options with a word after them, and those of one letter.
+_VALUED = frozenset(["--option", "--preset", "--simd", "--threads", "--timeout"])
+_SHORT = {"f": "--force", "h": "--help", "o": "--option", "q": "--quiet"}
+
+#: What to do about a distributed checkpoint that holds more than tensors and plain values.
+_PIECES = (
+    "torch.serialization.add_safe_globals([...]) allows what it needs, and s4weights.dcp.load loads it from "
+    "its store"
+)
+
+_NO_TEXT = "a name is not text: UTF-8 expected"
+
+_PRESETS = ("fast", "balanced", "small", "nvcomp")
+
+
+class _UsageError(Exception):
+    """What was asked for makes no sense."""
+
+
+class _Line(NamedTuple):
+    """A command line: what it names, the verb first, and its options with their values."""
+
+    names: list[str]
+    options: list[tuple[str, str]]
+
+    def has(self, option: str) -> bool:
+        return any(name == option for name, _ in self.options)
+
+    def value(self, option: str) -> str | None:
+        return next((value for name, value in reversed(self.options) if name == option), None)
+
+    def threads(self) -> int | None:
+        given = self.value("--threads")
+        if given is not None and not (given.isdecimal() and given.isascii()):
+            raise _UsageError("--threads: a number expected")
+        return None if given is None else int(given)
+
+    def require(self, names: int, usage: str, *options: str) -> None:
+        """Refuses names too many, and options that this has no use for."""
+        known = {"--quiet", "--force", *options}
+        # The value of an option may be a secret.
+        unknown = sorted({name for name, _ in self.options} - known)
+        if unknown or len(self.names) > names:
+            what = f"no option {unknown[0]}" if unknown else f"no more than {names - 1} names"
+            raise _UsageError(f"for PyTorch files there is {what}: {usage}")
+
+
+def _split(arguments: Sequence[str]) -> _Line:
+    names: list[str] = []
+    options: list[tuple[str, str]] = []
+    rest = iter(arguments)
+    for word in rest:
+        if word == "--":
+            names += rest
+        elif word.startswith("--"):
+            name, equals, value = word.partition("=")
+            options.append((name, next(rest, "") if name in _VALUED and not equals else value))
+        elif word.startswith("-") and len(word) > 1:
+            for at, letter in enumerate(word[1:], 2):
+                name = _SHORT.get(letter, f"-{letter}")
+                if name in _VALUED:
+                    options.append((name, word[at:].removeprefix("=") or next(rest, "")))
+                    break
+                options.append((name, ""))
+        else:
+            names.append(word)
+    return _Line(names, options)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; gives its exit code."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    paths = [a for a in arguments[1:] if not a.startswith("-")]
-    command = arguments[0] if arguments else ""
-    pickles = any(path.endswith(PICKLES) for path in paths)
-    is_folder = bool(paths) and os.path.isdir(paths[0])
-    if command == "compress" and (pickles or is_folder):
-        return _convert(arguments[1:], paths, _compress)
-    if pickles and command == "decompress":
-        return _convert(arguments[1:], paths, _decompress)
-    if pickles and arguments[:2] == ["store", "restore"]:
-        return _restore(arguments[2:])
+    line = _split(arguments)
+    convert = None if line.has("--help") else _converter(line)
+    if convert is not None:
+        return _run(line, convert)
     # The native program knows no other way to be stopped than the system's.
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGINT, signal.SIG_DFL) if is_main else None
     try:
         return _core.command_line(arguments)
+    except UnicodeEncodeError:
+        print(f"s4w: {_NO_TEXT}", file=sys.stderr)
+        return EXIT_USAGE
     finally:
         if before is not None:
             signal.signal(signal.SIGINT, before)
 
 
-def _restore(arguments: Sequence[str]) -> int:
-    """`store restore STORE CHECKPOINT FILE.pt`, which needs PyTorch."""
-    words: list[str] = []
-    storage: dict[str, str] = {}
-    rest = iter(arguments)
-    for word in rest:
-        if word in ("-o", "--option"):
-            key, _, value = next(rest, "").partition("=")
-            storage[key] = value
-        elif word not in ("-q", "--quiet"):
-            words.append(word)
-    if len(words) != 3 or "" in storage or any(word.startswith("-") for word in words):
-        usage = "s4w store restore [-o KEY=VALUE]... STORE CHECKPOINT FILE.pt"
-        print(f"s4w: to a PyTorch file with the default options only: {usage}", file=sys.stderr)
-        return 2
-
-    def restore(url: str, which: str, target: str) -> str:
-        import torch  # noqa: F401  (if it is missing, that is what is said)
-
-        from . import CheckpointStore
-
-        step = None if which == "latest" else int(which) if which.isdecimal() else which
-        with CheckpointStore(url, storage_options=storage) as store:
-            # The id of a checkpoint stands for a step.
-            state = store.load_checkpoint(step, map_location="cpu")
-        return _write(state, target)
-
-    return _convert([], words, restore, most=3)
+def _converter(line: _Line) -> Callable[[_Line], str] | None:
+    """What does the work, if it takes PyTorch."""
+    names = line.names
+    if names[:1] == ["compress"] and len(names) > 1:
+        return _compress if names[1].endswith(PICKLES) or os.path.isdir(names[1]) else None
+    if names[:1] == ["decompress"] and len(names) > 1:
+        is_pickle = names[2].endswith(PICKLES) if len(names) > 2 else _is_object(names[1])
+        return _decompress if is_pickle else None
+    if names[:2] == ["store", "restore"] and any(name.endswith(PICKLES) for name in names[4:]):
+        return _restore
+    return None
 
 
-def _convert(
-    arguments: list[str], paths: list[str], convert: Callable[..., str], most: int = 2
-) -> int:
-    options = {a for a in arguments if a.startswith("-")} - {"-q", "--quiet"}
-    trust = {"trusted": True} if "--trusted" in options and convert is _decompress else {}
-    if options - {f"--{name}" for name in trust} or len(paths) > most:
-        print("s4w: a PyTorch file is converted with the default options only", file=sys.stderr)
-        return 2
+def _is_object(source: str) -> bool:
+    """Whether a file holds more than tensors, and PyTorch is there to write all of it."""
+    if is_url(source) or importlib.util.find_spec("torch") is None:
+        return False
     try:
-        print(convert(*paths, **trust))
-    except ImportError as e:
-        print(f"s4w: {e}: PyTorch files need PyTorch: pip install torch", file=sys.stderr)
+        reader = open_source(source, None, None)
+        if isinstance(reader, Foreign):
+            return False
+        return reader.form() != "tensors" or _is_distributed(reader)
+    except (S4Error, OSError):
+        # The native program says what is wrong.
+        return False
+
+
+def _is_distributed(reader: _core.Reader) -> bool:
+    """Whether a checkpoint holds the pieces of a distributed one."""
+    try:
+        reader.blob("dcp")
+    except KeyError:
+        return False
+    return True
+
+
+def _run(line: _Line, convert: Callable[[_Line], str]) -> int:
+    with warnings.catch_warnings():
+        if line.has("--quiet"):
+            warnings.simplefilter("ignore")
+        warnings.showwarning = _warn
+        try:
+            print(_visible(convert(line)))
+            return 0
+        except _UsageError as e:
+            code, said = EXIT_USAGE, str(e)
+        except UnicodeEncodeError:
+            code, said = EXIT_USAGE, _NO_TEXT
+        except ImportError as e:
+            code, said = EXIT_UNSUPPORTED, f"{e}: PyTorch files need PyTorch: pip install torch"
+        except MemoryError:
+            code, said = EXIT_UNSUPPORTED, "this machine has not enough memory for it"
+        except Exception as e:
+            code, said = _code(e), _message(e)
+    print(f"s4w: {_visible(said)}", file=sys.stderr)
+    return code
+
+
+def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"s4w: warning: {_visible(str(message))}", file=sys.stderr)
+
+
+def _code(error: Exception) -> int:
+    if isinstance(error, (LimitError, UnsafeLoadError, UnsupportedFormatError)):
         return EXIT_UNSUPPORTED
-    except UnsupportedFormatError as e:
-        print(f"s4w: {e}", file=sys.stderr)
-        return EXIT_UNSUPPORTED
-    except S4Error as e:
-        print(f"s4w: {e}", file=sys.stderr)
-        return EXIT_IO if isinstance(e, OSError) else EXIT_DAMAGED
-    except Exception as e:  # whatever PyTorch's readers raise
-        print(f"s4w: {paths[0]}: {e}", file=sys.stderr)
-        return EXIT_IO if isinstance(e, OSError) else EXIT_DAMAGED
-    return 0
+    if isinstance(error, ConflictError):
+        return EXIT_CONFLICT
+    return EXIT_IO if isinstance(error, OSError) else EXIT_DAMAGED
 
 
-def _compress(source: str, target: str | None = None) -> str:
-    import torch
+def _message(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or repr(error)
 
+
+def _visible(text: str) -> str:
+    """A message without what a terminal would obey: names come from files of others."""
+    hidden = ("Cc", "Cf", "Cs", "Zl", "Zp")
+    return "".join(
+        f"\\u{{{ord(c):x}}}" if c != "\n" and unicodedata.category(c) in hidden else c for c in text
+    )
+
+
+def _compress(line: _Line) -> str:
+    usage = "s4w compress [--preset NAME] [--threads N] [--force] IN [OUT]"
+    line.require(3, usage, "--preset", "--threads")
+    preset, threads = line.value("--preset") or "balanced", line.threads()
+    if preset not in _PRESETS:
+        raise _UsageError(f"--preset: {', '.join(_PRESETS[:-1])} expected")
+    source = line.names[1]
+    is_folder = os.path.isdir(source)
+    if len(line.names) > 2:
+        target = line.names[2]
+    elif is_folder:
+        # Of `.` and `..` the name is known to the system only.
+        plain = source.rstrip(os.sep) or source
+        is_dots = os.path.basename(plain) in ("", ".", "..")
+        target = f"{os.path.realpath(source) if is_dots else plain}.s4w"
+    else:
+        target = str(Path(source).with_suffix(".s4w"))
+    _check_output(source, target, line)
     from . import save
+    from ._cli_torch import read_file
     from ._dcp_folder import load_folder
 
-    if os.path.isdir(source):
-        target = target or f"{source.rstrip(os.sep)}.s4w"
-        state = load_folder(source)
-    else:
-        target = target or str(Path(source).with_suffix(".s4w"))
-        # The file's own pickle runs restricted: nothing but tensors and plain values.
-        state = torch.load(source, map_location="cpu", weights_only=True)
-    report = save(state, target)
+    try:
+        state = load_folder(source) if is_folder else read_file(source)
+    except UnsafeLoadError as error:
+        if is_folder:
+            steps = (
+                f"torch.distributed.checkpoint.format_utils.dcp_to_torch_save({source!r}, 'all.pt'), then "
+                f"s4weights.save(torch.load('all.pt', weights_only=False), {target!r})"
+            )
+        else:
+            steps = f"s4weights.save(torch.load({source!r}, weights_only=False), {target!r})"
+        raise _unsafe(source, error, steps) from error
+    report = save(state, target, preset=preset, threads=threads)
     ratio = report["bytes_in"] / max(report["bytes_out"], 1)
     return (
         f"{target}: {report['tensors']} tensors, {report['bytes_in']} -> "
@@ -116,19 +248,162 @@ def _compress(source: str, target: str | None = None) -> str:
     )
 
 
-def _decompress(source: str, target: str, trusted: bool = False) -> str:
-    from . import load
+def _decompress(line: _Line) -> str:
+    usage = "s4w decompress [--trusted] [--threads N] [--force] IN [OUT.pt]"
+    line.require(3, usage, "--trusted", "--threads")
+    threads = line.threads()
+    source = line.names[1]
+    target = line.names[2] if len(line.names) > 2 else str(Path(source).with_suffix(".pt"))
+    _check_output(source, target, line)
+    trusted = line.has("--trusted")
+    # Whether it can be written is not found out at the end of the work.
+    _require_folder(target)
+    from ._cli_torch import write_file
+    from ._load import load
 
-    return _write(load(source, map_location="cpu", trusted=trusted), target)
-
-
-def _write(state: object, target: str) -> str:
-    import torch
-
-    temporary = Path(f"{target}.tmp")
+    reader = open_source(source, None, threads, trusted)
+    if isinstance(reader, Foreign):
+        what = "a safetensors file" if reader.is_safetensors else "a file of another format"
+        raise UnsupportedFormatError(f"{source}: {what}, not a .s4w file")
     try:
-        torch.save(state, temporary)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+        if _is_distributed(reader):
+            state = _put_together(reader, source)
+        else:
+            state = load(
+                source, map_location="cpu", weights_only=True, threads=threads, trusted=trusted
+            )
+    except UnsafeLoadError as error:
+        steps = f"torch.save(s4weights.load({source!r}, weights_only=False), {target!r})"
+        raise _unsafe(source, error, _PIECES if _is_distributed(reader) else steps) from error
+    write_file(state, target)
     return f"{target}: written"
+
+
+def _restore(line: _Line) -> str:
+    """`store restore STORE CHECKPOINT FILE.pt`."""
+    usage = "s4w store restore [-o KEY=VALUE]... [--force] STORE CHECKPOINT FILE.pt"
+    line.require(5, usage, "--option")
+    pairs = [value.partition("=") for name, value in line.options if name == "--option"]
+    storage = {key: value for key, _, value in pairs}
+    if "" in storage or len(storage) < len(pairs):
+        raise _UsageError(f"an option of the object store has no name, or is given twice: {usage}")
+    url, which, target = line.names[2:]
+    step = None if which == "latest" else int(which) if which.isdecimal() else which
+    if isinstance(step, str):
+        try:
+            uuid.UUID(step)
+        except ValueError:
+            what = f"`{which}` is no step, no checkpoint's id, and not `latest`"
+            raise _UsageError(what) from None
+    _check_output(None, target, line)
+    _require_folder(target)
+    from . import CheckpointStore
+    from ._cli_torch import write_file
+
+    # Read-only it opens a damaged log, too, with a warning.
+    with CheckpointStore(url, storage_options=storage, read_only=True) as store:
+        native = store._open("open")
+        entry = store._find(step)
+        reader = native.open(entry.id)
+        is_distributed = _is_distributed(reader)
+        where = f"{store.url}: step {entry.step}"
+        if int(entry.tags.get("dcp.ranks", "1")) > 1:
+            what = (
+                f"{where}: each rank saved a checkpoint of its own, and this is that of rank "
+                f"{entry.tags.get('dcp.rank')}: load it with s4weights.dcp on as many ranks"
+            )
+            raise UnsupportedFormatError(what)
+        try:
+            if is_distributed:
+                state = _put_together(reader, where)
+            else:
+                # The id of a checkpoint stands for a step.
+                state = store.load_checkpoint(entry.id, map_location="cpu", weights_only=True)
+        except UnsafeLoadError as error:
+            steps = f"s4weights.load_checkpoint({store.url!r}, {entry.id!r}, weights_only=False) loads it"
+            raise _unsafe(where, error, _PIECES if is_distributed else steps) from error
+    write_file(state, target)
+    return f"{target}: written"
+
+
+def _put_together(reader: _core.Reader, where: str) -> Any:
+    # Not every PyTorch has what that takes.
+    from ._cli_dcp import put_together
+
+    return put_together(reader, where)
+
+
+def _unsafe(where: str, error: UnsafeLoadError, steps: str) -> UnsafeLoadError:
+    """A refusal that says what to do in Python."""
+    from ._cli_torch import brief
+
+    place = f"`{error.key_path}`" if error.key_path else "the saved object itself"
+    if error.global_name:
+        what = f"{place} needs `{error.global_name[:200]}`, which is more than tensors and plain values"
+    else:
+        what = f"PyTorch's restricted reader does not take {place}: {brief(error)}"
+    message = (
+        f"{where}: {what}. Loading it can run code that the file holds, which `s4w` never does. If you "
+        f"trust whoever wrote it, in Python: {steps}"
+    )
+    return UnsafeLoadError(message, key_path=error.key_path, global_name=error.global_name)
+
+
+def _check_output(source: str | None, target: str, line: _Line) -> None:
+    """Refuses to write over what is read, and without ``--force`` over anything: as the native program."""
+    source_path = None if source is None else _local(source)
+    target_path = _local(target)
+    if source is not None and (source == target or _is_same(source_path, target_path)):
+        what = "input and output are the same file, and nothing was changed: name another output"
+        raise _UsageError(f"{target}: {what}")
+    if line.has("--force"):
+        return
+    there = os.path.isfile(target_path) if target_path is not None else _is_object_there(target)
+    if there:
+        raise ConflictError(f"{target} exists already; --force replaces it")
+
+
+def _is_same(a: str | None, b: str | None) -> bool:
+    if a is None or b is None:
+        return False
+    with contextlib.suppress(OSError):
+        return os.path.samefile(a, b)
+    return False
+
+
+def _is_object_there(url: str) -> bool:
+    try:
+        open_source(url, None, None)
+    except NotFoundError:
+        return False
+    except (CorruptDataError, LimitError, UnsupportedFormatError):
+        return True
+    except StorageError as error:
+        # Where only writing is allowed, nobody can tell.
+        if error.errno != errno.EACCES:
+            raise
+        return False
+    return True
+
+
+def _local(name: str) -> str | None:
+    """The path that a name or a ``file:`` URL means."""
+    if not is_url(name):
+        return name
+    parts = urllib.parse.urlsplit(name.strip())
+    return urllib.parse.unquote(parts.path) if parts.scheme.lower() == "file" else None
+
+
+def _require_folder(target: str) -> None:
+    """Says before any work is done that a file cannot be written there, as far as that can be known."""
+    if is_url(target):
+        what = f"{target}: a PyTorch file is written to a path, not to a URL: name one"
+        raise UnsupportedFormatError(what)
+    if os.path.isdir(target):
+        raise StorageError(errno.EISDIR, os.strerror(errno.EISDIR), target)
+    folder = os.path.dirname(target) or "."
+    if not os.path.isdir(folder):
+        missing = errno.ENOTDIR if os.path.exists(folder) else errno.ENOENT
+        raise StorageError(
+            missing, f"the folder {folder} cannot be used: {os.strerror(missing)}", target
+        )

@@ -16,7 +16,7 @@ from . import _core
 from ._dcp_folder import ChunkStorageMetadata, _finished, _Node, _pieces
 from ._dcp_metadata import from_json, planner_paths
 from ._dcp_planners import _from_json, _from_pickle, _is_json
-from ._errors import CorruptDataError
+from ._errors import CorruptDataError, UnsafeLoadError
 from ._storages import dtype_name
 
 #: The blob that says how they are put together.
@@ -68,7 +68,12 @@ class _Stored:
         if values.numel():
             self._reader.read_into([(number, values.data_ptr(), values.nbytes)], None)
         stream = io.BytesIO(values.numpy().tobytes())
-        return _from_json(fqn, stream) if _is_json(stream) else _from_pickle(fqn, stream)
+        if _is_json(stream):
+            return _from_json(fqn, stream)
+        try:
+            return _from_pickle(fqn, stream)
+        except UnsafeLoadError as error:
+            raise UnsafeLoadError(str(error), key_path=fqn) from error
 
     def tensor(self, fqn: str, entry: TensorStorageMetadata) -> torch.Tensor:
         """A tensor, of its pieces. Those that are not one run of its values are read at once, each alone; the

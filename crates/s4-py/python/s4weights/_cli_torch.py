@@ -45,7 +45,7 @@ def read_file(path: str) -> Any:
 
 def _is_program(path: str) -> bool:
     with open(path, "rb") as file:
-        if not file.read(2) == b"PK":
+        if file.read(2) != b"PK":
             return False
     try:
         return "constants.pkl" in torch._C.PyTorchFileReader(path).get_all_records()
@@ -83,24 +83,27 @@ def _pickle_of(path: str) -> bytes | None:
         if file.read(2) == b"PK":
             return bytes(torch._C.PyTorchFileReader(path).get_record("data.pkl"))
         file.seek(0)
+        is_ours = False
+        for _, value, _ in pickletools.genops(file):
+            is_ours = is_ours or value == torch.serialization.MAGIC_NUMBER
+        if not is_ours:
+            return None
         start = 0
-        for number in range(_OLD_PICKLES):
+        for _ in range(_OLD_PICKLES - 1):
             start = file.tell()
-            for opcode, value, _ in pickletools.genops(file):
-                if number == 0 and value is not None and opcode.name != "PROTO":
-                    if value == torch.serialization.MAGIC_NUMBER:
-                        continue
-                    if opcode.name == "FRAME":
-                        continue
-                    return None
+            for _ in pickletools.genops(file):
+                pass
         length = file.tell() - start
         file.seek(start)
         return file.read(length)
 
 
 def brief(error: BaseException) -> str:
-    """The first line of a message, or as much of it as is of use."""
-    line = (str(error) or repr(error)).strip().split("\n", 1)[0]
+    """What a message of PyTorch's says of the file: it goes on with advice for callers of `torch.load`."""
+    # Of some, such as a `KeyError`, the message is no more than a number.
+    text = str(error).strip() if " " in str(error) else repr(error)
+    _, found, rest = text.partition("WeightsUnpickler error: ")
+    line = (rest if found else text).strip().split("\n", 1)[0].split(". ", 1)[0].strip()
     return line if len(line) <= _MAX_SAID else f"{line[:_MAX_SAID]}..."
 
 
