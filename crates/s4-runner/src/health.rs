@@ -58,6 +58,8 @@ pub(crate) struct Health {
 struct Inner {
     store: StoreHealth,
     asked: Option<Instant>,
+    /// Why the last checkpoint could not be compressed.
+    uncompressed: Option<String>,
     interruption: Option<Interruption>,
 }
 
@@ -129,6 +131,17 @@ impl Health {
         inner.asked = None;
         inner.store.reachable = Some(false);
         inner.store.error = Some(why.to_owned());
+    }
+
+    /// A checkpoint was compressed, or could not be.
+    pub(crate) fn compressed(&self, problem: Option<String>) {
+        self.lock().uncompressed = problem;
+    }
+
+    /// Why the last checkpoint could not be compressed.
+    #[must_use]
+    pub(crate) fn uncompressed(&self) -> Option<String> {
+        self.lock().uncompressed.clone()
     }
 
     /// Whether the store answered lately.

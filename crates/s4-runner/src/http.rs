@@ -23,7 +23,7 @@ const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; script-src 
 pub(crate) fn router(service: Arc<Service>) -> Router {
     Router::new()
         .route("/", get(page))
-        .route("/livez", get(async || "ok\n"))
+        .route("/livez", get(alive))
         .route("/readyz", get(ready))
         .route("/healthz", get(health))
         .route("/metrics", get(metrics))
@@ -66,6 +66,13 @@ async fn now(service: Arc<Service>) -> Option<Status> {
 
 fn failed() -> Response {
     guarded(StatusCode::INTERNAL_SERVER_ERROR, "text/plain", "failed\n".into())
+}
+
+/// A thread that does not go on is helped by a new process.
+async fn alive(State(service): State<Arc<Service>>) -> Response {
+    let good = service.health.stalled().is_empty();
+    let text = if good { "ok\n" } else { "a thread does not go on\n" };
+    guarded(code(good), "text/plain", text.to_owned())
 }
 
 async fn page() -> Response {

@@ -6,7 +6,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::FlockOperation;
+use rustix::fs::{Access, FlockOperation};
 use uuid::Uuid;
 
 use crate::error::{Error, Result};
@@ -23,6 +23,8 @@ const RESERVE: usize = 256 << 10;
 pub(crate) struct Journal {
     folder: PathBuf,
     reserve: PathBuf,
+    /// A file with the name of the store.
+    store: PathBuf,
     _lock: File,
 }
 
@@ -43,14 +45,10 @@ impl Journal {
     /// [`Error::Locked`] if another process uses it; [`Error::Io`].
     pub(crate) fn open(state_dir: &Path) -> Result<(Self, Vec<Record>, Vec<Damaged>)> {
         make_folder(state_dir, 0o750)?;
-        let path = state_dir.join("lock");
-        let mut open = OpenOptions::new();
-        let lock = open.create(true).truncate(false).write(true).mode(0o600).open(&path);
-        let lock = lock.map_err(|e| Error::io("open", &path, e))?;
-        rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)
-            .map_err(|_| Error::Locked(state_dir.display().to_string()))?;
+        let lock = lock(state_dir)?;
         let (folder, reserve) = (state_dir.join("journal"), state_dir.join("reserve"));
-        let journal = Self { folder, reserve, _lock: lock };
+        let store = state_dir.join("store");
+        let journal = Self { folder, reserve, store, _lock: lock };
         make_folder(&journal.folder, 0o700)?;
         sync_folder(state_dir).map_err(|e| Error::io("sync", state_dir, e))?;
         let (records, damaged) = journal.read()?;
@@ -73,6 +71,10 @@ impl Journal {
                         damaged.push(Damaged { name, why });
                     }
                 },
+                Some("damaged") => {
+                    damaged
+                        .push(Damaged { name, why: "it was put aside at an earlier start".into() });
+                }
                 // Never complete: the rename did not happen.
                 Some("tmp") => fs::remove_file(&path).map_err(|e| Error::io("remove", &path, e))?,
                 _ => {}
@@ -128,12 +130,43 @@ impl Journal {
         }
     }
 
+    /// Whether its folder can be written.
+    pub(crate) fn is_writable(&self) -> bool {
+        rustix::fs::access(&self.folder, Access::WRITE_OK | Access::EXEC_OK).is_ok()
+    }
+
     /// Bytes that are free on its drive.
     ///
     /// # Errors
     /// The system's.
     pub(crate) fn free(&self) -> io::Result<u64> {
         free(&self.folder)
+    }
+
+    /// The name of the store that its records are of, if one was noted.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(crate) fn store(&self) -> io::Result<Option<String>> {
+        match fs::read_to_string(&self.store) {
+            Ok(name) => Ok(Some(name)),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Notes the name of the store.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(crate) fn set_store(&self, name: &str) -> io::Result<()> {
+        if self.store()?.as_deref() == Some(name) {
+            return Ok(());
+        }
+        let temporary = self.store.with_extension("tmp");
+        write_synced(&temporary, name.as_bytes())?;
+        fs::rename(&temporary, &self.store)?;
+        sync_folder(self.store.parent().unwrap_or(&self.folder))
     }
 
     /// Forgets a record.
@@ -186,6 +219,20 @@ fn read_record(path: &Path) -> std::result::Result<Record, String> {
         (1, false) => Err("it is the record of another submission".into()),
         (v, _) => Err(format!("version {v}, this program knows 1")),
     }
+}
+
+/// Locks a folder for this process, until the file is closed.
+///
+/// # Errors
+/// [`Error::Locked`] if another process has it; [`Error::Io`].
+pub(crate) fn lock(folder: &Path) -> Result<File> {
+    let path = folder.join("lock");
+    let mut open = OpenOptions::new();
+    let lock = open.create(true).truncate(false).write(true).mode(0o600).open(&path);
+    let lock = lock.map_err(|e| Error::io("open", &path, e))?;
+    rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive)
+        .map_err(|_| Error::Locked(folder.display().to_string()))?;
+    Ok(lock)
 }
 
 /// Makes a folder that may be there.

@@ -137,6 +137,12 @@ impl Queue {
         self.journal.free()
     }
 
+    /// Whether the journal can be written.
+    #[must_use]
+    pub(crate) fn is_writable(&self) -> bool {
+        self.journal.is_writable()
+    }
+
     /// Does something that makes room, with the room that is kept for that.
     pub(crate) fn with_reserve<T>(&self, work: impl FnOnce() -> T) -> T {
         self.journal.with_reserve(work)
@@ -223,6 +229,31 @@ impl Queue {
         drop(inner);
         self.tell();
         Ok(record)
+    }
+
+    /// Takes in a checkpoint that no record tells of: the journal lost it. Its number is after that of one that was
+    /// submitted before, and before that of one that was submitted later, if there is one and a number is left. Gives it.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(crate) fn adopt(
+        &self,
+        mut record: Record,
+        after: u64,
+        before: Option<u64>,
+    ) -> io::Result<u64> {
+        let mut inner = self.lock();
+        let last = inner.records.last_key_value().map_or(0, |(last, _)| *last);
+        let left = |before| (after + 1..before).find(|seq| !inner.records.contains_key(seq));
+        let seq = before.and_then(left).unwrap_or(last + 1);
+        record.seq = seq;
+        self.journal.put(&record)?;
+        inner.by_id.insert(record.id, seq);
+        inner.accepted.insert(seq, Instant::now());
+        inner.records.insert(seq, record);
+        drop(inner);
+        self.tell();
+        Ok(seq)
     }
 
     /// Changes a record, first in the journal.

@@ -3,11 +3,12 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use s4weights::store::CheckpointId;
+use s4weights::store::{Checkpoint, CheckpointId};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use crate::clock::Uptime;
+use crate::clock::{Moment, Uptime};
+use crate::stores::SUBMISSION;
 
 /// How far a checkpoint is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -132,13 +133,52 @@ pub(crate) struct Record {
 }
 
 impl Record {
-    /// Bytes of the local drive that it needs until it is durable.
+    /// The record of a checkpoint of the local store, which is to be uploaded. Its number is still to be given.
+    #[must_use]
+    pub(crate) fn of_local(id: Uuid, checkpoint: &Checkpoint) -> Self {
+        let (about, now) = (&checkpoint.about, Moment::now());
+        let mut tags = about.tags.clone();
+        tags.remove(SUBMISSION);
+        Self {
+            v: 1,
+            id,
+            seq: 0,
+            step: checkpoint.step(),
+            state: State::Verified,
+            staged_bytes: 0,
+            raw_bytes: about.raw_len,
+            stored_bytes: about.data_len.saturating_add(about.manifest_len),
+            metrics: about.metrics.clone(),
+            tags,
+            uid: rustix::process::getuid().as_raw(),
+            submitted_ms: now.wall_ms,
+            submitted_at: now.uptime,
+            durable_ms: None,
+            durable_after_ms: None,
+            origin: None,
+            local: Some(checkpoint.id()),
+            local_parent: about.parent.map(|parent| parent.id),
+            attempts: vec![],
+            remote: None,
+            error: None,
+        }
+    }
+
+    /// Bytes of the local drive that it needs until it is durable, or forgotten.
     #[must_use]
     pub(crate) fn held_bytes(&self) -> u64 {
         match self.state {
             State::Staged | State::Compressed => self.staged_bytes,
             State::Verified | State::Uploading => self.stored_bytes,
-            State::Durable | State::Failed => 0,
+            State::Failed if self.local.is_none() => self.staged_bytes,
+            State::Failed => self.stored_bytes,
+            State::Durable => 0,
         }
+    }
+
+    /// Whether the staged file is still needed.
+    #[must_use]
+    pub(crate) fn holds_file(&self) -> bool {
+        self.state <= State::Compressed || (self.state == State::Failed && self.local.is_none())
     }
 }

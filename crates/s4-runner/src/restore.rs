@@ -62,6 +62,7 @@ impl Service {
     /// # Errors
     /// The last failure, if nothing could be restored; [`Error::NotFound`] if there is nothing.
     pub(crate) fn restore(&self, wanted: Wanted) -> s4weights::Result<Restored> {
+        self.check_room()?;
         let mut skipped = vec![];
         let mut last = None;
         let mut try_at = |step: u64, place: Place| -> Option<Restored> {
@@ -79,38 +80,64 @@ impl Service {
                 }
             }
         };
-        for record in self.candidates(wanted) {
-            for place in self.places(&record) {
-                if let Some(done) = try_at(record.step, place) {
-                    return Ok(done);
-                }
-            }
-        }
-        let listed = match wanted {
-            Wanted::Submission(_) => vec![],
-            Wanted::Newest | Wanted::Step(_) => self.stores.remote()?.list()?,
-        };
-        let fits = |step: u64| wanted == Wanted::Newest || wanted == Wanted::Step(step);
-        for checkpoint in listed.iter().rev().filter(|c| fits(c.step())) {
-            if let Some(done) = try_at(checkpoint.step(), Place::Store(checkpoint.id())) {
+        let (candidates, no_list) = self.candidates(wanted);
+        for (step, place) in candidates {
+            if let Some(mut done) = try_at(step, place) {
+                done.skipped.extend(no_list.map(|e| format!("the store's list: {e}")));
                 return Ok(done);
             }
         }
         let target = format!("{}: {wanted:?}", self.config.store_name());
-        Err(last.unwrap_or(Error::NotFound { target }))
+        // A store that does not answer may well have it.
+        Err(last.or(no_list).unwrap_or(Error::NotFound { target }))
     }
 
-    /// What the journal knows of it, the newest first.
-    fn candidates(&self, wanted: Wanted) -> Vec<Record> {
+    /// Where what is wanted may be, the newest first: what is not durable yet, and what the store lists, which the local
+    /// drive may have, too. What others saved there counts; what they took off its list does not. Only if it does not
+    /// answer, which is returned, is the journal believed alone.
+    fn candidates(&self, wanted: Wanted) -> (Vec<(u64, Place)>, Option<Error>) {
+        let fits = |step: u64| wanted == Wanted::Newest || wanted == Wanted::Step(step);
         let mut records = self.queue.list();
         records.reverse();
-        records.retain(|r| r.state != State::Failed);
-        match wanted {
-            Wanted::Newest => {}
-            Wanted::Step(step) => records.retain(|r| r.step == step),
-            Wanted::Submission(id) => records.retain(|r| r.id == id),
+        records.retain(|r| match wanted {
+            Wanted::Submission(id) => r.id == id,
+            _ => r.state != State::Failed && fits(r.step),
+        });
+        let of = |record: &Record| -> Vec<(u64, Place)> {
+            self.places(record).into_iter().map(|place| (record.step, place)).collect()
+        };
+        let listed = match wanted {
+            Wanted::Submission(_) => return (records.iter().flat_map(of).collect(), None),
+            _ => self.stores.remote().and_then(|store| store.list()),
+        };
+        let listed = match listed {
+            Ok(listed) => listed,
+            Err(e) => return (records.iter().flat_map(of).collect(), Some(e)),
+        };
+        let (durable, pending): (Vec<_>, Vec<_>) =
+            records.iter().partition(|r| r.state == State::Durable);
+        let mut out: Vec<_> = pending.into_iter().flat_map(of).collect();
+        for checkpoint in listed.iter().rev().filter(|c| fits(c.step())) {
+            match durable.iter().find(|r| r.remote == Some(checkpoint.id())) {
+                Some(record) => out.extend(of(record)),
+                None => out.push((checkpoint.step(), Place::Store(checkpoint.id()))),
+            }
         }
-        records
+        (out, None)
+    }
+
+    /// Restored files are not what fills the drive.
+    fn check_room(&self) -> s4weights::Result<()> {
+        let target = self.staging.restored().display().to_string();
+        let action = "look for room in";
+        let free = self.staging.free();
+        let free = free.map_err(|source| Error::Io { target: target.clone(), action, source })?;
+        if free > self.config.min_free_bytes {
+            return Ok(());
+        }
+        self.staging.tidy(Instant::now());
+        let source = std::io::ErrorKind::StorageFull.into();
+        Err(Error::Io { target, action: "restore to", source })
     }
 
     fn places(&self, record: &Record) -> Vec<Place> {

@@ -1,12 +1,14 @@
 //! The service from its start to its end.
 
+use std::future::poll_fn;
 use std::sync::{Arc, Mutex};
+use std::task::Poll;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use s4weights::Interrupt;
 use tokio::net::{TcpListener, UnixListener};
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::Instant;
 use uuid::Uuid;
 
@@ -20,7 +22,7 @@ use crate::interruption::{notice, watch_spot};
 use crate::journal::Journal;
 use crate::metrics::Metrics;
 use crate::queue::{Mode, Queue};
-use crate::record::State;
+use crate::record::{Record, State};
 use crate::service::Service;
 use crate::staging::Staging;
 use crate::stores::Stores;
@@ -78,6 +80,8 @@ pub fn run(config: Config, hooks: Hooks) -> Result<()> {
 }
 
 async fn main(config: Config, hooks: Hooks) -> Result<()> {
+    // It is a notice, which must not end a process that has not come to listen for it.
+    let usr1 = signal(SignalKind::user_defined1());
     let no_client = |e: crate::imds::NoAnswer| Error::Internal(e.to_string());
     let imds = Imds::new(&config.imds).map_err(no_client)?;
     entitlement::decide(&config.entitlement, &imds).await?;
@@ -91,9 +95,16 @@ async fn main(config: Config, hooks: Hooks) -> Result<()> {
     let threads = start(&service, &worker, &hooks)?;
     let background = background(&service, imds, unix, tcp);
     notify::ready();
-    let why = signals(&service).await;
+    let mut signals = Signals::new(usr1);
+    let why = signals.wait(&service).await;
     notify::stopping(&why);
-    let open = drain(&service).await;
+    let open = tokio::select! {
+        open = drain(&service) => open,
+        why = signals.end() => {
+            tracing::warn!("{why} once more: nothing is waited for");
+            service.flush(Duration::ZERO).await
+        }
+    };
     worker.interrupt.stop();
     service.queue.stop();
     background.into_iter().for_each(|task| task.abort());
@@ -127,10 +138,12 @@ fn recover(config: Config, hooks: &Hooks, engine: String) -> Result<(Arc<Service
         tracing::error!(record = bad.name, why = bad.why, "a record of the journal cannot be read");
     }
     let staging = Staging::open(&config.staging())?;
+    stay_with_store(&config, &journal, &staging, &mut records)?;
     let find = |id: Uuid| records.iter().find(|r| r.id == id);
     // A record that cannot be read may be of any of the files: then all of them stay.
     let is_known = |id| find(id).is_some() || !damaged.is_empty();
-    let is_needed = |id| find(id).is_none_or(|r| r.state <= State::Compressed);
+    // What has failed stays until it is forgotten: its file may be the only copy.
+    let is_needed = |id| find(id).is_none_or(|r| r.holds_file());
     staging.recover(is_known, is_needed)?;
     for record in records.iter_mut().filter(|r| r.state <= State::Compressed) {
         // It was given back when the journal failed, and the trainer was not told.
@@ -171,6 +184,38 @@ fn recover(config: Config, hooks: &Hooks, engine: String) -> Result<(Arc<Service
         reached: Arc::clone(&hooks.reached),
     };
     Ok((Arc::new(service), worker))
+}
+
+/// Records are of one store: in another one, what is durable there would be taken for durable here.
+fn stay_with_store(
+    config: &Config,
+    journal: &Journal,
+    staging: &Staging,
+    records: &mut Vec<Record>,
+) -> Result<()> {
+    let name = config.store_name();
+    let before = journal.store().map_err(|e| Error::io("read", &config.state_dir, e))?;
+    if before.as_ref().is_some_and(|before| *before != name) {
+        let open = records.iter().filter(|r| !r.state.is_final()).count();
+        let before = before.unwrap_or_default();
+        if open > 0 {
+            return Err(Error::Config(format!(
+                "{}: {open} checkpoints are on their way to {before}, not to {name}: start it with that store until \
+                 they are durable, or use another state folder and staging folder",
+                config.state_dir.display()
+            )));
+        }
+        tracing::warn!(
+            before,
+            now = name,
+            "another store: what became durable in the one before is forgotten"
+        );
+        staging.clear_local().map_err(|e| Error::io("clear", &staging.local(), e))?;
+        for record in records.drain(..) {
+            journal.remove(record.id).map_err(|e| Error::io("clear", &config.state_dir, e))?;
+        }
+    }
+    journal.set_store(&name).map_err(|e| Error::io("write", &config.state_dir, e))
 }
 
 async fn listen(address: &str) -> Result<TcpListener> {
@@ -219,22 +264,58 @@ fn background(
     tasks
 }
 
-/// Waits for a signal that ends the service; says which one. `USR1`, which batch systems send ahead of the
-/// end, lets the newest checkpoint go first.
-async fn signals(service: &Service) -> String {
-    let kinds = [SignalKind::terminate(), SignalKind::interrupt(), SignalKind::user_defined1()];
-    let [Ok(mut term), Ok(mut int), Ok(mut usr1)] = kinds.map(signal) else {
-        return "signals cannot be waited for".to_owned();
-    };
-    let mut changed = service.queue.watch();
-    loop {
-        tokio::select! {
-            _ = term.recv() => return "SIGTERM".to_owned(),
-            _ = int.recv() => return "SIGINT".to_owned(),
-            _ = usr1.recv() => notice(&service.health, &service.queue, "usr1", "SIGUSR1"),
-            _ = changed.changed() => {
-                if service.queue.mode() == Mode::Draining {
-                    return "drain".to_owned();
+/// The signals that are waited for. `HUP`, of a terminal that is gone, ends the service as `TERM` and `INT` do. `USR1`, which
+/// batch systems send ahead of the end, lets the newest checkpoint go first.
+struct Signals(Vec<(&'static str, Signal)>);
+
+const NOTICE: &str = "SIGUSR1";
+
+impl Signals {
+    /// `usr1` was listened for before.
+    fn new(usr1: std::io::Result<Signal>) -> Self {
+        let kinds = [
+            ("SIGTERM", signal(SignalKind::terminate())),
+            ("SIGINT", signal(SignalKind::interrupt())),
+            ("SIGHUP", signal(SignalKind::hangup())),
+            (NOTICE, usr1),
+        ];
+        Self(kinds.into_iter().filter_map(|(name, signal)| Some((name, signal.ok()?))).collect())
+    }
+
+    /// Waits for one; gives its name.
+    async fn next(&mut self) -> &'static str {
+        poll_fn(|cx| {
+            let come = |(name, signal): &mut (&'static str, Signal)| {
+                signal.poll_recv(cx).is_ready().then_some(*name)
+            };
+            self.0.iter_mut().find_map(come).map_or(Poll::Pending, Poll::Ready)
+        })
+        .await
+    }
+
+    /// Waits for one that ends the service; gives its name.
+    async fn end(&mut self) -> &'static str {
+        loop {
+            match self.next().await {
+                NOTICE => {}
+                name => return name,
+            }
+        }
+    }
+
+    /// Waits for one that ends the service, or for somebody who asks for that; says which.
+    async fn wait(&mut self, service: &Service) -> String {
+        let mut changed = service.queue.watch();
+        loop {
+            tokio::select! {
+                name = self.next() => match name {
+                    NOTICE => notice(&service.health, &service.queue, "usr1", NOTICE),
+                    name => return name.to_owned(),
+                },
+                _ = changed.changed() => {
+                    if service.queue.mode() == Mode::Draining {
+                        return "drain".to_owned();
+                    }
                 }
             }
         }

@@ -118,7 +118,12 @@ impl Service {
         let _one = self.accepting.lock().unwrap_or_else(|e| e.into_inner());
         let (id, uid) = (submission.id, submission.uid);
         if let Some(known) = self.queue.get(id) {
-            let same = known.step == submission.step && known.uid == uid;
+            // A file of this name is another one: the first was taken.
+            let same = known.step == submission.step
+                && known.uid == uid
+                && known.metrics == submission.metrics
+                && known.tags == submission.tags
+                && !self.staging.offered(id).exists();
             return if same { Ok(known) } else { Err(Refusal::Conflict(id)) };
         }
         if self.queue.mode() == Mode::Draining {
@@ -218,9 +223,11 @@ impl Service {
     /// # Errors
     /// The system's.
     pub(crate) fn forget(&self, id: Uuid) -> std::io::Result<bool> {
+        let local = self.queue.get(id).and_then(|record| record.local);
         let known = self.queue.forget_failed(id)?;
         if known {
             self.staging.remove(id)?;
+            self.stores.forget_local(local);
         }
         Ok(known)
     }

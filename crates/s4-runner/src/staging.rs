@@ -11,10 +11,11 @@ use std::time::{Duration, Instant};
 use uuid::Uuid;
 
 use crate::error::{Error, Result};
-use crate::journal::{free, make_folder, sync_folder};
+use crate::journal::{free, lock, make_folder, sync_folder};
 
-/// How long files that nobody submitted or fetched stay.
+/// How long files stay that nobody submitted, and those that were restored and nobody fetched.
 const FORGOTTEN: Duration = Duration::from_secs(24 * 3600);
+const UNFETCHED: Duration = Duration::from_secs(3600);
 
 /// What opening a link gives where none is followed.
 const LINK: i32 = rustix::io::Errno::LOOP.raw_os_error();
@@ -24,6 +25,8 @@ const LINK: i32 = rustix::io::Errno::LOOP.raw_os_error();
 pub(crate) struct Staging {
     root: PathBuf,
     lying: Arc<Mutex<HashMap<PathBuf, Lying>>>,
+    /// No other process has these folders.
+    _lock: Arc<File>,
 }
 
 /// A file that nobody has submitted or fetched yet.
@@ -62,7 +65,8 @@ impl Staging {
     /// [`Error::Io`].
     pub(crate) fn open(root: &Path) -> Result<Self> {
         make_folder(root, 0o750)?;
-        let staging = Self { root: root.to_path_buf(), lying: Arc::default() };
+        let lock = Arc::new(lock(root)?);
+        let staging = Self { root: root.to_path_buf(), lying: Arc::default(), _lock: lock };
         for (folder, mode) in
             [(staging.incoming(), 0o3770), (staging.queue(), 0o700), (staging.restored(), 0o2770)]
         {
@@ -94,6 +98,17 @@ impl Staging {
     #[must_use]
     pub(crate) fn local(&self) -> PathBuf {
         self.root.join("local")
+    }
+
+    /// Removes the local store.
+    ///
+    /// # Errors
+    /// The system's.
+    pub(crate) fn clear_local(&self) -> io::Result<()> {
+        match fs::remove_dir_all(self.local()) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+            _ => Ok(()),
+        }
     }
 
     /// The staged file of a submission.
@@ -201,7 +216,10 @@ impl Staging {
             let path = entry.map_err(io)?.path();
             let id = path.file_stem().and_then(|s| Uuid::parse_str(&s.to_string_lossy()).ok());
             match id {
-                Some(id) if !is_known(id) => self.give_back(id),
+                Some(id) if !is_known(id) => {
+                    tracing::warn!(%id, "a file that no record of the journal names is given back");
+                    self.give_back(id);
+                }
                 Some(id) if !is_needed(id) => {
                     self.remove(id).map_err(|e| Error::io("remove", &path, e))?;
                 }
@@ -211,19 +229,19 @@ impl Staging {
         sync_folder(&queue).map_err(|e| Error::io("sync", &queue, e))
     }
 
-    /// Removes what nobody submitted or fetched for a day, as this process has seen: the times of files are those
-    /// of a clock that may have been set.
+    /// Removes what nobody submitted for a day, or fetched for an hour, as this process has seen: the times of files are
+    /// those of a clock that may have been set.
     pub(crate) fn tidy(&self, now: Instant) {
         let mut lying = self.lying.lock().unwrap_or_else(|e| e.into_inner());
         let before = std::mem::take(&mut *lying);
-        for folder in [self.incoming(), self.restored()] {
+        for (folder, forgotten) in [(self.incoming(), FORGOTTEN), (self.restored(), UNFETCHED)] {
             let entries = fs::read_dir(&folder).into_iter().flatten().filter_map(|e| e.ok());
             for path in entries.map(|e| e.path()) {
                 let Ok(about) = fs::symlink_metadata(&path) else { continue };
                 let mark = (about.len(), about.mtime(), about.mtime_nsec());
                 let known = before.get(&path).filter(|known| known.mark == mark);
                 let since = known.map_or(now, |known| known.since);
-                if now.duration_since(since) > FORGOTTEN
+                if now.duration_since(since) > forgotten
                     && let Err(e) = fs::remove_file(&path)
                 {
                     tracing::debug!(path = %path.display(), error = %e, "stays");
@@ -317,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_lay_untouched_for_a_day_is_removed_whatever_the_clock_says() {
+    fn only_what_lay_untouched_for_long_is_removed_whatever_the_clock_says() {
         let (_dir, staging, _) = staging();
         let day = Duration::from_secs(24 * 3600);
         let set = |path: &Path, when| {
@@ -334,14 +352,17 @@ mod tests {
         set(&behind, wall - 30 * day);
         let start = Instant::now();
         staging.tidy(start);
+        staging.tidy(start + day / 24);
+        assert!(restored.exists());
         staging.tidy(start + day / 2);
+        assert!(!restored.exists(), "for an hour");
         fs::write(&busy, "abcd").unwrap();
         set(&busy, wall - 30 * day);
         staging.tidy(start + day);
-        assert!([&ahead, &behind, &busy, &restored].iter().all(|path| path.exists()));
+        assert!([&ahead, &behind, &busy].iter().all(|path| path.exists()));
         staging.tidy(start + day + Duration::from_secs(1));
         assert!(busy.exists(), "somebody writes to it");
-        assert!([&ahead, &behind, &restored].iter().all(|path| !path.exists()));
+        assert!([&ahead, &behind].iter().all(|path| !path.exists()));
         staging.tidy(start + 3 * day);
         assert!(!busy.exists());
     }

@@ -184,6 +184,12 @@ impl Status {
         if self.staging_free_bytes == 0 || self.staging_free_bytes < from.config.min_free_bytes {
             out.push("the local drive is full".into());
         }
+        if !from.queue.is_writable() {
+            out.push("the journal cannot be written".into());
+        }
+        if let Some(why) = from.health.uncompressed() {
+            out.push(format!("the last checkpoint could not be compressed: {why}"));
+        }
         if from.queue.free().unwrap_or(0) < JOURNAL {
             out.push("the drive of the journal is full".into());
         }

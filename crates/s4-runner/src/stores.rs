@@ -89,6 +89,15 @@ impl Stores {
         self.remote()?.apply_retention(&policy).map(drop)
     }
 
+    /// Takes a checkpoint off the list of the local store, so that no later start takes it in again. One that others are
+    /// deltas of stays.
+    pub(crate) fn forget_local(&self, id: Option<CheckpointId>) {
+        let Some(id) = id else { return };
+        if let Err(e) = self.local().and_then(|local| local.retire(&[id], "forgotten")) {
+            tracing::debug!(error = %e, checkpoint = %id, "stays in the local store");
+        }
+    }
+
     /// Deletes what the local store need not keep: all that is durable but the newest, and what these
     /// are deltas of.
     ///
@@ -101,10 +110,11 @@ impl Stores {
             sweep(&local)?;
         }
         let state = local.state()?;
+        // What no record tells of may be nowhere else.
         let durable = |c: &Checkpoint| {
             let own = c.about.tags.get(SUBMISSION);
             let of = records.iter().find(|r| own == Some(&r.id.to_string()));
-            of.is_none_or(|r| r.state == State::Durable)
+            of.is_some_and(|r| r.state == State::Durable)
         };
         let keep = if tidy == Tidy::Full { 0 } else { self.config.keep_local.max(1) };
         let listed = state.list();

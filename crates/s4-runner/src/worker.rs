@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use s4weights::store::{
-    CheckpointId, CheckpointStore, ImportOptions, ListingFn, ReplicateOptions, StoreError,
-    is_damage,
+    Checkpoint, CheckpointId, CheckpointStore, ImportOptions, ListingFn, ReplicateOptions,
+    StoreError, is_damage,
 };
 use s4weights::{Cause, Error, Interrupt, Progress, ProgressFn, ReadOptions, Reader, Source};
 
@@ -18,6 +18,9 @@ use crate::queue::{SharedQueue, Work};
 use crate::record::{Record, State};
 use crate::staging::Staging;
 use crate::stores::{SUBMISSION, Stores, Tidy, find};
+
+/// What a record says whose checkpoint is not in the local store.
+const GONE: &str = "its local copy is gone: was the drive replaced?";
 
 /// Named places where a test may stop the world.
 pub type CrashPoints = Arc<dyn Fn(&'static str) + Send + Sync>;
@@ -47,15 +50,23 @@ impl Worker {
     /// Compresses until the service ends.
     pub(crate) fn compress_all(&self) {
         self.interrupt.watch(|| {
+            if let Err(e) = self.adopt() {
+                tracing::warn!(error = %e, "the local store could not be looked through");
+            }
             self.tidy(Tidy::Start);
             loop {
                 self.health.beat(Thread::Compress);
                 let record = match self.queue.next_staged() {
                     Work::Record(record) => record,
-                    Work::Idle => continue,
+                    Work::Idle => {
+                        self.staging.tidy(Instant::now());
+                        continue;
+                    }
                     Work::Stop => return,
                 };
-                if let Err(e) = self.compress(&record) {
+                let done = self.compress(&record);
+                self.health.compressed(done.as_ref().err().map(Error::to_string));
+                if let Err(e) = done {
                     self.failed(&record, State::Staged, &e);
                     if e.cause() == Some(Cause::DiskFull) {
                         self.queue.with_reserve(|| self.tidy(Tidy::Full));
@@ -83,6 +94,11 @@ impl Worker {
                     Ok(()) => self.health.store_answered(),
                     // Another one goes first.
                     Err(Error::Cancelled) => self.queue.show(record.id, State::Verified),
+                    Err(e) if is_damage(&e) && self.is_damaged_here(&record) => {
+                        self.health.store_answered();
+                        self.metrics.verify_failures.inc();
+                        self.give_up(&record, &format!("its local copy is damaged: {e}"));
+                    }
                     Err(e) => {
                         self.health.store_failed(&e.to_string());
                         self.stores.reopen();
@@ -142,6 +158,44 @@ impl Worker {
             }
             _ => false,
         }
+    }
+
+    /// Whether the checkpoint in the local store is damaged.
+    fn is_damaged_here(&self, record: &Record) -> bool {
+        let Some(own) = record.local else { return false };
+        let read = self.stores.local().and_then(|local| local.load_id(own, None));
+        read.and_then(|loaded| loaded.reader().verify()).is_err_and(|e| is_damage(&e))
+    }
+
+    /// Takes in what the local store has and no record tells of: the journal was lost, or a record was damaged. And what
+    /// was given up because it was not there, and is there now.
+    fn adopt(&self) -> s4weights::Result<()> {
+        let local = self.stores.local()?;
+        let state = local.state()?;
+        let records = self.queue.list();
+        let own = |c: &Checkpoint| uuid::Uuid::parse_str(c.about.tags.get(SUBMISSION)?).ok();
+        let listed: Vec<_> = state.list().into_iter().filter_map(|c| Some((own(c)?, c))).collect();
+        let known = |id| records.iter().find(|r| r.id == id);
+        let mut last = 0;
+        for (i, &(id, checkpoint)) in listed.iter().enumerate() {
+            let (step, local) = (checkpoint.step(), Some(checkpoint.id()));
+            let Some(r) = known(id) else {
+                tracing::warn!(%id, step, "no record told of this checkpoint: it goes on");
+                let later =
+                    listed[i..].iter().filter_map(|(id, _)| known(*id)).map(|r| r.seq).min();
+                let done = self.queue.adopt(Record::of_local(id, checkpoint), last, later);
+                let target = format!("submission {id}");
+                let io = |source| Error::Io { target, action: "write the journal of", source };
+                last = done.map_err(io)?;
+                continue;
+            };
+            last = last.max(r.seq);
+            if r.state == State::Failed && r.local == local && r.error.as_deref() == Some(GONE) {
+                tracing::warn!(%id, step, "its local copy is there again");
+                self.update(id, |r| (r.state, r.error) = (State::Verified, None))?;
+            }
+        }
+        Ok(())
     }
 
     /// The local file becomes a checkpoint of the local store.
@@ -227,10 +281,18 @@ impl Worker {
         if !record.attempts.is_empty() {
             self.update(id, |r| r.attempts.clear())?;
         }
+        // A journal that was lost did not say so.
+        if let Some(known) = find(&remote, id)? {
+            return self.durable(record, known.id(), started);
+        }
         let local = self.stores.local()?;
         let known = local.state()?;
         let own = record.local.filter(|own| known.get(*own).is_some());
-        let Some(own) = own else { return self.lost(record) };
+        let Some(own) = own else {
+            self.metrics.error("lost");
+            self.give_up(record, GONE);
+            return Ok(());
+        };
         let listing: ListingFn = {
             let worker = self.clone();
             Arc::new(move |attempt| {
@@ -271,16 +333,14 @@ impl Worker {
         self.durable(record, copy, started)
     }
 
-    /// The local drive was replaced, and this was not uploaded yet.
-    fn lost(&self, record: &Record) -> s4weights::Result<()> {
-        let why = "its local copy is gone: was the drive replaced?";
+    /// A checkpoint will not become durable.
+    fn give_up(&self, record: &Record, why: &str) {
         tracing::error!(id = %record.id, step = record.step, why);
-        self.metrics.error("lost");
-        let fail = |r: &mut Record| {
-            r.state = State::Failed;
-            r.error = Some(why.to_owned());
-        };
-        self.update(record.id, fail).map(drop)
+        let fail = |r: &mut Record| (r.state, r.error) = (State::Failed, Some(why.to_owned()));
+        if let Err(e) = self.update(record.id, fail) {
+            tracing::warn!(error = %e, "it will be looked at again");
+            self.queue.pause(record.id, State::Verified, why);
+        }
     }
 
     fn upload_progress(&self, record: &Record) -> ProgressFn {

@@ -22,6 +22,8 @@ use crate::imds::{Imds, NoAnswer};
 
 /// Tries, all in all.
 const TRIES: u32 = 3;
+/// Seconds that a try may take, at most.
+const LONGEST: u64 = 24 * 3600;
 /// The pause after the first try.
 const PAUSE: Duration = Duration::from_millis(500);
 
@@ -114,6 +116,8 @@ impl From<NoAnswer> for No {
     fn from(e: NoAnswer) -> Self {
         match e {
             NoAnswer::Absent(_) => Self::new("no_identity", e.to_string()),
+            // Throttled, or with a token that has just expired.
+            NoAnswer::Refused { status: 401 | 429, .. } => Self::Again(e.to_string()),
             NoAnswer::Refused { status, .. } if status < 500 => {
                 Self::new("no_identity", e.to_string())
             }
@@ -139,6 +143,9 @@ impl Settings {
         }
         if self.try_seconds == 0 || self.total_seconds == 0 {
             return bad("no time is allowed for a try");
+        }
+        if self.try_seconds.max(self.total_seconds) > LONGEST {
+            return bad("more than a day is allowed for a try");
         }
         match self.mode {
             Mode::Off => Ok(()),
