@@ -196,12 +196,12 @@ fn stay_with_store(
     let name = config.store_name();
     let before = journal.store().map_err(|e| Error::io("read", &config.state_dir, e))?;
     if before.as_ref().is_some_and(|before| *before != name) {
-        let open = records.iter().filter(|r| !r.state.is_final()).count();
+        let open = records.iter().filter(|r| r.state != State::Durable).count();
         let before = before.unwrap_or_default();
         if open > 0 {
             return Err(Error::Config(format!(
-                "{}: {open} checkpoints are on their way to {before}, not to {name}: start it with that store until \
-                 they are durable, or use another state folder and staging folder",
+                "{}: {open} checkpoints are not durable in {before} yet, and are not for {name}: start the runner with \
+                 that store until they are durable or forgotten, or use another state folder and staging folder",
                 config.state_dir.display()
             )));
         }
