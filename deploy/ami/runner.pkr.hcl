@@ -1,11 +1,12 @@
 # An image for g6 and g6e: Ubuntu 22.04, a pinned NVIDIA driver, the wheel, the runner and nvCOMP. The order is the
 # point: what is snapshotted is what the gate has seen, on the kernel and the driver that it was seen on. Build with
-#   packer init . && packer build -var package=../../target/debian/s4weights.deb -var wheel=... .
+#   packer init . && packer build -var base_ami=... -var cfn_bootstrap_sha256=... \
+#     -var package=../../target/debian/s4weights.deb -var wheel=... -var commit=... .
 
 packer {
   required_plugins {
     amazon = {
-      version = ">= 1.3.0"
+      version = "= 1.8.0"
       source  = "github.com/hashicorp/amazon"
     }
   }
@@ -19,6 +20,16 @@ variable "region" {
 variable "instance_type" {
   type    = string
   default = "g6.xlarge"
+}
+
+variable "base_ami" {
+  type        = string
+  description = "Canonical's image to start from, of this region, without a default so that two builds start from the same one. The newest is: aws ssm get-parameter --name /aws/service/canonical/ubuntu/server/22.04/stable/current/amd64/hvm/ebs-gp2/ami-id --query Parameter.Value --output text"
+
+  validation {
+    condition     = can(regex("^ami-[0-9a-f]{8,17}$", var.base_ami))
+    error_message = "The base image is an id such as ami-0123456789abcdef0."
+  }
 }
 
 variable "driver" {
@@ -42,10 +53,25 @@ variable "commit" {
   description = "The commit that both were built from"
 }
 
-variable "nvcomp" {
+variable "cfn_bootstrap" {
   type        = string
-  default     = "6.0.0"
-  description = "Version of NVIDIA's package nvidia-nvcomp-cu12"
+  default     = "2.0-39"
+  description = "Version of aws-cfn-bootstrap-py3, which brings cfn-signal; never latest"
+
+  validation {
+    condition     = can(regex("^[0-9]+\\.[0-9]+-[0-9]+$", var.cfn_bootstrap))
+    error_message = "The version of aws-cfn-bootstrap-py3 is one such as 2.0-39."
+  }
+}
+
+variable "cfn_bootstrap_sha256" {
+  type        = string
+  description = "SHA-256 of that version's archive, which AWS does not publish: download it twice, from different networks, and compare what sha256sum says of aws-cfn-bootstrap-py3-<version>.tar.gz"
+
+  validation {
+    condition     = can(regex("^[0-9a-f]{64}$", var.cfn_bootstrap_sha256))
+    error_message = "The hash of the archive is 64 hexadecimal digits, in lower case."
+  }
 }
 
 source "amazon-ebs" "runner" {
@@ -62,10 +88,11 @@ source "amazon-ebs" "runner" {
     http_put_response_hop_limit = 1
   }
 
+  # One image, and only if it is Canonical's Ubuntu 22.04.
   source_ami_filter {
-    owners      = ["099720109477"]
-    most_recent = true
+    owners = ["099720109477"]
     filters = {
+      image-id            = var.base_ami
       name                = "ubuntu/images/hvm-ssd/ubuntu-jammy-22.04-amd64-server-*"
       root-device-type    = "ebs"
       virtualization-type = "hvm"
@@ -82,6 +109,7 @@ source "amazon-ebs" "runner" {
   tags = {
     Name   = "s4weights-runner"
     Commit = var.commit
+    Base   = var.base_ami
   }
 }
 
@@ -113,9 +141,14 @@ build {
     destination = "/tmp/"
   }
 
+  provisioner "file" {
+    sources     = ["${path.root}/requirements.txt", "${path.root}/requirements-cfn.txt"]
+    destination = "/tmp/"
+  }
+
   provisioner "shell" {
     script           = "${path.root}/install-runner.sh"
-    environment_vars = ["NVCOMP=${var.nvcomp}"]
+    environment_vars = ["CFN_BOOTSTRAP=${var.cfn_bootstrap}", "CFN_BOOTSTRAP_SHA256=${var.cfn_bootstrap_sha256}"]
     execute_command  = "sudo env {{ .Vars }} bash {{ .Path }}"
   }
 

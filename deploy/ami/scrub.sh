@@ -2,7 +2,8 @@
 # Removes what is of this machine alone: keys, logs, histories, the package cache, the id.
 set -euo pipefail
 
-rm -rf /tmp/s4weights.deb /tmp/*.whl /var/lib/s4weights/* /etc/s4weights/runner.toml
+rm -rf /tmp/s4weights.deb /tmp/*.whl /tmp/requirements*.txt /tmp/aws-cfn-bootstrap-*.tar.gz
+rm -rf /var/lib/s4weights/* /etc/s4weights/runner.toml
 apt-get clean
 rm -rf /var/lib/apt/lists/* /var/lib/cloud/instances /var/lib/cloud/instance
 rm -f /etc/ssh/ssh_host_* /root/.bash_history /home/*/.bash_history

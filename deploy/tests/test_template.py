@@ -6,6 +6,7 @@ import ipaddress
 import json
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from copy import deepcopy
@@ -38,6 +39,18 @@ def props(template: Template, name: str) -> dict[str, Any]:
 
 def of_type(template: Template, kind: str) -> list[dict[str, Any]]:
     return [r for r in template["Resources"].values() if r["Type"] == kind]
+
+
+# A value of each parameter that holds any text.
+GOOD = {
+    "HealthCidr": "10.0.0.0/16",
+    "ExistingBucketName": "my-bucket.of-2026",
+    "Prefix": "runs/llama_7b/a.b-c",
+    "KmsKeyArn": "arn:aws:kms:eu-west-1:123456789012:key/abc",
+    "AccessLogBucket": "logs",
+    "ProductCode": "prod-abc123",
+    "IdentityCertificate": "MII" + "Ab0+/" * 200 + "==",
+}
 
 
 def statements(template: Template) -> list[dict[str, Any]]:
@@ -127,8 +140,6 @@ def bucket_refuses_plain_connections(t: Template) -> None:
 def role_may_do_just_what_the_runner_needs(t: Template) -> None:
     allowed = {
         "s3:ListBucket",
-        "s3:ListBucketMultipartUploads",
-        "s3:GetBucketLocation",
         "s3:GetObject",
         "s3:PutObject",
         "s3:DeleteObject",
@@ -150,6 +161,59 @@ def objects_are_those_of_the_prefix(t: Template) -> None:
     for statement in statements(t):
         if "s3:PutObject" in actions(statement):
             assert statement["Resource"]["Fn::Sub"][0].endswith(":s3:::${Name}/${Prefix}/*")
+
+
+@breaks(lambda t: statements(t)[0].pop("Condition"))
+@breaks(lambda t: statements(t)[0]["Condition"]["StringLike"].update({"s3:prefix": "*"}))
+@breaks(
+    lambda t: statements(t)[0].update(
+        Condition={"StringLikeIfExists": statements(t)[0]["Condition"]["StringLike"]}
+    )
+)
+@breaks(lambda t: statements(t)[0]["Action"].append("s3:GetBucketLocation"))
+def listings_are_those_of_the_prefix(t: Template) -> None:
+    (found,) = [s for s in statements(t) if "s3:ListBucket" in actions(s)]
+    # Other actions have no `s3:prefix`.
+    assert actions(found) == ["s3:ListBucket"]
+    assert found["Condition"] == {"StringLike": {"s3:prefix": {"Fn::Sub": "${Prefix}/*"}}}
+
+
+def texts(t: Template) -> dict[str, dict[str, Any]]:
+    """The parameters that hold any text."""
+    found = t["Parameters"].items()
+    return {n: p for n, p in found if p["Type"] == "String" and "AllowedValues" not in p}
+
+
+@breaks(lambda t: t["Parameters"]["ExistingBucketName"].pop("AllowedPattern"))
+@breaks(lambda t: t["Parameters"]["ExistingBucketName"].update(AllowedPattern="^.*$"))
+@breaks(lambda t: t["Parameters"]["Prefix"].update(AllowedPattern='^[a-z"]+$'))
+@breaks(lambda t: t["Parameters"]["IdentityCertificate"].pop("AllowedPattern"))
+@breaks(lambda t: t["Parameters"].update(More={"Type": "String"}))
+def every_text_has_a_pattern(t: Template) -> None:
+    for name, parameter in texts(t).items():
+        pattern = re.compile(parameter["AllowedPattern"])
+        # As CloudFormation does: the whole value.
+        good = GOOD[name]
+        assert pattern.fullmatch(good), name
+        assert ("Default" not in parameter) or pattern.fullmatch(parameter["Default"]), name
+        for bad in "\"'`$\\*? \t\r\n\0;|&<>(){}\u00e9":
+            for at in (0, len(good) // 2, len(good)):
+                assert not pattern.fullmatch(good[:at] + bad + good[at:]), (name, bad)
+
+
+@breaks(lambda t: t["Rules"].clear())
+@breaks(lambda t: t["Rules"]["ProductNeedsCertificate"]["Assertions"].clear())
+@breaks(
+    lambda t: t["Rules"]["ProductNeedsCertificate"]["RuleCondition"]["Fn::Not"][0].update(
+        {"Fn::Equals": [{"Ref": "Prefix"}, ""]}
+    )
+)
+def a_product_needs_a_certificate(t: Template) -> None:
+    rule = t["Rules"]["ProductNeedsCertificate"]
+    assert rule["RuleCondition"] == {"Fn::Not": [{"Fn::Equals": [{"Ref": "ProductCode"}, ""]}]}
+    (assertion,) = rule["Assertions"]
+    given = {"Fn::Not": [{"Fn::Equals": [{"Ref": "IdentityCertificate"}, ""]}]}
+    assert assertion["Assert"] == given and "RSA-2048" in assertion["AssertDescription"]
 
 
 @breaks(lambda t: props(t, "SecurityGroup")["SecurityGroupIngress"][0].update(CidrIp="0.0.0.0/0"))
@@ -269,6 +333,21 @@ def test_a_changed_template_has_not(
         check(changed)
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("ExistingBucketName", ["*", "a", "a/b", "My-Bucket", "-ab", "ab-", "a" * 64]),
+        ("Prefix", ["", "/a", "a/", "a//b", "..", "a/../b", "a/.b", "*"]),
+        ("KmsKeyArn", ["*", "arn:aws:kms:eu-west-1:123456789012:key/*", "alias/a"]),
+        ("IdentityCertificate", ["MII", "-----BEGIN CERTIFICATE-----", "A" * 1000]),
+    ],
+)
+def test_a_pattern_refuses(name: str, values: list[str]) -> None:
+    pattern = re.compile(real()["Parameters"][name]["AllowedPattern"])
+    for value in values:
+        assert not pattern.fullmatch(value), value
+
+
 VALUES = {
     "AWS::StackName": "stack",
     "AWS::Region": "eu-west-1",
@@ -277,6 +356,7 @@ VALUES = {
     "KeepLast": "5",
     "KmsKeyArn": "arn:aws:kms:eu-west-1:123456789012:key/abc",
     "ProductCode": "prod-abc123",
+    "IdentityCertificate": "MIIB",
 }
 
 
@@ -299,7 +379,18 @@ def resolved(part: Any, conditions: set[str]) -> str:
     return re.sub(r"\$\{([A-Za-z:]+)\}", lambda m: {**VALUES, **own}[m[1]], text)
 
 
-def run_user_data(tmp_path: Path, conditions: set[str], ready: bool, starts: bool) -> Any:
+def certificate(tmp_path: Path, *key: str) -> str:
+    """A certificate of a new key as the parameter takes it."""
+    new = ["openssl", "req", "-x509", "-nodes", "-subj", "/CN=test", "-days", "2", *key]
+    new += ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "certificate.pem")]
+    subprocess.run(new, check=True, capture_output=True)
+    lines = (tmp_path / "certificate.pem").read_text().splitlines()
+    return "".join(line for line in lines if "-----" not in line)
+
+
+def run_user_data(
+    tmp_path: Path, conditions: set[str], ready: bool, starts: bool, certificate: str = ""
+) -> Any:
     """Runs the script with stand-ins for the programs of the machine."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "etc").mkdir()
@@ -307,7 +398,7 @@ def run_user_data(tmp_path: Path, conditions: set[str], ready: bool, starts: boo
     stubs = {
         "systemctl": f"echo systemctl $* >> {log}; exit {0 if starts else 1}",
         "curl": f"exit {0 if ready else 22}",
-        "cfn-signal": f"echo signal $* >> {log}",
+        "cfn-signal": f'printf "%s|" signal "$@" >> {log}; echo >> {log}',
         "chgrp": "exit 0",
         "sleep": "exit 0",
     }
@@ -319,6 +410,7 @@ def run_user_data(tmp_path: Path, conditions: set[str], ready: bool, starts: boo
         real()["Resources"]["Instance"]["Properties"]["UserData"]["Fn::Base64"], conditions
     )
     script = script.replace("/etc/s4weights", str(tmp_path / "etc"))
+    script = script.replace(VALUES["IdentityCertificate"], certificate)
     script = script.replace("/opt/aws/bin/cfn-signal", str(tmp_path / "bin" / "cfn-signal"))
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     done = subprocess.run(["bash", "-c", script], env={"PATH": path}, check=False)
@@ -332,16 +424,48 @@ def test_the_first_boot_tells_cloudformation_the_truth(
     tmp_path: Path, ready: bool, starts: bool, code: int
 ) -> None:
     done, log, _ = run_user_data(tmp_path, {"NewBucket"}, ready, starts)
-    signals = [line for line in log if line.startswith("signal")]
-    assert signals == [f"signal -e {code} --stack stack --resource Instance --region eu-west-1"]
+    (told,) = [line.split("|")[1:-1] for line in log if line.startswith("signal|")]
+    assert told[:3] == ["-e", str(code), "--reason"]
+    assert told[4:] == ["--stack", "stack", "--resource", "Instance", "--region", "eu-west-1"]
+    if code:
+        assert ("did not start" if not starts else "/readyz") in told[3]
     assert done == code
     assert log[0] == "systemctl enable --now s4w-runner.service"
+
+
+RSA_2048 = ("-newkey", "rsa:2048")
+NEEDS_OPENSSL = pytest.mark.skipif(not shutil.which("openssl"), reason="needs openssl")
+
+
+@NEEDS_OPENSSL
+def test_the_first_boot_writes_the_certificate(tmp_path: Path) -> None:
+    given = certificate(tmp_path, *RSA_2048)
+    assert re.fullmatch(real()["Parameters"]["IdentityCertificate"]["AllowedPattern"], given)
+    done, log, _ = run_user_data(tmp_path, {"HasProduct"}, True, True, given)
+    assert done == 0 and "signal|-e|0|" in log[-1]
+    made = tmp_path / "etc" / "identity-eu-west-1.pem"
+    assert made.read_text() == (tmp_path / "certificate.pem").read_text()
+    assert made.stat().st_mode & 0o777 == 0o640
+
+
+@NEEDS_OPENSSL
+@pytest.mark.parametrize("key", [(), ("-newkey", "rsa:1024"), ("-newkey", "ed25519")], ids=str)
+def test_the_first_boot_refuses_another_certificate(tmp_path: Path, key: tuple[str, ...]) -> None:
+    given = certificate(tmp_path, *key) if key else "MIIBnonsense"
+    done, log, _ = run_user_data(tmp_path, {"HasProduct"}, True, True, given)
+    assert done == 1
+    assert len(log) == 1 and "signal|-e|1|" in log[0] and "RSA key of 2048 bits" in log[0]
 
 
 @pytest.mark.parametrize("conditions", [{"NewBucket", "KeepsAll"}, {"HasKey", "HasProduct"}])
 def test_the_first_boot_writes_a_configuration(tmp_path: Path, conditions: set[str]) -> None:
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
-    _, _, path = run_user_data(tmp_path, conditions, True, True)
+    given = ""
+    if "HasProduct" in conditions:
+        if not shutil.which("openssl"):
+            pytest.skip("needs openssl")
+        given = certificate(tmp_path, *RSA_2048)
+    _, _, path = run_user_data(tmp_path, conditions, True, True, given)
     config = tomllib.loads(path.read_text())
     assert config["store"] == "s3://bucket/checkpoints"
     assert config["require_gpu"] is config["spot"] is True
@@ -350,6 +474,7 @@ def test_the_first_boot_writes_a_configuration(tmp_path: Path, conditions: set[s
     if "HasKey" in conditions:
         assert config["storage_options"]["SSEKMSKeyId"] == VALUES["KmsKeyArn"]
         assert config["entitlement"]["product_code"] == "prod-abc123"
+        assert config["entitlement"]["certificate"] == str(path.with_name("identity-eu-west-1.pem"))
         assert config["keep_last"] == 5
     else:
         assert "entitlement" not in config and "keep_last" not in config
