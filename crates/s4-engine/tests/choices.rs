@@ -127,6 +127,27 @@ fn what_does_not_hold_is_compared_and_forgotten() {
     assert_eq!((stored(&again), again.choice), (stored(&plan(&coarse, None, None)), None));
 }
 
+/// A first moment after some steps, of which each adds a tenth.
+fn first_moment(steps: u64) -> Vec<u8> {
+    values(|i| (0..steps).fold(0.0, |m, step| 0.9 * m + 0.1 * bell(i, 200 + step)))
+}
+
+#[test]
+fn a_difference_that_saves_little_is_made_again_as_long_as_it_does() {
+    let steps: Vec<_> = (20..23).map(first_moment).collect();
+    let first = plan(&steps[1], Some(&steps[0]), None);
+    let choice = first.choice.unwrap();
+    assert!(choice.is_delta());
+    let again = plan(&steps[2], Some(&steps[1]), Some(choice));
+    assert_eq!(again.choice, Some(choice), "it holds");
+    assert_eq!(stored(&again), stored(&plan(&steps[2], Some(&steps[1]), None)));
+    // The same size, and nothing to do with the parent.
+    let other = values(|i| (0..20).fold(0.0, |m, step| 0.9 * m + 0.1 * bell(i, 300 + step)));
+    let given = plan(&other, Some(&steps[0]), Some(choice));
+    assert!(!given.plan.is_delta());
+    assert_eq!(stored(&given), stored(&plan(&other, Some(&steps[0]), None)));
+}
+
 /// Frozen layers, the end of a warm-up, smaller learning rates.
 #[test]
 fn a_tensor_that_changes_less_than_it_did_is_a_difference_at_once() {

@@ -6,8 +6,8 @@ use super::About;
 
 /// A choice holds while what it costs differs from what it did by less than this part: 16 means one in 16.
 const HOLDS: u64 = 16;
-/// A remembered difference is used again without a comparison only if it saves at least this part of the tensor's size
-/// without a parent.
+/// A remembered difference is used again without a look at the values by themselves if it saves at least this part of what
+/// they took.
 const SURE_GAIN: u64 = 64;
 
 /// How values are predicted, of what the planner compares.
@@ -88,7 +88,6 @@ impl Choice {
 
     /// Whether it may be made again of a sample that takes so many bits by it.
     pub(super) fn holds(&self, bits: u64) -> bool {
-        let sure = !self.is_delta() || self.exceeds(bits);
-        sure && bits.abs_diff(self.bits) <= self.bits / HOLDS
+        bits.abs_diff(self.bits) <= self.bits / HOLDS
     }
 }

@@ -54,8 +54,17 @@ impl CpuEngine {
             let again = self.by_way(way, in_layout, &mut from, parent, offsets, scratch)?;
             match again {
                 Some(again) if choice.is_delta() && choice.holds(again.bits()) => {
-                    let plan = again.plan(in_layout, parent)?;
-                    return Ok(TensorPlan { choice: known, ..plan });
+                    // Of what saves little, the values alone are looked at, too.
+                    let sure = choice.exceeds(again.bits());
+                    let about = &about.without_choice();
+                    let alone = match sure {
+                        true => None,
+                        false => self.alone(about, &from.sample, offsets, scratch)?.0,
+                    };
+                    if alone.is_none_or(|alone| from.is_worth(about, alone.bits, again.bits())) {
+                        let plan = again.plan(in_layout, parent)?;
+                        return Ok(TensorPlan { choice: known, ..plan });
+                    }
                 }
                 // The tensor changes less than it did: a difference may be worth it now.
                 Some(again) if !choice.is_delta() && choice.exceeds(again.bits()) => {}
@@ -68,11 +77,7 @@ impl CpuEngine {
         let sampled = from.sample.values.len();
         let least = self.alone(about, &from.sample, offsets, scratch)?.0.map_or(0, |b| b.bits);
         let delta = self.difference(about, &mut from, parent, offsets, scratch)?;
-        let saved = delta.as_ref().map_or(0, |delta| least.saturating_sub(delta.bits()));
-        // It must be worth it here, in the sample, and as a whole.
-        let whole = saved.saturating_mul(about.values()) / (sampled / about.width()).max(1) as u64;
-        let worth = saved > 0 && saved >= least / DELTA_GAIN && whole > PLAN_BITS;
-        let Some(delta) = delta.filter(|_| worth) else {
+        let Some(delta) = delta.filter(|delta| from.is_worth(about, least, delta.bits())) else {
             // Where what was chosen did not hold, less was looked at: the next time all is.
             let plan = alone(about, scratch)?;
             let choice = plan.choice.filter(|_| known.is_none());
@@ -220,6 +225,15 @@ struct Differences {
 impl Differences {
     fn of(sample: Sample) -> Self {
         Self { sample, ordered: vec![], counted: Counted::default() }
+    }
+
+    /// Whether a difference is worth it, in the sample and as a whole. `alone`, `bits`: those of the sample by itself, and
+    /// as the difference.
+    fn is_worth(&self, about: &About<'_>, alone: u64, bits: u64) -> bool {
+        let saved = alone.saturating_sub(bits);
+        let sampled = (self.sample.values.len() / about.width()).max(1) as u64;
+        let whole = saved.saturating_mul(about.values()) / sampled;
+        saved > 0 && saved >= alone / DELTA_GAIN && whole > PLAN_BITS
     }
 }
 
