@@ -252,9 +252,12 @@ impl CpuEngine {
         let bits = best.as_ref().map_or(0, |best| best.bits);
         let side = offsets.filter(|_| by_offsets).map(|side| (SideKind::OFFSETS, side));
         let plan = finish(about, best, if by_offsets { Plan::rank1 } else { Plan::direct }, side)?;
-        if known.is_none() && by_offsets && sample.values.len() == about.bytes {
+        let is_all = sample.values.len() == about.bytes;
+        if known.is_none() && is_all && about.preset != Preset::Fast {
+            let simpler =
+                if by_offsets { *about } else { About { preset: Preset::Fast, ..*about } };
             return self.smaller_of_small(about, plan, sample, None, scratch, |s| {
-                self.plan_alone(about, sample, None, s)
+                self.plan_alone(&simpler, sample, None, s)
             });
         }
         // Where what was chosen did not hold, less was looked at: the next time all is.
@@ -303,6 +306,9 @@ impl CpuEngine {
             return Ok(plan);
         }
         let fast = fast(scratch)?;
+        if (&plan.plan, &plan.planes) == (&fast.plan, &fast.planes) {
+            return Ok(plan);
+        }
         let mut size = |plan: &TensorPlan| {
             let view = TensorView { dtype: about.dtype, shape: about.shape, data: &sample.values };
             let inputs = parent.filter(|_| plan.plan.is_delta());
