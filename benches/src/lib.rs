@@ -9,6 +9,7 @@
 //! |---|---|
 //! | `chains` | size and time to restore of chains of checkpoints, by number of hops |
 //! | `deltas` | size and speed of checkpoints stored as the difference from an earlier one |
+//! | `planning` | choosing the plan of a tensor, beside encoding it |
 //! | `ratio` | ratios by preset, and the speed of each |
 //! | `upload` | saving to an S3 server, beside uploading the same bytes raw |
 //! | `steps` | saving a state step by step into a store, and restoring each |

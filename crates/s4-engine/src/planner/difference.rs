@@ -49,27 +49,10 @@ impl CpuEngine {
         let known = about.choice;
         let mut from = Differences::of(sample);
         if let Some(choice) = known {
-            let in_layout = &about.in_layout(choice.layout);
-            let way = if choice.is_delta() { choice.way } else { Way::Xor };
-            let again = self.by_way(way, in_layout, &mut from, parent, offsets, scratch)?;
-            match again {
-                Some(again) if choice.is_delta() && choice.holds(again.bits()) => {
-                    // Of what saves little, the values alone are looked at, too.
-                    let sure = choice.exceeds(again.bits());
-                    let about = &about.without_choice();
-                    let alone = match sure {
-                        true => None,
-                        false => self.alone(about, &from.sample, offsets, scratch)?.0,
-                    };
-                    if alone.is_none_or(|alone| from.is_worth(about, alone.bits, again.bits())) {
-                        let plan = again.plan(in_layout, parent)?;
-                        return Ok(TensorPlan { choice: known, ..plan });
-                    }
-                }
-                // The tensor changes less than it did: a difference may be worth it now.
-                Some(again) if !choice.is_delta() && choice.exceeds(again.bits()) => {}
-                _ if !choice.is_delta() => return alone(about, scratch),
-                _ => {}
+            match self.again(choice, about, &mut from, parent, offsets, scratch)? {
+                Again::Holds(plan) => return Ok(TensorPlan { choice: known, ..*plan }),
+                Again::NoDifference => return alone(about, scratch),
+                Again::Differs => {}
             }
             from = Differences::of(from.sample);
         }
@@ -94,6 +77,38 @@ impl CpuEngine {
             let alone = |_: &About<'_>, s: &mut Scratch| self.plan_alone(&fast, &small, None, s);
             self.plan_difference(&fast, small.clone(), parent, None, s, &alone)
         })
+    }
+
+    /// What a choice that was made before comes to now.
+    fn again(
+        &self,
+        choice: Choice,
+        about: &About<'_>,
+        from: &mut Differences,
+        parent: &ParentSample<'_>,
+        offsets: Option<&[u8]>,
+        scratch: &mut Scratch,
+    ) -> Result<Again> {
+        let in_layout = &about.in_layout(choice.layout);
+        let way = if choice.is_delta() { choice.way } else { Way::Xor };
+        let again = self.by_way(way, in_layout, from, parent, offsets, scratch)?;
+        if !choice.is_delta() {
+            // If the tensor changes less than it did, a difference may be worth it now.
+            let less = again.is_some_and(|again| choice.exceeds(again.bits()));
+            return Ok(if less { Again::Differs } else { Again::NoDifference });
+        }
+        let Some(again) = again.filter(|again| choice.holds(again.bits())) else {
+            return Ok(Again::Differs);
+        };
+        // Of what saves little, the values by themselves are looked at, too.
+        if !choice.exceeds(again.bits()) {
+            let about = &about.without_choice();
+            let alone = self.alone(about, &from.sample, offsets, scratch)?.0;
+            if alone.is_some_and(|alone| !from.is_worth(about, alone.bits, again.bits())) {
+                return Ok(Again::Differs);
+            }
+        }
+        Ok(Again::Holds(Box::new(again.plan(in_layout, parent)?)))
     }
 
     /// The cheapest difference of a sample from the parent's.
@@ -235,6 +250,16 @@ impl Differences {
         let whole = saved.saturating_mul(about.values()) / sampled;
         saved > 0 && saved >= alone / DELTA_GAIN && whole > PLAN_BITS
     }
+}
+
+/// What becomes of a choice.
+enum Again {
+    /// This plan is made by it.
+    Holds(Box<TensorPlan>),
+    /// The tensor still is no difference.
+    NoDifference,
+    /// All ways are to be compared.
+    Differs,
 }
 
 /// How a sample is stored as its difference from the parent's.

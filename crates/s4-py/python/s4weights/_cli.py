@@ -28,6 +28,7 @@ from ._errors import (
     UnsafeLoadError,
     UnsupportedFormatError,
 )
+from ._save import PRESETS
 from ._sources import Foreign, is_url, open_source
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
@@ -45,8 +46,6 @@ _PIECES = (
 )
 
 _NO_TEXT = "a name is not text: UTF-8 expected"
-
-_PRESETS = ("fast", "balanced", "small", "nvcomp")
 
 
 class _UsageError(Exception):
@@ -211,8 +210,8 @@ def _compress(line: _Line) -> str:
     usage = "s4w compress [--preset NAME] [--threads N] [--force] IN [OUT]"
     line.require(3, usage, "--preset", "--threads")
     preset, threads = line.value("--preset") or "balanced", line.threads()
-    if preset not in _PRESETS:
-        raise _UsageError(f"--preset: {', '.join(_PRESETS[:-1])} expected")
+    if preset not in PRESETS:
+        raise _UsageError(f"--preset: {', '.join(PRESETS[:-1])} expected")
     source = line.names[1]
     is_folder = os.path.isdir(source)
     if len(line.names) > 2:

@@ -25,7 +25,7 @@ from ._torch import OURS, call_original, require_torch
 
 logger = logging.getLogger("s4weights")
 
-_PRESETS = ("fast", "balanced", "small", "nvcomp")
+PRESETS = ("fast", "balanced", "small", "nvcomp")
 
 
 @overload
@@ -250,8 +250,8 @@ def describe(
 
 def check_preset(preset: str) -> None:
     """Refuses a preset that there is not."""
-    if preset not in _PRESETS:
-        raise ValueError(f"preset={preset!r}: one of {', '.join(_PRESETS)} expected")
+    if preset not in PRESETS:
+        raise ValueError(f"preset={preset!r}: one of {', '.join(PRESETS)} expected")
 
 
 def new_writer(
