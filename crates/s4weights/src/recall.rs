@@ -16,6 +16,10 @@ const RENEWED: u32 = 8;
 /// A tensor that was not saved in so many saves is not remembered: names may come and go.
 const FORGOTTEN: u32 = 128;
 
+/// Distances to a parent that a choice for a tensor is remembered for. What a difference takes depends on it, and the
+/// deltas of a base are of few distances, again and again.
+const DISTANCES: usize = 8;
+
 /// Values of a checkpoint's tensors, by name.
 type Samples = HashMap<String, Vec<u8>>;
 
@@ -26,17 +30,18 @@ pub(crate) struct PlanMemory(Mutex<Known>);
 #[derive(Default)]
 struct Known {
     saves: u32,
-    /// By [`Recall::kind`] and name.
-    choices: [HashMap<String, Chosen>; 3],
+    /// By [`Recall::kind`] and name, in ascending order of distances.
+    choices: [HashMap<String, Vec<Chosen>>; 3],
     samples: Vec<SamplesOf>,
 }
 
 /// The choice for a tensor.
 #[derive(Clone, Copy)]
 struct Chosen {
-    choice: Choice,
     /// Checkpoints from the parent to it.
     distance: u32,
+    /// `None`: what was chosen before did not hold.
+    choice: Option<Choice>,
     /// The last save that made it, or made it again.
     save: u32,
 }
@@ -82,8 +87,12 @@ impl PlanMemory {
         known.saves = known.saves.wrapping_add(1);
         let save = known.saves;
         if save.is_multiple_of(FORGOTTEN) {
-            let choices = known.choices.iter_mut();
-            choices.for_each(|c| c.retain(|_, c| save.wrapping_sub(c.save) < FORGOTTEN));
+            for choices in &mut known.choices {
+                choices.retain(|_, of_tensor| {
+                    of_tensor.retain(|c| save.wrapping_sub(c.save) < FORGOTTEN);
+                    !of_tensor.is_empty()
+                });
+            }
         }
         let of_parent = |s: &&SamplesOf| parent.is_some_and(|(id, _)| s.id == id);
         let parents = known.samples.iter().find(of_parent).map(|s| Arc::clone(&s.samples));
@@ -125,27 +134,32 @@ impl Recall {
             return None;
         }
         let known = lock(&self.memory.0);
-        let chosen = known.choices[self.kind(has_parent)].get(name)?;
+        let of_tensor = known.choices[self.kind(has_parent)].get(name)?;
+        let nearest = of_tensor.iter().min_by_key(|c| c.distance.abs_diff(self.distance))?;
+        let choice = nearest.choice?;
         // A nearer parent may well be worth a difference where another was not.
-        let is_nearer = has_parent && !chosen.choice.is_delta() && self.distance < chosen.distance;
-        (!is_nearer).then_some(chosen.choice)
+        let is_nearer = has_parent && !choice.is_delta() && self.distance < nearest.distance;
+        (!is_nearer).then_some(choice)
     }
 
     /// Notes what was chosen for tensors.
     pub(crate) fn note<'a>(&self, chosen: impl Iterator<Item = (&'a str, bool, Option<Choice>)>) {
         let mut known = lock(&self.memory.0);
         for (name, has_parent, choice) in chosen {
-            let map = &mut known.choices[self.kind(has_parent)];
-            match choice {
-                Some(choice) => {
-                    let before = map.get(name).filter(|before| before.choice == choice);
-                    let distance = before.map_or(self.distance, |b| b.distance.min(self.distance));
-                    let chosen = Chosen { choice, distance, save: self.save };
-                    map.insert(name.to_owned(), chosen);
-                }
-                None => {
-                    map.remove(name);
-                }
+            let of_kind = &mut known.choices[self.kind(has_parent)];
+            let chosen = Chosen { distance: self.distance, choice, save: self.save };
+            let Some(of_tensor) = of_kind.get_mut(name) else {
+                of_kind.insert(name.to_owned(), vec![chosen]);
+                continue;
+            };
+            match of_tensor.binary_search_by_key(&self.distance, |c| c.distance) {
+                Ok(i) => of_tensor[i] = chosen,
+                Err(i) => of_tensor.insert(i, chosen),
+            }
+            if of_tensor.len() > DISTANCES {
+                let age = |c: &Chosen| self.save.wrapping_sub(c.save);
+                let oldest = (0..of_tensor.len()).max_by_key(|i| age(&of_tensor[*i]));
+                of_tensor.remove(oldest.unwrap_or_default());
             }
         }
     }
@@ -248,6 +262,26 @@ mod tests {
         let known = lock(&memory.0);
         assert_eq!(known.choices.each_ref().map(HashMap::len), [1, 0, 0]);
         assert!(known.choices[0].contains_key("there"));
+    }
+
+    #[test]
+    fn choices_are_remembered_by_distance() {
+        let memory = Arc::new(PlanMemory::default());
+        let parent = id(1);
+        let of = |distance| memory.begin(Some((parent, distance)), None);
+        let note = |distance, choice| of(distance).note([("w", true, choice)].into_iter());
+        let given = |distance| (0..RENEWED).any(|_| of(distance).choice("w", true).is_some());
+        note(1, Some(choice()));
+        assert!(given(1) && given(2), "the nearest that there is");
+        // What did not hold there still does here.
+        note(2, None);
+        assert!(given(1) && !given(2));
+        note(2, Some(choice()));
+        note(1, None);
+        assert!(!given(1) && given(2) && given(3));
+        (1..100).for_each(|distance| note(distance, Some(choice())));
+        assert_eq!(lock(&memory.0).choices[1]["w"].len(), DISTANCES);
+        assert!(given(99));
     }
 
     #[test]

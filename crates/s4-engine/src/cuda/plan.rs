@@ -1,26 +1,27 @@
 //! Plans of device tensors: samples of them are fetched, and planned on the threads of the caller.
 
-use std::collections::HashMap;
+use std::borrow::Cow;
 use std::ops::Range;
 
 use rayon::ThreadPool;
 use s4_codec_gpu::GpuError;
 use s4_format::Error;
-use s4_predict::rank1::Grid;
+use s4_predict::rank1::{Expected, Grid};
 
 use super::CudaEngine;
-use super::error::{CudaError, Of, Result};
+use super::error::{CudaError, Result};
 use super::fetch::{self, Rows};
 use super::worker::{Session, Task};
 use crate::engine::{TensorError, TensorValues, each};
 use crate::planner::{About, Sample};
-use crate::{DeviceMemory, Inputs, ParentSample, Preset, Scratch, TensorPlan, planner};
+use crate::{
+    DeviceMemory, Inputs, Moment, ParentSample, Preset, Scratch, TensorPlan, Values, planner,
+};
 
 /// Bytes of large tensors that are kept until there are enough tensors for all threads.
 const LATER: u64 = 128 << 20;
 
-/// A tensor whose row and column offsets are to be fitted, and what was fetched of it: its samples, then the
-/// values of the grid.
+/// A tensor whose row and column offsets are to be fitted, and what was fetched of it.
 struct Waiting {
     tensor: usize,
     grid: Grid,
@@ -37,8 +38,6 @@ struct Given<'a, E> {
     tensors: &'a [TensorValues<'a>],
     inputs: &'a dyn Inputs<E>,
     pool: Option<&'a ThreadPool>,
-    /// What is looked at of moments, of each tensor that has some.
-    moments: &'a HashMap<usize, [Vec<u8>; 2]>,
     sessions: &'a [Session<'a>],
 }
 
@@ -55,8 +54,7 @@ impl CudaEngine {
         let memory = memory.collect::<Result<Vec<_>>>()?;
         let workers = self.workers(Task::Plan, memory.iter().map(DeviceMemory::ordinal))?;
         let sessions = self.sessions(&workers, &memory)?;
-        let moments = moment_samples(&sessions, tensors, inputs)?;
-        let given = Given { preset, tensors, inputs, pool, moments: &moments, sessions: &sessions };
+        let given = Given { preset, tensors, inputs, pool, sessions: &sessions };
         let all = (0..tensors.len()).map(|tensor| (tensor, None)).collect();
         let samples = sample_rows(&given, all)?;
         let mut plans: Vec<Option<TensorPlan>> = tensors.iter().map(|_| None).collect();
@@ -64,7 +62,7 @@ impl CudaEngine {
         fetch::run::<E>(&sessions, &samples, |batch| {
             let mut grids: Vec<_> = batch.iter().map(|item| (*item, None)).collect();
             each(pool, &mut grids, |((tensor, bytes), grid)| {
-                let (alone, probes) = split(&given, *tensor, bytes);
+                let Fetched { alone, probes, .. } = split(&given, *tensor, bytes);
                 let sample = if inputs.parent(*tensor).is_some() { probes } else { alone };
                 *grid = self.host.cpu.wants_offsets(&about(&given, *tensor), sample);
                 if inputs.keeps_samples() {
@@ -96,25 +94,17 @@ impl CudaEngine {
         fetched: Vec<(usize, Option<Grid>, &[u8])>,
         plans: &mut [Option<TensorPlan>],
     ) -> Result<(), E> {
-        let Given { preset, inputs, pool, moments, .. } = *given;
+        let Given { preset, inputs, pool, .. } = *given;
         let numbers: Vec<_> = fetched.iter().map(|f| f.0).collect();
         let parents = inputs.samples(&numbers)?;
         let parents = parents.into_iter().zip(planner::expected(preset, inputs, &numbers)?);
         let mut work: Vec<_> = fetched.into_iter().zip(parents).map(|w| (w, None)).collect();
         each(pool, &mut work, |(((tensor, grid, bytes), (parent, expected)), plan)| {
-            let tensor = *tensor;
-            let parent = inputs.parent(tensor).map(|(manifest, number)| ParentSample {
-                manifest,
-                tensor: number,
-                values: parent,
-                expected: expected.as_deref(),
-                moments: inputs.moments(tensor).zip(moments.get(&tensor)).map(|(m, samples)| {
-                    [m[0].with_sample(&samples[0]), m[1].with_sample(&samples[1])]
-                }),
-            });
-            let planned = self.host.cpu.idle.with(|scratch| {
-                self.plan_sample(given, (tensor, grid.as_ref(), bytes), parent.as_ref(), scratch)
-            });
+            let (tensor, fetched) = (*tensor, (*bytes, grid.as_ref()));
+            let parent = (&parent[..], expected.as_deref());
+            let idle = &self.host.cpu.idle;
+            let planned =
+                idle.with(|scratch| self.plan_sample(given, tensor, fetched, parent, scratch));
             *plan = Some(planned.map_err(|source| TensorError { tensor, source }));
         });
         for (((tensor, ..), _), plan) in work {
@@ -181,12 +171,13 @@ impl CudaEngine {
         self.plan_fetched(given, fetched.collect(), plans)
     }
 
-    /// The plan of a tensor whose sample, and whose parent's, were fetched.
+    /// The plan of a tensor whose sample was fetched. `parent`: its parent's, and what its rows and columns say.
     fn plan_sample<E>(
         &self,
         given: &Given<'_, E>,
-        (tensor, grid, bytes): (usize, Option<&Grid>, &[u8]),
-        parent: Option<&ParentSample<'_>>,
+        tensor: usize,
+        (bytes, grid): (&[u8], Option<&Grid>),
+        (parent, expected): (&[u8], Option<&Expected>),
         scratch: &mut Scratch,
     ) -> s4_format::Result<TensorPlan> {
         let (cpu, about) = (&self.host.cpu, about(given, tensor));
@@ -194,9 +185,9 @@ impl CudaEngine {
         if given.preset == Preset::Nvcomp {
             return Ok(planner::nvcomp(dtype));
         }
-        let (alone, probes) = split(given, tensor, bytes);
+        let Fetched { alone, probes, moments, grid: values } = split(given, tensor, bytes);
         let offsets = match grid {
-            Some(grid) => Some(cpu.fit(&about, grid, &bytes[alone.len() + probes.len()..])?),
+            Some(grid) => Some(cpu.fit(&about, grid, values)?),
             None => None,
         };
         let offsets = offsets.as_deref();
@@ -205,42 +196,24 @@ impl CudaEngine {
             let sample = Sample::fetched(planner::sampled_runs(values).collect(), alone);
             cpu.plan_alone(about, &sample, offsets, scratch)
         };
-        let Some(parent) = parent else { return alone(&about, scratch) };
+        let Some((manifest, number)) = given.inputs.parent(tensor) else {
+            return alone(&about, scratch);
+        };
+        let sample_of = |(moment, fetched): (&Moment<'_>, _)| match moment.values {
+            Values::Host(_) => moment.sample(dtype).map(Cow::Owned),
+            Values::Device(_) => Ok(Cow::Borrowed(fetched)),
+        };
+        let moments = match given.inputs.moments(tensor).zip(moments) {
+            Some(([m, v], [of_m, of_v])) => {
+                Some([(m, sample_of((m, of_m))?), (v, sample_of((v, of_v))?)])
+            }
+            None => None,
+        };
+        let moments = moments.as_ref().map(|m| m.each_ref().map(|(m, s)| m.with_sample(s)));
+        let parent = ParentSample { manifest, tensor: number, values: parent, expected, moments };
         let probes = Sample::fetched(planner::parent_probes(dtype, values), probes);
-        cpu.plan_difference(&about, probes, parent, offsets, scratch, &alone)
+        cpu.plan_difference(&about, probes, &parent, offsets, scratch, &alone)
     }
-}
-
-/// What is looked at of moments, of each tensor that has some.
-fn moment_samples<E: From<CudaError> + Send>(
-    sessions: &[Session<'_>],
-    tensors: &[TensorValues<'_>],
-    inputs: &dyn Inputs<E>,
-) -> Result<HashMap<usize, [Vec<u8>; 2]>, E> {
-    let mut out: HashMap<usize, [Vec<u8>; 2]> = HashMap::new();
-    let (mut items, mut owners) = (vec![], vec![]);
-    for (tensor, t) in tensors.iter().enumerate() {
-        let Some(moments) = inputs.moments(tensor) else { continue };
-        let samples = out.entry(tensor).or_default();
-        for (which, moment) in moments.iter().enumerate() {
-            let Some(memory) = moment.values.memory() else {
-                let sample = moment.sample(t.dtype);
-                samples[which] = sample.of(tensor)?;
-                continue;
-            };
-            let rows = Rows::of(memory, 1, moment.probes(t.dtype))?;
-            items.push(rows);
-            owners.push((tensor, which));
-        }
-    }
-    fetch::run::<E>(sessions, &items, |batch| {
-        for (item, bytes) in batch {
-            let (tensor, which) = owners[*item];
-            out.entry(tensor).or_default()[which] = bytes.to_vec();
-        }
-        Ok(())
-    })?;
-    Ok(out)
 }
 
 /// Rows in items of so many bytes and descriptors, at most.
@@ -278,26 +251,47 @@ fn is_probed<E>(given: &Given<'_, E>, tensor: usize) -> bool {
     given.inputs.parent(tensor).is_some() || given.inputs.keeps_samples()
 }
 
-/// The runs of values that the planner looks at; behind them those that are compared with a parent's.
-fn sampled(t: &TensorValues<'_>, is_probed: bool) -> impl Iterator<Item = Range<u64>> {
+/// The runs of values that are compared with a parent's.
+fn probes_of<E>(given: &Given<'_, E>, tensor: usize) -> Vec<Range<u64>> {
+    let t = &given.tensors[tensor];
     let values = t.values.bytes() / t.dtype.value_width() as u64;
-    let probes = if is_probed { planner::parent_probes(t.dtype, values) } else { vec![] };
-    planner::sampled_runs(values).chain(probes)
+    if is_probed(given, tensor) { planner::parent_probes(t.dtype, values) } else { vec![] }
 }
 
-/// The two samples of a tensor, of what was fetched.
-fn split<'b, E>(given: &Given<'_, E>, tensor: usize, bytes: &'b [u8]) -> (&'b [u8], &'b [u8]) {
+/// What was fetched of a tensor, one behind the other.
+struct Fetched<'a> {
+    alone: &'a [u8],
+    probes: &'a [u8],
+    /// Of its moments, if it has some: what is compared with a parent's. Nothing of those of the host.
+    moments: Option<[&'a [u8]; 2]>,
+    grid: &'a [u8],
+}
+
+/// The parts of what was fetched of a tensor.
+fn split<'b, E>(given: &Given<'_, E>, tensor: usize, bytes: &'b [u8]) -> Fetched<'b> {
     let t = &given.tensors[tensor];
     let (width, values) = (t.dtype.value_width() as u64, t.values.bytes());
-    let len = |runs: &mut dyn Iterator<Item = Range<u64>>| {
-        (runs.map(|r| (r.end - r.start) * width).sum::<u64>() as usize).min(bytes.len())
+    let mut rest = bytes;
+    let mut take = |runs: &mut dyn Iterator<Item = Range<u64>>| {
+        let len = runs.map(|r| r.end - r.start).sum::<u64>() as usize;
+        let (part, left) = rest.split_at(len.min(rest.len()));
+        rest = left;
+        part
     };
-    let alone = len(&mut planner::sampled_runs(values / width));
-    let all = len(&mut sampled(t, is_probed(given, tensor)));
-    (&bytes[..alone], &bytes[alone.min(all)..all])
+    let bytes_of = |r: Range<u64>| r.start * width..r.end * width;
+    let alone = take(&mut planner::sampled_runs(values / width).map(bytes_of));
+    let probes = take(&mut probes_of(given, tensor).into_iter().map(bytes_of));
+    let moments = given.inputs.moments(tensor).map(|moments| {
+        moments.each_ref().map(|m| match m.values {
+            Values::Device(_) => take(&mut m.probes(t.dtype)),
+            Values::Host(_) => &[][..],
+        })
+    });
+    Fetched { alone, probes, moments, grid: rest }
 }
 
-/// Where the samples of tensors lie, and behind these what their grids look at, if they have one.
+/// Where the samples of tensors lie, then those of their moments, and behind these what their grids look at, if they have
+/// one. Moments are on the same device.
 fn sample_rows<E>(
     given: &Given<'_, E>,
     wanted: Vec<(usize, Option<Grid>)>,
@@ -305,13 +299,25 @@ fn sample_rows<E>(
     let mut work: Vec<_> = wanted.into_iter().map(|w| (w, None)).collect();
     // Grids have a range for each row.
     each(given.pool, &mut work, |((tensor, grid), rows)| {
-        let t = &given.tensors[*tensor];
-        let ranges = sampled(t, is_probed(given, *tensor));
-        let ranges = ranges.chain(grid.iter().flat_map(|grid| grid.ranges()));
-        let of = |memory| Rows::of(memory, t.dtype.value_width() as u64, ranges);
-        *rows = Some(device_memory(t).and_then(of));
+        *rows = Some(rows_of(given, *tensor, grid.as_ref()));
     });
     work.into_iter().filter_map(|w| w.1).collect()
+}
+
+fn rows_of<E>(given: &Given<'_, E>, tensor: usize, grid: Option<&Grid>) -> Result<Vec<Rows>> {
+    let t = &given.tensors[tensor];
+    let (memory, width) = (device_memory(t)?, t.dtype.value_width() as u64);
+    let runs = planner::sampled_runs(t.values.bytes() / width).chain(probes_of(given, tensor));
+    let mut rows = Rows::of(memory, width, runs)?;
+    for moment in given.inputs.moments(tensor).into_iter().flatten() {
+        if let Some(memory) = moment.values.memory() {
+            rows.extend(Rows::of(memory, 1, moment.probes(t.dtype))?);
+        }
+    }
+    if let Some(grid) = grid {
+        rows.extend(Rows::of(memory, width, grid.ranges())?);
+    }
+    Ok(rows)
 }
 
 /// The memory of a device that a tensor is in.

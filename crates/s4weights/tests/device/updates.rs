@@ -101,6 +101,42 @@ fn weights_are_told_from_their_moments_wherever_they_are() {
     }
 }
 
+/// The samples of many tensors and of their moments come in several batches.
+#[test]
+fn many_tensors_on_a_device_make_the_file_of_the_host() {
+    let Some(gpu) = gpu() else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name);
+    let states = [0, 1].map(|step| {
+        let other = |i: u32| Tensor {
+            name: format!("other.{i}"),
+            dtype: DType::BFloat16,
+            shape: vec![5000],
+            data: (0..5000u32).flat_map(|k| [(k * (i + 7) + step) as u8, 0x3c]).collect(),
+        };
+        state(step).into_iter().chain((0..200).map(other)).collect::<Vec<_>>()
+    });
+    let [before, later] = &states;
+    fn on_host(tensors: &[Tensor]) -> Vec<TensorSource<'_>> {
+        tensors.iter().map(Tensor::source).collect()
+    }
+    write(&path("base"), &on_host(before), WriteOptions::default());
+    let base = Arc::new(Reader::open(path("base").as_path().into(), Default::default()).unwrap());
+    let against = || WriteOptions { parent: Some(Arc::clone(&base) as _), ..Default::default() };
+    write(&path("host"), &on_host(later), against());
+    let buffers: Vec<_> = later.iter().map(|t| gpu.upload(&t.data)).collect();
+    let mut there = on_host(later);
+    for (source, buffer) in there.iter_mut().zip(&buffers) {
+        source.values = memory(buffer).into();
+    }
+    write(&path("there"), &there, gpu.with(against()));
+    assert!(std::fs::read(path("host")).unwrap() == std::fs::read(path("there")).unwrap());
+    let reader = Reader::open(path("there").as_path().into(), Default::default()).unwrap();
+    reader.set_parent(base).unwrap();
+    let told = plans(&reader).iter().filter(|p| p.starts_with("parent descent")).count();
+    assert_eq!(told, 2, "{:?}", plans(&reader));
+}
+
 /// Weights of every checkpoint of a chain are told from the moments of that checkpoint.
 #[test]
 fn chains_of_weights_that_are_told_come_back_on_the_device() {
