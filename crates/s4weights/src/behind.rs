@@ -24,12 +24,19 @@ const HELPERS: usize = 16;
 pub(crate) struct HashedSink {
     pub(crate) sink: OpenSink,
     pub(crate) hasher: Box<blake3::Hasher>,
+    /// Where small slices are copied together.
+    room: Vec<u8>,
 }
 
 impl HashedSink {
+    /// Of a sink that was given nothing.
+    pub(crate) fn new(sink: OpenSink) -> Self {
+        Self { sink, hasher: Box::default(), room: vec![] }
+    }
+
     /// Takes a piece, with the threads of a pool.
     fn put(&mut self, piece: &Content, helpers: Option<&ThreadPool>) -> Result<()> {
-        let Self { sink, hasher } = self;
+        let Self { sink, hasher, room } = self;
         let Some(pool) = helpers else {
             return piece.slices().try_for_each(|part| {
                 hasher.update(part);
@@ -37,7 +44,7 @@ impl HashedSink {
             });
         };
         pool.in_place_scope(|s| {
-            s.spawn(|_| piece.hash(hasher, true));
+            s.spawn(|_| piece.hash_together(hasher, room));
             sink.write_by(pool, &piece.slices().collect::<Vec<_>>())
         })
     }
@@ -237,7 +244,7 @@ mod tests {
     ) -> (Result<blake3::Hash>, Vec<u8>) {
         let bytes = Arc::<Mutex<Vec<u8>>>::default();
         let sink = OpenSink::Other(Box::new(Kept { bytes: Arc::clone(&bytes), limit }));
-        let back = HashedSink { sink, hasher: Box::default() };
+        let back = HashedSink::new(sink);
         let mut behind = Behind::start(back, written, threads, PIECE).unwrap();
         let helpers = pool(threads).unwrap();
         let put =

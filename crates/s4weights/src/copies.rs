@@ -146,31 +146,35 @@ fn varies(values: &[u8], width: usize) -> bool {
     values.chunks_exact(width).any(|x| x != &values[..width])
 }
 
-/// Wider tensors by what is looked at of them first: a copy and what it is a copy of have one of more runs than there
-/// are values that may differ in common.
-struct Runs([HashMap<Run, Vec<usize>>; 2]);
+/// Wider tensors and what is looked at of them first, by run, for each narrower dtype: a copy and what it is a copy of have
+/// one of more runs than there are values that may differ in common.
+struct Runs([Vec<(Run, usize)>; 2]);
 
 /// A run of narrow values, with its number.
 type Run = (usize, [u8; RUN_BYTES]);
 
 impl Runs {
     fn of(wide: &[usize], looks: &HashMap<usize, Look>) -> Self {
-        let mut by_run = [HashMap::<Run, Vec<usize>>::new(), HashMap::new()];
+        let mut all = [vec![], vec![]];
         for &w in wide {
             let Some(Look::Wide { bf16, fp16 }) = looks.get(&w) else { continue };
-            for (rounded, by_run) in [bf16, fp16].into_iter().zip(&mut by_run) {
-                first_runs(rounded).for_each(|run| by_run.entry(run).or_default().push(w));
+            for (rounded, all) in [bf16, fp16].into_iter().zip(&mut all) {
+                all.extend(first_runs(rounded).map(|run| (run, w)));
             }
         }
-        Self(by_run)
+        all.iter_mut().for_each(|all| all.sort_unstable());
+        Self(all)
     }
 
     /// Those that a tensor may be a copy of, in ascending order.
     fn with(&self, look: &Look, dtype: DType) -> Vec<usize> {
         let Look::Narrow(own) = look else { return vec![] };
-        let by_run = &self.0[usize::from(dtype != DType::BFloat16)];
-        let mut found: Vec<_> =
-            first_runs(own).filter_map(|run| by_run.get(&run)).flatten().copied().collect();
+        let all = &self.0[usize::from(dtype != DType::BFloat16)];
+        let of = |run: Run| {
+            let first = all.partition_point(|(other, _)| *other < run);
+            all[first..].iter().take_while(move |(other, _)| *other == run).map(|(_, w)| *w)
+        };
+        let mut found: Vec<_> = first_runs(own).flat_map(of).collect();
         found.sort_unstable();
         found.dedup();
         found

@@ -236,14 +236,12 @@ impl Writer {
         let inputs =
             large.originals.iter().flatten().chain(large.moments.iter().flatten().flatten());
         let inputs: HashSet<_> = inputs.copied().collect();
-        for (&i, coded) in numbers.iter().zip(coded) {
-            if inputs.contains(&i) {
-                let alone = !self.needs_others(&coded.plan.plan);
-                large.stored.insert(i, Stored { records: coded.records.clone(), alone });
-            }
-            self.close_tensor(large.registered[i].number, coded)?;
+        for (&i, coded) in numbers.iter().zip(&coded).filter(|(i, _)| inputs.contains(i)) {
+            let alone = !self.needs_others(&coded.plan.plan);
+            large.stored.insert(i, Stored { records: coded.records.clone(), alone });
         }
-        Ok(())
+        let numbers = numbers.iter().map(|&i| large.registered[i].number);
+        self.close_tensors(numbers.zip(coded).collect())
     }
 
     /// Copies the moments of a tensor to the host.
@@ -282,10 +280,8 @@ impl Writer {
             inputs.push(Original { values, dtype, records });
         }
         let coded = self.encode_copies(&run, plans, inputs, meter)?;
-        for (&i, coded) in numbers.iter().zip(coded) {
-            self.close_tensor(large.registered[i].number, coded)?;
-        }
-        Ok(())
+        let numbers = numbers.iter().map(|&i| large.registered[i].number);
+        self.close_tensors(numbers.zip(coded).collect())
     }
 }
 

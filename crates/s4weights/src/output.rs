@@ -155,8 +155,7 @@ impl Open {
 impl Output {
     /// One file.
     pub(crate) fn file(sink: OpenSink) -> Result<Self> {
-        let to =
-            To::File { end: End::Caller(HashedSink { sink, hasher: Box::default() }), offset: 0 };
+        let to = To::File { end: End::Caller(HashedSink::new(sink)), offset: 0 };
         let mut out = Self { to, chunk_bytes: 0 };
         out.put(&file::header())?;
         Ok(out)
@@ -255,7 +254,7 @@ impl Output {
             To::File { end, offset } => {
                 *offset += parts.iter().map(|p| p.len() as u64).sum::<u64>();
                 match end {
-                    End::Caller(HashedSink { sink, hasher }) => {
+                    End::Caller(HashedSink { sink, hasher, .. }) => {
                         for part in &parts {
                             hasher.update(part.bytes());
                             sink.write(part.bytes())?;

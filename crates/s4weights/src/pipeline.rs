@@ -7,13 +7,13 @@ use rayon::ThreadPool;
 use s4_engine::{
     EncodedChunk, EncodedFrame, Engine, Inputs, Jobs, Moment, Preset, TensorPlan, TensorValues,
 };
-use s4_format::index::chunk_count;
+use s4_format::index::{Block, chunk_count};
 use s4_format::layout::Planes;
-use s4_format::{ChunkRecord, CodecId, DType};
+use s4_format::{ChunkRecord, CodecId, DType, crc32c};
 
 use crate::behind::Behind;
 use crate::copies::{Original, Originals};
-use crate::error::{At, Result};
+use crate::error::{At, Error, Result};
 use crate::inputs::{Failure, ParentInputs};
 use crate::interrupt;
 use crate::options::{Meter, thread_count};
@@ -91,6 +91,19 @@ pub(crate) struct Coded {
     pub(crate) records: Vec<ChunkRecord>,
     /// Whether a chunk uses the plan's shared tables.
     pub(crate) shared: bool,
+}
+
+impl Coded {
+    /// The tensor's block, where it is to be known by its offset, and its bytes. `target`: what is written to.
+    pub(crate) fn block(&self, name: &str, target: &str) -> Result<(Block, Vec<u8>)> {
+        let mut bytes = vec![];
+        let side = self.plan.side_data(self.shared).at(target)?;
+        side.write(&mut bytes).at(target)?;
+        self.records.iter().for_each(|r| r.write(&mut bytes));
+        let len = u32::try_from(bytes.len());
+        let len = len.map_err(|_| Error::Argument(format!("tensor `{name}` is too large")))?;
+        Ok((Block { offset: 0, len, crc: crc32c(&bytes) }, bytes))
+    }
 }
 
 /// What a chunk's part of the totals depends on.

@@ -5,12 +5,13 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use bytes::Bytes;
-use s4_engine::{CpuEngine, Expected, TensorPlan, TensorValues, expected_of};
+use rayon::prelude::*;
+use s4_engine::{CpuEngine, TensorPlan, TensorValues, expected_of};
 use s4_format::file::{Footer, Version};
 use s4_format::index::{self, Block, Tensor, TensorKind};
 use s4_format::limits::MAX_CHAIN;
 use s4_format::manifest::{self, ClosedCodec, Form, Manifest, Object, Roles, Section, TensorTable};
-use s4_format::{CodecId, DType, Digest, Plan, crc32c};
+use s4_format::{CodecId, DType, Digest, Plan};
 use serde_json::value::RawValue;
 
 use crate::adopt::Adopted;
@@ -21,7 +22,8 @@ use crate::objects::{ObjectOptions, ObjectSink};
 use crate::options::{DEFAULT_MAX_CHAIN, Meter, WriteOptions, simd, thread_count};
 use crate::output::{KeptMemory, ObjectMemory, Output};
 use crate::pack::{Class, Pack};
-use crate::parent::{Snapshot, SnapshotTensor};
+use crate::parallel::{pool, worth};
+use crate::parent::{Parent, Snapshot, SnapshotTensor};
 use crate::pipeline::{Coded, Run};
 use crate::recall::Recall;
 use crate::report::{Report, Totals};
@@ -29,6 +31,11 @@ use crate::roles::RoleTable;
 
 /// Plans that a manifest can number; the last ones are reserved for tensors that are no deltas.
 const MAX_DELTAS: usize = 65_000;
+
+/// Tensors that one thread closes while another one starts.
+const TOGETHER: usize = 64;
+/// Bytes of blocks that are written at once.
+const BLOCKS: usize = 1 << 20;
 
 /// What a file holds besides tensors.
 #[derive(Debug, Clone, Default)]
@@ -192,46 +199,31 @@ impl Writer {
         room
     }
 
-    /// Whether reading a tensor by its plan, or what it is a difference from, needs other tensors of its checkpoint.
+    /// See [`needs_others`].
     pub(crate) fn needs_others(&self, plan: &Plan) -> bool {
-        let above = self.options.parent.as_ref().zip(plan.parent());
-        plan.own_inputs().next().is_some()
-            || above.is_some_and(|(parent, (_, above))| parent.needs_others(above))
+        needs_others(self.options.parent.as_deref(), plan)
     }
 
-    /// What the rows and columns of a tensor say of its values, by its plan.
-    fn expected(&self, number: usize, plan: &TensorPlan) -> Result<Option<Arc<Expected>>> {
-        let above = match self.options.parent.as_ref().zip(plan.plan.parent()) {
-            Some((parent, (_, above))) => parent.expected(above)?,
-            None => None,
+    /// Closes tensors with chunks of their own, and remembers what a next checkpoint must know of them.
+    pub(crate) fn close_tensors(&mut self, coded: Vec<(usize, Coded)>) -> Result<()> {
+        let (target, parent) = (&self.name[..], self.options.parent.as_deref());
+        let threads = worth(thread_count(self.options.threads), (coded.len() / TOGETHER) as u64);
+        let mut work: Vec<_> = coded.into_iter().map(|(n, coded)| (n, coded, None)).collect();
+        let close = |(number, coded, closed): &mut (usize, Coded, _)| {
+            let tensor = &self.tensors[*number];
+            *closed = Some(Closed::of((*number, tensor), coded, parent, target));
         };
-        let t = &self.tensors[number];
-        let stored = (t.dtype, &t.shape[..], &plan.side);
-        let expected = expected_of(&plan.plan, stored, above.as_deref());
-        Ok(expected.map_err(|e| e.in_tensor(&t.name)).at(&self.name)?.map(Arc::new))
-    }
-
-    /// Closes a tensor with chunks of its own, and remembers what a next checkpoint must know of it.
-    pub(crate) fn close_tensor(&mut self, number: usize, coded: Coded) -> Result<()> {
-        let tensor = &self.tensors[number];
-        let name = tensor.name.clone();
-        let needs_others = self.needs_others(&coded.plan.plan);
-        let expected = self.expected(number, &coded.plan)?;
-        let snapshot = SnapshotTensor {
-            // A tensor table has at most 2^22 records.
-            number: number as u32,
-            dtype: tensor.dtype,
-            shape: tensor.shape.clone(),
-            bytes: tensor.bytes().at(&self.name)?,
-            chunk_log2: coded.plan.chunk_log2,
-            needs_others,
-            expected,
-            checksums: coded.records.iter().map(|r| r.crc_raw).collect(),
-        };
-        let (plan, kind) = self.close_block(number, &name, coded, false)?;
-        self.snapshot.insert(name, snapshot);
-        self.tensors[number].plan = plan;
-        self.tensors[number].kind = kind;
+        match pool(threads)? {
+            Some(pool) => pool.install(|| work.par_iter_mut().for_each(close)),
+            None => work.iter_mut().for_each(close),
+        }
+        for (number, coded, closed) in work {
+            let Some(Closed { block, snapshot }) = closed.transpose()? else { continue };
+            let (plan, kind) = self.add_block(number, block, coded.plan, false)?;
+            self.snapshot.insert(self.tensors[number].name.clone(), snapshot);
+            self.tensors[number].plan = plan;
+            self.tensors[number].kind = kind;
+        }
         Ok(())
     }
 
@@ -319,29 +311,22 @@ impl Writer {
         self.recall = recall;
         for coded in encoded {
             let number = usize::MAX - pack.number as usize;
-            let (plan, kind) = self.close_block(number, "small tensors", coded, true)?;
+            let block = coded.block("small tensors", &self.name)?;
+            let (plan, kind) = self.add_block(number, block, coded.plan, true)?;
             let tensor = &mut self.packs[pack.number as usize];
             (tensor.plan, tensor.kind, tensor.shape) = (plan, kind, shape.to_vec());
         }
         Ok(())
     }
 
-    /// Makes the block of a tensor whose chunks are written; tensor blocks follow all chunks.
-    fn close_block(
+    /// Adds the block of a tensor whose chunks are written; tensor blocks follow all chunks.
+    fn add_block(
         &mut self,
         number: usize,
-        name: &str,
-        coded: Coded,
+        (place, block): (Block, Vec<u8>),
+        plan: TensorPlan,
         pack: bool,
     ) -> Result<(u16, TensorKind)> {
-        let Coded { plan, records, shared } = coded;
-        let mut block = vec![];
-        let side = plan.side_data(shared).at(&self.name)?;
-        side.write(&mut block).at(&self.name)?;
-        records.iter().for_each(|r| r.write(&mut block));
-        let len = u32::try_from(block.len());
-        let len = len.map_err(|_| Error::Argument(format!("tensor `{name}` is too large")))?;
-        let place = Block { offset: 0, len, crc: crc32c(&block) };
         let kind = TensorKind::Chunks { block: place, chunk_log2: plan.chunk_log2, pack };
         self.blocks.push((number, block));
         Ok((self.plan_number(plan.plan)?, kind))
@@ -475,15 +460,22 @@ impl Writer {
             }
         }
         table.append(&mut self.packs);
+        // Most blocks are small, and cost more one by one.
+        let (mut offset, mut together) = (self.out.offset(), vec![]);
         for (number, bytes) in std::mem::take(&mut self.blocks) {
             // Packs count down from the largest number.
             let number = if number < packs_at { number } else { packs_at + (usize::MAX - number) };
-            let offset = self.out.offset();
             if let TensorKind::Chunks { block, .. } = &mut table[number].kind {
                 block.offset = offset;
             }
-            self.out.put(&bytes)?;
+            offset += bytes.len() as u64;
+            together.extend_from_slice(&bytes);
+            if together.len() >= BLOCKS {
+                self.out.put(&together)?;
+                together.clear();
+            }
         }
+        self.out.put(&together)?;
         Ok(table)
     }
 
@@ -493,6 +485,50 @@ impl Writer {
         self.out.put(bytes)?;
         Ok(section)
     }
+}
+
+/// What is known of a tensor whose chunks are written.
+struct Closed {
+    block: (Block, Vec<u8>),
+    snapshot: SnapshotTensor,
+}
+
+impl Closed {
+    /// `target`: what is written to.
+    fn of(
+        (number, tensor): (usize, &Tensor),
+        coded: &Coded,
+        parent: Option<&dyn Parent>,
+        target: &str,
+    ) -> Result<Self> {
+        let plan = &coded.plan;
+        let above = match parent.zip(plan.plan.parent()) {
+            Some((parent, (_, above))) => parent.expected(above)?,
+            None => None,
+        };
+        let stored = (tensor.dtype, &tensor.shape[..], &plan.side);
+        let expected = expected_of(&plan.plan, stored, above.as_deref());
+        let expected = expected.map_err(|e| e.in_tensor(&tensor.name)).at(target)?;
+        let snapshot = SnapshotTensor {
+            // A tensor table has at most 2^22 records.
+            number: number as u32,
+            dtype: tensor.dtype,
+            shape: tensor.shape.clone(),
+            bytes: tensor.bytes().at(target)?,
+            chunk_log2: plan.chunk_log2,
+            needs_others: needs_others(parent, &plan.plan),
+            expected: expected.map(Arc::new),
+            checksums: coded.records.iter().map(|r| r.crc_raw).collect(),
+        };
+        Ok(Self { block: coded.block(&tensor.name, target)?, snapshot })
+    }
+}
+
+/// Whether reading a tensor by its plan, or what it is a difference from, needs other tensors of its checkpoint.
+fn needs_others(parent: Option<&dyn Parent>, plan: &Plan) -> bool {
+    let above = parent.zip(plan.parent());
+    plan.own_inputs().next().is_some()
+        || above.is_some_and(|(parent, (_, above))| parent.needs_others(above))
 }
 
 /// Checks that the parent's chain may become longer.
