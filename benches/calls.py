@@ -2,8 +2,8 @@
 
     python benches/calls.py --data testdata [--mb 256] [--tensors 20000] [--repeat 5] [--out FOLDER]
 
-One state is the data's tensors, again and again under other names until they are as large as asked for
-(other values would need other data, and speed hardly depends on how often some come); one is many small
+One state is the data's tensors, again and again under other names until they are as large as asked for, with
+other low bits in their mantissas, which are noise (copies would be stored as such); one is many small
 tensors. Files and stores are in a memory file system where there is one. Rows of other tools are
 beside ours: torch's, safetensors' (whose tensors are a mapped file until they are looked at: every
 page is), ZipNN's buffers, and a clone of the state, which is new memory filled with it and no more.
@@ -52,11 +52,22 @@ def large_state(files: list[Path], nbytes: int) -> State:
     originals = [(k, t) for path in files for k, t in safetensors.torch.load_file(path).items()]
     state: State = {}
     total = 0
+    generator = torch.Generator().manual_seed(1)
     while total < nbytes:
         for name, tensor in originals:
-            state[f"{len(state)}.{name}"] = tensor.clone()
+            state[f"{len(state)}.{name}"] = with_other_noise(tensor, generator)
             total += tensor.nbytes
     return state
+
+
+def with_other_noise(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The values with other bits at the low end of their mantissas."""
+    integers = {2: (torch.int16, 5), 4: (torch.int32, 16)}.get(tensor.element_size())
+    if integers is None or not tensor.is_floating_point():
+        return tensor.clone()
+    dtype, bits = integers
+    noise = torch.randint(1 << bits, tensor.shape, dtype=dtype, generator=generator)
+    return (tensor.view(dtype) ^ noise).view(tensor.dtype)
 
 
 def small_state(count: int) -> State:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _core
+from ._collection import NoCollection
 from ._device import HOST, Compute, place
 from ._errors import MismatchError
 from ._load import build, choose_unpickler
@@ -83,9 +84,10 @@ def load_into(
     compute = Compute(device, gpu_scratch)
     require_little_endian()
     source = require_s4w(open_source(f, storage_options, threads))
-    targets = tensors_by_path(state_dict)
-    saved, numbers = _saved(source, weights_only, compute)
-    pairs = _pair(targets, saved, numbers, strict, _extra_state(state_dict))
+    with NoCollection():
+        targets = tensors_by_path(state_dict)
+        saved, numbers = _saved(source, weights_only, compute)
+        pairs = _pair(targets, saved, numbers, strict, _extra_state(state_dict))
     tracker = Progress(progress, sum(pair.target.nbytes for pair in pairs), "load")
     try:
         _fill(source, compute, pairs, tracker)

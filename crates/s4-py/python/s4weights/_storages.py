@@ -192,15 +192,14 @@ class StorageReader:
         self._compute = compute
         self._tls = torch.serialization._serialization_tls
         self._fake = torch._guards.detect_fake_mode(None) is not None
-        self._cpu = torch.device("cpu")
+        self._empty = torch.empty
         self._map_location = map_location
         #: What a function of the caller's raised.
         self.error_of_caller: Exception | None = None
         self._restore = torch.serialization._get_restore_location(self._guarded(map_location))
-        self._meta = (
-            isinstance(map_location, (str, torch.device))
-            and torch.device(map_location).type == "meta"
-        )
+        is_device = isinstance(map_location, (str, torch.device))
+        self._where = torch.device(map_location) if is_device else None
+        self._meta = self._where is not None and self._where.type == "meta"
         self._infos = infos
         self._ahead: dict[int, torch.UntypedStorage] = {}
         self._done: dict[int, torch.UntypedStorage] = {}
@@ -249,30 +248,32 @@ class StorageReader:
         return storage
 
     def new_tensor(
-        self, number: int, dtype: torch.dtype, shape: tuple[int, ...]
+        self, number: int, dtype: torch.dtype, shape: tuple[int, ...], location: str
     ) -> torch.Tensor | None:
-        """A tensor that is all there is in a storage of the host, which is to be filled later; ``None``
-        if that is not what `get` would give.
+        """A tensor that is all there is in a storage, which is to be filled later; ``None`` if that is not
+        what `get` would give.
         """
         if self._makes is None:
             self._makes = self._makes_tensors()
         if not self._makes or number in self._done:
             return None
-        import torch
-
+        device = self._where if self._meta else self._device_of(location)
+        if device is None:
+            return None
         try:
-            tensor = torch.empty(shape, dtype=dtype, device=self._cpu)
+            tensor = self._empty(shape, dtype=dtype, device=device)
         except RuntimeError:  # `get` says what is wrong.
             return None
         storage, nbytes = tensor.untyped_storage(), self._infos[number][3]
         if self._waiting is None or storage.nbytes() != nbytes:
             return None
         self._done[number], self._sizes[number] = storage, nbytes
-        self._waiting.append((number, storage))
+        if not self._meta:
+            self._waiting.append((number, storage))
         return tensor
 
     def _makes_tensors(self) -> bool:
-        """Whether new tensors of PyTorch's are what storages of the host would be put into."""
+        """Whether new tensors of PyTorch's are what storages would be put into."""
         import torch
 
         # In the last case they would be filled with something.
@@ -280,9 +281,7 @@ class StorageReader:
             self._waiting is None
             or self._ahead
             or self._fake
-            or self._meta
             or self._tls.skip_data
-            or self._device_of("cpu") != self._cpu
             or torch.are_deterministic_algorithms_enabled()
         )
 

@@ -70,8 +70,8 @@ _KINDS: dict[str, frozenset[str]] = {
     "same": frozenset(),
 }
 
-#: Members of a tensor's node that say which part of a storage it is, or where that is to be.
-_PLACE = frozenset(["dtype", "shape", "offset", "stride", "device"])
+#: Members of a tensor's node that say which part of a storage it is.
+_PLACE = frozenset(["dtype", "shape", "offset", "stride"])
 
 _short_repr = reprlib.Repr()
 _short_repr.maxstring = _short_repr.maxother = 200
@@ -88,14 +88,17 @@ def parse_tree(text: str) -> Any:
 
 def kind_of(node: dict[str, Any]) -> str:
     """The one member of a node that names its kind."""
-    if len(node) == 1:
-        (kind,) = node
-        if kind in _KINDS:
-            return kind
-    kinds = [member for member in node if member in _KINDS]
-    if len(kinds) == 1 and (len(node) == 1 or node.keys() - kinds <= _KINDS[kinds[0]]):
-        return kinds[0]
-    raise CorruptDataError(f"corrupt data (tree): no node has the members {brief(list(node))}")
+    kind = _kind_of(tuple(node))
+    if kind is None:
+        raise CorruptDataError(f"corrupt data (tree): no node has the members {brief(list(node))}")
+    return kind
+
+
+@functools.lru_cache(maxsize=1024)
+def _kind_of(members: tuple[str, ...]) -> str | None:
+    kinds = [member for member in members if member in _KINDS]
+    others = set(members).difference(kinds)
+    return kinds[0] if len(kinds) == 1 and others <= _KINDS[kinds[0]] else None
 
 
 class TreeDecoder:
@@ -170,14 +173,18 @@ class TreeDecoder:
         number = natural(value)
         _, stored, shape, nbytes = self._storages.info(number)
         dtype = self._dtype(node.get("dtype", "uint8" if stored == "bytes" else stored))
+        location = _string(node.get("device", "cpu"))
         tensor: Any = None
-        if _PLACE.isdisjoint(node):
-            tensor = self._storages.new_tensor(number, dtype, shape)
         # What placing a storage raises is passed on as it is.
-        place = self._place(number, dtype, shape, nbytes, node) if tensor is None else None
+        if _PLACE.isdisjoint(node):
+            tensor = self._storages.new_tensor(number, dtype, shape, location)
+        place = None
+        if tensor is None:
+            shape, offset, stride = self._extent(dtype, shape, nbytes, node)
+            place = self._storages.get(number, location), dtype, offset, shape, stride
         try:
             if place is not None:
-                tensor = self._storages.on_fake_device(view(*place), node.get("device", "cpu"))
+                tensor = self._storages.on_fake_device(view(*place), location)
             grad = node.get("grad") is True
             if node.get("parameter") is True:
                 tensor = self._torch.nn.Parameter(tensor, grad)
@@ -187,19 +194,6 @@ class TreeDecoder:
             raise CorruptDataError(f"corrupt data (tree): {error}") from error
         self._tensors.append(tensor)
         return tensor
-
-    def _place(
-        self,
-        number: int,
-        dtype: Any,
-        shape: tuple[int, ...],
-        nbytes: int,
-        node: dict[str, Any],
-    ) -> tuple[Any, Any, int, tuple[int, ...], tuple[int, ...]]:
-        """What `view` makes a tensor of, on a storage that others may be on, too."""
-        shape, offset, stride = self._extent(dtype, shape, nbytes, node)
-        storage = self._storages.get(number, _string(node.get("device", "cpu")))
-        return storage, dtype, offset, shape, stride
 
     def _extent(
         self, dtype: Any, shape: tuple[int, ...], nbytes: int, node: dict[str, Any]
