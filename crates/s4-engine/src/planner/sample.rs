@@ -99,59 +99,97 @@ impl Sample {
 
 /// Whether values of both signs are in each run of [`PROBE`].
 pub(super) fn signs_change(sample: &[u8], width: usize) -> bool {
-    sample.chunks(PROBE * width).all(|run| match width {
-        2 => have_both_signs::<2>(run),
-        4 => have_both_signs::<4>(run),
-        8 => have_both_signs::<8>(run),
-        _ => have_both_signs::<1>(run),
-    })
+    sample.chunks(PROBE * width).all(|run| have_both_signs(run, width))
 }
 
 /// Whether the sizes of floats differ from run to run of [`PROBE`] values, or their signs do not differ at all.
 pub(super) fn is_uneven(sample: &[u8], width: usize) -> bool {
-    match width {
-        2 => is_uneven_of::<2>(sample),
-        4 => is_uneven_of::<4>(sample),
-        8 => is_uneven_of::<8>(sample),
-        _ => is_uneven_of::<1>(sample),
-    }
-}
-
-// With the width known, what follows is made of vector instructions.
-
-fn have_both_signs<const WIDTH: usize>(values: &[u8]) -> bool {
-    let values = values.as_chunks::<WIDTH>().0;
-    let (any, all) = values.iter().fold((0, 0xff), |(any, all), v| {
-        let top = v[WIDTH - 1];
-        (any | top, all & top)
-    });
-    (any & !all) >> 7 == 1
-}
-
-fn is_uneven_of<const WIDTH: usize>(sample: &[u8]) -> bool {
-    if !have_both_signs::<WIDTH>(sample) {
+    if !have_both_signs(sample, width) {
         return !sample.is_empty();
     }
     // The number of values times the sum of the squares of their distances from the mean.
     let spread = |(n, sum, squares): (u64, u64, u64)| n * squares - sum * sum;
     let (mut all, mut within) = ((0, 0, 0), 0);
-    for run in sample.as_chunks::<WIDTH>().0.chunks(PROBE) {
-        let sums = sums_of_exponents(run);
-        within += spread(sums) / sums.0;
+    for run in sample.chunks(PROBE * width) {
+        let sums = sums_of_exponents(run, width);
+        within += spread(sums) / sums.0.max(1);
         all = (all.0 + sums.0, all.1 + sums.1, all.2 + sums.2);
     }
     let all = spread(all) / all.0.max(1);
     all > within + within / EVEN
 }
 
+// What follows is made of vector instructions, since the width is known and each value is one number.
+
+fn have_both_signs(values: &[u8], width: usize) -> bool {
+    // Any bit of any value, and those of all.
+    macro_rules! top {
+        ($number:ty) => {{
+            let values = values.as_chunks::<{ size_of::<$number>() }>().0.iter();
+            let values = values.map(|v| <$number>::from_le_bytes(*v));
+            let (any, all) = values.fold((0, <$number>::MAX), |(any, all), v| (any | v, all & v));
+            (any & !all) >> (<$number>::BITS - 1) == 1
+        }};
+    }
+    match width {
+        2 => top!(u16),
+        4 => top!(u32),
+        8 => top!(u64),
+        _ => top!(u8),
+    }
+}
+
 /// How many values a run has, and the sums of their exponents and of the squares of these.
-fn sums_of_exponents<const WIDTH: usize>(run: &[[u8; WIDTH]]) -> (u64, u64, u64) {
+fn sums_of_exponents(run: &[u8], width: usize) -> (u64, u64, u64) {
     // The 8 bits below the sign. PROBE squares of them fit.
-    const { assert!(PROBE * 255 * 255 < u32::MAX as usize) };
-    let (sum, squares) = run.iter().fold((0u32, 0u32), |(sum, squares), v| {
-        let low = if WIDTH > 1 { v[WIDTH - 2] } else { 0 };
-        let exponent = u32::from(v[WIDTH - 1] << 1 | low >> 7);
-        (sum + exponent, squares + exponent * exponent)
-    });
-    (run.len() as u64, sum.into(), squares.into())
+    const { assert!(PROBE * 255 * 255 < i32::MAX as usize) };
+    macro_rules! sums {
+        ($number:ty, $shift:expr) => {{
+            let values = run.as_chunks::<{ size_of::<$number>() }>().0.iter();
+            let exponents =
+                values.map(|v| (<$number>::from_le_bytes(*v) << 1 >> $shift) as i16 & 0xff);
+            exponents.fold((0i32, 0i32), |(sum, squares), e| {
+                let e = i32::from(e);
+                (sum + e, squares + e * e)
+            })
+        }};
+    }
+    let (sum, squares) = match width {
+        2 => sums!(u16, 8),
+        4 => sums!(u32, 24),
+        8 => sums!(u64, 56),
+        _ => sums!(u8, 0),
+    };
+    ((run.len() / width) as u64, sum as u64, squares as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn signs_and_exponents_are_those_of_each_value() {
+        let next = |x: &u64| Some(x.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1));
+        let bytes: Vec<u8> =
+            std::iter::successors(Some(1), next).take(5000).map(|x| (x >> 56) as u8).collect();
+        for width in [1usize, 2, 4, 8] {
+            for (values, set) in [(1, 0), (7, 0x80), (PROBE, 0), (600, 0x80)] {
+                let mut run = bytes[..values.min(5000 / width) * width].to_vec();
+                if set != 0 {
+                    run.chunks_mut(width).for_each(|v| v[width - 1] |= set);
+                }
+                let tops: Vec<u8> = run.chunks(width).map(|v| v[width - 1]).collect();
+                let both = tops.iter().any(|t| *t >= 0x80) && tops.iter().any(|t| *t < 0x80);
+                assert_eq!(have_both_signs(&run, width), both, "{width}, {values}");
+                let exponent = |v: &[u8]| {
+                    let low = if width > 1 { v[width - 2] } else { 0 };
+                    u64::from(v[width - 1] << 1 | low >> 7)
+                };
+                let exponents: Vec<_> = run.chunks(width).map(exponent).collect();
+                let squares = exponents.iter().map(|e| e * e).sum();
+                let sums = (exponents.len() as u64, exponents.iter().sum(), squares);
+                assert_eq!(sums_of_exponents(&run, width), sums, "{width}, {values}");
+            }
+        }
+    }
 }
