@@ -220,8 +220,15 @@ fn unseen(counts: &Counts) -> u64 {
 }
 
 /// Counts of what a sample need not have seen: each symbol's becomes the mean of those near it, which are the more the
-/// larger it is, as logarithms have it. Only every `alike`th is like it.
+/// larger it is, as logarithms have it. Only every `alike`th is like it, which is 1 or 2.
 fn smoothed(counts: &Counts, alike: usize) -> Counts {
+    match alike {
+        2 => smoothed_by::<2>(counts),
+        _ => smoothed_by::<1>(counts),
+    }
+}
+
+fn smoothed_by<const ALIKE: usize>(counts: &Counts) -> Counts {
     if counts.total() == 0 {
         return Counts::new();
     }
@@ -229,15 +236,15 @@ fn smoothed(counts: &Counts, alike: usize) -> Counts {
     let mut sums = [0; 256];
     for symbol in 0..=255u8 {
         let at = usize::from(symbol);
-        sums[at] = counts.get(symbol) + at.checked_sub(alike).map_or(0, |below| sums[below]);
+        sums[at] = counts.get(symbol) + at.checked_sub(ALIKE).map_or(0, |below| sums[below]);
     }
     let mut out = Counts::new();
     for symbol in 0..=255u8 {
         let at = usize::from(symbol);
-        let reach = at / (8 * alike);
-        let above = reach.min((255 - at) / alike);
-        let below = (at - reach * alike).checked_sub(alike).map_or(0, |i| sums[i]);
-        let sum = SMOOTH * (sums[at + above * alike] - below);
+        let reach = at / (8 * ALIKE);
+        let above = reach.min((255 - at) / ALIKE);
+        let below = (at - reach * ALIKE).checked_sub(ALIKE).map_or(0, |i| sums[i]);
+        let sum = SMOOTH * (sums[at + above * ALIKE] - below);
         if sum == 0 {
             continue;
         }
