@@ -15,6 +15,9 @@ use crate::parallel::pool;
 use crate::reader::{LoadedBlock, Reader};
 use crate::spans::{Part, Span};
 
+/// What is read together starts at multiples of it in a batch.
+const LINE: usize = 64;
+
 /// A chunk, on its way to one device.
 type Job<'a> = (u32, FrameJob<'a>);
 
@@ -277,32 +280,71 @@ impl Call<'_> {
         Ok(())
     }
 
-    /// Reads spans into pinned memory, with parallel requests, and has them decoded.
+    /// Reads spans into pinned memory, with parallel requests, and has them decoded: many at once, if each is small.
     fn push<'b>(
         &'b self,
         spans: Vec<Span<Job<'b>>>,
         decoder: &mut Decoder<'_, 'b>,
         meter: &mut Meter,
     ) -> Result<(), Failure> {
-        // Each value is counted once, as that of the checkpoint itself.
-        let counted = |jobs: &[Job<'_>]| -> u64 {
-            let own = jobs.iter().filter(|_| self.counted);
-            own.flat_map(|j| &j.1.pieces).map(|p| p.to.bytes()).sum()
-        };
-        let places: Vec<_> = spans.iter().map(|s| (s.object, s.first, counted(&s.jobs))).collect();
-        let batches = spans.into_iter().map(|mut span| {
-            let ordinal = span.jobs.first().map_or(0, |job| job.0);
-            let jobs = std::mem::take(&mut span.jobs).into_iter();
-            let jobs = jobs.map(|(_, job)| FrameJob { at: span.at(&job.record), ..job });
-            Batch { ordinal, len: span.bytes(), jobs: jobs.collect() }
-        });
-        let read = |span: usize, at: usize, part: &mut [u8]| {
-            let (object, first, _) = places[span];
-            Ok(self.reader.read_object(object, first + at as u64, part)?)
-        };
+        let loads = self.loads(spans, decoder.room());
+        let (batches, loads): (Vec<_>, Vec<_>) = loads.into_iter().unzip();
+        let read = |load: usize, at: usize, part: &mut [u8]| loads[load].read(self, at, part);
         let request = self.reader.request_size();
-        decoder.push_all::<Failure>(self.pool.as_deref(), batches, request, read, |span| {
-            Ok(meter.add(places[span].2)?)
+        decoder.push_all::<Failure>(self.pool.as_deref(), batches, request, read, |load| {
+            Ok(meter.add(loads[load].counted)?)
         })
+    }
+
+    /// Puts spans together whose frames are decoded in one batch, of at most `room` bytes.
+    fn loads<'b>(&self, spans: Vec<Span<Job<'b>>>, room: usize) -> Vec<(Batch<'b>, Load)> {
+        let mut out: Vec<(Batch<'b>, Load)> = vec![];
+        for mut span in spans {
+            let ordinal = span.jobs.first().map_or(0, |job| job.0);
+            let joins = out.last().is_some_and(|(batch, _)| {
+                batch.ordinal == ordinal && batch.len.next_multiple_of(LINE) + span.bytes() <= room
+            });
+            if !joins {
+                out.push((Batch { ordinal, len: 0, jobs: vec![] }, Load::default()));
+            }
+            let Some((batch, load)) = out.last_mut() else { continue };
+            let start = batch.len.next_multiple_of(LINE);
+            batch.len = start + span.bytes();
+            load.pieces.push((start, span.object, span.first, span.bytes()));
+            // Each value is counted once, as that of the checkpoint itself.
+            let own = span.jobs.iter().filter(|_| self.counted);
+            load.counted += own.flat_map(|j| &j.1.pieces).map(|p| p.to.bytes()).sum::<u64>();
+            for (_, job) in std::mem::take(&mut span.jobs) {
+                let at = start + span.at(&job.record);
+                batch.jobs.push(FrameJob { at, ..job });
+            }
+        }
+        out
+    }
+}
+
+/// What is read for a batch.
+#[derive(Default)]
+struct Load {
+    /// In ascending order, each: where it starts in the batch, an object, the first byte there, and bytes.
+    pieces: Vec<(usize, u32, u64, usize)>,
+    /// Bytes of values that count.
+    counted: u64,
+}
+
+impl Load {
+    /// Reads what lies in the batch from `at` on. Nothing lies between pieces.
+    fn read(&self, call: &Call<'_>, at: usize, part: &mut [u8]) -> Result<(), Failure> {
+        let end = at + part.len();
+        let first = self.pieces.partition_point(|(start, .., len)| start + len <= at);
+        for &(start, object, offset, len) in &self.pieces[first..] {
+            let (from, to) = (at.max(start), end.min(start + len));
+            if from >= to {
+                break;
+            }
+            let wanted = &mut part[from - at..to - at];
+            call.reader.read_object(object, offset + (from - start) as u64, wanted)?;
+        }
+        Ok(())
     }
 }
