@@ -1,6 +1,7 @@
 """What a save in the background costs a training loop, for each way of staging, beside its peers.
 
     python benches/staging.py [--gb 3] [--tensors 60 600 6000] [--out FOLDER] [--folder /dev/shm]
+    python benches/staging.py --calls [--tensors 60 600 6000 20000]
     python benches/staging.py --tiny --device cpu
 
 The state is bf16 weights with AdamW's master copy and moments in fp32, after some steps of it. In one
@@ -9,6 +10,8 @@ of some after a first save), how long the whole save takes, and the same of a pi
 GPU, `torch.save`, `dcp.async_save` and `s4weights.save`. For one number of tensors also: how much slower
 matrix products become while a save goes on, how long the optimizer waits with ``stage="lazy"`` after a
 forward and backward pass of 0.3 s, and memory. Every last checkpoint is compared to the bit.
+
+With --calls instead: saves and loads that block, of files and of a store.
 
 A table goes to stdout, with --out also `staging.json` and `staging.md` to that folder.
 """
@@ -227,6 +230,38 @@ def measure_dcp(bench: Bench, state: State, count: int, parent: Path) -> None:
         bench.row(count, "dcp.async_save, pinned and overlapped: staged", staged, whole)
 
 
+def measure_calls(bench: Bench, state: State, count: int, parent: Path) -> None:
+    """Calls that block: files and stores, saved after a step of training and loaded to the device."""
+    where = {"map_location": bench.device}
+    with new_folder(parent) as folder, s4weights.CheckpointStore(folder / "store") as store:
+        path = folder / "file.s4w"
+        times: dict[str, list[float]] = {}
+
+        def run(what: str, call: Callable[[], Any]) -> Any:
+            bench.sync()
+            start = time.perf_counter()
+            out = call()
+            bench.sync()
+            times.setdefault(what, []).append(time.perf_counter() - start)
+            return out
+
+        for i in range(3 * (bench.repeat + 1)):
+            train(state)
+            base = i <= bench.repeat
+            if base:
+                run("save", lambda: s4weights.save(state, path))
+                run("load", lambda: s4weights.load(path, **where))
+            kind = "base" if base else "delta"
+            run(f"store, {kind}", lambda i=i, base=base: store.save_checkpoint(state, i, base=base))
+            back = run(f"store, load of a {kind}", lambda: store.load_checkpoint(**where))
+            if not same(state, back):
+                raise SystemExit(f"{count} tensors, {kind}: what comes back differs")
+            del back
+    for what, seconds in times.items():
+        # The first of each makes what later ones find.
+        bench.row(count, f"blocking: {what}", min(seconds[1:]), min(seconds[1:]))
+
+
 def measure_store(bench: Bench, state: State, count: int, parent: Path, stage: str) -> None:
     """A store: bases and deltas, each after a step of training."""
     best: dict[str, list[float]] = {}
@@ -359,6 +394,20 @@ def table(bench: Bench) -> str:
     return "\n".join(lines)
 
 
+def measure_background(
+    bench: Bench, state: State, count: int, arguments: argparse.Namespace, is_middle: bool
+) -> None:
+    """Saves in the background; beside a training loop only for one number of tensors."""
+    for stage in STAGES:
+        measure_store(bench, state, count, arguments.folder, stage)
+    if is_middle and not bench.is_late():
+        for stage in STAGES:
+            measure_slowdown(bench, state, arguments.folder, stage)
+            measure_memory(bench, state, arguments.folder, stage)
+    if not (arguments.no_peers or bench.is_late()):
+        measure_peers(bench, state, count, arguments.folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--gb", type=float, default=3.0)
@@ -369,6 +418,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=110.0, help="begin nothing new after them")
     parser.add_argument("--no-peers", action="store_true", help="stores only, no files and other tools")
+    parser.add_argument("--calls", action="store_true", help="calls that block, and nothing else")
     parser.add_argument("--tiny", action="store_true", help="a small state: does it work?")
     arguments = parser.parse_args()
     if arguments.tiny:
@@ -384,14 +434,10 @@ def main() -> None:
             break
         state = make_state(arguments.gb, count, bench.device)
         measure_yardsticks(bench, state, count)
-        for stage in STAGES:
-            measure_store(bench, state, count, arguments.folder, stage)
-        if count == middle and not bench.is_late():
-            for stage in STAGES:
-                measure_slowdown(bench, state, arguments.folder, stage)
-                measure_memory(bench, state, arguments.folder, stage)
-        if not (arguments.no_peers or bench.is_late()):
-            measure_peers(bench, state, count, arguments.folder)
+        if arguments.calls:
+            measure_calls(bench, state, count, arguments.folder)
+        else:
+            measure_background(bench, state, count, arguments, count == middle)
         del state
         gc.collect()
         if bench.cuda:

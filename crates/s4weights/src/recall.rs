@@ -40,7 +40,7 @@ struct Known {
 struct Chosen {
     /// Checkpoints from the parent to it.
     distance: u32,
-    /// `None`: what was chosen before did not hold.
+    /// `None`: what was chosen before did not hold, or all ways are compared each time.
     choice: Option<Choice>,
     /// The last save that made it, or made it again.
     save: u32,

@@ -208,17 +208,14 @@ impl Writer {
     pub(crate) fn close_tensors(&mut self, coded: Vec<(usize, Coded)>) -> Result<()> {
         let (target, parent) = (&self.name[..], self.options.parent.as_deref());
         let threads = worth(thread_count(self.options.threads), (coded.len() / TOGETHER) as u64);
-        let mut work: Vec<_> = coded.into_iter().map(|(n, coded)| (n, coded, None)).collect();
-        let close = |(number, coded, closed): &mut (usize, Coded, _)| {
-            let tensor = &self.tensors[*number];
-            *closed = Some(Closed::of((*number, tensor), coded, parent, target));
+        let close = |(number, coded): &(usize, Coded)| {
+            Closed::of((*number, &self.tensors[*number]), coded, parent, target)
         };
-        match pool(threads)? {
-            Some(pool) => pool.install(|| work.par_iter_mut().for_each(close)),
-            None => work.iter_mut().for_each(close),
-        }
-        for (number, coded, closed) in work {
-            let Some(Closed { block, snapshot }) = closed.transpose()? else { continue };
+        let closed: Result<Vec<_>> = match pool(threads)? {
+            Some(pool) => pool.install(|| coded.par_iter().map(close).collect()),
+            None => coded.iter().map(close).collect(),
+        };
+        for ((number, coded), Closed { block, snapshot }) in coded.into_iter().zip(closed?) {
             let (plan, kind) = self.add_block(number, block, coded.plan, false)?;
             self.snapshot.insert(self.tensors[number].name.clone(), snapshot);
             self.tensors[number].plan = plan;

@@ -88,17 +88,16 @@ def parse_tree(text: str) -> Any:
 
 def kind_of(node: dict[str, Any]) -> str:
     """The one member of a node that names its kind."""
-    kind = _kind_of(tuple(node))
-    if kind is None:
-        raise CorruptDataError(f"corrupt data (tree): no node has the members {brief(list(node))}")
-    return kind
+    return _kind_of(tuple(node))
 
 
 @functools.lru_cache(maxsize=1024)
-def _kind_of(members: tuple[str, ...]) -> str | None:
+def _kind_of(members: tuple[str, ...]) -> str:
+    # What is raised is not remembered, so that the cache holds known members alone.
     kinds = [member for member in members if member in _KINDS]
-    others = set(members).difference(kinds)
-    return kinds[0] if len(kinds) == 1 and others <= _KINDS[kinds[0]] else None
+    if len(kinds) == 1 and set(members).difference(kinds) <= _KINDS[kinds[0]]:
+        return kinds[0]
+    raise CorruptDataError(f"corrupt data (tree): no node has the members {brief(list(members))}")
 
 
 class TreeDecoder:

@@ -301,13 +301,11 @@ impl Call<'_> {
         let mut out: Vec<(Batch<'b>, Load)> = vec![];
         for mut span in spans {
             let ordinal = span.jobs.first().map_or(0, |job| job.0);
-            let joins = out.last().is_some_and(|(batch, _)| {
+            let last = out.pop_if(|(batch, _)| {
                 batch.ordinal == ordinal && batch.len.next_multiple_of(LINE) + span.bytes() <= room
             });
-            if !joins {
-                out.push((Batch { ordinal, len: 0, jobs: vec![] }, Load::default()));
-            }
-            let Some((batch, load)) = out.last_mut() else { continue };
+            let new = || (Batch { ordinal, len: 0, jobs: vec![] }, Load::default());
+            let (mut batch, mut load) = last.unwrap_or_else(new);
             let start = batch.len.next_multiple_of(LINE);
             batch.len = start + span.bytes();
             load.pieces.push((start, span.object, span.first, span.bytes()));
@@ -318,6 +316,7 @@ impl Call<'_> {
                 let at = start + span.at(&job.record);
                 batch.jobs.push(FrameJob { at, ..job });
             }
+            out.push((batch, load));
         }
         out
     }
