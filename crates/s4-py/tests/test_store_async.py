@@ -190,9 +190,14 @@ def test_killed_in_the_middle_costs_no_listed_step(tmp_path: Path) -> None:
     script = TERMINATED.replace("state, 1", "state, 9")
     with CheckpointStore(tmp_path / "s") as store:
         store.save_checkpoint({"w": torch.arange(9000)}, 5)
-    command = [sys.executable, "-c", script, str(tmp_path / "s"), "blocking", "0", "60"]
+    command = [sys.executable, "-c", script, str(tmp_path / "s"), "blocking", "0", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"saving\n"
+        # Progress counts what is encoded, which runs ahead of what is written.
+        written = (tmp_path / "s" / "ck").glob
+        while len(list(written("*/d-*"))) < 2:
+            assert process.poll() is None
+            time.sleep(0.01)
         process.kill()
     with CheckpointStore(tmp_path / "s") as store:
         assert [entry.step for entry in store.list()] == [5, 0]
