@@ -251,11 +251,14 @@ fn is_probed<E>(given: &Given<'_, E>, tensor: usize) -> bool {
     given.inputs.parent(tensor).is_some() || given.inputs.keeps_samples()
 }
 
-/// The runs of values that are compared with a parent's.
+/// The runs of values that are compared with a parent's, unless they are those that are looked at in any case.
 fn probes_of<E>(given: &Given<'_, E>, tensor: usize) -> Vec<Range<u64>> {
     let t = &given.tensors[tensor];
     let values = t.values.bytes() / t.dtype.value_width() as u64;
-    if is_probed(given, tensor) { planner::parent_probes(t.dtype, values) } else { vec![] }
+    match is_probed(given, tensor) && !planner::are_same(t.dtype, values) {
+        true => planner::parent_probes(t.dtype, values),
+        false => vec![],
+    }
 }
 
 /// What was fetched of a tensor, one behind the other.
@@ -280,7 +283,10 @@ fn split<'b, E>(given: &Given<'_, E>, tensor: usize, bytes: &'b [u8]) -> Fetched
     };
     let bytes_of = |r: Range<u64>| r.start * width..r.end * width;
     let alone = take(&mut planner::sampled_runs(values / width).map(bytes_of));
-    let probes = take(&mut probes_of(given, tensor).into_iter().map(bytes_of));
+    let probes = match planner::are_same(t.dtype, values / width) {
+        true => alone,
+        false => take(&mut probes_of(given, tensor).into_iter().map(bytes_of)),
+    };
     let moments = given.inputs.moments(tensor).map(|moments| {
         moments.each_ref().map(|m| match m.values {
             Values::Device(_) => take(&mut m.probes(t.dtype)),

@@ -4,7 +4,6 @@ use s4_codec_cpu::rans::{Counts, Precision, cost_with, entropy};
 use s4_format::CodecId;
 use s4_format::limits::MAX_TABLES;
 
-use super::sample;
 use crate::PlaneCoding;
 
 // Thresholds are parts of what is compared: 128 means one in 128.
@@ -86,9 +85,10 @@ pub(super) fn expect_changes(plane: &mut PlannedPlane) {
 }
 
 /// What signs take in chunks of which some have one sign alone, as those of moments in a buffer of weights and moments do.
-pub(super) fn bits_of_signs(plane: &[u8]) -> u64 {
+/// `run`: values of each run of the sample.
+pub(super) fn bits_of_signs(plane: &[u8], run: u64) -> u64 {
     let varies = |run: &&[u8]| run.iter().any(|b| *b != run[0]);
-    plane.chunks(sample::PROBE / 8).filter(varies).map(|run| 8 * run.len() as u64).sum()
+    plane.chunks(run as usize / 8).filter(varies).map(|run| 8 * run.len() as u64).sum()
 }
 
 /// How a plane is coded, its estimated cost in bits, and the bytes of its table, if it has one. `may_lose`: of how many

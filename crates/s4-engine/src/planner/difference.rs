@@ -7,7 +7,7 @@ use s4_predict::{ContextModel, Exponents, Tensor, Update, Updates, exponent};
 
 use super::choice::{Choice, Way};
 use super::layout::{Candidate, Counted, Of};
-use super::{About, MomentSample, PLAN_BITS, ParentSample, Sample, allowed, finish};
+use super::{About, MomentSample, PLAN_BITS, ParentSample, Sample, allowed, are_same, finish};
 use crate::scratch::width_of;
 use crate::{CpuEngine, Preset, Scratch, TensorPlan};
 
@@ -58,11 +58,15 @@ impl CpuEngine {
         }
         let about = &about.without_choice();
         let sampled = from.sample.values.len();
-        let least = self.alone(about, &from.sample, offsets, scratch)?.0.map_or(0, |b| b.bits);
+        let found = self.alone(about, &from.sample, offsets, scratch)?;
+        let least = found.0.as_ref().map_or(0, |best| best.bits);
         let delta = self.difference(about, &mut from, parent, offsets, scratch)?;
         let Some(delta) = delta.filter(|delta| from.is_worth(about, least, delta.bits())) else {
             // Where what was chosen did not hold, less was looked at: the next time all is.
-            let plan = alone(about, scratch)?;
+            let plan = match are_same(about.dtype, about.values()) {
+                true => self.plan_found(about, found, &from.sample, offsets, scratch)?,
+                false => alone(about, scratch)?,
+            };
             let choice = plan.choice.filter(|_| known.is_none());
             return Ok(TensorPlan { choice, ..plan });
         };

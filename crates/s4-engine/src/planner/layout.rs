@@ -145,7 +145,7 @@ impl CpuEngine {
                 best = Some(c);
                 // (But a sign that does not change, here or there, may look like noise among the low bits.)
                 let plain = matches!(of, Of::Values | Of::Differences);
-                let signs = !small || sample::signs_change(values, about.width());
+                let signs = !small || sample::signs_change(values, about.width(), about.run());
                 if layout == LayoutId::FIELDS && noise && plain && signs {
                     break;
                 }
@@ -213,7 +213,7 @@ impl CpuEngine {
                 }),
             };
             let cost = match (layout, i) {
-                (LayoutId::FIELDS_SIGN, 0) if small => cost.min(bits_of_signs(plane)),
+                (LayoutId::FIELDS_SIGN, 0) if small => cost.min(bits_of_signs(plane, about.run())),
                 _ => cost,
             };
             let precision = precision(planned.coding);

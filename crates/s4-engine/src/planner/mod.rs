@@ -29,8 +29,7 @@ use coding::precision;
 use layout::{Candidate, Counted, Of};
 use sample::gather;
 pub use sample::parent_probes;
-pub(crate) use sample::sampled_runs;
-pub(crate) use sample::{Sample, probed};
+pub(crate) use sample::{Sample, are_same, probed, sampled_runs};
 pub use update::MomentSample;
 
 /// What one more plan costs in the manifest, in bits: a delta has to save more.
@@ -164,6 +163,11 @@ impl About<'_> {
         (self.bytes / self.width()) as u64
     }
 
+    /// Values in each run of a sample.
+    fn run(&self) -> u64 {
+        sample::probe(self.values())
+    }
+
     /// Whether it has so many chunks that a sample of it is from several.
     fn is_long(&self) -> bool {
         self.values() >> chunk_log2(self.dtype) >= sample::MANY_CHUNKS
@@ -220,7 +224,10 @@ impl CpuEngine {
         }
         let floats = dtype.form() == Form::Float && dtype.size() == dtype.value_width();
         let weight = matches!(role, Some(RoleKind::Weight | RoleKind::Master));
-        if !allowed(preset).rank1 || !floats || weight || !sample::is_uneven(sample, about.width())
+        if !allowed(preset).rank1
+            || !floats
+            || weight
+            || !sample::is_uneven(sample, about.width(), about.run())
         {
             return None;
         }
@@ -240,15 +247,27 @@ impl CpuEngine {
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
     ) -> Result<TensorPlan> {
-        let known = about.choice;
-        let again = match known {
+        let again = match about.choice {
             Some(choice) => self.alone_again(about, choice, sample, offsets, scratch)?,
             None => None,
         };
-        let (best, by_offsets) = match again {
+        let found = match again {
             Some(found) => found,
             None => self.alone(about, sample, offsets, scratch)?,
         };
+        self.plan_found(about, found, sample, offsets, scratch)
+    }
+
+    /// The plan of a tensor whose sample is cheapest so, and whether that is by row and column offsets.
+    fn plan_found(
+        &self,
+        about: &About<'_>,
+        (best, by_offsets): (Option<Candidate>, bool),
+        sample: &Sample,
+        offsets: Option<&[u8]>,
+        scratch: &mut Scratch,
+    ) -> Result<TensorPlan> {
+        let known = about.choice;
         let bits = best.as_ref().map_or(0, |best| best.bits);
         let side = offsets.filter(|_| by_offsets).map(|side| (SideKind::OFFSETS, side));
         let plan = finish(about, best, if by_offsets { Plan::rank1 } else { Plan::direct }, side)?;

@@ -6,9 +6,13 @@ use s4_format::DType;
 
 use crate::chunk::chunk_log2;
 
-/// Runs of values that the planner looks at, and values in each.
-const PROBES: usize = 16;
-pub(super) const PROBE: usize = 1024;
+/// Runs of values that the planner looks at.
+const PROBES: u64 = 16;
+/// Values in each, at most: of a smaller tensor one value in [`SAMPLED`] is looked at.
+const PROBE: u64 = 1024;
+const SAMPLED: u64 = 4;
+/// Tensors of up to so many values are looked at whole.
+const WHOLE: u64 = PROBES * PROBE;
 /// Sizes differ from run to run if that adds this part to how much they differ within runs: 8 means one in 8.
 const EVEN: u64 = 8;
 /// Chunks of the parent that the planner looks into, which may each have to be read and decoded whole: of a tensor with fewer
@@ -19,20 +23,36 @@ pub(super) const MANY_CHUNKS: u64 = 24;
 /// The values of a tensor's parent that the planner looks at, as ranges of value numbers in
 /// ascending order. Fixed for a dtype and a number of values; they lie in a few chunks.
 pub fn parent_probes(dtype: DType, values: u64) -> Vec<Range<u64>> {
-    let (probes, probe) = (PROBES as u64, PROBE as u64);
-    if values <= probes * probe {
-        // The one range of all values.
-        return std::iter::once(0..values).filter(|r| !r.is_empty()).collect();
+    if are_same(dtype, values) {
+        return sampled_runs(values).filter(|r| !r.is_empty()).collect();
     }
-    let chunk = 1 << chunk_log2(dtype);
-    let whole = values / chunk;
-    let chunks = PARENT_CHUNKS[usize::from(whole >= MANY_CHUNKS)];
-    if whole <= chunks {
-        return spread(0..values, probes).collect();
-    }
+    let (chunk, whole, chunks) = chunks_of(dtype, values);
     // Whole chunks, from the first to the last of them, and some probes in each.
     let at = |i| (whole - 1) * i / (chunks - 1) * chunk;
-    (0..chunks).flat_map(|i| spread(at(i)..at(i) + chunk, probes / chunks)).collect()
+    let (probes, probe) = (PROBES / chunks, probe(values));
+    (0..chunks).flat_map(|i| spread(at(i)..at(i) + chunk, (probes, probe))).collect()
+}
+
+/// Whether [`parent_probes`] are the [`sampled_runs`]: of a tensor of few chunks.
+pub(crate) fn are_same(dtype: DType, values: u64) -> bool {
+    let (_, whole, chunks) = chunks_of(dtype, values);
+    whole <= chunks
+}
+
+/// The values of a chunk, how many whole ones there are, and how many of a parent's are looked into.
+fn chunks_of(dtype: DType, values: u64) -> (u64, u64, u64) {
+    let chunk = 1 << chunk_log2(dtype);
+    let whole = values / chunk;
+    (chunk, whole, PARENT_CHUNKS[usize::from(whole >= MANY_CHUNKS)])
+}
+
+/// Values in a run of a tensor of so many.
+pub(super) fn probe(values: u64) -> u64 {
+    match values <= WHOLE {
+        // Of which all are looked at.
+        true => PROBE,
+        false => (values / (SAMPLED * PROBES)).min(PROBE),
+    }
 }
 
 /// The values of a tensor at [`parent_probes`], one run after the other.
@@ -41,23 +61,19 @@ pub(crate) fn probed(dtype: DType, data: &[u8]) -> Vec<u8> {
     gather(data, width, parent_probes(dtype, (data.len() / width) as u64).into_iter())
 }
 
-/// Runs of [`PROBE`] values, evenly spaced from the start of a range to its end.
-fn spread(within: Range<u64>, runs: u64) -> impl Iterator<Item = Range<u64>> {
-    let step = (within.end - within.start - PROBE as u64) / (runs - 1);
+/// Runs of so many values, evenly spaced from the start of a range to its end.
+fn spread(within: Range<u64>, (runs, len): (u64, u64)) -> impl Iterator<Item = Range<u64>> {
+    let step = if runs == 1 { 0 } else { (within.end - within.start - len) / (runs - 1) };
     (0..runs).map(move |i| {
         let first = within.start + step * i;
-        first..first + PROBE as u64
+        first..first + len
     })
 }
 
 /// The runs of values that are looked at, evenly spaced over the tensor: the whole of a small one.
 pub(crate) fn sampled_runs(values: u64) -> impl Iterator<Item = Range<u64>> {
-    let all = values <= (PROBES * PROBE) as u64;
-    let (runs, len) = if all { (1, values) } else { (PROBES, PROBE as u64) };
-    (0..runs as u64).map(move |i| {
-        let first = values.saturating_sub(PROBE as u64) / (PROBES as u64 - 1) * i;
-        first..first + len
-    })
+    let all = values <= WHOLE;
+    spread(0..values, if all { (1, values) } else { (PROBES, probe(values)) })
 }
 
 /// The values of some runs, which lie within the tensor, one run after the other.
@@ -97,20 +113,20 @@ impl Sample {
     }
 }
 
-/// Whether values of both signs are in each run of [`PROBE`].
-pub(super) fn signs_change(sample: &[u8], width: usize) -> bool {
-    sample.chunks(PROBE * width).all(|run| have_both_signs(run, width))
+/// Whether values of both signs are in each run of so many.
+pub(super) fn signs_change(sample: &[u8], width: usize, run: u64) -> bool {
+    sample.chunks(run as usize * width).all(|run| have_both_signs(run, width))
 }
 
-/// Whether the sizes of floats differ from run to run of [`PROBE`] values, or their signs do not differ at all.
-pub(super) fn is_uneven(sample: &[u8], width: usize) -> bool {
+/// Whether the sizes of floats differ from run to run of so many values, or their signs do not differ at all.
+pub(super) fn is_uneven(sample: &[u8], width: usize, run: u64) -> bool {
     if !have_both_signs(sample, width) {
         return !sample.is_empty();
     }
     // The number of values times the sum of the squares of their distances from the mean.
     let spread = |(n, sum, squares): (u64, u64, u64)| n * squares - sum * sum;
     let (mut all, mut within) = ((0, 0, 0), 0);
-    for run in sample.chunks(PROBE * width) {
+    for run in sample.chunks(run as usize * width) {
         let sums = sums_of_exponents(run, width);
         within += spread(sums) / sums.0.max(1);
         all = (all.0 + sums.0, all.1 + sums.1, all.2 + sums.2);
@@ -142,7 +158,7 @@ fn have_both_signs(values: &[u8], width: usize) -> bool {
 /// How many values a run has, and the sums of their exponents and of the squares of these.
 fn sums_of_exponents(run: &[u8], width: usize) -> (u64, u64, u64) {
     // The 8 bits below the sign. PROBE squares of them fit.
-    const { assert!(PROBE * 255 * 255 < i32::MAX as usize) };
+    const { assert!(PROBE * 255 * 255 < i32::MAX as u64) };
     macro_rules! sums {
         ($number:ty, $shift:expr) => {{
             let values = run.as_chunks::<{ size_of::<$number>() }>().0.iter();
@@ -173,7 +189,7 @@ mod tests {
         let bytes: Vec<u8> =
             std::iter::successors(Some(1), next).take(5000).map(|x| (x >> 56) as u8).collect();
         for width in [1usize, 2, 4, 8] {
-            for (values, set) in [(1, 0), (7, 0x80), (PROBE, 0), (600, 0x80)] {
+            for (values, set) in [(1, 0), (7, 0x80), (PROBE as usize, 0), (600, 0x80)] {
                 let mut run = bytes[..values.min(5000 / width) * width].to_vec();
                 if set != 0 {
                     run.chunks_mut(width).for_each(|v| v[width - 1] |= set);
