@@ -339,7 +339,11 @@ pub fn entropy_of<T: Copy + Into<u64>>(counts: &[T]) -> u64 {
     let counts = counts.iter().map(|&n| n.into());
     let total: u64 = counts.clone().sum();
     let scale = 64u32.saturating_sub(total.leading_zeros()).saturating_sub(16);
-    let log = |n: u64| u64::from(fast_log2(((n >> scale) as u32).max(1)));
+    let log = |n: u64| {
+        let n = ((n >> scale) as usize).max(1);
+        // Most counts of a sample are small.
+        LOG2.get(n).map_or_else(|| u64::from(fast_log2(n as u32)), |&log| u64::from(log))
+    };
     let sum =
         counts.filter(|&n| n > 0).map(|n| n.saturating_mul(log(total).saturating_sub(log(n))));
     sum.fold(0, u64::saturating_add).div_ceil(256)
