@@ -7,14 +7,17 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::body::Bytes;
 use axum::extract::rejection::JsonRejection;
-use axum::extract::{Extension, FromRequest, Query, State};
-use axum::http::StatusCode;
+use axum::extract::{Extension, FromRequest, FromRequestParts, Path as UrlPath, Query, State};
+use axum::http::request::Parts;
+use axum::http::{Method, StatusCode, Uri};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::json;
 use tokio::net::{UnixListener, UnixStream};
 use uuid::Uuid;
@@ -43,7 +46,7 @@ enum Right {
     Administer,
 }
 
-/// A message, of bounded size and known members; whatever else comes is refused with its reason.
+/// A message: one object, of bounded size and known members; whatever else comes is refused with its reason.
 struct Message<T>(T);
 
 impl<T, S> FromRequest<S> for Message<T>
@@ -57,12 +60,44 @@ where
         request: axum::extract::Request,
         state: &S,
     ) -> std::result::Result<Self, Self::Rejection> {
+        let (head, body) = request.into_parts();
+        let limited = axum::extract::Request::from_parts(head.clone(), body);
+        let bytes = Bytes::from_request(limited, state).await;
+        let bytes = bytes.map_err(|e| bad(e.status(), &e.body_text()))?;
+        // A list of an object's values, in their order, would pass for the object.
+        if bytes.trim_ascii_start().starts_with(b"[") {
+            return Err(bad(StatusCode::UNPROCESSABLE_ENTITY, "a list instead of an object"));
+        }
+        let request = axum::extract::Request::from_parts(head, bytes.into());
         match Json::<T>::from_request(request, state).await {
             Ok(Json(message)) => Ok(Self(message)),
-            Err(e) => Err(answer(e.status(), "bad_request", &e.body_text())),
+            Err(e) => Err(bad(e.status(), &e.body_text())),
         }
     }
 }
+
+/// Parameters behind a path, or a part of it: as [`Message`].
+struct Asked<E>(E);
+
+macro_rules! asked {
+    ($extractor:ident) => {
+        impl<T: DeserializeOwned + Send, S: Send + Sync> FromRequestParts<S>
+            for Asked<$extractor<T>>
+        {
+            type Rejection = Response;
+
+            async fn from_request_parts(
+                head: &mut Parts,
+                state: &S,
+            ) -> std::result::Result<Self, Self::Rejection> {
+                let asked = $extractor::from_request_parts(head, state).await;
+                asked.map(Self).map_err(|e| bad(e.status(), &e.body_text()))
+            }
+        }
+    };
+}
+asked!(Query);
+asked!(UrlPath);
 
 /// Binds the socket: only this process's user and group may connect. What a killed process left is
 /// replaced, and nothing else.
@@ -113,6 +148,8 @@ pub(crate) fn router(service: Arc<Service>) -> Router {
         .route("/v1/status", get(status))
         .route("/v1/interruption", get(interruption))
         .merge(administered)
+        .fallback(no_such_path)
+        .method_not_allowed_fallback(no_such_method)
         .layer(submit)
         .with_state(service)
 }
@@ -183,6 +220,19 @@ async fn may_administer(
     require(&service, Right::Administer, request, next).await
 }
 
+fn bad(code: StatusCode, message: &str) -> Response {
+    answer(code, "bad_request", message)
+}
+
+async fn no_such_path(uri: Uri) -> Response {
+    answer(StatusCode::NOT_FOUND, "unknown", &format!("no {}", uri.path()))
+}
+
+async fn no_such_method(method: Method, uri: Uri) -> Response {
+    let why = format!("{method} {}", uri.path());
+    answer(StatusCode::METHOD_NOT_ALLOWED, "bad_request", &why)
+}
+
 fn answer(code: StatusCode, kind: &str, message: &str) -> Response {
     (code, Json(json!({ "error": kind, "message": message }))).into_response()
 }
@@ -242,8 +292,8 @@ fn wait(milliseconds: u64) -> Duration {
 
 async fn look(
     State(service): State<Arc<Service>>,
-    axum::extract::Path(id): axum::extract::Path<Uuid>,
-    Query(Look { state, timeout_ms }): Query<Look>,
+    Asked(UrlPath(id)): Asked<UrlPath<Uuid>>,
+    Asked(Query(Look { state, timeout_ms })): Asked<Query<Look>>,
 ) -> Response {
     let wanted = state.unwrap_or(record::State::Staged);
     match service.wait(id, wanted, wait(timeout_ms)).await {
@@ -309,7 +359,7 @@ async fn restore(
         (Some(step), None) => Wanted::Step(step),
         (None, Some(id)) => Wanted::Submission(id),
         (Some(_), Some(_)) => {
-            return Err(answer(StatusCode::BAD_REQUEST, "bad_request", "`step` or `id`, not both"));
+            return Err(bad(StatusCode::BAD_REQUEST, "`step` or `id`, not both"));
         }
     };
     match aside(move || service.restore(wanted)).await? {
@@ -335,7 +385,7 @@ async fn status(State(service): State<Arc<Service>>) -> std::result::Result<Resp
 /// Waits for an interruption, for at most a minute.
 async fn interruption(
     State(service): State<Arc<Service>>,
-    Query(Within { timeout_ms }): Query<Within>,
+    Asked(Query(Within { timeout_ms })): Asked<Query<Within>>,
 ) -> Response {
     let end = tokio::time::Instant::now() + wait(timeout_ms);
     let mut changed = service.queue.watch();

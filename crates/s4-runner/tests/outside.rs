@@ -110,6 +110,7 @@ fn messages_of_any_kind_are_refused_with_their_reason() {
         ("no JSON", "abc", 400),
         ("a nest", &deep, 422),
         ("another type", "[1]", 422),
+        ("a list of the members", &format!(r#"["{id}",1,{{}},{{}}]"#), 422),
         ("a member too many", &format!(r#"{{"id":"{id}","step":1,"path":"/etc/passwd"}}"#), 422),
         ("a path for an id", r#"{"id":"../../../etc/passwd","step":1}"#, 422),
         ("a negative step", &format!(r#"{{"id":"{id}","step":-1}}"#), 422),
@@ -130,12 +131,20 @@ fn messages_of_any_kind_are_refused_with_their_reason() {
         assert!(answer["message"].as_str().is_some_and(|m| !m.is_empty()), "{case}: {answer}");
     }
     assert_eq!(refused(&[0xff; 100]).0, 400);
-    for path in ["/v1/submissions/..%2f..%2fetc", "/v1/submissions/../../etc", "/v1/nothing"] {
-        let status = setup.ask("GET", path, None).unwrap().status;
-        assert!(status == 400 || status == 404, "{path}: {status}");
-    }
     let unknown = format!("/v1/submissions/{id}?state=later");
-    assert_eq!(setup.ask("GET", &unknown, None).unwrap().status, 400);
+    for (method, path, status) in [
+        ("GET", "/v1/submissions/..%2f..%2fetc", 400),
+        ("GET", "/v1/submissions/../../etc", 404),
+        ("GET", "/v1/nothing", 404),
+        ("GET", &unknown, 400),
+        ("GET", "/v1/interruption?timeout_ms=soon", 400),
+        ("DELETE", "/v1/status", 405),
+    ] {
+        let answer = setup.ask(method, path, None).unwrap();
+        assert_eq!(answer.status, status, "{path}");
+        let said: Value = serde_json::from_str(&answer.text).unwrap();
+        assert!(said["message"].as_str().is_some_and(|m| !m.is_empty()), "{path}: {said}");
+    }
     daemon.stop();
 }
 
