@@ -16,7 +16,8 @@ from . import _core
 from ._dcp_folder import ChunkStorageMetadata, _finished, _Node, _pieces
 from ._dcp_metadata import from_json, planner_paths
 from ._dcp_planners import _from_json, _from_pickle, _is_json
-from ._errors import CorruptDataError, UnsafeLoadError
+from ._dcp_wrapped import MARK
+from ._errors import CorruptDataError, UnsafeLoadError, UnsupportedFormatError
 from ._storages import dtype_name
 
 #: The blob that says how they are put together.
@@ -54,7 +55,11 @@ class _Stored:
 
     def _find(self, fqn: str, offset: tuple[int, ...] | None) -> tuple[int, str, tuple[int, ...]]:
         index = MetadataIndex(fqn, None if offset is None else torch.Size(offset))
-        found = self._tensors.get(self._names.get(index, ""))
+        name = self._names.get(index, "")
+        found = self._tensors.get(name)
+        if found is None and name + MARK in self._tensors:
+            what = f"{fqn!r} wraps other tensors: load it by torch.distributed.checkpoint"
+            raise UnsupportedFormatError(what)
         if found is None:
             raise CorruptDataError(f"{fqn!r} has no piece{f' at {offset}' if offset else ''}")
         return found

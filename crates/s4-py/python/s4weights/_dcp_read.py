@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import operator
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _core
+from ._dcp_wrapped import MARK, Wrapped, unwrap
 from ._device import Compute, Places
 from ._errors import CorruptDataError
 from ._progress import Progress, ProgressArgument
@@ -58,18 +61,21 @@ class StoredTensors:
         #: Bytes of values that were asked for.
         self.read_bytes = 0
         self._tensors = {t[0]: (number, t[1], t[2]) for number, t in enumerate(reader.tensors())}
-        self._whole: list[tuple[ReadItem, torch.Tensor, int, torch.Tensor]] = []
+        #: What is read, where it is to be, and which item it is all of, if it is of one.
+        self._whole: list[tuple[ReadItem | None, torch.Tensor, int, torch.Tensor]] = []
+        self._wrapped: list[tuple[ReadItem, torch.Tensor]] = []
         self._parts: list[_Part] = []
 
-    def _find(self, index: MetadataIndex) -> tuple[int, str, tuple[int, ...]]:
+    def _find(self, index: MetadataIndex, suffix: str = "") -> tuple[int, str, tuple[int, ...]]:
         name = self._names.get(index)
-        found = None if name is None else self._tensors.get(name)
+        found = None if name is None else self._tensors.get(name + suffix)
         if found is None:
-            raise CorruptDataError(f"{self._where}: {index} is not stored")
+            what = f"{index}{suffix and ', ' + suffix.removeprefix(MARK)}"
+            raise CorruptDataError(f"{self._where}: {what} is not stored")
         return found
 
-    def bytes_of(self, item: ReadItem) -> bytes:
-        number, kind, shape = self._find(item.storage_index)
+    def bytes_of(self, item: ReadItem, suffix: str = "") -> bytes:
+        number, kind, shape = self._find(item.storage_index, suffix)
         if kind != "uint8" or len(shape) != 1:
             raise CorruptDataError(f"{self._where}: {item.storage_index} is stored as a tensor")
         values = bytearray(shape[0])
@@ -79,8 +85,12 @@ class StoredTensors:
         return bytes(values)
 
     def fill(self, item: ReadItem, planner: dcp.LoadPlanner) -> None:
-        number, kind, shape = self._find(item.storage_index)
         target = planner.resolve_tensor(item).detach()
+        name = self._names.get(item.storage_index)
+        if name is not None and name not in self._tensors and name + MARK in self._tensors:
+            self._fill_wrapped(item, target)
+            return
+        number, kind, shape = self._find(item.storage_index)
         dtype = getattr(torch, kind)
         lengths = tuple(item.lengths)
         if tuple(target.shape) != lengths:
@@ -90,19 +100,48 @@ class StoredTensors:
         if len(lengths) != len(shape) or any(map(operator.gt, ends, shape)):
             what = f"{item.storage_index}: {tuple(item.storage_offsets)}, {lengths} of {shape}"
             raise CorruptDataError(f"{self._where}: the stored tensor ends before {what}")
-        plain = target.is_contiguous() and not target.is_conj() and not target.is_neg()
-        straight = plain and target.dtype == dtype
+        straight = target.dtype == dtype and _is_plain(target)
         if lengths == tuple(shape):
-            # Into memory of the host, or of a device that decodes.
-            values = target if straight and self._can_fill(target) else None
-            values = torch.empty(lengths, dtype=dtype) if values is None else values
-            self._whole.append((item, target, number, values))
+            self._fill_whole(item, target, number, dtype)
             return
         part = _Part(item, target, number, dtype, tuple(shape))
         if target.device.type == "cuda" and self._can_fill(target) and _spans_much(part):
             self._parts.append(part)
         else:
             self._fill_part(part, planner, straight and target.device.type == "cpu")
+
+    def _fill_whole(
+        self, item: ReadItem | None, target: torch.Tensor, number: int, dtype: torch.dtype
+    ) -> None:
+        """Reads all of a stored tensor, into memory of the host, or of a device that decodes."""
+        straight = target.dtype == dtype and _is_plain(target) and self._can_fill(target)
+        values = target if straight else torch.empty(target.shape, dtype=dtype)
+        self._whole.append((item, target, number, values))
+
+    def _fill_wrapped(self, item: ReadItem, target: torch.Tensor) -> None:
+        """Reads what a wrapper wraps, into one like it."""
+        what = f"{self._where}: {item.storage_index.fqn!r}"
+        try:
+            saved = json.loads(self.bytes_of(item, MARK))
+            kind, shape = str(saved["class"]), tuple(saved["shape"])
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
+            raise CorruptDataError(f"{what}: the description of a wrapper: {error!r}") from error
+        if any(item.storage_offsets) or tuple(item.lengths) != shape:
+            raise ValueError(f"{what} is a {kind}, of which a shard is loaded as it was saved")
+        wrapped = unwrap(target, what)
+        if wrapped is None or wrapped.description != saved:
+            given = type(target).__name__ if wrapped is None else _differences(saved, wrapped)
+            raise ValueError(f"{what} was saved as a {kind}, and is loaded into {given}")
+        for path, part in wrapped.tensors.items():
+            number, kind, shape = self._find(item.storage_index, MARK + path)
+            dtype = getattr(torch, kind)
+            if (part.dtype, tuple(part.shape)) != (dtype, shape):
+                given = f"{part.dtype} of {tuple(part.shape)}"
+                raise ValueError(
+                    f"{what}: {path} is {dtype} of {shape}, and is loaded into {given}"
+                )
+            self._fill_whole(None, part.detach(), number, dtype)
+        self._wrapped.append((item, target))
 
     def _fill_part(self, part: _Part, planner: dcp.LoadPlanner, straight: bool) -> None:
         """Decodes the chunks that a part is in. ``straight``: into the tensor itself."""
@@ -139,7 +178,10 @@ class StoredTensors:
             tracker.finish()
         for item, target, _, values in self._whole:
             _commit(planner, item, target, values)
+        for item, target in self._wrapped:
+            planner.commit_tensor(item, target)
         self._whole.clear()
+        self._wrapped.clear()
 
     def _cut(self, parts: list[_Part], planner: dcp.LoadPlanner, tracker: Progress) -> None:
         """Decodes stored tensors to free memory of a device, and copies the parts from there."""
@@ -197,9 +239,25 @@ def _batches(parts: list[_Part]) -> Iterator[list[_Part]]:
         yield batch
 
 
+def _is_plain(target: torch.Tensor) -> bool:
+    """Whether values can be written where a tensor is."""
+    if is_traceable_wrapper_subclass(target):
+        return False
+    return target.is_contiguous() and not target.is_conj() and not target.is_neg()
+
+
+def _differences(saved: Any, given: Wrapped) -> str:
+    """What of a wrapper is not as it was saved."""
+    differs = [key for key, value in given.description.items() if value != saved.get(key)]
+    return ", ".join(
+        f"{key} {given.description[key]} instead of {saved.get(key)}" for key in differs
+    )
+
+
 def _commit(
-    planner: dcp.LoadPlanner, item: ReadItem, target: torch.Tensor, values: torch.Tensor
+    planner: dcp.LoadPlanner, item: ReadItem | None, target: torch.Tensor, values: torch.Tensor
 ) -> None:
     if values is not target:
         target.copy_(values)
-    planner.commit_tensor(item, target)
+    if item is not None:
+        planner.commit_tensor(item, target)

@@ -44,7 +44,6 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _core
 from ._dcp_metadata import from_json, to_json
@@ -52,6 +51,7 @@ from ._dcp_place import Place, is_id
 from ._dcp_planners import LoadPlanner, SavePlanner
 from ._dcp_read import StoredTensors
 from ._dcp_stager import Stager, device_copies
+from ._dcp_wrapped import MARK, unwrap
 from ._device import HOST, Places
 from ._entries import CheckpointEntry, checked_step, numbers_of, texts_of
 from ._errors import ConflictError, NotFoundError, UnsupportedFormatError
@@ -224,15 +224,16 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
         names: dict[tuple[Any, ...], str] = {}
         stored: list[tuple[WriteItem, str, int]] = []
         for item in plan.items:
-            tensor = _values(item, planner)
+            pieces = _values(item, planner)
             # Tied tensors are stored once.
-            key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape)
-            name = names.get(key) if tensor.numel() else None
+            key = tuple((t.device, t.data_ptr(), t.dtype, t.shape) for t in pieces.values())
+            tied = len(pieces) == 1 and next(iter(pieces.values())).numel() > 0
+            name = names.get(key) if tied else None
             if name is None:
                 name = names[key] = _name(item)
-                held.append(tensor)
-                held_names.append(name)
-            stored.append((item, name, tensor.nbytes))
+                held += pieces.values()
+                held_names += [name + suffix for suffix in pieces]
+            stored.append((item, name, sum(t.nbytes for t in pieces.values())))
         part = None
         if stored:
             progress = self._progress if share.rank == 0 else None
@@ -519,24 +520,36 @@ def _name(item: WriteItem) -> str:
     return f"{name}@{','.join(map(str, index.offset))}"
 
 
-def _values(item: WriteItem, planner: dcp.SavePlanner) -> torch.Tensor:
-    """The values of an item, contiguous."""
+def _values(item: WriteItem, planner: dcp.SavePlanner) -> dict[str, torch.Tensor]:
+    """The values of an item, contiguous, by what comes behind its name: a wrapper's are those of several tensors."""
     data = planner.resolve_data(item)
     if item.type == WriteItemType.BYTE_IO:
-        raw = data.getvalue()
-        if not raw:
-            return torch.empty(0, dtype=torch.uint8)
-        return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    tensor: torch.Tensor = data.detach()
+        return {"": _bytes(data.getvalue())}
+    where = repr(item.index.fqn)
+    wrapped = unwrap(data, where)
+    if wrapped is None:
+        return {"": _plain(data, where)}
+    pieces = {MARK: _bytes(wrapped.to_json())}
+    for path, tensor in wrapped.tensors.items():
+        pieces[MARK + path] = _plain(tensor, f"{where}: {path}")
+    return pieces
+
+
+def _bytes(raw: bytes) -> torch.Tensor:
+    if not raw:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+
+
+def _plain(data: torch.Tensor, where: str) -> torch.Tensor:
+    """A tensor with values of its own, as it is stored."""
+    tensor = data.detach()
     for copies in device_copies([tensor]):
         copies.wait()
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise UnsupportedFormatError(f"{item.index.fqn!r}: a tensor with strides expected")
-    if is_traceable_wrapper_subclass(tensor):
-        what = f"a {type(tensor).__name__}, which wraps other tensors"
-        raise UnsupportedFormatError(f"{item.index.fqn!r} is {what}: save these")
+        raise UnsupportedFormatError(f"{where}: a tensor with strides expected")
     if dtype_name(tensor.dtype) == "bytes":
-        raise UnsupportedFormatError(f"{item.index.fqn!r}: the format has no {tensor.dtype}")
+        raise UnsupportedFormatError(f"{where}: the format has no {tensor.dtype}")
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 

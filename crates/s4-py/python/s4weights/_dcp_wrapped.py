@@ -1,0 +1,79 @@
+"""Tensors that wrap others, as those of quantized weights and optimizer states do: what they wrap is stored.
+
+Nothing of the wrapper itself is made again: a checkpoint is loaded into one like it, in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ._errors import UnsupportedFormatError
+
+#: In the name of a stored tensor behind that of the wrapper: its description, and with a path what it wraps there.
+MARK = "@="
+
+
+class Wrapped(NamedTuple):
+    """What a wrapper is, and the tensors that it wraps, by attributes, those of wrappers in it with a period."""
+
+    description: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+    def to_json(self) -> bytes:
+        return json.dumps(self.description, separators=(",", ":")).encode()
+
+
+def unwrap(tensor: torch.Tensor, where: str) -> Wrapped | None:
+    """What a tensor wraps; ``None``: nothing, it has values of its own."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return None
+    if isinstance(tensor, DTensor):
+        raise UnsupportedFormatError(f"{where} wraps a DTensor: only a DTensor may wrap others")
+    names, context = tensor.__tensor_flatten__()
+    tensors: dict[str, torch.Tensor] = {}
+    inner: dict[str, Any] = {}
+    for name in names:
+        part = getattr(tensor, name)
+        wrapped = unwrap(part, f"{where}.{name}")
+        inner[name] = None if wrapped is None else wrapped.description
+        if wrapped is None:
+            tensors[name] = part
+        else:
+            tensors.update({f"{name}.{path}": t for path, t in wrapped.tensors.items()})
+    description = {
+        "class": _name(type(tensor)),
+        "shape": list(tensor.shape),
+        "context": _text(context),
+        "tensors": inner,
+    }
+    return Wrapped(description, tensors)
+
+
+def _text(value: Any) -> str:
+    """What a wrapper's context says, as text that is the same in another process, and on another device."""
+    if isinstance(value, torch.device):
+        return str(value.type)
+    if isinstance(value, enum.Enum):
+        return f"{_name(type(value))}.{value.name}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_text(k)}: {_text(v)}' for k, v in value.items())}}}"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return _name(type(value)) + _text(fields)
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype)):
+        return repr(value)
+    # Its own text may hold an address.
+    return _name(value if callable(value) and hasattr(value, "__qualname__") else type(value))
+
+
+def _name(kind: Any) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
