@@ -64,6 +64,8 @@ impl<const P: i32> Decoder<P> {
         mut segments: [&mut SegmentDecoder<'_>; N],
         blocks: usize,
     ) -> Result<()> {
+        let escapes = self.0.escapes.as_ref();
+        let marker = escapes.map_or(0, |escapes| escapes.markers[0]);
         let mut x: [_; N] = from_fn(|n| load(&segments[n].states));
         let mut runs = [[[_mm256_setzero_si256(); VECTORS]; 2]; N];
         for _ in 0..blocks {
@@ -103,9 +105,8 @@ impl<const P: i32> Decoder<P> {
                 segment.words.next = next[n];
                 segment.words.check()?;
                 let block = segment.next_block()?;
-                let marker = self.0.escapes.as_ref().map_or(0, |escapes| escapes.markers[0]);
                 let of_one_table = store_symbols(&halves[n], block, marker);
-                let Some(escapes) = &self.0.escapes else { continue };
+                let Some(escapes) = escapes else { continue };
                 let escapes = match CONTEXTS {
                     true => escaped(block, contexts[n], escapes),
                     false => of_one_table,
