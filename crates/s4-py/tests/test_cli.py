@@ -328,6 +328,22 @@ def test_names_do_not_reach_the_terminal_as_orders(tmp_path: Path) -> None:
     assert code == 3 and "\\u{1b}[31mred.pt" in said and "\x1b" not in said
 
 
+def test_messages_hold_no_secrets_of_urls(tmp_path: Path) -> None:
+    torch.save(state(), tmp_path / "a.pt")
+    torch.save({"path": tmp_path}, tmp_path / "unsafe.pt")
+    url = "s3://me:hush@127.0.0.1:9/a/b.s4w?X-Amz-Signature=hush"
+    for line in (
+        ["decompress", url, str(tmp_path / "b.pt")],
+        ["compress", str(tmp_path / "a.pt"), url],
+        # What would save it is part of the message.
+        ["compress", str(tmp_path / "unsafe.pt"), url],
+        ["store", "restore", url, "latest", str(tmp_path / "b.pt")],
+    ):
+        code, said = main(*line)
+        assert code != 0 and "127.0.0.1" in said, (line, said)
+        assert "hush" not in said, (line, said)
+
+
 def test_a_checkpoint_of_a_store_becomes_a_pt_file(tmp_path: Path) -> None:
     url = str(tmp_path / "store")
     entry = s4weights.save_checkpoint(state(), url, 5)
