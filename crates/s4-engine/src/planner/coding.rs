@@ -139,38 +139,41 @@ pub(super) fn choose_in_context(
         (PlannedPlane { coding: noise, counts, one_table: false, noise: noise_planned }, raw)
     };
     // Tables cost most of the time, and none makes noise smaller.
-    let least = seen.iter().map(|c| entropy(c) + unseen(c)).sum();
-    if !is_worth(least, raw) {
+    let entropies = seen.iter().map(entropy).sum::<u64>();
+    if !is_worth(entropies + seen.iter().map(unseen).sum::<u64>(), raw) {
         return as_noise(seen);
     }
-    let bits = |counts: &[Counts], expected: &[Counts]| -> u64 {
-        let each =
-            counts.iter().zip(expected).filter(|(c, _)| c.total() > 0).map(|(c, expected)| {
-                let (bits, table) = cost_with(c, expected, Precision::P8);
-                let stored = 8 * table as u64 * plane.len() as u64 / values.max(1);
-                let unseen = if smooth.is_some() { 0 } else { unseen(c) };
-                bits + stored + unseen
-            });
-        each.sum()
+    let bits = |counts: &Counts, expected: &Counts| {
+        let (bits, table) = cost_with(counts, expected, Precision::P8);
+        let unseen = if smooth.is_some() { 0 } else { unseen(counts) };
+        bits + 8 * table as u64 * plane.len() as u64 / values.max(1) + unseen
     };
-    let expected = match smooth {
-        Some((alike, _)) => {
-            // Chunks have no other tables than the tensor's, which must do for any context.
-            seen.resize(MAX_TABLES, Counts::new());
-            seen.iter().map(|c| smoothed(c, alike)).collect()
+    let (cost, counts, one_table) = match smooth {
+        None => {
+            let cost = seen.iter().filter(|c| c.total() > 0).map(|c| bits(c, c)).sum();
+            (cost, seen, false)
         }
-        None => seen.clone(),
+        Some((alike, may_lose)) => {
+            let mut all = Counts::new();
+            seen.iter().for_each(|c| all.add(c));
+            let single = smoothed(&all, alike);
+            let of_single = bits(&all, &single);
+            // What several tables must take less than; none takes less than the entropy.
+            let enough = of_single.saturating_sub(may_lose);
+            let (mut cost, mut expected) = (entropies, vec![]);
+            if entropies < enough {
+                // Chunks have no other tables than the tensor's, which must do for any context.
+                seen.resize(MAX_TABLES, Counts::new());
+                expected.extend(seen.iter().map(|c| smoothed(c, alike)));
+                let each = seen.iter().zip(&expected).filter(|(c, _)| c.total() > 0);
+                cost = each.map(|(c, expected)| bits(c, expected)).sum();
+            }
+            match cost < enough {
+                true => (cost, expected, false),
+                false => (of_single, vec![single], true),
+            }
+        }
     };
-    let (mut cost, mut counts, mut one_table) = (bits(&seen, &expected), expected, false);
-    if let Some((alike, may_lose)) = smooth {
-        let mut all = Counts::new();
-        seen.iter().for_each(|c| all.add(c));
-        let expected = vec![smoothed(&all, alike)];
-        let single = bits(&[all], &expected);
-        if single <= cost + may_lose {
-            (cost, counts, one_table) = (single, expected, true);
-        }
-    }
     if !is_worth(cost, raw) {
         return as_noise(counts);
     }
@@ -229,28 +232,26 @@ fn smoothed(counts: &Counts, alike: usize) -> Counts {
 }
 
 fn smoothed_by<const ALIKE: usize>(counts: &Counts) -> Counts {
-    if counts.total() == 0 {
-        return Counts::new();
+    let mut out = Counts::new();
+    let total = counts.total();
+    if total == 0 {
+        return out;
     }
-    // Of a symbol and all that are like it below.
-    let mut sums = [0; 256];
+    // Behind zeros: of a symbol and all that are like it below.
+    let mut sums = [0; 256 + 2];
     for symbol in 0..=255u8 {
         let at = usize::from(symbol);
-        sums[at] = counts.get(symbol) + at.checked_sub(ALIKE).map_or(0, |below| sums[below]);
+        sums[at + ALIKE] = counts.get(symbol) + sums[at];
     }
-    let mut out = Counts::new();
+    let is_small = total < (1 << 26) / SMOOTH;
     for symbol in 0..=255u8 {
         let at = usize::from(symbol);
         let reach = at / (8 * ALIKE);
         let above = reach.min((255 - at) / ALIKE);
-        let below = (at - reach * ALIKE).checked_sub(ALIKE).map_or(0, |i| sums[i]);
-        let sum = SMOOTH * (sums[at + above * ALIKE] - below);
-        if sum == 0 {
-            continue;
-        }
+        let sum = SMOOTH * (sums[at + (above + 1) * ALIKE] - sums[at - reach * ALIKE]);
         let near = reach + above + 1;
         // Divisions take several times as long.
-        let mean = match sum < 1 << 26 {
+        let mean = match is_small {
             true => (sum * INVERSES[near]) >> INVERSE_BITS,
             false => sum / near as u64,
         };
