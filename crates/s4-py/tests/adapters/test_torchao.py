@@ -21,8 +21,6 @@ from torchao.optim import AdamW8bit
 import s4weights.dcp
 
 STEPS = 4
-# It would have each step compiled, which takes a minute.
-torch.compiler.set_stance("force_eager")
 
 
 class Run:
@@ -42,7 +40,9 @@ class Run:
             generator = torch.Generator().manual_seed(self.done)
             loss = self.model(torch.randn(8, 128, generator=generator)).square().mean()
             loss.backward()
-            self.optimizer.step()
+            # Otherwise it compiles its steps, which takes a minute.
+            with torch.compiler.set_stance("force_eager"):
+                self.optimizer.step()
             self.optimizer.zero_grad()
 
     def state(self) -> dict[str, Any]:
