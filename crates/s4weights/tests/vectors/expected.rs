@@ -87,7 +87,7 @@ fn golden_files_hold_what_is_written_down() {
         // The chain and the store are being made by the tests beside this one.
         return;
     }
-    let packed = ["packed/predicted", "packed/blended"];
+    let packed = ["packed/predicted", "packed/blended", "packed/updated"];
     for folder in ["chain", "predicted", "updated", "blended"].into_iter().chain(packed) {
         let [base, delta] = ["base", "delta"].map(|name| format!("{folder}/{name}.s4w"));
         let parent = open(&root.join(&base), None);

@@ -1,4 +1,4 @@
-//! Files and a store that the CPU wrote: `testdata/golden/chain`, `updated`, `packed` and `store`.
+//! Files and a store that the CPU wrote: `testdata/golden/chain`, `packed` and `store`.
 //!
 //! `S4_WRITE_VECTORS=<folder>` keeps what is written, to make them for a new version of the format.
 
@@ -237,7 +237,7 @@ fn updated(step: u64) -> (Vec<Owned>, Roles) {
 
 #[test]
 fn the_golden_update_is_what_is_written() {
-    golden_delta("golden/updated", updated, |p| p.moments() == Some([1, 2]));
+    golden_delta("golden/packed/updated", updated, |p| p.moments() == Some([1, 2]));
 }
 
 /// A second moment of which a part stays from step to step, beside what its rows and columns say.
