@@ -4,6 +4,7 @@ checkpoints is a store. `s4_upstream` says what for.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -54,8 +55,6 @@ def _replace() -> None:
 
 
 if os.environ.get("S4_UPSTREAM"):
-    try:
+    # It may be another program's Python.
+    with contextlib.suppress(ImportError):
         _replace()
-    except ImportError:
-        # Another program's Python.
-        pass
