@@ -8,6 +8,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+#: The size of each dimension. Codecs of bytes have no use for it.
+Shape = tuple[int, ...]
+
 
 class Peer:
     """A way to code the bytes of one tensor.
@@ -32,7 +35,7 @@ class Peer:
         """What `encode` is given: by default the tensor's bytes, as they are."""
         return values
 
-    def encode(self, values: object, dtype: str) -> bytes:
+    def encode(self, values: object, dtype: str, shape: Shape) -> bytes:
         raise NotImplementedError
 
     def decode(self, blob: bytes, nbytes: int, dtype: str) -> object:
@@ -49,7 +52,7 @@ class Copy(Peer):
         super().__init__(1)
         self.memory = np.empty(0, np.uint8)
 
-    def encode(self, values: np.ndarray, dtype: str) -> np.ndarray:
+    def encode(self, values: np.ndarray, dtype: str, shape: Shape) -> np.ndarray:
         if self.memory.nbytes != values.nbytes:
             self.memory = np.zeros(values.nbytes, np.uint8)
         np.copyto(self.memory, values)
@@ -71,7 +74,7 @@ class Zstd(Peer):
         self.coder = zstandard.ZstdCompressor(level=3, threads=0 if threads == 1 else threads)
         self.decoder = zstandard.ZstdDecompressor()
 
-    def encode(self, values: np.ndarray, dtype: str) -> bytes:
+    def encode(self, values: np.ndarray, dtype: str, shape: Shape) -> bytes:
         return self.coder.compress(values)
 
     def decode(self, blob: bytes, nbytes: int, dtype: str) -> bytes:
@@ -87,7 +90,7 @@ class Lz4(Peer):
         super().__init__(1)
         self.block = lz4.block
 
-    def encode(self, values: np.ndarray, dtype: str) -> bytes:
+    def encode(self, values: np.ndarray, dtype: str, shape: Shape) -> bytes:
         return self.block.compress(values)
 
     def decode(self, blob: bytes, nbytes: int, dtype: str) -> bytes:
@@ -111,7 +114,7 @@ class ZipNN(Peer):
         # It reorders the bits of what it is given in place: each run needs a fresh copy.
         return bytearray(values)
 
-    def encode(self, values: bytearray, dtype: str) -> bytes:
+    def encode(self, values: bytearray, dtype: str, shape: Shape) -> bytes:
         return self.coders[dtype].compress(values)
 
     def decode(self, blob: bytes, nbytes: int, dtype: str) -> bytes:
@@ -142,7 +145,7 @@ class OpenZL(Peer):
             compressor.select_starting_graph(node(compressor, mantissa, entropy))
             self.contexts[dtype] = (compressor, unit)
 
-    def encode(self, values: np.ndarray, dtype: str) -> bytes:
+    def encode(self, values: np.ndarray, dtype: str, shape: Shape) -> bytes:
         compressor, unit = self.contexts[dtype]
         context = self.ext.CCtx()
         context.ref_compressor(compressor)
@@ -165,7 +168,7 @@ class Z4ai(Peer):
     def prepare(self, values: np.ndarray) -> bytes:
         return values.tobytes()
 
-    def encode(self, values: bytes, dtype: str) -> bytes:
+    def encode(self, values: bytes, dtype: str, shape: Shape) -> bytes:
         names = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
         return self.module.compress(values, dtype=names[dtype], threads=self.threads)
 
@@ -188,10 +191,9 @@ class S4Weights(Peer):
         note = {None: "", "avx2": ", AVX2 only"}[simd]
         self.name = f"s4weights {preset}{note}" + (f", {threads} threads" if threads > 1 else "")
 
-    def encode(self, values: np.ndarray, dtype: str) -> Any:
+    def encode(self, values: np.ndarray, dtype: str, shape: Shape) -> Any:
         name = self.dtypes[dtype]
-        elements = values.nbytes // int(dtype[-2:]) * 8
-        return self.codec.compress(values.ctypes.data, values.nbytes, name, (elements,))
+        return self.codec.compress(values.ctypes.data, values.nbytes, name, shape)
 
     def decode(self, blob: Any, nbytes: int, dtype: str) -> np.ndarray:
         if self.memory.nbytes != nbytes:

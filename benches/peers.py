@@ -29,17 +29,18 @@ PATIENCE, ENOUGH = 1.0, 0.1
 #: What is measured: every peer knows these dtypes.
 FLOATS = ("F32", "BF16", "F16")
 
-Tensor = tuple[str, str, np.ndarray]
+Tensor = tuple[str, str, peer_codecs.Shape, np.ndarray]
 
 
 def tensors(path: Path) -> Iterator[Tensor]:
-    """Name, dtype and bytes of each float tensor of a safetensors file."""
+    """Name, dtype, shape and bytes of each float tensor of a safetensors file."""
     data = path.read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
     for name, entry in json.loads(data[8:start]).items():
         if name != "__metadata__" and entry["dtype"] in FLOATS:
             first, last = entry["data_offsets"]
-            yield name, entry["dtype"], np.frombuffer(data[start + first : start + last], np.uint8)
+            values = np.frombuffer(data[start + first : start + last], np.uint8)
+            yield name, entry["dtype"], tuple(entry["shape"]), values
 
 
 def best(repeat: int, prepare: Callable[[], object], action: Callable) -> tuple[float, object]:
@@ -57,8 +58,10 @@ def best(repeat: int, prepare: Callable[[], object], action: Callable) -> tuple[
 
 def measure(peer: peer_codecs.Peer, tensor: Tensor, repeat: int) -> dict:
     """One tensor through one peer: sizes and times."""
-    name, dtype, values = tensor
-    encode_s, blob = best(repeat, lambda: peer.prepare(values), lambda x: peer.encode(x, dtype))
+    name, dtype, shape, values = tensor
+    encode_s, blob = best(
+        repeat, lambda: peer.prepare(values), lambda x: peer.encode(x, dtype, shape)
+    )
     decode_s, back = best(repeat, lambda: blob, lambda x: peer.decode(x, values.nbytes, dtype))
     if bytes(back) != values.tobytes():
         raise SystemExit(f"{peer.name}: {name} came back different")
