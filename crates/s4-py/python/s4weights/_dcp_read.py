@@ -28,6 +28,10 @@ _FREE_SHARE, _AT_ONCE = 4, 1 << 30
 _SPANS = 4
 
 
+#: Characters of what a wrapper is, in messages.
+_SHOWN = 200
+
+
 class _Part(NamedTuple):
     """A part of a stored tensor for a tensor on a device, which decodes all of it."""
 
@@ -100,7 +104,6 @@ class StoredTensors:
         if len(lengths) != len(shape) or any(map(operator.gt, ends, shape)):
             what = f"{item.storage_index}: {tuple(item.storage_offsets)}, {lengths} of {shape}"
             raise CorruptDataError(f"{self._where}: the stored tensor ends before {what}")
-        straight = target.dtype == dtype and _is_plain(target)
         if lengths == tuple(shape):
             self._fill_whole(item, target, number, dtype)
             return
@@ -108,13 +111,13 @@ class StoredTensors:
         if target.device.type == "cuda" and self._can_fill(target) and _spans_much(part):
             self._parts.append(part)
         else:
-            self._fill_part(part, planner, straight and target.device.type == "cpu")
+            self._fill_part(part, planner, _takes(target, dtype) and target.device.type == "cpu")
 
     def _fill_whole(
         self, item: ReadItem | None, target: torch.Tensor, number: int, dtype: torch.dtype
     ) -> None:
         """Reads all of a stored tensor, into memory of the host, or of a device that decodes."""
-        straight = target.dtype == dtype and _is_plain(target) and self._can_fill(target)
+        straight = _takes(target, dtype) and self._can_fill(target)
         values = target if straight else torch.empty(target.shape, dtype=dtype)
         self._whole.append((item, target, number, values))
 
@@ -123,7 +126,7 @@ class StoredTensors:
         what = f"{self._where}: {item.storage_index.fqn!r}"
         try:
             saved = json.loads(self.bytes_of(item, MARK))
-            kind, shape = str(saved["class"]), tuple(saved["shape"])
+            kind, shape = _short(saved["class"]), tuple(saved["shape"])
         except (ValueError, TypeError, LookupError, RecursionError) as error:
             raise CorruptDataError(f"{what}: the description of a wrapper: {error!r}") from error
         if any(item.storage_offsets) or tuple(item.lengths) != shape:
@@ -133,12 +136,12 @@ class StoredTensors:
             given = type(target).__name__ if wrapped is None else _differences(saved, wrapped)
             raise ValueError(f"{what} was saved as a {kind}, and is loaded into {given}")
         for path, part in wrapped.tensors.items():
-            number, kind, shape = self._find(item.storage_index, MARK + path)
-            dtype = getattr(torch, kind)
-            if (part.dtype, tuple(part.shape)) != (dtype, shape):
+            number, name, stored = self._find(item.storage_index, MARK + path)
+            dtype = getattr(torch, name)
+            if (part.dtype, tuple(part.shape)) != (dtype, tuple(stored)):
                 given = f"{part.dtype} of {tuple(part.shape)}"
                 raise ValueError(
-                    f"{what}: {path} is {dtype} of {shape}, and is loaded into {given}"
+                    f"{what}: {path} is {dtype} of {stored}, and is loaded into {given}"
                 )
             self._fill_whole(None, part.detach(), number, dtype)
         self._wrapped.append((item, target))
@@ -239,9 +242,9 @@ def _batches(parts: list[_Part]) -> Iterator[list[_Part]]:
         yield batch
 
 
-def _is_plain(target: torch.Tensor) -> bool:
-    """Whether values can be written where a tensor is."""
-    if is_traceable_wrapper_subclass(target):
+def _takes(target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether values of a dtype can be written to a tensor's memory, one behind the other."""
+    if target.dtype != dtype or is_traceable_wrapper_subclass(target):
         return False
     return target.is_contiguous() and not target.is_conj() and not target.is_neg()
 
@@ -250,8 +253,15 @@ def _differences(saved: Any, given: Wrapped) -> str:
     """What of a wrapper is not as it was saved."""
     differs = [key for key, value in given.description.items() if value != saved.get(key)]
     return ", ".join(
-        f"{key} {given.description[key]} instead of {saved.get(key)}" for key in differs
+        f"{key} {_short(given.description[key])} instead of {_short(saved.get(key))}"
+        for key in differs
     )
+
+
+def _short(value: Any) -> str:
+    """For messages: a checkpoint may hold a text of any length."""
+    text = str(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _commit(

@@ -227,8 +227,7 @@ class StorageWriter(dcp.StorageWriter):  # type: ignore[misc]
             pieces = _values(item, planner)
             # Tied tensors are stored once.
             key = tuple((t.device, t.data_ptr(), t.dtype, t.shape) for t in pieces.values())
-            tied = len(pieces) == 1 and next(iter(pieces.values())).numel() > 0
-            name = names.get(key) if tied else None
+            name = names.get(key) if any(t.numel() for t in pieces.values()) else None
             if name is None:
                 name = names[key] = _name(item)
                 held += pieces.values()

@@ -147,7 +147,7 @@ fn body(file: &[u8]) -> usize {
     s4weights::format::file::Footer::parse(file, file.len() as u64).unwrap().offset as usize
 }
 
-/// Compares what was written with the golden files, but for their manifests, which name the program's version.
+/// Compares what was written with the golden files, except their manifests, which name the program's version.
 fn compare(folder: &Path, golden: &str) {
     for name in ["base.s4w", "delta.s4w"] {
         let written = std::fs::read(folder.join(name)).unwrap();
