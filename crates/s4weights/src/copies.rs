@@ -20,19 +20,13 @@ use crate::inputs::Failure;
 const RUNS: u64 = 16;
 const RUN: u64 = 4;
 const MAY_DIFFER: usize = 4;
-/// Bytes of a run of narrow values.
-const RUN_BYTES: usize = 2 * RUN as usize;
+/// Bytes that are compared of narrow values. A run of these is 8 bytes.
+const LOOK_BYTES: usize = (2 * RUNS * RUN) as usize;
 
 /// The values that are compared, of a tensor that has more.
 fn compared(values: u64) -> impl Iterator<Item = Range<u64>> {
     let step = values.saturating_sub(RUN) / (RUNS - 1);
     (0..RUNS).map(move |i| step * i..(step * i + RUN).min(values))
-}
-
-/// What is looked at of a tensor: the compared values; of a wider one, rounded to each narrower dtype.
-enum Look {
-    Narrow(Vec<u8>),
-    Wide { bf16: Vec<u8>, fp16: Vec<u8> },
 }
 
 /// The tensors that may be copies or have copies, by number in the list, and the bytes of each to compare.
@@ -81,59 +75,57 @@ impl Candidates {
         out
     }
 
-    /// For each tensor the one of which it is a copy, as its number in the list, if the bytes that were looked at say so:
-    /// one that is no copy itself. Of equal tensors that is the first. Of several that a tensor may be rounded from, the
-    /// weights that the optimizer keeps for it come first, then one of its shape, then the one whose name ends most like
-    /// its own.
+    /// For each tensor the one of which it is a copy, as its number in the list, if the bytes that were looked at say so
+    /// (`looks`, by number; none of those that are no candidates): one that is no copy itself. Of equal tensors that is the
+    /// first. Of several that a tensor may be rounded from, the weights that the optimizer keeps for it come first, then one
+    /// of its shape, then the one whose name ends most like its own.
     pub(crate) fn copies(
         &self,
         tensors: &[TensorValues<'_>],
         names: &[&str],
-        looks: HashMap<usize, Vec<u8>>,
+        looks: &[Vec<u8>],
     ) -> Vec<Option<usize>> {
-        let equal = self.equal(tensors, &looks);
-        let looks: HashMap<_, _> =
-            looks.into_iter().map(|(i, bytes)| (i, Look::of(tensors[i].dtype, bytes))).collect();
+        let equal = self.equal(tensors, looks);
         let mut out = vec![None; tensors.len()];
         for [wide, narrow] in self.by_values.values() {
-            let runs = Runs::of(wide, &looks);
-            for &i in narrow {
-                let t = &tensors[i];
-                let own = t.role.map(|r| r.row.parameter);
-                let Some(look) = looks.get(&i) else { continue };
-                let is_copy = |w: &usize| looks.get(w).is_some_and(|b| look.is_copy(b, t.dtype));
-                out[i] = runs.with(look, t.dtype).into_iter().filter(is_copy).min_by_key(|&w| {
-                    let master = tensors[w].role.is_some_and(|r| {
-                        r.row.kind == RoleKind::Master && Some(r.row.parameter) == own
+            for dtype in [DType::BFloat16, DType::Float16] {
+                let narrow = narrow.iter().copied().filter(|&i| tensors[i].dtype == dtype);
+                let narrow: Vec<_> = narrow.filter(|&i| varies(&looks[i], 2)).collect();
+                if narrow.is_empty() {
+                    continue;
+                }
+                let rounded = Rounded::of(wide, dtype, looks);
+                for i in narrow {
+                    let t = &tensors[i];
+                    let own = t.role.map(|r| r.row.parameter);
+                    out[i] = rounded.alike(&looks[i]).into_iter().min_by_key(|&w| {
+                        let master = tensors[w].role.is_some_and(|r| {
+                            r.row.kind == RoleKind::Master && Some(r.row.parameter) == own
+                        });
+                        let alike = common_end(names[i], names[w]);
+                        (!master, tensors[w].shape != t.shape, Reverse(alike), w)
                     });
-                    let alike = common_end(names[i], names[w]);
-                    (!master, tensors[w].shape != t.shape, Reverse(alike), w)
-                });
+                }
             }
         }
         // What a copy is rounded from may be one of several that are equal.
-        let first = |wide: usize| equal.get(&wide).copied().unwrap_or(wide);
+        let first = |wide: usize| equal[wide].unwrap_or(wide);
         let original = |i: usize| match out[i] {
             Some(wide) => Some(first(wide)),
-            None => equal.get(&i).copied().filter(|first| out[*first].is_none()),
+            None => equal[i].filter(|first| out[*first].is_none()),
         };
         (0..out.len()).map(original).collect()
     }
 
     /// For each tensor that equals an earlier one in what was looked at, which is not all the same, the first of these.
-    fn equal(
-        &self,
-        tensors: &[TensorValues<'_>],
-        looks: &HashMap<usize, Vec<u8>>,
-    ) -> HashMap<usize, usize> {
-        let mut out = HashMap::new();
-        for list in self.alike.values() {
-            let mut firsts: HashMap<&[u8], usize> = HashMap::new();
-            for i in list {
-                let Some(look) = looks.get(i) else { continue };
-                let first = *firsts.entry(look).or_insert(*i);
-                if first != *i && varies(look, tensors[*i].dtype.value_width()) {
-                    out.insert(*i, first);
+    fn equal(&self, tensors: &[TensorValues<'_>], looks: &[Vec<u8>]) -> Vec<Option<usize>> {
+        let mut out = vec![None; tensors.len()];
+        for ((dtype, _), list) in &self.alike {
+            let mut list = list.clone();
+            list.sort_unstable_by_key(|&i| (&looks[i][..], i));
+            for run in list.chunk_by(|a, b| looks[*a] == looks[*b]) {
+                if run.len() > 1 && varies(&looks[run[0]], dtype.value_width()) {
+                    run[1..].iter().for_each(|&i| out[i] = Some(run[0]));
                 }
             }
         }
@@ -146,71 +138,62 @@ fn varies(values: &[u8], width: usize) -> bool {
     values.chunks_exact(width).any(|x| x != &values[..width])
 }
 
-/// Wider tensors and what is looked at of them first, by run, for each narrower dtype: a copy and what it is a copy of have
-/// one of more runs than there are values that may differ in common.
-struct Runs([Vec<(Run, usize)>; 2]);
+/// What is looked at of wider tensors, rounded to a narrower dtype.
+struct Rounded<'a> {
+    wide: &'a [usize],
+    /// Of each all bytes.
+    values: Vec<u8>,
+    /// Its first runs, each list in ascending order, with places in `wide`: a copy and what it is a copy of have one of
+    /// more runs than there are values that may differ in common.
+    runs: [Vec<(u64, u32)>; MAY_DIFFER + 1],
+}
 
-/// A run of narrow values, with its number.
-type Run = (usize, [u8; RUN_BYTES]);
-
-impl Runs {
-    fn of(wide: &[usize], looks: &HashMap<usize, Look>) -> Self {
-        let mut all = [vec![], vec![]];
-        for &w in wide {
-            let Some(Look::Wide { bf16, fp16 }) = looks.get(&w) else { continue };
-            for (rounded, all) in [bf16, fp16].into_iter().zip(&mut all) {
-                all.extend(first_runs(rounded).map(|run| (run, w)));
+impl<'a> Rounded<'a> {
+    fn of(wide: &'a [usize], dtype: DType, looks: &[Vec<u8>]) -> Self {
+        let all: Vec<_> = wide.iter().flat_map(|&w| looks[w].iter().copied()).collect();
+        let mut values = vec![0; all.len() / 2];
+        match dtype {
+            DType::BFloat16 => Kernels::default().to_bf16(&all, &mut values),
+            _ => Kernels::default().to_fp16(&all, &mut values),
+        }
+        let mut runs: [Vec<_>; _] = Default::default();
+        // A tensor table has at most 2^22 records.
+        for (place, look) in (0u32..).zip(values.chunks_exact(LOOK_BYTES)) {
+            for (run, list) in runs_of(look).zip(&mut runs) {
+                list.push((run, place));
             }
         }
-        all.iter_mut().for_each(|all| all.sort_unstable());
-        Self(all)
+        runs.iter_mut().for_each(|list| list.sort_unstable());
+        Self { wide, values, runs }
     }
 
-    /// Those that a tensor may be a copy of, in ascending order.
-    fn with(&self, look: &Look, dtype: DType) -> Vec<usize> {
-        let Look::Narrow(own) = look else { return vec![] };
-        let all = &self.0[usize::from(dtype != DType::BFloat16)];
-        let of = |run: Run| {
-            let first = all.partition_point(|(other, _)| *other < run);
-            all[first..].iter().take_while(move |(other, _)| *other == run).map(|(_, w)| *w)
+    /// Those that values may be a copy of.
+    fn alike(&self, own: &[u8]) -> Vec<usize> {
+        let mut places = vec![];
+        for (run, list) in runs_of(own).zip(&self.runs) {
+            let first = list.partition_point(|(other, _)| *other < run);
+            let found = list[first..].iter().take_while(|(other, _)| *other == run);
+            places.extend(found.map(|(_, place)| *place as usize));
+        }
+        places.sort_unstable();
+        places.dedup();
+        let differ = |place: usize| {
+            let rounded = self.values[place * LOOK_BYTES..][..LOOK_BYTES].chunks_exact(2);
+            own.chunks_exact(2).zip(rounded).filter(|(a, b)| a != b).take(MAY_DIFFER + 1).count()
         };
-        let mut found: Vec<_> = first_runs(own).flat_map(of).collect();
-        found.sort_unstable();
-        found.dedup();
-        found
+        places.retain(|&place| differ(place) <= MAY_DIFFER);
+        places.into_iter().map(|place| self.wide[place]).collect()
     }
 }
 
-/// The first runs of values.
-fn first_runs(values: &[u8]) -> impl Iterator<Item = Run> {
-    let runs = values.as_chunks::<RUN_BYTES>().0.iter().copied();
-    runs.enumerate().take(MAY_DIFFER + 1)
+/// Runs of narrow values, as numbers.
+fn runs_of(look: &[u8]) -> impl Iterator<Item = u64> {
+    look.as_chunks().0.iter().map(|run| u64::from_le_bytes(*run))
 }
 
 /// Bytes that two names end with alike.
 fn common_end(a: &str, b: &str) -> usize {
     a.bytes().rev().zip(b.bytes().rev()).take_while(|(a, b)| a == b).count()
-}
-
-impl Look {
-    fn of(dtype: DType, bytes: Vec<u8>) -> Self {
-        if dtype != DType::Float32 {
-            return Self::Narrow(bytes);
-        }
-        let (mut bf16, mut fp16) = (vec![0; bytes.len() / 2], vec![0; bytes.len() / 2]);
-        Kernels::default().to_bf16(&bytes, &mut bf16);
-        Kernels::default().to_fp16(&bytes, &mut fp16);
-        Self::Wide { bf16, fp16 }
-    }
-
-    /// Whether it is another's, rounded, and not all the same.
-    fn is_copy(&self, other: &Self, dtype: DType) -> bool {
-        let (Self::Narrow(own), Self::Wide { bf16, fp16 }) = (self, other) else { return false };
-        let rounded = if dtype == DType::BFloat16 { bf16 } else { fp16 };
-        let pairs = own.chunks_exact(2).zip(rounded.chunks_exact(2));
-        let differ = pairs.filter(|(a, b)| a != b).take(MAY_DIFFER + 1).count();
-        own.len() == rounded.len() && differ <= MAY_DIFFER && varies(own, 2)
-    }
 }
 
 /// The plan of a copy of tensor number `tensor`, which is of dtype `of`.
@@ -356,11 +339,7 @@ mod tests {
             .collect();
         let candidates = Candidates::of(&tensors);
         assert_eq!(candidates.looks(&tensors).len(), tensors.len());
-        let found = candidates.copies(
-            &tensors,
-            &vec![""; tensors.len()],
-            data.iter().cloned().enumerate().collect(),
-        );
+        let found = candidates.copies(&tensors, &vec![""; tensors.len()], &data);
         assert!(found[..40].iter().all(Option::is_none));
         for ((number, changed, is_copy), found) in cases.iter().zip(&found[40..]) {
             assert_eq!(*found, is_copy.then_some(*number), "{changed:?}");

@@ -1,8 +1,10 @@
 //! Writes tensors with their own chunks: first those that need no others, then weights with contexts from
 //! their moments, then copies of other tensors.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
+use std::ops::Range;
 
+use rayon::prelude::*;
 use s4_engine::{Moment, TensorValues, Values, makes_copies, may_use_moments};
 use s4_format::ChunkRecord;
 use s4_format::limits::MAX_UPDATES;
@@ -10,11 +12,14 @@ use s4_format::manifest::RoleKind;
 
 use crate::copies::{self, Candidates, Original};
 use crate::error::Result;
-use crate::options::Meter;
+use crate::options::{Meter, thread_count};
+use crate::parallel::{pool, worth};
 use crate::pipeline::Run;
 use crate::write::{Awaited, Registered};
 use crate::writer::Writer;
 
+/// So many tensors of the host are looked at in the time that a thread takes to start.
+const LOOKED_AT: usize = 256;
 /// Bytes of a tensor that are fetched from a device at a time.
 #[cfg(feature = "cuda")]
 const FETCHED: u64 = 1 << 20;
@@ -134,20 +139,26 @@ impl Writer {
             return Ok(vec![None; tensors.len()]);
         }
         let candidates = Candidates::of(tensors);
-        let (mut looks, mut fetched) = (HashMap::new(), vec![]);
-        for (i, bytes) in candidates.looks(tensors) {
-            match tensors[i].values {
-                Values::Host(data) => {
-                    // They lie within the tensor.
-                    let parts = bytes.iter().map(|r| &data[r.start as usize..r.end as usize]);
-                    looks.insert(i, parts.collect::<Vec<_>>().concat());
-                }
-                Values::Device(memory) => fetched.push((i, memory, bytes)),
+        let wanted = candidates.looks(tensors);
+        let mut looks = vec![vec![]; tensors.len()];
+        self.fetch_looks(registered, tensors, &wanted, &mut looks)?;
+        let threads = worth(thread_count(self.options.threads), (wanted.len() / LOOKED_AT) as u64);
+        // What is looked at of each is in many places of the memory.
+        let look = |(i, bytes): &(usize, Vec<Range<u64>>)| match tensors[*i].values {
+            // They lie within the tensor.
+            Values::Host(data) => {
+                let parts = bytes.iter().map(|r| &data[r.start as usize..r.end as usize]);
+                Some((*i, parts.collect::<Vec<_>>().concat()))
             }
-        }
-        self.fetch_looks(registered, &fetched, &mut looks)?;
+            Values::Device(_) => None,
+        };
+        let of_host: Vec<_> = match pool(threads)? {
+            Some(pool) => pool.install(|| wanted.par_iter().filter_map(look).collect()),
+            None => wanted.iter().filter_map(look).collect(),
+        };
+        of_host.into_iter().for_each(|(i, look)| looks[i] = look);
         let names: Vec<_> = registered.iter().map(|t| t.source.name).collect();
-        let mut originals = candidates.copies(tensors, &names, looks);
+        let mut originals = candidates.copies(tensors, &names, &looks);
         for found in originals.iter_mut().filter(|o| o.is_some()) {
             *found = found.take().filter(|_| self.may_have_input());
         }
@@ -235,8 +246,9 @@ impl Writer {
         let coded = self.encode(&run, meter)?;
         let inputs =
             large.originals.iter().flatten().chain(large.moments.iter().flatten().flatten());
-        let inputs: HashSet<_> = inputs.copied().collect();
-        for (&i, coded) in numbers.iter().zip(&coded).filter(|(i, _)| inputs.contains(i)) {
+        let mut needed = vec![false; large.tensors.len()];
+        inputs.for_each(|&i| needed[i] = true);
+        for (&i, coded) in numbers.iter().zip(&coded).filter(|(i, _)| needed[**i]) {
             let alone = !self.needs_others(&coded.plan.plan);
             large.stored.insert(i, Stored { records: coded.records.clone(), alone });
         }
@@ -291,18 +303,16 @@ impl Writer {
     fn fetch_looks(
         &self,
         registered: &[Registered<'_>],
-        wanted: &[(usize, s4_engine::DeviceMemory, Vec<std::ops::Range<u64>>)],
-        looks: &mut HashMap<usize, Vec<u8>>,
+        tensors: &[TensorValues<'_>],
+        wanted: &[(usize, Vec<Range<u64>>)],
+        looks: &mut [Vec<u8>],
     ) -> Result<()> {
-        let parts = |(_, memory, bytes): &(usize, s4_engine::DeviceMemory, Vec<_>)| {
-            let part = |r: &std::ops::Range<u64>| memory.part(r.start, r.end - r.start);
-            bytes.iter().map(part).collect::<std::result::Result<Vec<_>, _>>()
+        let there = |(i, bytes): &(usize, Vec<_>)| {
+            Some((*i, (tensors[*i].values.memory()?, bytes.clone())))
         };
-        let items: std::result::Result<Vec<_>, _> = wanted.iter().map(parts).collect();
-        let name = |i: usize| Some(registered[wanted.get(i)?.0].source.name);
-        self.fetch(items, name, |i, bytes| {
-            looks.insert(wanted[i].0, bytes.to_vec());
-        })
+        let (numbers, items): (Vec<_>, Vec<_>) = wanted.iter().filter_map(there).unzip();
+        let name = |i: usize| Some(registered[*numbers.get(i)?].source.name);
+        self.fetch(&items, name, |i, bytes| looks[numbers[i]] = bytes.to_vec())
     }
 
     /// Copies a tensor, if there is one, on a device.
@@ -310,33 +320,30 @@ impl Writer {
         let mut out = vec![];
         let found = number.and_then(|n| Some((n, large.tensors[n].values.memory()?)));
         let Some((number, memory)) = found else { return Ok(out) };
-        let parts = (0..memory.bytes()).step_by(FETCHED as usize).map(|first| {
-            let len = FETCHED.min(memory.bytes() - first);
-            Ok(vec![memory.part(first, len)?])
-        });
+        let parts = (0..memory.bytes()).step_by(FETCHED as usize);
+        let item = |first: u64| (memory, vec![first..memory.bytes().min(first + FETCHED)]);
         let name = |_| Some(large.registered[number].source.name);
-        self.fetch(parts.collect(), name, |_, bytes| out.extend_from_slice(bytes))?;
+        let items: Vec<_> = parts.map(item).collect();
+        self.fetch(&items, name, |_, bytes| out.extend_from_slice(bytes))?;
         Ok(out)
     }
 
     /// Copies items of device memory to the host, in order. Names a tensor by the number of the item.
     fn fetch<'a>(
         &self,
-        items: std::result::Result<Vec<Vec<s4_engine::DeviceMemory>>, s4_engine::cuda::GpuError>,
+        items: &[(s4_engine::DeviceMemory, Vec<Range<u64>>)],
         name: impl FnOnce(usize) -> Option<&'a str>,
         mut take: impl FnMut(usize, &[u8]),
     ) -> Result<()> {
         use crate::inputs::Failure;
 
         let Some(engine) = self.options.engine.as_ref() else { return Ok(()) };
-        let done = items.map_err(Failure::Device).and_then(|items| {
-            if items.is_empty() {
-                return Ok(());
-            }
-            engine.fetch::<Failure>(&items, |batch| {
-                batch.iter().for_each(|(i, bytes)| take(*i, bytes));
-                Ok(())
-            })
+        if items.is_empty() {
+            return Ok(());
+        }
+        let done = engine.fetch::<Failure>(items, |batch| {
+            batch.iter().for_each(|(i, bytes)| take(*i, bytes));
+            Ok(())
         });
         done.map_err(|e| e.named(&self.name, name))
     }
@@ -348,8 +355,9 @@ impl Writer {
     fn fetch_looks<T>(
         &self,
         _: &[Registered<'_>],
+        _: &[TensorValues<'_>],
         _: &[T],
-        _: &mut HashMap<usize, Vec<u8>>,
+        _: &mut [Vec<u8>],
     ) -> Result<()> {
         Ok(())
     }

@@ -137,7 +137,10 @@ impl Writer {
     #[cfg(feature = "cuda")]
     fn pack_small(&mut self, small: &[Registered<'_>], meter: &mut Meter) -> Result<()> {
         let Some(engine) = self.options.engine.clone() else { return self.pack_host(small, meter) };
-        let there = |(i, t): (usize, &Registered<'_>)| Some((i, vec![t.source.values.memory()?]));
+        let there = |(i, t): (usize, &Registered<'_>)| {
+            let memory = t.source.values.memory()?;
+            Some((i, (memory, vec![0..memory.bytes()])))
+        };
         let (numbers, items): (Vec<_>, Vec<_>) = small.iter().enumerate().filter_map(there).unzip();
         let target = self.name.clone();
         let mut packed = 0;

@@ -24,20 +24,6 @@ pub(super) struct Rows {
 }
 
 impl Rows {
-    /// All of some memory, part after part. Parts of one allocation may be rows of it.
-    pub(super) fn of_parts(parts: &[DeviceMemory]) -> Vec<Self> {
-        let mut rows: Vec<Self> = vec![];
-        for part in parts {
-            let before = rows.last().map(|last| last.memory);
-            let memory =
-                before.filter(|m| m.ordinal() == part.ordinal() && m.address() <= part.address());
-            let memory = memory.unwrap_or(*part);
-            let first = part.address() - memory.address();
-            add_run(&mut rows, memory, first..first + part.bytes());
-        }
-        rows
-    }
-
     /// Ranges of values, which have `width` bytes each.
     ///
     /// # Errors
@@ -302,20 +288,5 @@ mod tests {
             }
         }
         assert!(Rows::of(memory, 4, std::iter::once(0..(1 << 20) + 1)).is_err());
-        assert!(Rows::of_parts(&[memory.part(0, 0).unwrap()]).is_empty());
-        // Parts are put together as ranges are.
-        let parts = |firsts: &[u64]| -> Vec<_> {
-            firsts.iter().map(|first| memory.part(4 * first, 16).unwrap()).collect()
-        };
-        for (firsts, count) in [(vec![0, 100, 200, 300], 1), (vec![8, 0, 100], 2), (vec![4, 8], 1)]
-        {
-            let rows = Rows::of_parts(&parts(&firsts));
-            let wanted = firsts.iter().map(|first| memory.address() / 4 + first);
-            let found = rows.iter().flat_map(|r| {
-                (0..r.count).map(move |i| (r.memory.address() + r.first + i * r.step) / 4)
-            });
-            assert!(found.eq(wanted), "{rows:?}");
-            assert_eq!(rows.len(), count, "{rows:?}");
-        }
     }
 }

@@ -332,21 +332,21 @@ impl CudaEngine {
         self.copies.copy(&self.cuda, from)
     }
 
-    /// Copies values to the host: for each item, in order, its number and the consecutive bytes of its
-    /// parts, in batches. An item has at most 2 MiB.
+    /// Copies values to the host: for each item, in order, its number and the bytes of its ranges, one behind the other,
+    /// in batches. An item is memory, and ranges of bytes of it, of at most 2 MiB in all.
     ///
     /// # Errors
-    /// `Gpu`; those of `sink`.
+    /// `Gpu`, also for a range outside its memory; those of `sink`.
     pub fn fetch<E: From<CudaError>>(
         &self,
-        items: &[Vec<DeviceMemory>],
+        items: &[(DeviceMemory, Vec<Range<u64>>)],
         sink: impl FnMut(&[(usize, &[u8])]) -> Result<(), E>,
     ) -> Result<(), E> {
-        let memory: Vec<_> = items.iter().flatten().copied().collect();
+        let memory: Vec<_> = items.iter().map(|item| item.0).collect();
         let workers = self.workers(Task::Plan, memory.iter().map(DeviceMemory::ordinal))?;
         let sessions = self.sessions(&workers, &memory)?;
-        let rows: Vec<_> = items.iter().map(|parts| Rows::of_parts(parts)).collect();
-        fetch::run(&sessions, &rows, sink)
+        let rows = items.iter().map(|(m, ranges)| Rows::of(*m, 1, ranges.iter().cloned()));
+        fetch::run(&sessions, &rows.collect::<Result<Vec<_>>>()?, sink)
     }
 
     fn encode_run<E: From<CudaError>>(

@@ -188,12 +188,15 @@ fn memory_that_is_not_the_devices_is_refused() {
     for (address, bytes) in [(on_host, 4096), (upload.address, 1 << 40), (8, 4096)] {
         // SAFETY: it is not device memory, as the engine must find before it uses it.
         let memory = unsafe { DeviceMemory::new(0, address, bytes, 0) };
-        let refused = engine.fetch::<CudaError>(&[vec![memory]], |_| Ok(()));
+        let refused = engine.fetch::<CudaError>(&[(memory, vec![0..memory.bytes()])], |_| Ok(()));
         assert!(matches!(refused, Err(CudaError::Gpu(_))), "{refused:?}");
     }
+    let memory = upload.memory();
+    let refused = engine.fetch::<CudaError>(&[(memory, vec![0..4097])], |_| Ok(()));
+    assert!(matches!(refused, Err(CudaError::Gpu(_))), "{refused:?}");
     // SAFETY: never used: there is no such device.
     let memory = unsafe { DeviceMemory::new(999, upload.address, 16, 0) };
-    let refused = engine.fetch::<CudaError>(&[vec![memory]], |_| Ok(()));
+    let refused = engine.fetch::<CudaError>(&[(memory, vec![0..memory.bytes()])], |_| Ok(()));
     assert!(matches!(refused, Err(CudaError::Gpu(GpuError::Argument(_)))), "{refused:?}");
     let plan = on_cpu(&host, None).plan;
     let short = TensorValues { shape: &[3], ..host.on(&upload) };
@@ -213,7 +216,7 @@ fn small_tensors_are_fetched_in_batches_and_in_order() {
         let part = upload.memory().part(first, bytes.len() as u64).unwrap();
         first += bytes.len() as u64;
         let half = part.bytes() / 2;
-        vec![part.part(0, half).unwrap(), part.part(half, part.bytes() - half).unwrap()]
+        (part, vec![0..half, half..part.bytes()])
     };
     let items: Vec<_> = all.iter().map(item).collect();
     let mut next = 0;
