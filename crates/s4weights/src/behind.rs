@@ -8,6 +8,7 @@ use rayon::ThreadPool;
 use crate::buffers::LargeBuffers;
 use crate::content::{Content, Part};
 use crate::error::{Error, Result};
+use crate::hash::TreeHasher;
 use crate::interrupt;
 use crate::io::OpenSink;
 use crate::parallel::pool;
@@ -15,6 +16,8 @@ use crate::parallel::pool;
 /// Bytes that are hashed and written together: enough for several threads. Pieces end at multiples
 /// of it, so that no two of them share a page of the file.
 const PIECE: usize = 16 << 20;
+/// The most pieces that are hashed and written at once.
+const TOGETHER: usize = 4;
 /// Pieces with copied bytes in flight besides the one that is being filled.
 const IN_FLIGHT: usize = 2;
 /// With more threads, memory bandwidth is the limit.
@@ -23,29 +26,28 @@ const HELPERS: usize = 16;
 /// The sink and the hash of what it was given, once the threads have ended.
 pub(crate) struct HashedSink {
     pub(crate) sink: OpenSink,
-    pub(crate) hasher: Box<blake3::Hasher>,
-    /// Where small slices are copied together.
-    room: Vec<u8>,
+    pub(crate) hasher: TreeHasher,
 }
 
 impl HashedSink {
     /// Of a sink that was given nothing.
     pub(crate) fn new(sink: OpenSink) -> Self {
-        Self { sink, hasher: Box::default(), room: vec![] }
+        Self { sink, hasher: TreeHasher::default() }
     }
 
-    /// Takes a piece, with the threads of a pool.
-    fn put(&mut self, piece: &Content, helpers: Option<&ThreadPool>) -> Result<()> {
-        let Self { sink, hasher, room } = self;
+    /// Takes pieces, with the threads of a pool.
+    fn put(&mut self, pieces: &[Content], helpers: Option<&ThreadPool>) -> Result<()> {
+        let Self { sink, hasher } = self;
+        let slices: Vec<_> = pieces.iter().flat_map(Content::slices).collect();
         let Some(pool) = helpers else {
-            return piece.slices().try_for_each(|part| {
-                hasher.update(part);
-                sink.write(part)
+            return slices.into_iter().try_for_each(|slice| {
+                hasher.update(slice);
+                sink.write(slice)
             });
         };
         pool.in_place_scope(|s| {
-            s.spawn(|_| piece.hash_together(hasher, room));
-            sink.write_by(pool, &piece.slices().collect::<Vec<_>>())
+            s.spawn(|_| hasher.update_in_pool(&slices));
+            sink.write_by(pool, &slices)
         })
     }
 }
@@ -92,18 +94,23 @@ impl Behind {
         ahead: usize,
     ) -> Result<Self> {
         let helpers = pool(threads.min(HELPERS))?;
-        let (full, pieces) = channel::<Content>();
+        let (full, full_pieces) = channel::<Content>();
         let (tell, done) = channel();
         let interrupt = interrupt::current();
         let work = move || {
             interrupt::adopt(interrupt);
-            for piece in pieces {
-                back.put(&piece, helpers.as_ref())?;
-                let written = InFlight::of(&piece);
-                // Its memory is of use elsewhere before anybody is told.
-                drop(piece);
+            while let Ok(piece) = full_pieces.recv() {
+                // The threads wait for each other once for all that is there.
+                let mut together = vec![piece];
+                together.extend(full_pieces.try_iter().take(TOGETHER - 1));
+                back.put(&together, helpers.as_ref())?;
+                let written: Vec<_> = together.iter().map(InFlight::of).collect();
+                // Their memory is of use elsewhere before anybody is told.
+                drop(together);
                 // The other side may have ended; what it sent is written all the same.
-                let _ = tell.send(written);
+                for piece in written {
+                    let _ = tell.send(piece);
+                }
             }
             Ok(back)
         };

@@ -5,17 +5,10 @@ use std::ops::Range;
 use bytes::Bytes;
 use object_store::PutPayload;
 use rayon::ThreadPool;
-use rayon::prelude::*;
 use s4_engine::EncodedFrame;
 
 use crate::buffers::{LargeBuffer, LargeBuffers, append};
-
-/// Fewer bytes are hashed by one thread before others have started.
-const MUCH: usize = 128 << 10;
-/// Threads hash so many bytes that follow each other as fast as they can.
-const ENOUGH: usize = 1 << 20;
-/// Bytes of what is in smaller slices that are copied together and hashed.
-const TOGETHER: usize = 4 << 20;
+use crate::hash::TreeHasher;
 
 /// Bytes to be added.
 #[derive(Clone)]
@@ -148,35 +141,10 @@ impl Content {
     }
 
     /// Adds it to a hash: `in_pool`, with the threads of the pool that this is called in.
-    pub(crate) fn hash(&self, hasher: &mut blake3::Hasher, in_pool: bool) {
-        for slice in self.slices() {
-            match in_pool && slice.len() >= MUCH {
-                true => hasher.update_rayon(slice),
-                false => hasher.update(slice),
-            };
-        }
-    }
-
-    /// The same with the threads of the pool that this is called in, which are as fast where its slices are many and small:
-    /// these are copied to `room`, which stays for the next time.
-    pub(crate) fn hash_together(&self, hasher: &mut blake3::Hasher, room: &mut Vec<u8>) {
-        let slices: Vec<_> = self.slices().collect();
-        for run in slices.chunk_by(|a, b| a.len().max(b.len()) < ENOUGH) {
-            let mut run = run;
-            while !run.is_empty() {
-                let mut bytes = 0;
-                let fit = run.iter().take_while(|slice| {
-                    bytes += slice.len();
-                    bytes <= TOGETHER
-                });
-                let (now, later) = run.split_at(fit.count().max(1));
-                run = later;
-                match now {
-                    [one] if one.len() < MUCH => hasher.update(one),
-                    [one] => hasher.update_rayon(one),
-                    _ => hasher.update_rayon(copied_together(now, room)),
-                };
-            }
+    pub(crate) fn hash(&self, hasher: &mut TreeHasher, in_pool: bool) {
+        match in_pool {
+            true => hasher.update_in_pool(&self.slices().collect::<Vec<_>>()),
+            false => self.slices().for_each(|slice| hasher.update(slice)),
         }
     }
 
@@ -202,20 +170,6 @@ impl Content {
         self.slices().for_each(|slice| own.extend_from_slice(slice));
         Self { spans: vec![Span::Own(0..own.len())], len: own.len(), own: Some(own) }
     }
-}
-
-/// Slices one behind the other, at most [`TOGETHER`] bytes, copied by the threads of the pool that this is called in.
-fn copied_together<'a>(slices: &[&[u8]], room: &'a mut Vec<u8>) -> &'a [u8] {
-    room.resize(TOGETHER, 0);
-    let (mut rest, mut parts) = (&mut room[..], Vec::with_capacity(slices.len()));
-    for slice in slices {
-        let (to, later) = rest.split_at_mut(slice.len());
-        parts.push((slice, to));
-        rest = later;
-    }
-    let len = TOGETHER - rest.len();
-    parts.into_par_iter().for_each(|(from, to)| to.copy_from_slice(from));
-    &room[..len]
 }
 
 impl<'a> Part<'a> {
@@ -308,25 +262,6 @@ mod tests {
     }
 
     #[test]
-    fn small_slices_are_hashed_together() {
-        let whole: Vec<u8> = (0..3 * TOGETHER as u32).map(|i| (i / 7 % 251) as u8).collect();
-        let (held, pool) = (Bytes::from(whole.clone()), pool(3).unwrap().unwrap());
-        let mut room = vec![];
-        for size in [1000, 4096, MUCH - 1, 300_001, ENOUGH - 1, ENOUGH, TOGETHER, 2 * TOGETHER] {
-            let starts = (0..whole.len()).step_by(size);
-            let cut = |start: usize| start..(start + size).min(whole.len());
-            let parts: Vec<_> = starts.map(|at| Part::Held(held.slice(cut(at)))).collect();
-            let mut content = Content::default();
-            content.append(&parts, (&LargeBuffers::new(0), 0), None);
-            content.append(&[Part::Held(held.clone())], (&LargeBuffers::new(0), 0), None);
-            content.append(&parts, (&LargeBuffers::new(0), 0), None);
-            let mut hasher = blake3::Hasher::new();
-            pool.install(|| content.hash_together(&mut hasher, &mut room));
-            assert_eq!(hasher.finalize(), blake3::hash(&whole.repeat(3)), "{size}");
-        }
-    }
-
-    #[test]
     fn content_is_what_was_added_held_or_copied() {
         let buffers = LargeBuffers::new(16 << 20);
         let large: Vec<u8> = (0..3 << 20).map(|i: u32| (i % 253) as u8).collect();
@@ -348,16 +283,13 @@ mod tests {
             assert_eq!(content.len(), whole.len());
             assert!(content.slices().flatten().eq(&whole));
             let hash = |content: &Content, in_pool: bool| {
-                let mut hasher = blake3::Hasher::new();
+                let mut hasher = TreeHasher::default();
                 content.hash(&mut hasher, in_pool);
                 hasher.finalize()
             };
             assert_eq!(hash(&content, false), blake3::hash(&whole));
             let pool = threads.as_ref().unwrap();
             assert_eq!(pool.install(|| hash(&content, true)), blake3::hash(&whole));
-            let mut hasher = blake3::Hasher::new();
-            pool.install(|| content.hash_together(&mut hasher, &mut vec![]));
-            assert_eq!(hasher.finalize(), blake3::hash(&whole));
             let copied = order.iter().all(|kind| *kind != 1);
             let before = content.slices().next().map(<[u8]>::as_ptr);
             let content = content.copied_whole(&buffers);

@@ -49,6 +49,7 @@ mod device;
 mod error;
 mod extents;
 mod fetch;
+mod hash;
 mod inputs;
 mod interrupt;
 mod io;

@@ -17,6 +17,7 @@ use crate::behind::{Behind, HashedSink};
 use crate::buffers::LargeBuffers;
 use crate::content::{Content, Part, Parts};
 use crate::error::{Error, Result};
+use crate::hash::TreeHasher;
 use crate::io::OpenSink;
 use crate::objects::{DataObject, ObjectOptions, ObjectSink};
 use crate::parallel::pool;
@@ -145,7 +146,7 @@ impl Open {
         if self.stay == Stay::Copied {
             self.content = self.content.copied_whole(buffers);
         }
-        let mut hasher = blake3::Hasher::new();
+        let mut hasher = TreeHasher::default();
         self.content.hash(&mut hasher, in_pool);
         let blake3 = Digest(*hasher.finalize().as_bytes());
         (self, blake3)
@@ -254,7 +255,7 @@ impl Output {
             To::File { end, offset } => {
                 *offset += parts.iter().map(|p| p.len() as u64).sum::<u64>();
                 match end {
-                    End::Caller(HashedSink { sink, hasher, .. }) => {
+                    End::Caller(HashedSink { sink, hasher }) => {
                         for part in &parts {
                             hasher.update(part.bytes());
                             sink.write(part.bytes())?;

@@ -37,8 +37,8 @@ const COPIERS: usize = 8;
 const THREAD_BYTES: u64 = 1 << 20;
 
 /// Tensors of a device that are planned together, while those before them are encoded: where there are many, planning
-/// takes as long as encoding.
-const PLANNED: usize = 1024;
+/// takes as long as encoding. First, when nothing else is to be done, and at most.
+const PLANNED: (usize, usize) = (256, 1024);
 
 /// Threads that wait for a device at least, where it codes planes of the host.
 const WAITING: usize = 64;
@@ -69,19 +69,21 @@ impl<'a> Run<'a> {
         self.parents.push(parent);
     }
 
-    /// The same in parts of at most `most` tensors.
-    fn parts(&self, most: usize) -> Vec<Self> {
-        let part = |first: usize| {
-            let range = first..(first + most).min(self.tensors.len());
-            Self {
+    /// The same in parts: each of twice as many tensors as the one before it, at most `most`.
+    fn parts(&self, first: usize, most: usize) -> Vec<Self> {
+        let (mut parts, mut start, mut count) = (vec![], 0, first);
+        while start < self.tensors.len() {
+            let range = start..(start + count).min(self.tensors.len());
+            (start, count) = (range.end, most.min(2 * count));
+            parts.push(Self {
                 names: self.names[range.clone()].to_vec(),
                 tensors: self.tensors[range.clone()].to_vec(),
                 groups: self.groups[range.clone()].to_vec(),
                 parents: self.parents[range.clone()].to_vec(),
                 moments: self.moments.get(range).unwrap_or_default().to_vec(),
-            }
-        };
-        (0..self.tensors.len()).step_by(most).map(part).collect()
+            });
+        }
+        parts
     }
 }
 
@@ -193,7 +195,7 @@ impl Writer {
         crate::roles::tests::planned(run);
         let (pool, parent) = (pool.as_ref(), parent.as_deref());
         let place = (pool, threads, on_device);
-        let parts = if on_device { run.parts(PLANNED) } else { vec![run.clone()] };
+        let parts = if on_device { run.parts(PLANNED.0, PLANNED.1) } else { vec![run.clone()] };
         let recall = self.recall.clone();
         let recall = recall.as_deref();
         let plan =

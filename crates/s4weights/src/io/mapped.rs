@@ -24,7 +24,7 @@ const TMPFS: u64 = 0x0102_1994;
 const LEAST_THREADS: [usize; 2] = [2, 6];
 /// Fewer bytes are not worth a mapping.
 const LEAST_BYTES: usize = 1 << 20;
-/// The least and the most bytes that one thread maps, half of what the file has between these: each
+/// The least and the most bytes that one thread maps, half of what it wrote between these: each
 /// time the kernel empties a list of every processor first, which takes as long as writing some megabytes
 /// where all are busy, and at the end some of what was mapped is given back.
 const WINDOW: (u64, u64) = (8 << 20, 64 << 20);
@@ -36,6 +36,8 @@ pub(super) struct Mapped {
     huge: AtomicBool,
     /// What one thread fills: the end of the file, and where it starts there.
     window: Option<(Region, u64)>,
+    /// Bytes that one thread was given so far.
+    appended: u64,
 }
 
 impl Mapped {
@@ -44,7 +46,7 @@ impl Mapped {
     pub(super) fn of(file: &File) -> Option<Self> {
         let kind = fstatfs(file).ok()?.f_type;
         let huge = AtomicBool::new(has_huge_pages());
-        let new = Self { least_threads: LEAST_THREADS, huge, window: None };
+        let new = Self { least_threads: LEAST_THREADS, huge, window: None, appended: 0 };
         (u64::try_from(kind) == Ok(TMPFS)).then_some(new)
     }
 
@@ -62,6 +64,7 @@ impl Mapped {
     /// As of `write`.
     pub(super) fn append(&mut self, file: &mut File, mut bytes: &[u8]) -> io::Result<()> {
         let mut at = file.stream_position()?;
+        self.appended += bytes.len() as u64;
         while !bytes.is_empty() {
             if at.is_multiple_of(HUGE as u64) && self.room(at).is_none_or(|room| room.is_empty()) {
                 self.window = self.next_window(file, at)?;
@@ -99,7 +102,7 @@ impl Mapped {
         if !self.huge.load(Ordering::Relaxed) {
             return Ok(None);
         }
-        let len = (at / 2).clamp(WINDOW.0, WINDOW.1) / HUGE as u64 * HUGE as u64;
+        let len = (self.appended / 2).clamp(WINDOW.0, WINDOW.1) / HUGE as u64 * HUGE as u64;
         let found = huge_pages(file, at, len as usize).ok();
         if found.is_none() {
             self.huge.store(false, Ordering::Relaxed);
