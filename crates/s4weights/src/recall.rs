@@ -135,11 +135,14 @@ impl Recall {
         }
         let known = lock(&self.memory.0);
         let of_tensor = known.choices[self.kind(has_parent)].get(name)?;
-        let nearest = of_tensor.iter().min_by_key(|c| c.distance.abs_diff(self.distance))?;
+        // Where nothing held at this distance, all is compared.
+        let given = of_tensor.iter().filter(|c| c.choice.is_some() || c.distance == self.distance);
+        let nearest = given.min_by_key(|c| c.distance.abs_diff(self.distance))?;
         let choice = nearest.choice?;
         // A nearer parent may well be worth a difference where another was not.
         let is_nearer = has_parent && !choice.is_delta() && self.distance < nearest.distance;
-        (!is_nearer).then_some(choice)
+        let same = nearest.distance == self.distance;
+        (!is_nearer).then(|| if same { choice } else { choice.at_other_distance() })
     }
 
     /// Notes what was chosen for tensors.
@@ -275,7 +278,7 @@ mod tests {
         assert!(given(1) && given(2), "the nearest that there is");
         // What did not hold there still does here.
         note(2, None);
-        assert!(given(1) && !given(2));
+        assert!(given(1) && !given(2) && given(3));
         note(2, Some(choice()));
         note(1, None);
         assert!(!given(1) && given(2) && given(3));

@@ -4,8 +4,10 @@ use s4_format::{DType, LayoutId, Plan, PredictorId, ResidualId};
 
 use super::About;
 
-/// A choice holds while what it costs differs from what it did by less than this part: 16 means one in 16.
-const HOLDS: u64 = 16;
+/// A choice holds while what it costs differs from what it did by less than this part: 8 means one in 8.
+const HOLDS: u64 = 8;
+/// The same at another distance to the parent.
+const HOLDS_ELSEWHERE: u64 = 4;
 /// A remembered difference is used again without a look at the values by themselves if it saves at least this part of what
 /// they took.
 const SURE_GAIN: u64 = 64;
@@ -41,6 +43,8 @@ pub struct Choice {
     /// Bits of the sample, and of it without a parent.
     bits: u64,
     alone: u64,
+    /// It holds within this part of its bits.
+    holds: u64,
 }
 
 impl Choice {
@@ -62,8 +66,14 @@ impl Choice {
             _ => Way::Direct,
         };
         let (dtype, values, layout) = (about.dtype, about.values(), plan.layout);
-        let choice = Self { way, layout, dtype, values, bits, alone };
+        let choice = Self { way, layout, dtype, values, bits, alone, holds: HOLDS };
         (sampled < about.bytes).then_some(choice)
+    }
+
+    /// The same for another distance to the parent: what a difference takes depends on it more than which way is best.
+    #[must_use]
+    pub fn at_other_distance(self) -> Self {
+        Self { holds: HOLDS_ELSEWHERE, ..self }
     }
 
     /// Whether the tensor is stored as a difference from a parent.
@@ -88,6 +98,6 @@ impl Choice {
 
     /// Whether it may be made again of a sample that takes so many bits by it.
     pub(super) fn holds(&self, bits: u64) -> bool {
-        bits.abs_diff(self.bits) <= self.bits / HOLDS
+        bits.abs_diff(self.bits) <= self.bits / self.holds
     }
 }

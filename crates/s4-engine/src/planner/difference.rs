@@ -58,23 +58,24 @@ impl CpuEngine {
         }
         let about = &about.without_choice();
         let sampled = from.sample.values.len();
+        // Where what was chosen did not hold, less may have been looked at: the next time all is.
+        let all = known.is_none_or(|choice| choice.needs_offsets() || !about.may_have_offsets());
         let found = self.alone(about, &from.sample, offsets, scratch)?;
         let least = found.0.as_ref().map_or(0, |best| best.bits);
         let delta = self.difference(about, &mut from, parent, offsets, scratch)?;
         let Some(delta) = delta.filter(|delta| from.is_worth(about, least, delta.bits())) else {
-            // Where what was chosen did not hold, less was looked at: the next time all is.
             let plan = match are_same(about.dtype, about.values()) {
                 true => self.plan_found(about, found, &from.sample, offsets, scratch)?,
                 false => alone(about, scratch)?,
             };
-            let choice = plan.choice.filter(|_| known.is_none());
+            let choice = plan.choice.filter(|_| all);
             return Ok(TensorPlan { choice, ..plan });
         };
         let bits = delta.bits();
         let plan = delta.plan(about, parent)?;
         let Some(small) = small.filter(|_| plan.plan.residual != ResidualId::XOR) else {
             let choice = Choice::of(about, sampled, &plan.plan, (bits, least));
-            return Ok(TensorPlan { choice: choice.filter(|_| known.is_none()), ..plan });
+            return Ok(TensorPlan { choice: choice.filter(|_| all), ..plan });
         };
         let fast = About { preset: Preset::Fast, ..*about };
         self.smaller_of_small(about, plan, &small, Some(parent.values), scratch, |s| {

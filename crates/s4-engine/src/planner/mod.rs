@@ -168,6 +168,14 @@ impl About<'_> {
         sample::probe(self.values())
     }
 
+    /// Whether row and column offsets may be worth it: not for weights.
+    fn may_have_offsets(&self) -> bool {
+        let floats =
+            self.dtype.form() == Form::Float && self.dtype.size() == self.dtype.value_width();
+        let weight = matches!(self.role, Some(RoleKind::Weight | RoleKind::Master));
+        allowed(self.preset).rank1 && floats && !weight
+    }
+
     /// Whether it has so many chunks that a sample of it is from several.
     fn is_long(&self) -> bool {
         self.values() >> chunk_log2(self.dtype) >= sample::MANY_CHUNKS
@@ -218,20 +226,12 @@ impl CpuEngine {
     /// The grid of values that row and column offsets are made from, if they may be worth it: in what is looked at
     /// first, signs are all alike, as those of second moments are, or sizes differ from run to run.
     pub(crate) fn wants_offsets(&self, about: &About<'_>, sample: &[u8]) -> Option<Grid> {
-        let About { preset, dtype, shape, role, choice, .. } = *about;
-        if choice.is_some_and(|choice| !choice.needs_offsets()) {
+        let unused = about.choice.is_some_and(|choice| !choice.needs_offsets());
+        let tells = || sample::is_uneven(sample, about.width(), about.run());
+        if unused || !about.may_have_offsets() || !tells() {
             return None;
         }
-        let floats = dtype.form() == Form::Float && dtype.size() == dtype.value_width();
-        let weight = matches!(role, Some(RoleKind::Weight | RoleKind::Master));
-        if !allowed(preset).rank1
-            || !floats
-            || weight
-            || !sample::is_uneven(sample, about.width(), about.run())
-        {
-            return None;
-        }
-        Grid::of(shape)
+        Grid::of(about.shape)
     }
 
     /// Row and column offsets from the values of a grid.
