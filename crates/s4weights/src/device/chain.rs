@@ -82,7 +82,8 @@ impl<'a> Chain<'a> {
         chain.steps.push(Step { reader, wanted: vec![] });
         // An ancestor's tensor is decoded to one place; who else wants it gets it from the host.
         let mut taken = HashSet::<(usize, usize)>::new();
-        let mut told = Told::finder(reader, requests);
+        let wanted = Places::of(requests);
+        let mut told = Told::finder(reader, &wanted);
         for (request, &(number, to)) in requests.iter().enumerate() {
             let host = reader.host(number);
             let plan = &reader.manifest.plans[usize::from(reader.tensors[host].plan)];
@@ -96,9 +97,7 @@ impl<'a> Chain<'a> {
                 plan.own_input().is_some()
             };
             let original = reader.own_input(host)?.filter(|t| open && !is_copy(t));
-            let here =
-                |r: &&(usize, DeviceMemory)| Some(r.0) == original && r.1.ordinal() == to.ordinal();
-            if let Some(&(_, input)) = requests.iter().find(here) {
+            if let Some(input) = original.and_then(|t| wanted.get(t, to.ordinal())) {
                 let wanted = Wanted::new(number, request, to);
                 chain.copies.push(Wanted { input: Some(input), ..wanted });
                 continue;
@@ -138,7 +137,7 @@ impl<'a> Chain<'a> {
     ) -> Result<Self> {
         let mut chain = Self::default();
         let open = trusted || reader.manifest.closed_codecs.is_empty();
-        let mut wanted = vec![];
+        let (places, mut wanted) = (Places::of(requests), vec![]);
         for (request, &(number, to)) in requests.iter().enumerate() {
             let host = reader.host(number);
             let plan = &reader.manifest.plans[usize::from(reader.tensors[host].plan)];
@@ -153,7 +152,7 @@ impl<'a> Chain<'a> {
                 true => {
                     let block = &reader.blocks(&[host])?[&host];
                     let numbers = reader.own_inputs(host, &block.side)?;
-                    let place = |n: &usize| request_of(requests, *n, to.ordinal());
+                    let place = |n: &usize| places.get(*n, to.ordinal());
                     numbers.first().and_then(place).zip(numbers.last().and_then(place))
                 }
                 false => None,
@@ -238,27 +237,35 @@ fn wanted_chunks(levels: &[Level<'_>]) -> Vec<Vec<u64>> {
     levels.iter().map(of).collect()
 }
 
-/// Where the values of a tensor are wanted on a device.
-fn request_of(
-    requests: &[(usize, DeviceMemory)],
-    tensor: usize,
-    ordinal: u32,
-) -> Option<DeviceMemory> {
-    requests.iter().find(|r| r.0 == tensor && r.1.ordinal() == ordinal).map(|r| r.1)
+/// Where the values of tensors, by number, are wanted on devices, by theirs.
+struct Places(HashMap<(usize, u32), DeviceMemory>);
+
+impl Places {
+    fn of(requests: &[(usize, DeviceMemory)]) -> Self {
+        let mut places = HashMap::with_capacity(requests.len());
+        for (tensor, to) in requests {
+            places.entry((*tensor, to.ordinal())).or_insert(*to);
+        }
+        Self(places)
+    }
+
+    fn get(&self, tensor: usize, ordinal: u32) -> Option<DeviceMemory> {
+        self.0.get(&(tensor, ordinal)).copied()
+    }
 }
 
 /// Finds where moments are to lie.
 struct Finder<'a, 'r> {
     reader: &'a Reader,
-    requests: &'r [(usize, DeviceMemory)],
+    wanted: &'r Places,
     found: Vec<Told<'a>>,
     /// By depth and address the moment whose values lie there then.
     places: HashMap<(usize, u64), usize>,
 }
 
 impl<'a> Told<'a> {
-    fn finder<'r>(reader: &'a Reader, requests: &'r [(usize, DeviceMemory)]) -> Finder<'a, 'r> {
-        Finder { reader, requests, found: vec![], places: HashMap::new() }
+    fn finder<'r>(reader: &'a Reader, wanted: &'r Places) -> Finder<'a, 'r> {
+        Finder { reader, wanted, found: vec![], places: HashMap::new() }
     }
 }
 
@@ -307,7 +314,7 @@ impl<'a> Finder<'a, '_> {
                 let plan = &self.reader.manifest.plans[usize::from(t.plan)];
                 plan.own_inputs().next().is_none()
             };
-            let place = top.filter(alone).and_then(|t| request_of(self.requests, t, ordinal));
+            let place = top.filter(alone).and_then(|t| self.wanted.get(t, ordinal));
             let fits = |to: &DeviceMemory| moment.bytes().is_ok_and(|bytes| bytes == to.bytes());
             let Some(to) = place.filter(fits) else { return Ok(None) };
             let levels = match depth {
