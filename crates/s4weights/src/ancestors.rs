@@ -244,8 +244,9 @@ impl Reader {
         for want in wants {
             let plan = &self.manifest.plans[usize::from(self.tensors[want.tensor].plan)];
             if plan.moments().is_some() {
-                let block = &self.blocks(&[want.tensor])?[&want.tensor];
-                moments.extend(self.own_inputs(want.tensor, &block.side)?);
+                if let Some(block) = self.block(want.tensor)? {
+                    moments.extend(self.own_inputs(want.tensor, &block.side)?);
+                }
             }
         }
         moments.retain(|t| !given.contains(t));
@@ -326,8 +327,8 @@ impl Parent for Reader {
             Err(Error::Parent { .. }) => return Ok(None),
             Err(e) => return Err(e),
         };
-        let blocks = self.blocks(&[number])?;
-        let stored = (t.dtype, &t.shape[..], &blocks[&number].side);
+        let Some(block) = self.block(number)? else { return Ok(None) };
+        let stored = (t.dtype, &t.shape[..], &block.side);
         let expected = expected_of(plan, stored, above.as_deref());
         let expected = expected.map_err(|e| e.in_tensor(self.label(number)));
         Ok(expected.at(&self.name)?.map(Arc::new))

@@ -50,7 +50,7 @@ impl<'a> Levels<'a> {
             // That is a copy. Moments are no part of the chain.
             let alone = reader.manifest.plans[usize::from(t.plan)].own_input().is_none();
             let chunks = alone && matches!(t.kind, TensorKind::Chunks { .. });
-            let Some(block) = reader.blocks(&[tensor])?.remove(&tensor).filter(|_| chunks) else {
+            let Some(block) = reader.block(tensor)?.filter(|_| chunks) else {
                 out.packed = Some((reader, tensor));
                 return Ok(out);
             };

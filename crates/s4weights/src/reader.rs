@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, OnceLock};
 
 use bytes::Bytes;
+use rayon::prelude::*;
 use s4_engine::{CpuEngine, TensorSpec};
 use s4_format::file::{self, Footer, HEADER_LEN};
 use s4_format::index::{self, Tensor, TensorKind, chunk_count};
@@ -19,11 +20,15 @@ use crate::extents::Extents;
 use crate::fetch::{Buffers, Want};
 use crate::io::{ReadAt, Source, TailSource, open_source};
 use crate::objects::ObjectSource;
-use crate::options::{ReadOptions, simd};
+use crate::options::{ReadOptions, simd, thread_count};
+use crate::parallel::{pool, worth};
 use crate::slice::{Slice, View};
 
 /// Runs of a slice that are read at a time.
 const RUNS: usize = 1 << 16;
+
+/// So many tensors' blocks are parsed in the time that a thread takes to start.
+const PARSED: usize = 512;
 
 /// A tensor of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,8 +68,15 @@ pub struct Reader {
 /// Tensor blocks that were read, by tensor, and where their chunks are.
 #[derive(Default)]
 struct Blocks {
-    loaded: HashMap<usize, Arc<LoadedBlock>>,
+    /// As many as there are tensors, once any was read.
+    loaded: Vec<Option<Arc<LoadedBlock>>>,
     extents: Extents,
+}
+
+impl Blocks {
+    fn get(&self, tensor: usize) -> Option<Arc<LoadedBlock>> {
+        self.loaded.get(tensor).cloned().flatten()
+    }
 }
 
 /// Side data and chunk table of a tensor.
@@ -349,22 +361,34 @@ impl Reader {
         }
     }
 
+    /// As [`Reader::blocks`], of one tensor; `None`: it is in a pack.
+    pub(crate) fn block(&self, tensor: usize) -> Result<Option<Arc<LoadedBlock>>> {
+        let known = self.blocks.lock().unwrap_or_else(|e| e.into_inner()).get(tensor);
+        match known {
+            Some(block) => Ok(Some(block)),
+            None => Ok(self.blocks(&[tensor])?.remove(&tensor)),
+        }
+    }
+
     /// Side data and chunk tables of tensors with chunks of their own. Adjacent ones are read
     /// together, and cached.
     pub(crate) fn blocks(&self, tensors: &[usize]) -> Result<HashMap<usize, Arc<LoadedBlock>>> {
-        let mut blocks = self.blocks.lock().unwrap_or_else(|e| e.into_inner());
-        let Blocks { loaded: kept, extents } = &mut *blocks;
+        let lock = || self.blocks.lock().unwrap_or_else(|e| e.into_inner());
+        let known = lock();
         let mut missing: Vec<_> = tensors
             .iter()
-            .filter(|t| !kept.contains_key(t))
+            .filter(|t| known.get(**t).is_none())
             .filter_map(|&t| match self.tensors[t].kind {
                 TensorKind::Chunks { block, chunk_log2, .. } => Some((block, chunk_log2, t)),
                 TensorKind::Packed { .. } => None,
             })
             .collect();
+        // No thread waits for another one's read, and none that waits for threads holds the lock.
+        drop(known);
         missing.sort_unstable_by_key(|m| m.0.offset);
         // Tensors of one pack ask for the same block.
         missing.dedup_by_key(|m| m.2);
+        let mut stored = Vec::with_capacity(missing.len());
         let mut at = 0;
         while at < missing.len() {
             let first = missing[at].0.offset;
@@ -377,20 +401,32 @@ impl Reader {
             let total: u64 = run.iter().map(|m| u64::from(m.0.len)).sum();
             let mut bytes = self.buffer(total)?;
             self.source.read_at(first, &mut bytes)?;
-            let mut rest = bytes.as_slice();
-            for (block, log2, t) in run {
-                let (now, later) = rest.split_at(block.len as usize);
-                rest = later;
-                let loaded = self.parse_block(*t, now, block, *log2).and_then(|loaded| {
-                    extents.add(&loaded.records)?;
-                    Ok(loaded)
-                });
-                let loaded = loaded.map_err(|e| e.in_tensor(self.label(*t))).at(&self.name)?;
-                kept.insert(*t, Arc::new(loaded));
-            }
+            let mut bytes = Bytes::from(bytes);
+            stored.extend(run.iter().map(|m| bytes.split_to(m.0.len as usize)));
             at += run.len();
         }
-        Ok(tensors.iter().filter_map(|t| Some((*t, Arc::clone(kept.get(t)?)))).collect())
+        let parse = |((block, log2, t), bytes): (&(index::Block, u8, usize), &Bytes)| {
+            self.parse_block(*t, bytes, block, *log2)
+        };
+        let threads = worth(thread_count(self.options.threads), (missing.len() / PARSED) as u64);
+        let parsed: Vec<_> = match pool(threads)? {
+            Some(pool) => pool.install(|| missing.par_iter().zip(&stored).map(parse).collect()),
+            None => missing.iter().zip(&stored).map(parse).collect(),
+        };
+        let mut blocks = lock();
+        let Blocks { loaded, extents } = &mut *blocks;
+        if !missing.is_empty() {
+            loaded.resize(self.tensors.len(), None);
+        }
+        for ((_, _, t), block) in missing.iter().zip(parsed) {
+            if loaded[*t].is_some() {
+                continue;
+            }
+            let added = block.and_then(|block| extents.add(&block.records).map(|()| block));
+            let block = added.map_err(|e| e.in_tensor(self.label(*t))).at(&self.name)?;
+            loaded[*t] = Some(Arc::new(block));
+        }
+        Ok(tensors.iter().filter_map(|t| Some((*t, blocks.get(*t)?))).collect())
     }
 
     fn parse_block(

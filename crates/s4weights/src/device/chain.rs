@@ -148,14 +148,17 @@ impl<'a> Chain<'a> {
                 wanted.push(one);
                 continue;
             }
-            let moments = match plan.moments().is_some() && open && host == number {
-                true => {
-                    let block = &reader.blocks(&[host])?[&host];
+            let block = match plan.moments().is_some() && open && host == number {
+                true => reader.block(host)?,
+                false => None,
+            };
+            let moments = match block {
+                Some(block) => {
                     let numbers = reader.own_inputs(host, &block.side)?;
                     let place = |n: &usize| places.get(*n, to.ordinal());
                     numbers.first().and_then(place).zip(numbers.last().and_then(place))
                 }
-                false => None,
+                None => None,
             };
             match moments {
                 Some((m, v)) => chain.told.push(Wanted { moments: Some([m, v]), ..one }),
