@@ -35,15 +35,13 @@ the whole object. Trees are written by the native part (`_core.Storages.tree`), 
 from __future__ import annotations
 
 import base64
-import contextlib
 import functools
-import gc
 import json
 import math
 import reprlib
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from ._errors import CorruptDataError
@@ -102,19 +100,6 @@ def _kind_of(members: tuple[str, ...]) -> str:
     raise CorruptDataError(f"corrupt data (tree): no node has the members {brief(list(members))}")
 
 
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Stops the collector of cyclic garbage: thousands of new objects start it again and again, and it
-    goes through all others of the process to find nothing."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 class TreeDecoder:
     """Builds the object that a tree describes. Nothing in a tree is executed."""
 
@@ -128,8 +113,7 @@ class TreeDecoder:
     def decode(self, text: str) -> Any:
         """The object. Raises `CorruptDataError` if the text is not a tree."""
         try:
-            with _without_collector():
-                return self._node(parse_tree(text))
+            return self._node(parse_tree(text))
         except (LookupError, TypeError, ValueError, RecursionError, struct.error) as error:
             if isinstance(error, CorruptDataError) or error is self._storages.error_of_caller:
                 raise
