@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from s4weights import _dcp_place
 from s4weights.dcp import Stager, StorageReader, StorageWriter
 from s4weights.sync import Publisher, Subscriber
 
@@ -24,6 +26,14 @@ if os.environ.get("S4_REQUIRE_GPU") != "1" and not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_is_kept() -> Iterator[None]:
+    """What ranks keep for their next deltas is of no use to the tests of other files."""
+    yield
+    while _dcp_place._stores:
+        _dcp_place._stores.pop()[2].close()
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:

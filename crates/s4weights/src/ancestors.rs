@@ -243,10 +243,10 @@ impl Reader {
         let mut moments = vec![];
         for want in wants {
             let plan = &self.manifest.plans[usize::from(self.tensors[want.tensor].plan)];
-            if plan.moments().is_some() {
-                if let Some(block) = self.block(want.tensor)? {
-                    moments.extend(self.own_inputs(want.tensor, &block.side)?);
-                }
+            if plan.moments().is_some()
+                && let Some(block) = self.block(want.tensor)?
+            {
+                moments.extend(self.own_inputs(want.tensor, &block.side)?);
             }
         }
         moments.retain(|t| !given.contains(t));

@@ -29,8 +29,7 @@ impl TreeHasher {
     pub(crate) fn update(&mut self, mut bytes: &[u8]) {
         while !bytes.is_empty() {
             if self.len == SUBTREE {
-                let next = Self::subtree(self.count + 1);
-                self.open_next(next, 0);
+                self.open_next(Box::new(Self::subtree(self.count + 1)), 0);
             }
             let (now, later) = bytes.split_at(bytes.len().min(SUBTREE - self.len));
             self.open.update(now);
@@ -65,7 +64,7 @@ impl TreeHasher {
                 subtree.update(part);
             });
             // Of all but the last it is known that more follows.
-            if i + 1 < count { Ok(subtree.finalize_non_root()) } else { Err(subtree) }
+            if i + 1 < count { Ok(subtree.finalize_non_root()) } else { Err(Box::new(subtree)) }
         };
         let hashed: Vec<_> = (0..count).into_par_iter().with_max_len(1).map(hash).collect();
         for subtree in hashed {
@@ -101,11 +100,11 @@ impl TreeHasher {
     }
 
     /// Opens a subtree of `len` bytes behind the open one, if that has any.
-    fn open_next(&mut self, subtree: blake3::Hasher, len: usize) {
+    fn open_next(&mut self, subtree: Box<blake3::Hasher>, len: usize) {
         if self.len > 0 {
             self.end_open();
         }
-        (*self.open, self.len) = (subtree, len);
+        (self.open, self.len) = (subtree, len);
     }
 
     fn end_open(&mut self) {

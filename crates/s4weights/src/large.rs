@@ -5,6 +5,8 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use rayon::prelude::*;
+#[cfg(feature = "cuda")]
+use s4_engine::cuda::FetchItem;
 use s4_engine::{Moment, TensorValues, Values, makes_copies, may_use_moments};
 use s4_format::ChunkRecord;
 use s4_format::limits::MAX_UPDATES;
@@ -308,7 +310,7 @@ impl Writer {
         looks: &mut [Vec<u8>],
     ) -> Result<()> {
         let there = |(i, bytes): &(usize, Vec<_>)| {
-            Some((*i, (tensors[*i].values.memory()?, bytes.clone())))
+            Some((*i, FetchItem::of(tensors[*i].values.memory()?, bytes.iter().cloned())))
         };
         let (numbers, items): (Vec<_>, Vec<_>) = wanted.iter().filter_map(there).unzip();
         let name = |i: usize| Some(registered[*numbers.get(i)?].source.name);
@@ -321,7 +323,10 @@ impl Writer {
         let found = number.and_then(|n| Some((n, large.tensors[n].values.memory()?)));
         let Some((number, memory)) = found else { return Ok(out) };
         let parts = (0..memory.bytes()).step_by(FETCHED as usize);
-        let item = |first: u64| (memory, vec![first..memory.bytes().min(first + FETCHED)]);
+        let item = |first: u64| {
+            let part = first..memory.bytes().min(first + FETCHED);
+            FetchItem::of(memory, std::iter::once(part))
+        };
         let name = |_| Some(large.registered[number].source.name);
         let items: Vec<_> = parts.map(item).collect();
         self.fetch(&items, name, |_, bytes| out.extend_from_slice(bytes))?;
@@ -331,7 +336,7 @@ impl Writer {
     /// Copies items of device memory to the host, in order. Names a tensor by the number of the item.
     fn fetch<'a>(
         &self,
-        items: &[(s4_engine::DeviceMemory, Vec<Range<u64>>)],
+        items: &[FetchItem],
         name: impl FnOnce(usize) -> Option<&'a str>,
         mut take: impl FnMut(usize, &[u8]),
     ) -> Result<()> {

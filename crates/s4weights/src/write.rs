@@ -1,6 +1,8 @@
 //! Writing tensors, wherever their values are.
 
 use s4_engine::Values;
+#[cfg(feature = "cuda")]
+use s4_engine::cuda::FetchItem;
 use s4_format::DType;
 
 use crate::error::{Error, Result};
@@ -137,10 +139,8 @@ impl Writer {
     #[cfg(feature = "cuda")]
     fn pack_small(&mut self, small: &[Registered<'_>], meter: &mut Meter) -> Result<()> {
         let Some(engine) = self.options.engine.clone() else { return self.pack_host(small, meter) };
-        let there = |(i, t): (usize, &Registered<'_>)| {
-            let memory = t.source.values.memory()?;
-            Some((i, (memory, vec![0..memory.bytes()])))
-        };
+        let there =
+            |(i, t): (usize, &Registered<'_>)| Some((i, FetchItem::all(t.source.values.memory()?)));
         let (numbers, items): (Vec<_>, Vec<_>) = small.iter().enumerate().filter_map(there).unzip();
         let target = self.name.clone();
         let mut packed = 0;

@@ -13,6 +13,33 @@ const DESCRIPTOR: usize = size_of::<CopyRows>();
 /// Slots that batches take turns in: one is copied while the one before is handed on.
 pub(super) const SLOTS: usize = 2;
 
+/// Ranges of bytes of a device's memory, which are fetched one behind the other: of at most 2 MiB in all.
+#[derive(Debug, Clone)]
+pub struct FetchItem {
+    memory: DeviceMemory,
+    ranges: Vec<Range<u64>>,
+}
+
+impl FetchItem {
+    /// Ranges of some memory.
+    pub fn of(memory: DeviceMemory, ranges: impl IntoIterator<Item = Range<u64>>) -> Self {
+        Self { memory, ranges: ranges.into_iter().collect() }
+    }
+
+    /// All of some memory.
+    pub fn all(memory: DeviceMemory) -> Self {
+        Self::of(memory, std::iter::once(0..memory.bytes()))
+    }
+
+    pub(super) fn memory(&self) -> DeviceMemory {
+        self.memory
+    }
+
+    pub(super) fn rows(&self) -> Result<Vec<Rows>> {
+        Rows::of(self.memory, 1, self.ranges.iter().cloned())
+    }
+}
+
 /// Evenly spaced runs of bytes of a device's memory.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Rows {

@@ -42,6 +42,7 @@ use s4_planes::Simd;
 
 pub use decode::Decoder;
 pub use error::{CudaError, Result};
+pub use fetch::FetchItem;
 pub use host_copies::HostCopies;
 pub use job::{Batch, FrameJob, Piece};
 pub use nvcomp::Trusted;
@@ -53,7 +54,6 @@ use crate::engine::{EncodedFrame, Engine, Jobs, TensorError, TensorValues};
 use crate::{CpuEngine, Inputs, Preset, TensorPlan};
 use encode::EncodeQueue;
 use error::Of;
-use fetch::Rows;
 use host_copies::HostMemory;
 use nvcomp::{Library, LibraryQueue};
 use pieces::Pieces;
@@ -332,21 +332,20 @@ impl CudaEngine {
         self.copies.copy(&self.cuda, from)
     }
 
-    /// Copies values to the host: for each item, in order, its number and the bytes of its ranges, one behind the other,
-    /// in batches. An item is memory, and ranges of bytes of it, of at most 2 MiB in all.
+    /// Copies values to the host: for each item, in order, its number and its bytes, in batches.
     ///
     /// # Errors
     /// `Gpu`, also for a range outside its memory; those of `sink`.
     pub fn fetch<E: From<CudaError>>(
         &self,
-        items: &[(DeviceMemory, Vec<Range<u64>>)],
+        items: &[FetchItem],
         sink: impl FnMut(&[(usize, &[u8])]) -> Result<(), E>,
     ) -> Result<(), E> {
-        let memory: Vec<_> = items.iter().map(|item| item.0).collect();
+        let memory: Vec<_> = items.iter().map(FetchItem::memory).collect();
         let workers = self.workers(Task::Plan, memory.iter().map(DeviceMemory::ordinal))?;
         let sessions = self.sessions(&workers, &memory)?;
-        let rows = items.iter().map(|(m, ranges)| Rows::of(*m, 1, ranges.iter().cloned()));
-        fetch::run(&sessions, &rows.collect::<Result<Vec<_>>>()?, sink)
+        let rows: Vec<_> = items.iter().map(FetchItem::rows).collect::<Result<_>>()?;
+        fetch::run(&sessions, &rows, sink)
     }
 
     fn encode_run<E: From<CudaError>>(

@@ -1,7 +1,7 @@
 //! Memory: budgets kept, nothing left behind, and arguments that are refused.
 
 use s4_codec_gpu::Pool;
-use s4_engine::cuda::{CudaError, CudaOptions, DeviceMemory, GpuError};
+use s4_engine::cuda::{CudaError, CudaOptions, DeviceMemory, FetchItem, GpuError};
 use s4_engine::{Engine, Jobs, NoInputs, Preset, TensorValues};
 use s4_format::DType;
 use s4_planes::patterns::{self, Kind};
@@ -188,15 +188,16 @@ fn memory_that_is_not_the_devices_is_refused() {
     for (address, bytes) in [(on_host, 4096), (upload.address, 1 << 40), (8, 4096)] {
         // SAFETY: it is not device memory, as the engine must find before it uses it.
         let memory = unsafe { DeviceMemory::new(0, address, bytes, 0) };
-        let refused = engine.fetch::<CudaError>(&[(memory, vec![0..memory.bytes()])], |_| Ok(()));
+        let refused = engine.fetch::<CudaError>(&[FetchItem::all(memory)], |_| Ok(()));
         assert!(matches!(refused, Err(CudaError::Gpu(_))), "{refused:?}");
     }
     let memory = upload.memory();
-    let refused = engine.fetch::<CudaError>(&[(memory, vec![0..4097])], |_| Ok(()));
+    let refused =
+        engine.fetch::<CudaError>(&[FetchItem::of(memory, std::iter::once(0..4097))], |_| Ok(()));
     assert!(matches!(refused, Err(CudaError::Gpu(_))), "{refused:?}");
     // SAFETY: never used: there is no such device.
     let memory = unsafe { DeviceMemory::new(999, upload.address, 16, 0) };
-    let refused = engine.fetch::<CudaError>(&[(memory, vec![0..memory.bytes()])], |_| Ok(()));
+    let refused = engine.fetch::<CudaError>(&[FetchItem::all(memory)], |_| Ok(()));
     assert!(matches!(refused, Err(CudaError::Gpu(GpuError::Argument(_)))), "{refused:?}");
     let plan = on_cpu(&host, None).plan;
     let short = TensorValues { shape: &[3], ..host.on(&upload) };
@@ -216,7 +217,7 @@ fn small_tensors_are_fetched_in_batches_and_in_order() {
         let part = upload.memory().part(first, bytes.len() as u64).unwrap();
         first += bytes.len() as u64;
         let half = part.bytes() / 2;
-        (part, vec![0..half, half..part.bytes()])
+        FetchItem::of(part, [0..half, half..part.bytes()])
     };
     let items: Vec<_> = all.iter().map(item).collect();
     let mut next = 0;
