@@ -116,10 +116,6 @@ pub struct StoreOptions {
 
 impl Default for StoreOptions {
     fn default() -> Self {
-        let requests = s4_store::StoreOptions {
-            upload_memory: 128 << 20,
-            ..s4_store::StoreOptions::default()
-        };
         Self {
             preset: Preset::default(),
             threads: None,
@@ -130,7 +126,7 @@ impl Default for StoreOptions {
             parent_memory: 1 << 30,
             memory: 128 << 20,
             object_bytes: 32 << 20,
-            requests,
+            requests: s4_store::StoreOptions::default(),
         }
     }
 }
