@@ -584,3 +584,23 @@ def test_a_store_that_is_closed_waits_for_its_save(tmp_path: Path) -> None:
     with s4weights.CheckpointStore(tmp_path) as store:
         future = s4weights.dcp.async_save(state, store, 1, stager=stager, no_dist=True)
     assert future.done() and s4weights.CheckpointStore(tmp_path).latest() == 1
+
+
+def test_ranks_of_a_machine_share_its_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def threads(ranks: str | None, cores: int = 32, **options: int) -> int | None:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        if ranks is not None:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        monkeypatch.setattr(os, "cpu_count", lambda: 32)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+        name = f"{ranks}-{cores}-{len(options)}"
+        found: int | None = StorageWriter(tmp_path / name, step=1, **options)._place.store._arguments["threads"]
+        return found
+
+    assert threads(None) is None and threads("1") is None and threads("many") is None
+    assert threads("2") == 16 and threads("64") == 1
+    assert threads("4", cores=16) == 4, "of the cores of a container"
+    assert threads("4", cores=8) is None, "bound to cores of its own"
+    assert threads("4", threads=3) == 3

@@ -120,10 +120,22 @@ def _shared_store(url: str, options: Mapping[str, Any]) -> CheckpointStore:
                 store = held
                 break
         else:
-            store = CheckpointStore(url, **options)
+            store = CheckpointStore(url, **{"threads": _share_of_cores(), **options})
         _stores.append((key, mark, store))
         del _stores[:-_MOST_STORES]
         return store
+
+
+def _share_of_cores() -> int | None:
+    """Threads for a rank beside others of its machine, which torchrun counts: they all save at the same
+    time. ``None``: as many as usual.
+    """
+    count = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = int(count) if count.isdecimal() else 1
+    all_cores = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else all_cores
+    # A rank may be bound to cores of its own already.
+    return max(1, cores // ranks) if ranks > 1 and cores > all_cores // ranks else None
 
 
 def _mark(url: str) -> tuple[int, int] | None:
