@@ -412,6 +412,10 @@ def test_a_folder_that_was_deleted_is_begun_anew(tmp_path: Path) -> None:
         assert same(loaded["w"], values(seed + 2, 5000))
         assert [e.step for e in s4weights.CheckpointStore(url).list()] == [1, 2]
         shutil.rmtree(url)
+    for step in (3, 4):  # Also after a single use.
+        dcp.save({"w": values(1, 50)}, storage_writer=StorageWriter(url, step=step), no_dist=True)
+        assert [e.step for e in s4weights.CheckpointStore(url).list()] == [step]
+        shutil.rmtree(url)
 
 
 def test_a_writer_made_anew_keeps_what_was_stored(tmp_path: Path) -> None:

@@ -114,8 +114,9 @@ def _shared_store(url: str, options: Mapping[str, Any]) -> CheckpointStore:
     key, mark = (os.getpid(), url, dict(options)), _mark(url)
     with _stores_lock:
         for place, (known, seen, held) in enumerate(_stores):
-            # One that was not there yet, or still is the one that it was.
-            if known == key and (seen is None or seen == mark):
+            # One that was not there yet when it was named: if it was used and is not there, it was deleted.
+            begun = is_url(url) or mark is not None or held._native is None
+            if known == key and (seen == mark or seen is None) and (seen is not None or begun):
                 del _stores[place]
                 store = held
                 break
