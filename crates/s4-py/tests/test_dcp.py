@@ -412,9 +412,11 @@ def test_a_folder_that_was_deleted_is_begun_anew(tmp_path: Path) -> None:
         assert same(loaded["w"], values(seed + 2, 5000))
         assert [e.step for e in s4weights.CheckpointStore(url).list()] == [1, 2]
         shutil.rmtree(url)
-    for step in (3, 4):  # Also after a single use.
-        dcp.save({"w": values(1, 50)}, storage_writer=StorageWriter(url, step=step), no_dist=True)
-        assert [e.step for e in s4weights.CheckpointStore(url).list()] == [step]
+    for steps in ([3], [4], [5, 6]):  # Also after a single use, and a third time.
+        for step in steps:
+            writer = StorageWriter(url, step=step)
+            dcp.save({"w": values(1, 50)}, storage_writer=writer, no_dist=True)
+        assert [e.step for e in s4weights.CheckpointStore(url).list()] == steps
         shutil.rmtree(url)
 
 

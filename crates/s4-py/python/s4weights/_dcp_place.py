@@ -113,14 +113,16 @@ def _shared_store(url: str, options: Mapping[str, Any]) -> CheckpointStore:
     """
     key, mark = (os.getpid(), url, dict(options)), _mark(url)
     with _stores_lock:
+        store = None
         for place, (known, seen, held) in enumerate(_stores):
-            # One that was not there yet when it was named: if it was used and is not there, it was deleted.
-            begun = is_url(url) or mark is not None or held._native is None
-            if known == key and (seen == mark or seen is None) and (seen is not None or begun):
+            if known == key:
                 del _stores[place]
-                store = held
+                # It is the one that it was, or was not there yet. One that was used since is, or was deleted.
+                new = is_url(url) or mark is not None or held._native is None
+                if seen == mark if seen is not None else new:
+                    store = held
                 break
-        else:
+        if store is None:
             store = CheckpointStore(url, **{"threads": _share_of_cores(), **options})
         _stores.append((key, mark, store))
         del _stores[:-_MOST_STORES]
