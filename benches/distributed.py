@@ -170,9 +170,7 @@ class Bench:
 
     def preset(self, preset: str, store: Path) -> None:
         name = f"s4weights {preset}"
-        # PyTorch's storage overwrites its files, so that the memory disk needs no new pages.
-        anew = lambda: self.remove(store)  # noqa: E731
-        self.row(f"dcp.save, {name}, base", lambda: self.save(store, True), store, anew)
+        self.row(f"dcp.save, {name}, base", lambda: self.save(store, True), store)
         self.row(f"dcp.load, {name}", lambda: self.load(store))
         cut = resharded(self.state)
         self.row(f"dcp.load, {name}, resharded", lambda: self.load(store, cut))
@@ -180,12 +178,6 @@ class Bench:
         train = lambda: one_step(*self.trained)  # noqa: E731
         self.row(f"dcp.save, {name}, delta", lambda: self.save(store, False), store, train)
         self.row(f"dcp.load, {name}, delta", lambda: self.load(store))
-
-    def remove(self, store: Path) -> None:
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(store, ignore_errors=True)
-        dist.barrier()
 
     def load(self, store: Path, state: dict[str, Any] | None = None) -> None:
         into = self.state if state is None else state
