@@ -14,7 +14,8 @@ const SUBTREE: usize = 128 << 10;
 /// Hashes as [`blake3::Hasher`] does.
 #[derive(Default)]
 pub(crate) struct TreeHasher {
-    /// Left of the open subtree, from the left: of subtrees, of as many as each bit says that is set in their number.
+    /// Chaining values of what is left of the open subtree, merged as far as it goes: one for each bit that is set in
+    /// `count`, the largest first.
     complete: Vec<ChainingValue>,
     /// How many subtrees are complete.
     count: u64,

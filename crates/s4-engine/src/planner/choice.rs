@@ -76,6 +76,15 @@ impl Choice {
         Self { holds: HOLDS_ELSEWHERE, ..self }
     }
 
+    /// The same after it was made again, of a sample that takes so many bits: one of another distance is one of this distance
+    /// from now on.
+    pub(super) fn made_again(self, bits: u64) -> Self {
+        match self.holds {
+            HOLDS => self,
+            _ => Self { bits, holds: HOLDS, ..self },
+        }
+    }
+
     /// Whether the tensor is stored as a difference from a parent.
     pub fn is_delta(&self) -> bool {
         !matches!(self.way, Way::Direct | Way::Rank1)
@@ -99,5 +108,24 @@ impl Choice {
     /// Whether it may be made again of a sample that takes so many bits by it.
     pub(super) fn holds(&self, bits: u64) -> bool {
         bits.abs_diff(self.bits) <= self.bits / self.holds
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_choice_of_another_distance_is_one_of_this_once_it_was_made_again() {
+        let (way, layout, dtype) = (Way::Sub, LayoutId::FIELDS, DType::Float32);
+        let choice = Choice { way, layout, dtype, values: 1, bits: 800, alone: 2000, holds: HOLDS };
+        assert!(choice.holds(900) && choice.holds(700) && !choice.holds(901));
+        // The bits that it was made for stay, so that it does not drift.
+        assert_eq!(choice.made_again(900), choice);
+        let elsewhere = choice.at_other_distance();
+        assert!(elsewhere.holds(1000) && !elsewhere.holds(1001));
+        let here = elsewhere.made_again(1000);
+        assert_eq!(here, Choice { bits: 1000, ..choice });
+        assert!(here.holds(1125) && !here.holds(1126) && !here.holds(800));
     }
 }

@@ -50,7 +50,7 @@ impl CpuEngine {
         let mut from = Differences::of(sample);
         if let Some(choice) = known {
             match self.again(choice, about, &mut from, parent, offsets, scratch)? {
-                Again::Holds(plan) => return Ok(TensorPlan { choice: known, ..*plan }),
+                Again::Holds(plan) => return Ok(*plan),
                 Again::NoDifference => return alone(about, scratch),
                 Again::Differs => {}
             }
@@ -113,7 +113,9 @@ impl CpuEngine {
                 return Ok(Again::Differs);
             }
         }
-        Ok(Again::Holds(Box::new(again.plan(in_layout, parent)?)))
+        let known = choice.made_again(again.bits());
+        let plan = again.plan(in_layout, parent)?;
+        Ok(Again::Holds(Box::new(TensorPlan { choice: Some(known), ..plan })))
     }
 
     /// The cheapest difference of a sample from the parent's.

@@ -281,7 +281,7 @@ impl CpuEngine {
         }
         // Where what was chosen did not hold, less was looked at: the next time all is.
         let choice = match known {
-            Some(_) => known.filter(|choice| choice.holds(bits)),
+            Some(choice) => Some(choice.made_again(bits)).filter(|_| choice.holds(bits)),
             None => Choice::of(about, sample.values.len(), &plan.plan, (bits, bits)),
         };
         Ok(TensorPlan { choice, ..plan })

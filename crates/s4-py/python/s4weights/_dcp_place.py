@@ -117,9 +117,9 @@ def _shared_store(url: str, options: Mapping[str, Any]) -> CheckpointStore:
         for place, (known, seen, held) in enumerate(_stores):
             if known == key:
                 del _stores[place]
-                # It is the one that it was, or was not there yet. One that was used since is, or was deleted.
-                new = is_url(url) or mark is not None or held._native is None
-                if seen == mark if seen is not None else new:
+                # A folder that was not there before must be there now if the store was used: else it was deleted.
+                as_expected = is_url(url) or mark is not None or held._native is None
+                if seen == mark if seen is not None else as_expected:
                     store = held
                 break
         if store is None:
