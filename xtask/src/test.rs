@@ -92,13 +92,39 @@ fn rust(root: &Path, servers: &Servers) -> Result<String> {
     let mut tests = command(root);
     tests.envs(servers.environment());
     let (mut passed, mut suites) = (0, 0);
-    proc::run_seeing(&mut tests, |line| {
+    let mut failures = Failures::default();
+    let ran = proc::run_seeing(&mut tests, |line| {
+        failures.see(line);
         if let Some(count) = passed_tests(line) {
             passed += count;
             suites += usize::from(count > 0);
         }
-    })?;
+    });
+    if let Err(error) = ran {
+        // Hundreds of suites lie between a failure and the end of the output, where people look.
+        return Err(Error::new(format!("{error}\n{}", failures.said.join("\n"))));
+    }
     Ok(format!("{passed} Rust tests in {suites} suites"))
+}
+
+/// What the harness says of tests that failed, from its output line by line.
+#[derive(Default)]
+struct Failures {
+    said: Vec<String>,
+    within: bool,
+}
+
+impl Failures {
+    /// Lines of them that are kept.
+    const MOST: usize = 400;
+
+    fn see(&mut self, line: &str) {
+        self.within |= line == "failures:";
+        if self.within && self.said.len() < Self::MOST {
+            self.said.push(line.to_owned());
+        }
+        self.within &= !line.starts_with("test result: ");
+    }
 }
 
 fn python(root: &Path, servers: &Servers) -> Result<String> {
@@ -152,7 +178,26 @@ fn passed_tests(line: &str) -> Option<usize> {
 
 #[cfg(test)]
 mod tests {
-    use super::passed_tests;
+    use super::{Failures, passed_tests};
+
+    #[test]
+    fn what_failed_is_found_among_what_passed() {
+        let output = [
+            "test a ... ok",
+            "test b ... FAILED",
+            "",
+            "failures:",
+            "---- b stdout ----",
+            "why",
+            "failures:",
+            "    b",
+            "test result: FAILED. 1 passed; 1 failed",
+            "test c ... ok",
+        ];
+        let mut failures = Failures::default();
+        output.iter().for_each(|line| failures.see(line));
+        assert_eq!(failures.said, output[3..9]);
+    }
 
     #[test]
     fn counts_what_the_harness_reports() {
