@@ -2,14 +2,23 @@
 
 use std::collections::BTreeSet;
 
+use rayon::{ThreadPool, prelude::*};
 use s4_format::index::TensorKind;
 use s4_format::layout::Planes;
 use s4_format::manifest::ClosedCodec;
 use s4_format::{Digest, StreamEntry};
 
 use crate::error::{At, Result};
+use crate::hash::TreeHasher;
+use crate::options::thread_count;
+use crate::parallel::{pool, worth};
 use crate::reader::Reader;
 use crate::report::{Inspection, PlaneReport, TensorReport, Verification, plane_name};
+
+/// Bytes of an object that are in memory at a time.
+const WINDOW: u64 = 32 << 20;
+/// Bytes of a read: of a window several are on their way side by side.
+const READ: usize = 4 << 20;
 
 impl Reader {
     /// Reads the whole file and compares every hash and every checksum.
@@ -20,22 +29,7 @@ impl Reader {
         let mut out = Verification { tensors: self.named() as u64, ..Verification::default() };
         self.decode_all(&mut out.chunks)?;
         out.bytes = self.tensors().map(|t| t.bytes).sum();
-        for (number, object) in (0..).zip(&self.manifest.objects) {
-            let mut hasher = blake3::Hasher::new();
-            let mut at = 0;
-            let mut buffer = vec![0; (object.bytes as usize).min(8 << 20)];
-            while at < object.bytes {
-                let len = (object.bytes - at).min(buffer.len() as u64) as usize;
-                self.read_object(number, at, &mut buffer[..len])?;
-                hasher.update(&buffer[..len]);
-                at += len as u64;
-            }
-            if Digest(*hasher.finalize().as_bytes()) != object.blake3 {
-                let e = s4_format::Error::corrupt("hash of the chunks' bytes differs");
-                return Err(e.in_part("object")).at(&self.name);
-            }
-            out.hashes += 1;
-        }
+        out.hashes += self.verify_objects()?;
         for name in self.manifest.blobs.keys() {
             self.blob(name)?;
             out.hashes += 1;
@@ -43,6 +37,60 @@ impl Reader {
         // Manifest and tensor table were compared when the file was opened.
         out.hashes += 2;
         Ok(out)
+    }
+
+    /// Compares the hashes of the objects, by all threads; returns how many there are.
+    fn verify_objects(&self) -> Result<u64> {
+        let objects = &self.manifest.objects;
+        let most = objects.iter().map(|o| o.bytes).max().unwrap_or_default().min(WINDOW);
+        let pool = pool(worth(thread_count(self.options.threads), most >> 20))?;
+        let mut buffer = vec![];
+        for (number, object) in (0..).zip(objects) {
+            let mut hasher = TreeHasher::default();
+            let mut at = 0;
+            while at < object.bytes {
+                let len = (object.bytes - at).min(WINDOW);
+                let known = self.in_memory(number, at..at + len);
+                let bytes = match &known {
+                    Some(bytes) => &bytes[..],
+                    None => {
+                        if buffer.is_empty() {
+                            buffer = self.buffer(most)?;
+                        }
+                        let into = &mut buffer[..len as usize];
+                        self.read_window(number, at, into, pool.as_ref())?;
+                        into
+                    }
+                };
+                match &pool {
+                    Some(pool) => pool.install(|| hasher.update_in_pool(&[bytes])),
+                    None => hasher.update(bytes),
+                }
+                at += len;
+            }
+            if Digest(*hasher.finalize().as_bytes()) != object.blake3 {
+                let e = s4_format::Error::corrupt("hash of the chunks' bytes differs");
+                return Err(e.in_part("object")).at(&self.name);
+            }
+        }
+        Ok(objects.len() as u64)
+    }
+
+    /// Reads what an object has from `at` on, part by part, side by side in a pool.
+    fn read_window(
+        &self,
+        number: u32,
+        at: u64,
+        into: &mut [u8],
+        pool: Option<&ThreadPool>,
+    ) -> Result<()> {
+        let read =
+            |(i, part): (usize, &mut [u8])| self.read_object(number, at + (i * READ) as u64, part);
+        let mut parts = into.chunks_mut(READ).enumerate();
+        match pool {
+            Some(pool) => pool.install(|| parts.par_bridge().try_for_each(read)),
+            None => parts.try_for_each(read),
+        }
     }
 
     /// What is in the file. `planes`: also read the header of every chunk and add up its streams.
