@@ -1,11 +1,14 @@
 //! Planes cut into blocks with a size table (docs/codecs/blocks.md): the container of every bitstream
 //! that a GPU codes in batches of blocks.
 
+use std::any::Any;
+use std::fmt::Debug;
 use std::ops::Range;
 
-use s4_format::{Error, Result};
+use s4_format::{CodecId, Error, Result};
 
-use crate::codec::need;
+use crate::Workspace;
+use crate::codec::{Codec, Context, Encoded, Symbols, need, no_param};
 
 /// Bytes of a plane in each block of the open bitstreams; the last block may be shorter.
 pub const BLOCK: usize = 1 << 16;
@@ -136,6 +139,57 @@ pub(crate) fn read(
         decode(&src[stored], &mut dst[plane]).map_err(|e| e.at_offset(offset))?;
     }
     Ok(())
+}
+
+/// A codec whose streams are blocks of [`BLOCK`] bytes, each coded by itself, without a parameter.
+pub(crate) trait BlockCodec: Debug + Send + Sync {
+    /// The bitstream's id.
+    const ID: CodecId;
+    /// What is kept from stream to stream, such as a library's contexts.
+    type State: Any + Default + Send + Sync;
+
+    /// Bytes that a block of `len` bytes takes at most.
+    fn block_bound(len: usize) -> usize;
+
+    /// Encodes a block into the start of `dst`, which has as many bytes as its bound says; returns its size.
+    fn encode_block(&self, block: &[u8], dst: &mut [u8], state: &mut Self::State) -> Result<usize>;
+
+    /// Decodes a block, any bytes, into `dst`, which it fills.
+    fn decode_block(&self, block: &[u8], dst: &mut [u8], state: &mut Self::State) -> Result<()>;
+}
+
+impl<C: BlockCodec> Codec for C {
+    fn id(&self) -> CodecId {
+        C::ID
+    }
+
+    fn bound(&self, _: u8, len: usize) -> usize {
+        bound(len, BLOCK, C::block_bound)
+    }
+
+    fn encode(
+        &self,
+        symbols: &Symbols<'_>,
+        dst: &mut [u8],
+        work: &mut Workspace,
+    ) -> Result<Encoded> {
+        no_param(C::ID, symbols.context.param)?;
+        let state = work.state();
+        let encode = |block: &[u8], dst: &mut [u8]| self.encode_block(block, dst, state);
+        Ok(Encoded::of(write(symbols.bytes, dst, BLOCK, C::block_bound, encode)?))
+    }
+
+    fn decode(
+        &self,
+        ctx: Context<'_>,
+        src: &[u8],
+        dst: &mut [u8],
+        work: &mut Workspace,
+    ) -> Result<()> {
+        no_param(C::ID, ctx.param)?;
+        let state = work.state();
+        read(src, dst, |block, dst| self.decode_block(block, dst, state))
+    }
 }
 
 #[cfg(test)]

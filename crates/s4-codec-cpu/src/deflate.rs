@@ -3,9 +3,7 @@
 use flate2::{Compress, Compression, Decompress, FlushCompress, FlushDecompress, Status};
 use s4_format::{CodecId, Error, Result};
 
-use crate::Workspace;
-use crate::blocks::{self, BLOCK};
-use crate::codec::{Codec, Context, Encoded, Symbols, no_param};
+use crate::blocks::BlockCodec;
 
 /// Codec `deflate`: blocks of 64 KiB, each one stream of RFC 1951.
 #[derive(Debug, Clone, Copy)]
@@ -28,7 +26,7 @@ impl Default for Deflate {
 
 /// The library's states, which take longer to make than a block takes to code.
 #[derive(Default)]
-struct States {
+pub(crate) struct States {
     /// With its level.
     compress: Option<(u32, Compress)>,
     decompress: Option<Decompress>,
@@ -46,63 +44,38 @@ impl States {
     }
 }
 
-/// The longest stream of `len` bytes, with room for what the library may write beyond storing them.
-fn block_bound(len: usize) -> usize {
-    128 + len + len / 8
-}
+impl BlockCodec for Deflate {
+    const ID: CodecId = CodecId::DEFLATE;
+    type State = States;
 
-impl Codec for Deflate {
-    fn id(&self) -> CodecId {
-        CodecId::DEFLATE
+    /// With room for what the library may write beyond storing them.
+    fn block_bound(len: usize) -> usize {
+        128 + len + len / 8
     }
 
-    fn bound(&self, _: u8, len: usize) -> usize {
-        blocks::bound(len, BLOCK, block_bound)
+    fn encode_block(&self, block: &[u8], dst: &mut [u8], states: &mut States) -> Result<usize> {
+        let state = states.compress(self.level);
+        state.reset();
+        match state.compress(block, dst, FlushCompress::Finish) {
+            Ok(Status::StreamEnd) => Ok(state.total_out() as usize),
+            other => Err(Error::limit(format!("deflate: {other:?}"))),
+        }
     }
 
-    fn encode(
-        &self,
-        symbols: &Symbols<'_>,
-        dst: &mut [u8],
-        work: &mut Workspace,
-    ) -> Result<Encoded> {
-        no_param(self.id(), symbols.context.param)?;
-        let state = work.state::<States>().compress(self.level);
-        let len = blocks::write(symbols.bytes, dst, BLOCK, block_bound, |block, dst| {
-            state.reset();
-            match state.compress(block, dst, FlushCompress::Finish) {
-                Ok(Status::StreamEnd) => Ok(state.total_out() as usize),
-                other => Err(Error::limit(format!("deflate: {other:?}"))),
-            }
-        })?;
-        Ok(Encoded::of(len))
-    }
-
-    fn decode(
-        &self,
-        ctx: Context<'_>,
-        src: &[u8],
-        dst: &mut [u8],
-        work: &mut Workspace,
-    ) -> Result<()> {
-        no_param(self.id(), ctx.param)?;
-        let state = work.state::<States>().decompress();
-        blocks::read(src, dst, |block, dst| {
-            state.reset(false);
-            let status = state
-                .decompress(block, dst, FlushDecompress::Finish)
-                .map_err(|e| Error::corrupt(format!("deflate: {e}")))?;
-            let (used, written) = (state.total_in() as usize, state.total_out() as usize);
-            if status != Status::StreamEnd || written != dst.len() {
-                return Err(Error::corrupt(format!("deflate block without {} bytes", dst.len())));
-            }
-            if used != block.len() {
-                return Err(Error::corrupt(format!(
-                    "{} bytes after the block",
-                    block.len() - used
-                )));
-            }
-            Ok(())
-        })
+    fn decode_block(&self, block: &[u8], dst: &mut [u8], states: &mut States) -> Result<()> {
+        let state = states.decompress();
+        state.reset(false);
+        let status = state
+            .decompress(block, dst, FlushDecompress::Finish)
+            .map_err(|e| Error::corrupt(format!("deflate: {e}")))?;
+        let (used, written) = (state.total_in() as usize, state.total_out() as usize);
+        if status != Status::StreamEnd || written != dst.len() {
+            return Err(Error::corrupt(format!("deflate block without {} bytes", dst.len())));
+        }
+        if used != block.len() {
+            let behind = block.len() - used;
+            return Err(Error::corrupt(format!("{behind} bytes after the block")));
+        }
+        Ok(())
     }
 }

@@ -3,64 +3,43 @@
 use s4_format::{CodecId, Error, Result};
 use snap::raw::{Decoder, Encoder, decompress_len, max_compress_len};
 
-use crate::Workspace;
-use crate::blocks::{self, BLOCK};
-use crate::codec::{Codec, Context, Encoded, Symbols, no_param};
+use crate::blocks::BlockCodec;
 
-/// The library's encoder, with tables that take longer to make than a block takes to code.
+/// The library's states; that of the encoder has tables that take longer to make than a block takes to code.
 #[derive(Default)]
-struct State(Option<Encoder>);
+pub(crate) struct States {
+    encoder: Option<Encoder>,
+    decoder: Decoder,
+}
 
 /// Codec `snappy`: blocks of 64 KiB, each one raw Snappy stream.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Snappy;
 
-impl Codec for Snappy {
-    fn id(&self) -> CodecId {
-        CodecId::SNAPPY
+impl BlockCodec for Snappy {
+    const ID: CodecId = CodecId::SNAPPY;
+    type State = States;
+
+    fn block_bound(len: usize) -> usize {
+        max_compress_len(len)
     }
 
-    fn bound(&self, _: u8, len: usize) -> usize {
-        blocks::bound(len, BLOCK, max_compress_len)
+    fn encode_block(&self, block: &[u8], dst: &mut [u8], states: &mut States) -> Result<usize> {
+        let encoder = states.encoder.get_or_insert_with(Encoder::new);
+        encoder.compress(block, dst).map_err(|e| Error::limit(format!("snappy: {e}")))
     }
 
-    fn encode(
-        &self,
-        symbols: &Symbols<'_>,
-        dst: &mut [u8],
-        work: &mut Workspace,
-    ) -> Result<Encoded> {
-        no_param(self.id(), symbols.context.param)?;
-        let state = work.state::<State>().0.get_or_insert_with(Encoder::new);
-        let len = blocks::write(symbols.bytes, dst, BLOCK, max_compress_len, |block, dst| {
-            state.compress(block, dst).map_err(|e| Error::limit(format!("snappy: {e}")))
-        })?;
-        Ok(Encoded::of(len))
-    }
-
-    fn decode(
-        &self,
-        ctx: Context<'_>,
-        src: &[u8],
-        dst: &mut [u8],
-        _: &mut Workspace,
-    ) -> Result<()> {
-        no_param(self.id(), ctx.param)?;
-        let mut state = Decoder::new();
+    fn decode_block(&self, block: &[u8], dst: &mut [u8], states: &mut States) -> Result<()> {
         let bad = |e: snap::Error| Error::corrupt(format!("snappy: {e}"));
-        blocks::read(src, dst, |block, dst| {
-            let says = decompress_len(block).map_err(bad)?;
-            if says != dst.len() {
-                return Err(Error::corrupt(format!(
-                    "snappy block of {says} bytes for {}",
-                    dst.len()
-                )));
-            }
-            let len = state.decompress(block, dst).map_err(bad)?;
-            if len != dst.len() {
-                return Err(Error::corrupt(format!("snappy: {len} of {says} bytes")));
-            }
-            Ok(())
-        })
+        let says = decompress_len(block).map_err(bad)?;
+        if says != dst.len() {
+            let what = format!("snappy block of {says} bytes for {}", dst.len());
+            return Err(Error::corrupt(what));
+        }
+        let len = states.decoder.decompress(block, dst).map_err(bad)?;
+        if len != dst.len() {
+            return Err(Error::corrupt(format!("snappy: {len} of {says} bytes")));
+        }
+        Ok(())
     }
 }

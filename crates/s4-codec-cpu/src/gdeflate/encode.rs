@@ -11,7 +11,7 @@ use super::matches::Item;
 /// Most bytes in one stored block.
 const MAX_STORED: usize = 0xffff;
 
-/// Encodes one page into `dst`, which has at least [`super::page_bound`] bytes; `items`, if there
+/// Encodes one page into `dst`, which has at least `Gdeflate::block_bound` bytes; `items`, if there
 /// are any, spell `src` with matches. Returns its size.
 pub(super) fn page(src: &[u8], items: &[Item], dst: &mut [u8]) -> usize {
     let mut writer = LaneWriter::new(dst);

@@ -9,9 +9,7 @@ mod matches;
 
 use s4_format::{CodecId, Result};
 
-use crate::Workspace;
-use crate::blocks::{self, BLOCK};
-use crate::codec::{Codec, Context, Encoded, Symbols, no_param};
+use crate::blocks::BlockCodec;
 
 /// Lanes of a page.
 const LANES: usize = 32;
@@ -35,38 +33,21 @@ impl Gdeflate {
     }
 }
 
-/// The longest page of `len` bytes: nothing is coded in more bits than it takes to store it, and
-/// each lane may end with nearly two words unused.
-fn page_bound(len: usize) -> usize {
-    len + 8 * LANES + 8
-}
+impl BlockCodec for Gdeflate {
+    const ID: CodecId = CodecId::GDEFLATE;
+    type State = ();
 
-impl Codec for Gdeflate {
-    fn id(&self) -> CodecId {
-        CodecId::GDEFLATE
+    /// Nothing is coded in more bits than it takes to store it, and each lane may end with nearly two words unused.
+    fn block_bound(len: usize) -> usize {
+        len + 8 * LANES + 8
     }
 
-    fn bound(&self, _: u8, len: usize) -> usize {
-        blocks::bound(len, BLOCK, page_bound)
+    fn encode_block(&self, page: &[u8], dst: &mut [u8], (): &mut ()) -> Result<usize> {
+        let items = if self.matches { matches::find(page) } else { Vec::new() };
+        Ok(encode::page(page, &items, dst))
     }
 
-    fn encode(&self, symbols: &Symbols<'_>, dst: &mut [u8], _: &mut Workspace) -> Result<Encoded> {
-        no_param(self.id(), symbols.context.param)?;
-        let len = blocks::write(symbols.bytes, dst, BLOCK, page_bound, |page, dst| {
-            let items = if self.matches { matches::find(page) } else { Vec::new() };
-            Ok(encode::page(page, &items, dst))
-        })?;
-        Ok(Encoded::of(len))
-    }
-
-    fn decode(
-        &self,
-        ctx: Context<'_>,
-        src: &[u8],
-        dst: &mut [u8],
-        _: &mut Workspace,
-    ) -> Result<()> {
-        no_param(self.id(), ctx.param)?;
-        blocks::read(src, dst, decode::page)
+    fn decode_block(&self, page: &[u8], dst: &mut [u8], (): &mut ()) -> Result<()> {
+        decode::page(page, dst)
     }
 }
