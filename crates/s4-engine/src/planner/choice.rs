@@ -1,8 +1,13 @@
 //! What was chosen for a tensor before: to choose again is then to see whether it still is as good.
 
-use s4_format::{DType, LayoutId, Plan, PredictorId, ResidualId};
+use s4_format::layout::MAX_PLANES;
+use s4_format::side::SideKind;
+use s4_format::{DType, LayoutId, PredictorId, ResidualId};
+use s4_predict::Update;
 
 use super::About;
+use super::coding::{KnownPlane, PlannedPlane};
+use crate::TensorPlan;
 
 /// A choice holds while what it costs differs from what it did by less than this part: 8 means one in 8.
 const HOLDS: u64 = 8;
@@ -43,19 +48,29 @@ pub struct Choice {
     /// Bits of the sample, and of it without a parent.
     bits: u64,
     alone: u64,
+    /// Of planes whose symbols have contexts.
+    planes: [Option<KnownPlane>; MAX_PLANES],
+    /// Of [`Way::Update`].
+    update: Option<Update>,
     /// It holds within this part of its bits.
     holds: u64,
 }
 
+/// What is known of the planes of a plan.
+pub(super) fn known_planes(planes: &[PlannedPlane]) -> [Option<KnownPlane>; MAX_PLANES] {
+    std::array::from_fn(|i| planes.get(i)?.known)
+}
+
 impl Choice {
-    /// Records a plan, and the estimated bits of the sample by it and without a parent. `None` if the sample is the whole
-    /// tensor: such plans are compared by encoding it.
+    /// Records a plan, what was found of its planes, and the estimated bits of the sample by it and without a parent.
+    /// `None` if the sample is the whole tensor: such plans are compared by encoding it.
     pub(super) fn of(
         about: &About<'_>,
         sampled: usize,
-        plan: &Plan,
+        (planned, planes): (&TensorPlan, [Option<KnownPlane>; MAX_PLANES]),
         (bits, alone): (u64, u64),
     ) -> Option<Self> {
+        let plan = &planned.plan;
         let way = match (plan.predictor, plan.residual) {
             (PredictorId::RANK1, _) => Way::Rank1,
             (PredictorId::BLEND, _) => Way::Blend,
@@ -66,23 +81,42 @@ impl Choice {
             _ => Way::Direct,
         };
         let (dtype, values, layout) = (about.dtype, about.values(), plan.layout);
-        let choice = Self { way, layout, dtype, values, bits, alone, holds: HOLDS };
+        let update = match way {
+            Way::Update => Update::parse(planned.side.get(SideKind::CONTEXTS)).ok(),
+            _ => None,
+        };
+        let holds = HOLDS;
+        let choice = Self { way, layout, dtype, values, bits, alone, planes, update, holds };
         (sampled < about.bytes).then_some(choice)
     }
 
     /// The same for another distance to the parent: what a difference takes depends on it more than which way is best.
     #[must_use]
     pub fn at_other_distance(self) -> Self {
-        Self { holds: HOLDS_ELSEWHERE, ..self }
+        Self { planes: [None; MAX_PLANES], update: None, holds: HOLDS_ELSEWHERE, ..self }
     }
 
-    /// The same after it was made again, of a sample that takes so many bits: one of another distance is one of this distance
-    /// from now on.
-    pub(super) fn made_again(self, bits: u64) -> Self {
+    /// The same after it was made again, as another plan is: one of another distance is what that says from now on.
+    pub(super) fn made_again(self, now: Option<Self>) -> Option<Self> {
         match self.holds {
-            HOLDS => self,
-            _ => Self { bits, holds: HOLDS, ..self },
+            HOLDS => Some(self),
+            _ => now.map(|now| Self { alone: self.alone, ..now }),
         }
+    }
+
+    /// What is known of a plane whose symbols have contexts.
+    pub(super) fn plane(&self, number: usize) -> Option<KnownPlane> {
+        self.planes.get(number).copied().flatten()
+    }
+
+    /// Whether what was found of planes is what is known of them.
+    pub(super) fn planes_are(&self, planes: &[PlannedPlane]) -> bool {
+        known_planes(planes) == self.planes
+    }
+
+    /// How the contexts of [`Way::Update`] are told.
+    pub(super) fn update(&self) -> Option<Update> {
+        self.update
     }
 
     /// Whether the tensor is stored as a difference from a parent.
@@ -118,13 +152,17 @@ mod tests {
     #[test]
     fn a_choice_of_another_distance_is_one_of_this_once_it_was_made_again() {
         let (way, layout, dtype) = (Way::Sub, LayoutId::FIELDS, DType::Float32);
-        let choice = Choice { way, layout, dtype, values: 1, bits: 800, alone: 2000, holds: HOLDS };
+        let (planes, holds) = ([None; MAX_PLANES], HOLDS);
+        let (values, bits, alone, update) = (1, 800, 2000, None);
+        let choice = Choice { way, layout, dtype, values, bits, alone, planes, update, holds };
         assert!(choice.holds(900) && choice.holds(700) && !choice.holds(901));
         // The bits that it was made for stay, so that it does not drift.
-        assert_eq!(choice.made_again(900), choice);
+        let now = Choice { bits: 900, ..choice };
+        assert_eq!(choice.made_again(Some(now)), Some(choice));
         let elsewhere = choice.at_other_distance();
         assert!(elsewhere.holds(1000) && !elsewhere.holds(1001));
-        let here = elsewhere.made_again(1000);
+        let now = Choice { bits: 1000, alone: 0, ..choice };
+        let here = elsewhere.made_again(Some(now)).unwrap();
         assert_eq!(here, Choice { bits: 1000, ..choice });
         assert!(here.holds(1125) && !here.holds(1126) && !here.holds(800));
     }

@@ -19,6 +19,9 @@ const SURE_NOISE: u64 = 256;
 /// Parts of a sample that are counted by themselves.
 const PARTS: usize = 8;
 
+/// What was found of a plane is true of it while its entropy differs from what it was by less than this part.
+const ALIKE_ENTROPY: u64 = 128;
+
 /// Units of a symbol that was seen once, where means of counts are taken.
 const SMOOTH: u64 = 64;
 
@@ -43,6 +46,44 @@ pub(super) struct PlannedPlane {
     /// Whether there are contexts that are not used.
     pub(super) one_table: bool,
     pub(super) noise: bool,
+    /// Of symbols with contexts.
+    pub(super) known: Option<KnownPlane>,
+}
+
+/// What a plane is coded by whose symbols have contexts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Tables {
+    /// None: it is noise.
+    None,
+    /// One, whatever the contexts.
+    One,
+    /// One for each context.
+    Several,
+}
+
+/// What was found of such a plane in a sample.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct KnownPlane {
+    tables: Tables,
+    /// Those of all contexts, in bits: quickly found.
+    entropies: u64,
+    /// With what tables add.
+    bits: u64,
+}
+
+impl KnownPlane {
+    /// Whether it may be coded so again.
+    fn holds(&self, entropies: u64) -> bool {
+        entropies.abs_diff(self.entropies) <= self.entropies / ALIKE_ENTROPY
+    }
+
+    /// What it takes then: tables add as much as they did.
+    fn bits_of(&self, entropies: u64) -> u64 {
+        match self.tables {
+            Tables::None => self.bits,
+            _ => (self.bits + entropies).saturating_sub(self.entropies),
+        }
+    }
 }
 
 /// How often each symbol of a plane occurs.
@@ -121,63 +162,87 @@ pub(super) fn choose(
     };
     let noise = cost == 8 * plane.len() as u64;
     let counts = vec![counts.clone()];
-    (PlannedPlane { coding, counts, one_table: false, noise }, cost, table)
+    (PlannedPlane { coding, counts, one_table: false, noise, known: None }, cost, table)
 }
 
 /// As [`choose`], with the contexts of the symbols. A tensor of so many values keeps the tables once. `smooth`: symbols
 /// that are so far apart are about as frequent, if both are large; and one table may lose so many bits, which is faster.
+/// `shared`: whether chunks share the tables. `known`: what was found of the same plane before, which is compared with
+/// nothing else as long as its entropy is about what it was.
 pub(super) fn choose_in_context(
-    plane: &[u8],
-    contexts: &[u8],
+    (plane, contexts): (&[u8], &[u8]),
     dense: bool,
-    (values, smooth): (u64, Option<(usize, u64)>),
+    values: u64,
+    (smooth, shared): (Option<(usize, u64)>, bool),
+    known: Option<KnownPlane>,
 ) -> (PlannedPlane, u64) {
     let (raw, noise) = noise(plane, dense);
-    let mut seen = counts_of(plane, contexts);
-    let as_noise = |counts| {
-        let noise_planned = raw == 8 * plane.len() as u64;
-        (PlannedPlane { coding: noise, counts, one_table: false, noise: noise_planned }, raw)
-    };
-    // Tables cost most of the time, and none makes noise smaller.
+    let seen = counts_of(plane, contexts);
     let entropies = seen.iter().map(entropy).sum::<u64>();
+    let known = known.filter(|known| known.holds(entropies));
+    let planned = |tables, bits, counts| {
+        let noise_planned = tables == Tables::None && raw == 8 * plane.len() as u64;
+        let coding = if tables == Tables::None { noise } else { PlaneCoding::RANS8 };
+        let one_table = tables == Tables::One;
+        let known = Some(known.unwrap_or(KnownPlane { tables, entropies, bits }));
+        (PlannedPlane { coding, counts, one_table, noise: noise_planned, known }, bits)
+    };
+    let as_noise = |counts| planned(Tables::None, raw, counts);
+    // Tables cost most of the time, and none makes noise smaller.
     if !is_worth(entropies + seen.iter().map(unseen).sum::<u64>(), raw) {
         return as_noise(seen);
+    }
+    let all = || {
+        let mut all = Counts::new();
+        seen.iter().for_each(|c| all.add(c));
+        all
+    };
+    // Chunks have no other tables than the tensor's then, which must do for any context.
+    let smoothed_each = |alike| -> Vec<_> {
+        let each = (0..MAX_TABLES).map(|i| seen.get(i).map(|c| smoothed(c, alike)));
+        each.map(Option::unwrap_or_default).collect()
+    };
+    if let Some(known) = known {
+        let counts = match (known.tables, smooth) {
+            (Tables::One, Some((alike, _))) if shared => vec![smoothed(&all(), alike)],
+            (Tables::Several, Some((alike, _))) if shared => smoothed_each(alike),
+            (Tables::One, _) => vec![all()],
+            _ => seen,
+        };
+        return planned(known.tables, known.bits_of(entropies), counts);
     }
     let bits = |counts: &Counts, expected: &Counts| {
         let (bits, table) = cost_with(counts, expected, Precision::P8);
         let unseen = if smooth.is_some() { 0 } else { unseen(counts) };
         bits + 8 * table as u64 * plane.len() as u64 / values.max(1) + unseen
     };
-    let (cost, counts, one_table) = match smooth {
+    let (tables, cost, counts) = match smooth {
         None => {
             let cost = seen.iter().filter(|c| c.total() > 0).map(|c| bits(c, c)).sum();
-            (cost, seen, false)
+            (Tables::Several, cost, seen)
         }
         Some((alike, may_lose)) => {
-            let mut all = Counts::new();
-            seen.iter().for_each(|c| all.add(c));
+            let all = all();
             let single = smoothed(&all, alike);
             let of_single = bits(&all, &single);
             // What several tables must take less than; none takes less than the entropy.
             let enough = of_single.saturating_sub(may_lose);
             let (mut cost, mut expected) = (entropies, vec![]);
             if entropies < enough {
-                // Chunks have no other tables than the tensor's, which must do for any context.
-                seen.resize(MAX_TABLES, Counts::new());
-                expected.extend(seen.iter().map(|c| smoothed(c, alike)));
+                expected = smoothed_each(alike);
                 let each = seen.iter().zip(&expected).filter(|(c, _)| c.total() > 0);
                 cost = each.map(|(c, expected)| bits(c, expected)).sum();
             }
             match cost < enough {
-                true => (cost, expected, false),
-                false => (of_single, vec![single], true),
+                true => (Tables::Several, cost, expected),
+                false => (Tables::One, of_single, vec![single]),
             }
         }
     };
     if !is_worth(cost, raw) {
         return as_noise(counts);
     }
-    (PlannedPlane { coding: PlaneCoding::RANS8, counts, one_table, noise: false }, cost)
+    planned(tables, cost, counts)
 }
 
 /// The bits of a plane, of a sample of so many values, if each chunk of the tensor has tables of its own. That is how chunks

@@ -5,7 +5,7 @@ use s4_format::side::{Side, SideKind};
 use s4_format::{ContextsId, Error, Plan, ResidualId, Result};
 use s4_predict::{ContextModel, Exponents, Tensor, Update, Updates, exponent};
 
-use super::choice::{Choice, Way};
+use super::choice::{Choice, Way, known_planes};
 use super::layout::{Candidate, Counted, Of};
 use super::{About, MomentSample, PLAN_BITS, ParentSample, Sample, allowed, are_same, finish};
 use crate::scratch::width_of;
@@ -71,10 +71,10 @@ impl CpuEngine {
             let choice = plan.choice.filter(|_| all);
             return Ok(TensorPlan { choice, ..plan });
         };
-        let bits = delta.bits();
+        let (bits, planes) = (delta.bits(), known_planes(&delta.best.planes));
         let plan = delta.plan(about, parent)?;
         let Some(small) = small.filter(|_| plan.plan.residual != ResidualId::XOR) else {
-            let choice = Choice::of(about, sampled, &plan.plan, (bits, least));
+            let choice = Choice::of(about, sampled, (&plan, planes), (bits, least));
             return Ok(TensorPlan { choice: choice.filter(|_| all), ..plan });
         };
         let fast = About { preset: Preset::Fast, ..*about };
@@ -94,28 +94,29 @@ impl CpuEngine {
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
     ) -> Result<Again> {
-        let in_layout = &about.in_layout(choice.layout);
+        let again = &about.again(choice);
         let way = if choice.is_delta() { choice.way } else { Way::Xor };
-        let again = self.by_way(way, in_layout, from, parent, offsets, scratch)?;
+        let made = self.by_way(way, again, from, parent, offsets, scratch)?;
         if !choice.is_delta() {
             // If the tensor changes less than it did, a difference may be worth it now.
-            let less = again.is_some_and(|again| choice.exceeds(again.bits()));
+            let less = made.is_some_and(|made| choice.exceeds(made.bits()));
             return Ok(if less { Again::Differs } else { Again::NoDifference });
         }
-        let Some(again) = again.filter(|again| choice.holds(again.bits())) else {
+        let Some(made) = made.filter(|made| choice.holds(made.bits())) else {
             return Ok(Again::Differs);
         };
         // Of what saves little, the values by themselves are looked at, too.
-        if !choice.exceeds(again.bits()) {
+        if !choice.exceeds(made.bits()) {
             let about = &about.without_choice();
             let alone = self.alone(about, &from.sample, offsets, scratch)?.0;
-            if alone.is_some_and(|alone| !from.is_worth(about, alone.bits, again.bits())) {
+            if alone.is_some_and(|alone| !from.is_worth(about, alone.bits, made.bits())) {
                 return Ok(Again::Differs);
             }
         }
-        let known = choice.made_again(again.bits());
-        let plan = again.plan(in_layout, parent)?;
-        Ok(Again::Holds(Box::new(TensorPlan { choice: Some(known), ..plan })))
+        let (bits, planes) = (made.bits(), known_planes(&made.best.planes));
+        let plan = made.plan(again, parent)?;
+        let now = Choice::of(about, from.sample.values.len(), (&plan, planes), (bits, bits));
+        Ok(Again::Holds(Box::new(TensorPlan { choice: choice.made_again(now), ..plan })))
     }
 
     /// The cheapest difference of a sample from the parent's.
@@ -190,10 +191,18 @@ impl CpuEngine {
                 let Some(moments) = &parent.moments else { return Ok(None) };
                 // These are turned as the moments say: nothing else is made of them after that.
                 let mut turned = std::mem::take(&mut from.ordered);
-                let update = self.fit_update(dtype, parent.values, moments, &mut turned)?;
-                let Some(update) = update else { return Ok(None) };
+                let Some(turn) = self.turn(dtype, moments, &mut turned)? else { return Ok(None) };
                 let given = (parent.values, moments);
-                (self.in_updates(about, &turned, given, update, scratch)?, update.to_bytes())
+                if let Some(choice) = about.again
+                    && let Some(known) = choice.update().filter(|u| u.moments == turn.moments)
+                    && let Some(best) = self.in_updates(about, &turned, given, known, scratch)?
+                    && choice.planes_are(&best.planes)
+                {
+                    (Some(best), known.to_bytes())
+                } else {
+                    let update = self.fit_update(turn, (dtype, parent.values), moments, &turned)?;
+                    (self.in_updates(about, &turned, given, update, scratch)?, update.to_bytes())
+                }
             }
             Way::Blend if allowed.blend => {
                 let Some(offsets) = offsets else { return Ok(None) };

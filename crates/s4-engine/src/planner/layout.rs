@@ -116,11 +116,11 @@ impl CpuEngine {
         scratch: &mut Scratch,
     ) -> Result<Option<Candidate>> {
         let dtype = about.dtype;
-        let tried = match of {
+        let tried = match (&about.again, of) {
             _ if values.is_empty() => &[],
-            _ if about.layout.is_some() => about.layout.as_slice(),
-            Of::InContext { .. } => IN_CONTEXT,
-            _ => layouts(dtype),
+            (Some(again), _) => std::slice::from_ref(&again.layout),
+            (None, Of::InContext { .. }) => IN_CONTEXT,
+            (None, _) => layouts(dtype),
         };
         // `fast` writes what its golden files hold.
         let small = allowed(about.preset).rank1;
@@ -202,8 +202,10 @@ impl CpuEngine {
                     let alike = if i + 1 == planes { 2 } else { 1 };
                     let smooth =
                         (layout == LayoutId::BYTES).then_some((alike, all / CONTEXTS_LOSS));
+                    let known = about.again.and_then(|choice| choice.plane(i));
+                    let tables = (smooth, about.shares_tables());
                     let (planned, cost) =
-                        choose_in_context(plane, &contexts, dense, (values, smooth));
+                        choose_in_context((plane, &contexts), dense, values, tables, known);
                     // The tables of contexts are in the cost.
                     (planned, cost, 0)
                 }

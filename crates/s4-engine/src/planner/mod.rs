@@ -24,7 +24,7 @@ mod update;
 
 pub use blend::expected_of;
 pub use choice::Choice;
-use choice::Way;
+use choice::{Way, known_planes};
 use coding::precision;
 use layout::{Candidate, Counted, Of};
 use sample::gather;
@@ -127,8 +127,8 @@ pub(crate) struct About<'a> {
     pub(crate) role: Option<RoleKind>,
     /// What was chosen before, if it was for such a tensor.
     pub(crate) choice: Option<Choice>,
-    /// The one layout that is looked at; `None`: all of them.
-    pub(crate) layout: Option<LayoutId>,
+    /// The choice that is made again, in whose layout alone the values are looked at.
+    again: Option<Choice>,
 }
 
 impl<'a> About<'a> {
@@ -139,13 +139,13 @@ impl<'a> About<'a> {
         role: Option<RoleKind>,
         choice: Option<Choice>,
     ) -> Self {
-        let about = Self { preset, dtype, shape, bytes, role, choice: None, layout: None };
+        let about = Self { preset, dtype, shape, bytes, role, choice: None, again: None };
         Self { choice: choice.filter(|choice| choice.fits(&about)), ..about }
     }
 
-    /// The same, of which one layout is looked at.
-    fn in_layout(self, layout: LayoutId) -> Self {
-        Self { choice: None, layout: Some(layout), ..self }
+    /// The same, for which a choice is made again.
+    fn again(self, choice: Choice) -> Self {
+        Self { choice: None, again: Some(choice), ..self }
     }
 
     /// The same, of which nothing is known.
@@ -166,6 +166,11 @@ impl About<'_> {
     /// Values in each run of a sample.
     fn run(&self) -> u64 {
         sample::probe(self.values())
+    }
+
+    /// Whether its chunks share tables.
+    fn shares_tables(&self) -> bool {
+        self.values() > 1 << chunk_log2(self.dtype)
     }
 
     /// Whether row and column offsets may be worth it: not for weights.
@@ -269,6 +274,8 @@ impl CpuEngine {
     ) -> Result<TensorPlan> {
         let known = about.choice;
         let bits = best.as_ref().map_or(0, |best| best.bits);
+        let planes = best.as_ref().map_or(&[][..], |best| &best.planes);
+        let planes = known_planes(planes);
         let side = offsets.filter(|_| by_offsets).map(|side| (SideKind::OFFSETS, side));
         let plan = finish(about, best, if by_offsets { Plan::rank1 } else { Plan::direct }, side)?;
         let is_all = sample.values.len() == about.bytes;
@@ -280,9 +287,10 @@ impl CpuEngine {
             });
         }
         // Where what was chosen did not hold, less was looked at: the next time all is.
+        let now = Choice::of(about, sample.values.len(), (&plan, planes), (bits, bits));
         let choice = match known {
-            Some(choice) => Some(choice.made_again(bits)).filter(|_| choice.holds(bits)),
-            None => Choice::of(about, sample.values.len(), &plan.plan, (bits, bits)),
+            Some(choice) => choice.made_again(now).filter(|_| choice.holds(bits)),
+            None => now,
         };
         Ok(TensorPlan { choice, ..plan })
     }
@@ -297,7 +305,7 @@ impl CpuEngine {
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
     ) -> Result<Option<(Option<Candidate>, bool)>> {
-        let about = &about.in_layout(choice.layout);
+        let about = &about.again(choice);
         let best = match (choice.way, offsets) {
             (Way::Direct, _) => {
                 let values = (&sample.values[..], &mut Counted::default());
@@ -421,11 +429,10 @@ fn finish(
 ) -> Result<TensorPlan> {
     let (layout, planes) = best.map_or((LayoutId::WHOLE, vec![]), |b| (b.layout, b.planes));
     let chunk_log2 = chunk_log2(about.dtype);
-    let several = about.values() > 1 << chunk_log2;
     let one_table = (0u8..).zip(&planes).filter(|(_, plane)| plane.one_table);
     let one_table = one_table.fold(0, |bits, (i, _)| bits | 1 << i);
     let shared = planes.iter().map(|plane| match precision(plane.coding) {
-        Some(p) if several => write_tables(&shared_tables(&plane.counts, p)),
+        Some(p) if about.shares_tables() => write_tables(&shared_tables(&plane.counts, p)),
         _ => vec![],
     });
     let mut side = Side::default();

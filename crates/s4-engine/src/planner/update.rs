@@ -6,6 +6,7 @@ use s4_planes::Width;
 use s4_predict::update::{Update, float_bits};
 
 use crate::CpuEngine;
+use crate::scratch::width_of;
 
 /// Values of the sample that are looked at, at most.
 const LOOKED_AT: usize = 2048;
@@ -30,24 +31,43 @@ pub struct MomentSample<'a> {
 }
 
 impl CpuEngine {
-    /// How the contexts of differences from a parent's values, of `dtype`, are told best, and the differences negated as
-    /// these moments say. `None`: they cannot be told.
+    /// Negates differences from a parent's values, of `dtype`, as moments say. `None`: nothing can be told by these.
+    ///
+    /// # Errors
+    /// `Corrupt` if there are not as many values of each.
+    pub(super) fn turn(
+        &self,
+        dtype: DType,
+        moments: &[MomentSample<'_>; 2],
+        differences: &mut [u8],
+    ) -> Result<Option<Update>> {
+        let dtypes = moments.each_ref().map(|m| m.dtype);
+        if [dtype, dtypes[0], dtypes[1]].into_iter().any(|dtype| float_bits(dtype).is_none()) {
+            return Ok(None);
+        }
+        let update = Update { floor: i16::MIN, offset: 0, moments: dtypes };
+        update.turn(
+            self.kernels,
+            width_of(dtype.value_width())?,
+            differences,
+            moments[0].values,
+        )?;
+        Ok(Some(update))
+    }
+
+    /// How the contexts of such differences, negated as these moments say, are told best.
     ///
     /// # Errors
     /// `Corrupt` if there are not as many values of each.
     pub(super) fn fit_update(
         &self,
-        dtype: DType,
-        parent: &[u8],
+        update: Update,
+        (dtype, parent): (DType, &[u8]),
         moments: &[MomentSample<'_>; 2],
-        differences: &mut [u8],
-    ) -> Result<Option<Update>> {
-        let dtypes = moments.each_ref().map(|m| m.dtype);
-        let update = Update { floor: i16::MIN, offset: 0, moments: dtypes };
-        let bits = [dtype, dtypes[0], dtypes[1]].map(float_bits);
-        let [Some(_), Some(_), Some(_)] = bits else { return Ok(None) };
-        let width = crate::scratch::width_of(dtype.value_width())?;
-        update.turn(self.kernels, width, differences, moments[0].values)?;
+        differences: &[u8],
+    ) -> Result<Update> {
+        let width = width_of(dtype.value_width())?;
+        let bits = [dtype, update.moments[0], update.moments[1]].map(float_bits);
         let mut sizes = [vec![], vec![], vec![]];
         let values = [parent, moments[0].values, moments[1].values];
         for ((sizes, bits), values) in sizes.iter_mut().zip(bits.into_iter().flatten()).zip(values)
@@ -58,7 +78,7 @@ impl CpuEngine {
             }
             self.kernels.float_sizes(bits, values, sizes);
         }
-        Ok(Some(cheapest(update, &Looked::at(sizes, width, differences))))
+        Ok(cheapest(update, &Looked::at(sizes, width, differences)))
     }
 }
 
