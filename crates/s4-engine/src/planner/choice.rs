@@ -13,6 +13,9 @@ use crate::TensorPlan;
 const HOLDS: u64 = 8;
 /// The same at another distance to the parent.
 const HOLDS_ELSEWHERE: u64 = 4;
+/// What was found of a plane is true of it while its entropy differs from what it was by less than this part of the bits of
+/// all planes.
+const PLANE_HOLDS: u64 = 128;
 /// A remembered difference is used again without a look at the values by themselves if it saves at least this part of what
 /// they took.
 const SURE_GAIN: u64 = 64;
@@ -104,9 +107,9 @@ impl Choice {
         }
     }
 
-    /// What is known of a plane whose symbols have contexts.
-    pub(super) fn plane(&self, number: usize) -> Option<KnownPlane> {
-        self.planes.get(number).copied().flatten()
+    /// What is known of a plane whose symbols have contexts, and how many bits it may differ by.
+    pub(super) fn plane(&self, number: usize) -> Option<(KnownPlane, u64)> {
+        Some(((*self.planes.get(number)?)?, self.bits / PLANE_HOLDS))
     }
 
     /// Whether what was found of planes is what is known of them.

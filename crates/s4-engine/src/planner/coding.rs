@@ -19,9 +19,6 @@ const SURE_NOISE: u64 = 256;
 /// Parts of a sample that are counted by themselves.
 const PARTS: usize = 8;
 
-/// What was found of a plane is true of it while its entropy differs from what it was by less than this part.
-const ALIKE_ENTROPY: u64 = 128;
-
 /// Units of a symbol that was seen once, where means of counts are taken.
 const SMOOTH: u64 = 64;
 
@@ -72,12 +69,7 @@ pub(super) struct KnownPlane {
 }
 
 impl KnownPlane {
-    /// Whether it may be coded so again.
-    fn holds(&self, entropies: u64) -> bool {
-        entropies.abs_diff(self.entropies) <= self.entropies / ALIKE_ENTROPY
-    }
-
-    /// What it takes then: tables add as much as they did.
+    /// What it takes if it is coded so again: tables add as much as they did.
     fn bits_of(&self, entropies: u64) -> u64 {
         match self.tables {
             Tables::None => self.bits,
@@ -168,18 +160,20 @@ pub(super) fn choose(
 /// As [`choose`], with the contexts of the symbols. A tensor of so many values keeps the tables once. `smooth`: symbols
 /// that are so far apart are about as frequent, if both are large; and one table may lose so many bits, which is faster.
 /// `shared`: whether chunks share the tables. `known`: what was found of the same plane before, which is compared with
-/// nothing else as long as its entropy is about what it was.
+/// nothing else as long as its entropy is what it was within so many bits.
 pub(super) fn choose_in_context(
     (plane, contexts): (&[u8], &[u8]),
     dense: bool,
     values: u64,
     (smooth, shared): (Option<(usize, u64)>, bool),
-    known: Option<KnownPlane>,
+    known: Option<(KnownPlane, u64)>,
 ) -> (PlannedPlane, u64) {
     let (raw, noise) = noise(plane, dense);
     let seen = counts_of(plane, contexts);
     let entropies = seen.iter().map(entropy).sum::<u64>();
-    let known = known.filter(|known| known.holds(entropies));
+    let holds =
+        |(known, within): &(KnownPlane, u64)| entropies.abs_diff(known.entropies) <= *within;
+    let known = known.filter(holds).map(|(known, _)| known);
     let planned = |tables, bits, counts| {
         let noise_planned = tables == Tables::None && raw == 8 * plane.len() as u64;
         let coding = if tables == Tables::None { noise } else { PlaneCoding::RANS8 };
