@@ -99,12 +99,18 @@ impl Choice {
         Self { planes: [None; MAX_PLANES], update: None, holds: HOLDS_ELSEWHERE, ..self }
     }
 
-    /// The same after it was made again, as another plan is: one of another distance is what that says from now on.
+    /// The same after it was made again as `now` says. One of another distance is one of this distance from now on; of one
+    /// of this distance the bits stay, so that it does not drift.
     pub(super) fn made_again(self, now: Option<Self>) -> Option<Self> {
-        match self.holds {
-            HOLDS => Some(self),
-            _ => now.map(|now| Self { alone: self.alone, ..now }),
-        }
+        now.map(|now| match self.holds {
+            HOLDS => Self { bits: self.bits, alone: self.alone, ..now },
+            _ => Self { alone: self.alone, ..now },
+        })
+    }
+
+    /// Estimated bits of the sample.
+    pub(super) fn bits(&self) -> u64 {
+        self.bits
     }
 
     /// What is known of a plane whose symbols have contexts, and how many bits it may differ by.
@@ -159,7 +165,6 @@ mod tests {
         let (values, bits, alone, update) = (1, 800, 2000, None);
         let choice = Choice { way, layout, dtype, values, bits, alone, planes, update, holds };
         assert!(choice.holds(900) && choice.holds(700) && !choice.holds(901));
-        // The bits that it was made for stay, so that it does not drift.
         let now = Choice { bits: 900, ..choice };
         assert_eq!(choice.made_again(Some(now)), Some(choice));
         let elsewhere = choice.at_other_distance();

@@ -179,15 +179,20 @@ impl CpuEngine {
         let small = allowed(about.preset).rank1;
         let is_dense = |i| layout == LayoutId::FIELDS_SIGN && i == 2;
         let bits = |i| if is_dense(i) { 7 } else { 8 };
-        let counted: Vec<_> =
-            (0..planes).map(|i| counted.plane(plane(i), bits(i), small)).collect();
+        let mut count = |i| counted.plane(plane(i), bits(i), small);
+        // Planes with contexts need not be counted without, where it is known what all take.
+        let known = about.again.filter(|_| matches!(of, Of::InContext { .. }));
+        let counts: Vec<_> = (0..planes).filter(|_| known.is_none()).map(&mut count).collect();
         let least =
             |(i, counted): (usize, &Rc<CountedPlane>)| counted.least.min(8 * plane(i).len() as u64);
-        let all = if delta || small { counted.iter().enumerate().map(least).sum() } else { 0 };
-        for (i, counted) in counted.iter().enumerate() {
+        let all = match known {
+            Some(choice) => choice.bits(),
+            None if delta || small => counts.iter().enumerate().map(least).sum(),
+            None => 0,
+        };
+        for i in 0..planes {
             let dense = is_dense(i);
-            let many = symbols_of(&counted.counts) > MANY;
-            let may_lose = |pairs: u64| match (small, delta) {
+            let may_lose = |many: bool, pairs: u64| match (small, delta) {
                 (true, false) if many => all / LEAST_LOSS_OF_ALL,
                 (true, _) => all / LITTLE_LOSS_OF_ALL,
                 (false, true) => all / PAIRS_LOSS_OF_ALL,
@@ -209,10 +214,15 @@ impl CpuEngine {
                     // The tables of contexts are in the cost.
                     (planned, cost, 0)
                 }
-                _ => choose((plane, counted), dense, may_lose, |table| match small {
-                    true => 8 * (table * values) as u64 / about.values().max(1),
-                    false => 0,
-                }),
+                _ => {
+                    let counted = counts.get(i).map_or_else(|| count(i), Rc::clone);
+                    let many = symbols_of(&counted.counts) > MANY;
+                    let may_lose = |pairs| may_lose(many, pairs);
+                    choose((plane, &counted), dense, may_lose, |table| match small {
+                        true => 8 * (table * values) as u64 / about.values().max(1),
+                        false => 0,
+                    })
+                }
             };
             let cost = match (layout, i) {
                 (LayoutId::FIELDS_SIGN, 0) if small => cost.min(bits_of_signs(plane, about.run())),
