@@ -27,6 +27,14 @@ def server() -> Iterator[SilentS3]:
         yield server
 
 
+@pytest.fixture(autouse=True)
+def handled() -> Iterator[None]:
+    """Ctrl-C raises, also where whoever started the tests ignores it, as shells do for what runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def interrupted(server: SilentS3, work: Callable[[], object]) -> float:
     """Presses Ctrl-C once the server has fallen silent; how long the call took to end then."""
     pressed: list[float] = []

@@ -15,10 +15,8 @@ use crate::parallel::{pool, worth};
 use crate::reader::Reader;
 use crate::report::{Inspection, PlaneReport, TensorReport, Verification, plane_name};
 
-/// Bytes of an object that are in memory at a time.
-const WINDOW: u64 = 32 << 20;
-/// Bytes of a read: of a window several are on their way side by side.
-const READ: usize = 4 << 20;
+/// Reads of an object that are on their way side by side. Together they are in memory, and in the cache if they are local.
+const READS: usize = 4;
 
 impl Reader {
     /// Reads the whole file and compares every hash and every checksum.
@@ -42,14 +40,15 @@ impl Reader {
     /// Compares the hashes of the objects, by all threads; returns how many there are.
     fn verify_objects(&self) -> Result<u64> {
         let objects = &self.manifest.objects;
-        let most = objects.iter().map(|o| o.bytes).max().unwrap_or_default().min(WINDOW);
+        let window = (READS * self.request_size()) as u64;
+        let most = objects.iter().map(|o| o.bytes).max().unwrap_or_default().min(window);
         let pool = pool(worth(thread_count(self.options.threads), most >> 20))?;
         let mut buffer = vec![];
         for (number, object) in (0..).zip(objects) {
             let mut hasher = TreeHasher::default();
             let mut at = 0;
             while at < object.bytes {
-                let len = (object.bytes - at).min(WINDOW);
+                let len = (object.bytes - at).min(window);
                 let known = self.in_memory(number, at..at + len);
                 let bytes = match &known {
                     Some(bytes) => &bytes[..],
@@ -84,9 +83,10 @@ impl Reader {
         into: &mut [u8],
         pool: Option<&ThreadPool>,
     ) -> Result<()> {
+        let size = self.request_size();
         let read =
-            |(i, part): (usize, &mut [u8])| self.read_object(number, at + (i * READ) as u64, part);
-        let mut parts = into.chunks_mut(READ).enumerate();
+            |(i, part): (usize, &mut [u8])| self.read_object(number, at + (i * size) as u64, part);
+        let mut parts = into.chunks_mut(size).enumerate();
         match pool {
             Some(pool) => pool.install(|| parts.par_bridge().try_for_each(read)),
             None => parts.try_for_each(read),
