@@ -28,7 +28,7 @@ def server() -> Iterator[SilentS3]:
 
 
 @pytest.fixture(autouse=True)
-def handled() -> Iterator[None]:
+def sigint_raises() -> Iterator[None]:
     """Ctrl-C raises, also where whoever started the tests ignores it, as shells do for what runs in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield

@@ -17,6 +17,8 @@ use crate::report::{Inspection, PlaneReport, TensorReport, Verification, plane_n
 
 /// Reads of an object that are on their way side by side. Together they are in memory, and in the cache if they are local.
 const READS: usize = 4;
+/// Bytes of each at most, whatever requests a source asks for: an object's size is not known to be true yet.
+const READ: usize = 8 << 20;
 
 impl Reader {
     /// Reads the whole file and compares every hash and every checksum.
@@ -40,7 +42,7 @@ impl Reader {
     /// Compares the hashes of the objects, by all threads; returns how many there are.
     fn verify_objects(&self) -> Result<u64> {
         let objects = &self.manifest.objects;
-        let window = (READS * self.request_size()) as u64;
+        let window = (READS * self.read_size()) as u64;
         let most = objects.iter().map(|o| o.bytes).max().unwrap_or_default().min(window);
         let pool = pool(worth(thread_count(self.options.threads), most >> 20))?;
         let mut buffer = vec![];
@@ -75,6 +77,11 @@ impl Reader {
         Ok(objects.len() as u64)
     }
 
+    /// Bytes of a read of an object that is verified.
+    fn read_size(&self) -> usize {
+        self.request_size().min(READ)
+    }
+
     /// Reads what an object has from `at` on, part by part, side by side in a pool.
     fn read_window(
         &self,
@@ -83,7 +90,7 @@ impl Reader {
         into: &mut [u8],
         pool: Option<&ThreadPool>,
     ) -> Result<()> {
-        let size = self.request_size();
+        let size = self.read_size();
         let read =
             |(i, part): (usize, &mut [u8])| self.read_object(number, at + (i * size) as u64, part);
         let mut parts = into.chunks_mut(size).enumerate();

@@ -329,3 +329,35 @@ fn noise(plane: &[u8], dense: bool) -> (u64, PlaneCoding) {
 fn is_worth(bits: u64, raw: u64) -> bool {
     bits < raw - raw / NOISE_GAIN
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A plane whose symbols are within `spread` of what their contexts say.
+    fn plane(spread: u32) -> (Vec<u8>, Vec<u8>) {
+        let noise = |i: u32| i.wrapping_mul(2_654_435_761) >> 16;
+        (0..16_384).map(|i| ((i % 4 * 40 + noise(i) % spread) as u8, (i % 4) as u8)).unzip()
+    }
+
+    #[test]
+    fn what_is_known_of_a_plane_is_used_while_its_entropy_is_about_what_it_was() {
+        let choose = |(symbols, contexts): &(Vec<u8>, Vec<u8>), known| {
+            let tables = (Some((1, 0)), true);
+            choose_in_context((symbols, contexts), false, 1 << 20, tables, known)
+        };
+        let (before, bits) = choose(&plane(8), None);
+        let found = before.known.unwrap();
+        assert_eq!((found.tables, found.bits), (Tables::Several, bits));
+        // Other tables than would be found show that it was not looked for others.
+        let known = KnownPlane { tables: Tables::One, ..found };
+        let (again, bits_again) = choose(&plane(8), Some((known, 100)));
+        assert!(again.one_table && again.counts.len() == 1 && bits_again == bits);
+        assert_eq!(again.known, Some(known));
+        // One that takes more than so many bits more is looked at as if nothing were known.
+        let (other, of_other) = choose(&plane(16), Some((known, 100)));
+        let (fresh, of_fresh) = choose(&plane(16), None);
+        assert!(!other.one_table && of_other == of_fresh && other.known == fresh.known);
+        assert_ne!(other.known, Some(known));
+    }
+}

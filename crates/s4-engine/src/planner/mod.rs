@@ -274,8 +274,7 @@ impl CpuEngine {
     ) -> Result<TensorPlan> {
         let known = about.choice;
         let bits = best.as_ref().map_or(0, |best| best.bits);
-        let planes = best.as_ref().map_or(&[][..], |best| &best.planes);
-        let planes = known_planes(planes);
+        let planes = known_planes(best.as_ref().map_or(&[], |best| &best.planes));
         let side = offsets.filter(|_| by_offsets).map(|side| (SideKind::OFFSETS, side));
         let plan = finish(about, best, if by_offsets { Plan::rank1 } else { Plan::direct }, side)?;
         let is_all = sample.values.len() == about.bytes;
