@@ -20,6 +20,7 @@ mod kernels;
 mod mapping;
 mod memory;
 pub mod nvcomp;
+mod pinned;
 
 pub use blocks::{CodedBatch, CodedPlane, split_scratch};
 pub use cuda::{Cuda, DeviceInfo};
@@ -27,4 +28,5 @@ pub use device::{Current, Device, Event, Stream};
 pub use error::{GpuError, Result};
 pub use kernels::{DecodeBatch, EncodeBatch};
 pub use mapping::DeviceMapping;
-pub use memory::{DeviceBuffer, Pinned, Pool};
+pub use memory::{DeviceBuffer, Pool};
+pub use pinned::Pinned;

@@ -1,13 +1,14 @@
-//! Memory: scratch on the device within a budget, and pinned memory of the host.
+//! Scratch memory on the device within a budget, and copies between it and the host.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use cudarc::driver::{result, sys};
+use cudarc::driver::result;
 
 use crate::device::{Device, Stream};
-use crate::error::{GpuError, On, Result, allocation_failed};
+use crate::error::{GpuError, On, Result};
 use crate::mapping::DeviceMapping;
+use crate::pinned::Pinned;
 
 /// Scratch memory of one device, within a hard budget.
 ///
@@ -96,100 +97,6 @@ impl DeviceBuffer {
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
         self.pool.used.fetch_sub(self.memory.bytes(), Ordering::Relaxed);
-    }
-}
-
-/// Page-locked memory of the host, which every device can reach at the full speed of its link.
-///
-/// It is cached memory: the processor reads it as fast as any other.
-#[derive(Debug)]
-pub struct Pinned {
-    device: Arc<Device>,
-    start: *mut u8,
-    bytes: usize,
-}
-
-// SAFETY: plain memory; its user ensures that no device accesses it at the same time.
-unsafe impl Send for Pinned {}
-// SAFETY: as above: reading and writing it is `unsafe`.
-unsafe impl Sync for Pinned {}
-
-impl Pinned {
-    /// Allocates page-locked memory, zeroed.
-    ///
-    /// # Errors
-    /// `OutOfMemory`, `Driver`.
-    pub fn new(device: &Arc<Device>, bytes: usize) -> Result<Self> {
-        let _current = device.enter()?;
-        let bytes = bytes.max(1);
-        // Not write-combined: the processor reads what arrives here.
-        let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
-        // SAFETY: freed in `drop`.
-        let start = unsafe { result::malloc_host(bytes, flags) };
-        let start = start.map_err(|e| {
-            allocation_failed(e, device.ordinal(), bytes as u64, "page-locked host memory")
-        })?;
-        // SAFETY: `bytes` bytes were allocated there.
-        unsafe { std::ptr::write_bytes(start.cast::<u8>(), 0, bytes) };
-        Ok(Self { device: Arc::clone(device), start: start.cast(), bytes })
-    }
-
-    /// Its size.
-    pub fn len(&self) -> usize {
-        self.bytes
-    }
-
-    /// Where byte `at` is, for kernels too: with unified addressing one address serves both sides.
-    ///
-    /// # Panics
-    /// If it is outside the memory.
-    pub fn address(&self, at: usize) -> u64 {
-        assert!(at <= self.bytes, "address outside pinned memory");
-        self.start as u64 + at as u64
-    }
-
-    /// Never: it has at least a byte.
-    pub fn is_empty(&self) -> bool {
-        self.bytes == 0
-    }
-
-    /// `len` bytes from `at` on.
-    ///
-    /// # Safety
-    /// No device and no other thread writes them while the slice lives.
-    ///
-    /// # Panics
-    /// If they are not within the memory.
-    pub unsafe fn slice(&self, at: usize, len: usize) -> &[u8] {
-        assert!(at <= self.bytes && len <= self.bytes - at, "range outside pinned memory");
-        // SAFETY: within the allocation, which is initialised; the caller keeps writers away.
-        unsafe { std::slice::from_raw_parts(self.start.add(at), len) }
-    }
-
-    /// `len` bytes from `at` on, to be written.
-    ///
-    /// # Safety
-    /// No device and no other thread uses them while the slice lives.
-    ///
-    /// # Panics
-    /// If they are not within the memory.
-    #[expect(
-        clippy::mut_from_ref,
-        reason = "parts are lent out side by side; the caller keeps apart"
-    )]
-    pub unsafe fn slice_mut(&self, at: usize, len: usize) -> &mut [u8] {
-        assert!(at <= self.bytes && len <= self.bytes - at, "range outside pinned memory");
-        // SAFETY: within the allocation, which is initialised; the caller keeps others away.
-        unsafe { std::slice::from_raw_parts_mut(self.start.add(at), len) }
-    }
-}
-
-impl Drop for Pinned {
-    fn drop(&mut self) {
-        if let Ok(_current) = self.device.enter() {
-            // SAFETY: allocated in `new`. The driver waits for copies that are in flight.
-            let _ = unsafe { result::free_host(self.start.cast()) };
-        }
     }
 }
 

@@ -12,7 +12,8 @@ use s4_format::{CodecId, Error, Result};
 use super::codec::{GpuCodec, Needs};
 use crate::device::{Device, Stream};
 use crate::error::GpuError;
-use crate::memory::{DeviceBuffer, Pinned, Pool};
+use crate::memory::{DeviceBuffer, Pool};
+use crate::pinned::Pinned;
 
 /// Alignment of everything in a call's memory: more than any codec asks for.
 const ALIGN: usize = 256;

@@ -13,6 +13,7 @@ mod feed;
 mod held;
 mod hostile;
 mod library;
+mod pinned;
 mod predicted;
 mod racing;
 mod roundtrip;

@@ -217,6 +217,29 @@ CALL cuMemHostAlloc(void** p, size_t bytes, unsigned) {
 }
 CALL cuMemFreeHost(void* p) { return free(p), kSuccess; }
 
+// Pages of the process that are locked. What has kRefused bytes is not, and devices see what has kElsewhere
+// bytes at other addresses, as some systems' do.
+namespace {
+constexpr size_t kRefused = 10 << 20, kElsewhere = 6 << 20;
+std::map<void*, size_t> locked;
+}  // namespace
+CALL cuMemHostRegister_v2(void* p, size_t bytes, unsigned) {
+  std::lock_guard<std::mutex> hold(lock);
+  if (bytes == kRefused) return kOutOfMemory;
+  return locked.emplace(p, bytes).second ? kSuccess : kInvalid;
+}
+CALL cuMemHostUnregister(void* p) {
+  std::lock_guard<std::mutex> hold(lock);
+  return locked.erase(p) == 1 ? kSuccess : kInvalid;
+}
+CALL cuMemHostGetDevicePointer_v2(uint64_t* at, void* p, unsigned) {
+  std::lock_guard<std::mutex> hold(lock);
+  const auto found = locked.find(p);
+  if (found == locked.end()) return kInvalid;
+  *at = reinterpret_cast<uint64_t>(p) + (found->second == kElsewhere ? 4096 : 0);
+  return kSuccess;
+}
+
 namespace {
 bool on_device(uint64_t at, size_t bytes) {
   std::lock_guard<std::mutex> hold(lock);
