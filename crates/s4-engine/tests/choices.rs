@@ -192,3 +192,37 @@ fn nothing_is_chosen_for_tensors_that_are_all_sample() {
     assert_eq!(small.choice, None);
     assert_ne!(small.plan.residual, ResidualId::ID);
 }
+
+/// Two tensors that differ in their values alone.
+#[test]
+fn what_is_chosen_for_one_tensor_is_tried_for_others_that_are_alike() {
+    let alike = |of: &TensorPlan| of.choice.unwrap().for_one_alike();
+    let other = values(|i| 0.03 * bell(i, 9));
+    let first = plan(&weight(3, 1000.0), None, None);
+    let like = plan(&other, None, Some(alike(&first)));
+    let itself = plan(&other, None, None);
+    assert_eq!(stored(&like), stored(&itself));
+    // From then on it is a choice for the tensor itself, of its own bits.
+    let again = plan(&other, None, like.choice);
+    assert_eq!(again.choice, like.choice);
+    assert_ne!(like.choice, Some(alike(&first)));
+}
+
+#[test]
+fn a_tensor_that_turns_out_otherwise_is_planned_as_if_nothing_were_known() {
+    let even = plan(&weight(3, 1000.0), None, None).choice.unwrap().for_one_alike();
+    let (rows, before) = (moment(1), weight(3, 1000.0));
+    // Its rows and columns have sizes of their own, and nothing suggested that of the first one.
+    let unlike = plan(&rows, None, Some(even));
+    assert_eq!(unlike.plan.predictor, PredictorId::RANK1);
+    let itself = plan(&rows, None, None);
+    assert_eq!((stored(&unlike), unlike.choice), (stored(&itself), itself.choice));
+    // It changes by a thousandth of what the first one did.
+    let first = plan(&weight(4, 1000.0), Some(&before), None).choice.unwrap();
+    assert!(first.is_delta());
+    let parent = values(|i| 0.03 * bell(i, 9));
+    let now = values(|i| 0.03 * (bell(i, 9) + bell(i, 8) / 1e6));
+    let unlike = plan(&now, Some(&parent), Some(first.for_one_alike()));
+    let itself = plan(&now, Some(&parent), None);
+    assert_eq!((stored(&unlike), unlike.choice), (stored(&itself), itself.choice));
+}

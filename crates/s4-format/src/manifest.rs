@@ -66,7 +66,7 @@ pub enum Form {
 }
 
 /// What a tensor is to an optimizer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RoleKind {
     /// The parameter itself.

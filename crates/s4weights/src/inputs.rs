@@ -63,6 +63,17 @@ impl Failure {
         }
     }
 
+    /// Of a tensor that is one of some, by their numbers.
+    pub(crate) fn among(self, numbers: &[usize]) -> Self {
+        match self {
+            Self::Tensor(e) => {
+                let tensor = numbers.get(e.tensor).copied().unwrap_or(e.tensor);
+                Self::Tensor(TensorError { tensor, ..e })
+            }
+            other => other,
+        }
+    }
+
     /// Names the target and, by its number in the engine's call, the tensor.
     pub(crate) fn named<'a>(
         self,
@@ -96,6 +107,8 @@ pub(crate) struct ParentInputs<'a> {
     places: Vec<Option<Place<'a>>>,
     /// What is remembered of the tensors, by name.
     recall: Option<(&'a Recall, &'a [&'a str])>,
+    /// For each tensor what is tried first.
+    choices: &'a [Option<Choice>],
     /// For each tensor its moments, if contexts may be told from them.
     moments: &'a [Option<[Moment<'a>; 2]>],
     /// Whether values that are quickly had are read by the threads that need them.
@@ -123,6 +136,7 @@ impl<'a> ParentInputs<'a> {
             numbers,
             places: vec![],
             recall: None,
+            choices: &[],
             moments: &[],
             late: true,
         }
@@ -136,6 +150,11 @@ impl<'a> ParentInputs<'a> {
     /// With what is remembered of the tensors, which have these names.
     pub(crate) fn with_recall(self, recall: &'a Recall, names: &'a [&'a str]) -> Self {
         Self { recall: Some((recall, names)), ..self }
+    }
+
+    /// With what is tried first for each tensor.
+    pub(crate) fn with_choices(self, choices: &'a [Option<Choice>]) -> Self {
+        Self { choices, ..self }
     }
 
     /// Finds where the values are that plans predict from. A device decodes frames, where there are some,
@@ -296,8 +315,7 @@ impl Inputs<Failure> for ParentInputs<'_> {
     }
 
     fn choice(&self, tensor: usize) -> Option<Choice> {
-        let (recall, names) = self.recall?;
-        recall.choice(names[tensor], self.numbers[tensor].is_some())
+        *self.choices.get(tensor)?
     }
 
     fn keeps_samples(&self) -> bool {

@@ -37,6 +37,7 @@
 
 mod adopt;
 mod adversarial;
+mod alike;
 mod ancestors;
 mod apply;
 mod behind;

@@ -11,6 +11,7 @@ use s4_format::index::{Block, chunk_count};
 use s4_format::layout::Planes;
 use s4_format::{ChunkRecord, CodecId, DType, crc32c};
 
+use crate::alike::Alike;
 use crate::behind::Behind;
 use crate::copies::{Original, Originals};
 use crate::error::{At, Error, Result};
@@ -67,6 +68,20 @@ impl<'a> Run<'a> {
         self.tensors.push(values);
         self.groups.push(source.group);
         self.parents.push(parent);
+    }
+
+    /// Some of them.
+    fn only(&self, numbers: &[usize]) -> Self {
+        fn pick<T: Clone>(from: &[T], numbers: &[usize]) -> Vec<T> {
+            numbers.iter().filter_map(|&i| from.get(i)).cloned().collect()
+        }
+        Self {
+            names: pick(&self.names, numbers),
+            tensors: pick(&self.tensors, numbers),
+            groups: pick(&self.groups, numbers),
+            parents: pick(&self.parents, numbers),
+            moments: pick(&self.moments, numbers),
+        }
     }
 
     /// The same in parts: each of twice as many tensors as the one before it, at most `most`.
@@ -196,10 +211,10 @@ impl Writer {
         let (pool, parent) = (pool.as_ref(), parent.as_deref());
         let place = (pool, threads, on_device);
         let parts = if on_device { run.parts(PLANNED.0, PLANNED.1) } else { vec![run.clone()] };
-        let recall = self.recall.clone();
-        let recall = recall.as_deref();
+        let (recall, alike) = (self.recall.clone(), Arc::clone(&self.alike));
+        let known = Remembered { recall: recall.as_deref(), alike: &alike };
         let plan =
-            |i: usize| plan_part(engine, preset, &parts[i], (parent, recall), (pool, on_device));
+            |i: usize| plan_part(engine, preset, &parts[i], (parent, known), (pool, on_device));
         let interrupt = interrupt::current();
         std::thread::scope(|scope| {
             let (mut coded, mut planned) = (vec![], None);
@@ -355,27 +370,53 @@ impl Writer {
     }
 }
 
+/// What is tried first for tensors.
+#[derive(Clone, Copy)]
+struct Remembered<'a> {
+    /// What was chosen for them in earlier checkpoints.
+    recall: Option<&'a Recall>,
+    /// What was chosen for others that are like them.
+    alike: &'a Alike,
+}
+
 /// Plans tensors; gives them with what deltas are predicted from.
 fn plan_part<'a, G: Engine>(
     engine: &G,
     preset: Preset,
     part: &'a Run<'_>,
-    (parent, recall): (Option<&'a dyn Parent>, Option<&'a Recall>),
+    (parent, Remembered { recall, alike }): (Option<&'a dyn Parent>, Remembered<'a>),
     (pool, on_device): (Option<&'a ThreadPool>, bool),
 ) -> Result<(ParentInputs<'a>, Vec<TensorPlan>), Failure>
 where
     Failure: From<G::Error>,
 {
     let Run { names, tensors, parents, moments, .. } = part;
+    let chosen = |(name, parent): (&&str, &Option<u32>)| recall?.choice(name, parent.is_some());
+    let known: Vec<_> = names.iter().zip(parents).map(chosen).collect();
+    let mut left: Vec<_> = (0..tensors.len()).collect();
+    let mut plans: Vec<(usize, TensorPlan)> = vec![];
+    while !left.is_empty() {
+        let round = alike.round((preset, part), &known, &mut left);
+        let Run { names, tensors, parents, moments, .. } = &part.only(&round.tensors);
+        let inputs = ParentInputs::new(parent, pool, tensors, parents).with_moments(moments);
+        let mut inputs = inputs.with_choices(&round.choices);
+        if let Some(recall) = recall {
+            inputs = inputs.with_recall(recall, names);
+        }
+        let planned = engine.plan(preset, tensors, &inputs, pool);
+        let planned = planned.map_err(|e: Failure| e.among(&round.tensors))?;
+        if let Some(recall) = recall {
+            let chosen = names.iter().zip(parents).zip(&planned);
+            recall
+                .note(chosen.map(|((name, parent), plan)| (*name, parent.is_some(), plan.choice)));
+        }
+        let numbers = round.tensors.clone();
+        alike.note(round, &planned);
+        plans.extend(numbers.into_iter().zip(planned));
+    }
+    plans.sort_unstable_by_key(|(number, _)| *number);
+    let plans: Vec<_> = plans.into_iter().map(|(_, plan)| plan).collect();
     let mut inputs = ParentInputs::new(parent, pool, tensors, parents).with_moments(moments);
-    if let Some(recall) = recall {
-        inputs = inputs.with_recall(recall, names);
-    }
-    let plans = engine.plan(preset, tensors, &inputs, pool)?;
-    if let Some(recall) = recall {
-        let chosen = names.iter().zip(parents).zip(&plans);
-        recall.note(chosen.map(|((name, parent), plan)| (*name, parent.is_some(), plan.choice)));
-    }
     inputs.find(&plans, on_device)?;
     Ok((inputs, plans))
 }

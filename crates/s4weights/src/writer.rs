@@ -15,6 +15,7 @@ use s4_format::{CodecId, DType, Digest, Plan};
 use serde_json::value::RawValue;
 
 use crate::adopt::Adopted;
+use crate::alike::Alike;
 use crate::buffers::LargeBuffers;
 use crate::error::{At, Error, ParentProblem, Result};
 use crate::io::{Target, open_sink};
@@ -71,6 +72,8 @@ pub struct Writer {
     pub(crate) roles: Option<Arc<RoleTable>>,
     /// What is remembered of the tensors of earlier checkpoints, by name.
     pub(crate) recall: Option<Arc<Recall>>,
+    /// What was chosen for tensors of this one.
+    pub(crate) alike: Arc<Alike>,
     pub(crate) adopted: Adopted,
     bytes_in: u64,
     pub(crate) totals: Totals,
@@ -151,6 +154,7 @@ impl Writer {
             snapshot: HashMap::new(),
             roles: None,
             recall: None,
+            alike: Arc::default(),
             adopted: Adopted::default(),
             bytes_in: 0,
             totals: Totals::default(),

@@ -13,6 +13,8 @@ use crate::TensorPlan;
 const HOLDS: u64 = 8;
 /// The same at another distance to the parent.
 const HOLDS_ELSEWHERE: u64 = 4;
+/// The same of another tensor that is alike.
+const HOLDS_ALIKE: u64 = 16;
 /// What was found of a plane is true of it while its entropy differs from what it was by less than this part of the bits of
 /// all planes.
 const PLANE_HOLDS: u64 = 128;
@@ -51,12 +53,25 @@ pub struct Choice {
     /// Bits of the sample, and of it without a parent.
     bits: u64,
     alone: u64,
+    /// Whether row and column offsets were compared.
+    offsets: bool,
     /// Of planes whose symbols have contexts.
     planes: [Option<KnownPlane>; MAX_PLANES],
     /// Of [`Way::Update`].
     update: Option<Update>,
-    /// It holds within this part of its bits.
-    holds: u64,
+    /// What it was made for.
+    of: Of,
+}
+
+/// What a choice was made for, beside the tensor that it is tried for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Of {
+    /// The same, at the same distance to its parent.
+    Same,
+    /// The same, at another distance.
+    OtherDistance,
+    /// Another tensor of the same checkpoint.
+    Another,
 }
 
 /// What is known of the planes of a plan.
@@ -88,22 +103,28 @@ impl Choice {
             Way::Update => Update::parse(planned.side.get(SideKind::CONTEXTS)).ok(),
             _ => None,
         };
-        let holds = HOLDS;
-        let choice = Self { way, layout, dtype, values, bits, alone, planes, update, holds };
+        let (offsets, of) = (about.has_offsets, Of::Same);
+        let choice = Self { way, layout, dtype, values, bits, alone, offsets, planes, update, of };
         (sampled < about.bytes).then_some(choice)
     }
 
     /// The same for another distance to the parent: what a difference takes depends on it more than which way is best.
     #[must_use]
     pub fn at_other_distance(self) -> Self {
-        Self { planes: [None; MAX_PLANES], update: None, holds: HOLDS_ELSEWHERE, ..self }
+        Self { planes: [None; MAX_PLANES], update: None, of: Of::OtherDistance, ..self }
     }
 
-    /// The same after it was made again as `now` says. One of another distance is one of this distance from now on; of one
-    /// of this distance the bits stay, so that it does not drift.
+    /// The same for another tensor of the same checkpoint that is alike, of which nothing is known.
+    #[must_use]
+    pub fn for_one_alike(self) -> Self {
+        Self { planes: [None; MAX_PLANES], update: None, of: Of::Another, ..self }
+    }
+
+    /// The same after it was made again as `now` says. One of another distance or tensor is one of this from now on; of one
+    /// of the same the bits stay, so that it does not drift.
     pub(super) fn made_again(self, now: Option<Self>) -> Option<Self> {
-        now.map(|now| match self.holds {
-            HOLDS => Self { bits: self.bits, alone: self.alone, ..now },
+        now.map(|now| match self.of {
+            Of::Same => Self { bits: self.bits, alone: self.alone, ..now },
             _ => Self { alone: self.alone, ..now },
         })
     }
@@ -138,6 +159,16 @@ impl Choice {
         (self.dtype, self.values) == (about.dtype, about.values())
     }
 
+    /// Whether it was made for another tensor.
+    pub(super) fn is_of_another(&self) -> bool {
+        self.of == Of::Another
+    }
+
+    /// Whether it was made for another tensor, and nothing suggested row and column offsets there.
+    pub(super) fn knows_no_offsets(&self) -> bool {
+        self.is_of_another() && !self.offsets
+    }
+
     /// Whether row and column offsets are needed.
     pub(super) fn needs_offsets(&self) -> bool {
         matches!(self.way, Way::Rank1 | Way::Blend)
@@ -150,7 +181,12 @@ impl Choice {
 
     /// Whether it may be made again of a sample that takes so many bits by it.
     pub(super) fn holds(&self, bits: u64) -> bool {
-        bits.abs_diff(self.bits) <= self.bits / self.holds
+        let part = match self.of {
+            Of::Same => HOLDS,
+            Of::OtherDistance => HOLDS_ELSEWHERE,
+            Of::Another => HOLDS_ALIKE,
+        };
+        bits.abs_diff(self.bits) <= self.bits / part
     }
 }
 
@@ -161,9 +197,10 @@ mod tests {
     #[test]
     fn a_choice_of_another_distance_is_one_of_this_once_it_was_made_again() {
         let (way, layout, dtype) = (Way::Sub, LayoutId::FIELDS, DType::Float32);
-        let (planes, holds) = ([None; MAX_PLANES], HOLDS);
+        let (planes, of, offsets) = ([None; MAX_PLANES], Of::Same, false);
         let (values, bits, alone, update) = (1, 800, 2000, None);
-        let choice = Choice { way, layout, dtype, values, bits, alone, planes, update, holds };
+        let choice =
+            Choice { way, layout, dtype, values, bits, alone, offsets, planes, update, of };
         assert!(choice.holds(900) && choice.holds(700) && !choice.holds(901));
         let now = Choice { bits: 900, ..choice };
         assert_eq!(choice.made_again(Some(now)), Some(choice));

@@ -46,6 +46,7 @@ impl CpuEngine {
             )));
         }
         let small = (sample.values.len() == about.bytes).then(|| sample.clone());
+        let about = &about.with_offsets(offsets);
         let known = about.choice;
         let mut from = Differences::of(sample);
         if let Some(choice) = known {
@@ -59,7 +60,8 @@ impl CpuEngine {
         let about = &about.without_choice();
         let sampled = from.sample.values.len();
         // Where what was chosen did not hold, less may have been looked at: the next time all is.
-        let all = known.is_none_or(|choice| choice.needs_offsets() || !about.may_have_offsets());
+        let all = |c: Choice| c.needs_offsets() || c.is_of_another() || !about.may_have_offsets();
+        let all = known.is_none_or(all);
         let found = self.alone(about, &from.sample, offsets, scratch)?;
         let least = found.0.as_ref().map_or(0, |best| best.bits);
         let delta = self.difference(about, &mut from, parent, offsets, scratch)?;

@@ -127,6 +127,8 @@ pub(crate) struct About<'a> {
     pub(crate) role: Option<RoleKind>,
     /// What was chosen before, if it was for such a tensor.
     pub(crate) choice: Option<Choice>,
+    /// Whether row and column offsets of it were made.
+    has_offsets: bool,
     /// The choice that is made again, in whose layout alone the values are looked at.
     again: Option<Choice>,
 }
@@ -139,13 +141,23 @@ impl<'a> About<'a> {
         role: Option<RoleKind>,
         choice: Option<Choice>,
     ) -> Self {
-        let about = Self { preset, dtype, shape, bytes, role, choice: None, again: None };
+        let (none, has_offsets) = (None, false);
+        let about =
+            Self { preset, dtype, shape, bytes, role, choice: none, has_offsets, again: none };
         Self { choice: choice.filter(|choice| choice.fits(&about)), ..about }
     }
 
     /// The same, for which a choice is made again.
     fn again(self, choice: Choice) -> Self {
         Self { choice: None, again: Some(choice), ..self }
+    }
+
+    /// The same, whose row and column offsets are these. What was chosen for another tensor, of which none were made, is
+    /// no choice for one that may be worth some.
+    fn with_offsets(self, offsets: Option<&[u8]>) -> Self {
+        let has_offsets = offsets.is_some();
+        let unlike = |choice: &Choice| has_offsets && choice.knows_no_offsets();
+        Self { choice: self.choice.filter(|choice| !unlike(choice)), has_offsets, ..self }
     }
 
     /// The same, of which nothing is known.
@@ -231,7 +243,8 @@ impl CpuEngine {
     /// The grid of values that row and column offsets are made from, if they may be worth it: in what is looked at
     /// first, signs are all alike, as those of second moments are, or sizes differ from run to run.
     pub(crate) fn wants_offsets(&self, about: &About<'_>, sample: &[u8]) -> Option<Grid> {
-        let unused = about.choice.is_some_and(|choice| !choice.needs_offsets());
+        let unused = |choice: Choice| !choice.needs_offsets() && !choice.knows_no_offsets();
+        let unused = about.choice.is_some_and(unused);
         let tells = || sample::is_uneven(sample, about.width(), about.run());
         if unused || !about.may_have_offsets() || !tells() {
             return None;
@@ -252,14 +265,16 @@ impl CpuEngine {
         offsets: Option<&[u8]>,
         scratch: &mut Scratch,
     ) -> Result<TensorPlan> {
-        let again = match about.choice {
-            Some(choice) => self.alone_again(about, choice, sample, offsets, scratch)?,
-            None => None,
-        };
-        let found = match again {
-            Some(found) => found,
-            None => self.alone(about, sample, offsets, scratch)?,
-        };
+        let about = &about.with_offsets(offsets);
+        if let Some(choice) = about.choice {
+            if let Some(found) = self.alone_again(about, choice, sample, offsets, scratch)? {
+                return self.plan_found(about, found, sample, offsets, scratch);
+            }
+            if choice.is_of_another() {
+                return self.plan_alone(&about.without_choice(), sample, offsets, scratch);
+            }
+        }
+        let found = self.alone(about, sample, offsets, scratch)?;
         self.plan_found(about, found, sample, offsets, scratch)
     }
 

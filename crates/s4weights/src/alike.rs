@@ -1,0 +1,195 @@
+//! Tensors of one checkpoint that are alike, as those of a model's layers are: what was chosen for the first of them is
+//! tried first for the others, which takes a fraction of the time of comparing all ways.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use s4_engine::{Choice, Preset, TensorPlan};
+use s4_format::DType;
+use s4_format::manifest::RoleKind;
+
+use crate::pipeline::Run;
+
+/// Tensors of more values are planned each for itself: that takes a small part of what encoding them does.
+const MOST_VALUES: u64 = 1 << 20;
+
+/// What tensors that are alike have in common.
+#[derive(Clone, PartialEq, Eq, Hash)]
+struct Kind {
+    /// Their name without its digits.
+    name: String,
+    dtype: DType,
+    shape: Vec<u64>,
+    role: Option<RoleKind>,
+    has_parent: bool,
+    has_moments: bool,
+}
+
+/// What was chosen for the first tensor of each kind.
+#[derive(Default)]
+pub(crate) struct Alike(Mutex<HashMap<Kind, Option<Choice>>>);
+
+/// Tensors of a run that are planned together.
+#[derive(Default)]
+pub(crate) struct Round {
+    /// Their numbers.
+    pub(crate) tensors: Vec<usize>,
+    /// Of each what is tried first.
+    pub(crate) choices: Vec<Option<Choice>>,
+    /// Those that are the first of their kinds, by their places above.
+    firsts: Vec<(usize, Kind)>,
+}
+
+impl Alike {
+    /// Takes tensors out of those of a run that are left: all but those that are like one of them. `known`: what was
+    /// chosen for each before. Which tensor is the first of its kind does not depend on where a run ends.
+    pub(crate) fn round(
+        &self,
+        (preset, run): (Preset, &Run<'_>),
+        known: &[Option<Choice>],
+        left: &mut Vec<usize>,
+    ) -> Round {
+        let (chosen, mut begun, mut round) = (lock(&self.0), HashSet::new(), Round::default());
+        left.retain(|&i| {
+            let kind = if known[i].is_none() { kind(preset, run, i) } else { None };
+            let of_first = kind.as_ref().and_then(|kind| chosen.get(kind));
+            if let Some(kind) = kind.filter(|_| of_first.is_none()) {
+                if begun.contains(&kind) {
+                    return true;
+                }
+                begun.insert(kind.clone());
+                round.firsts.push((round.tensors.len(), kind));
+            }
+            round.tensors.push(i);
+            round.choices.push(known[i].or_else(|| *of_first?));
+            false
+        });
+        round
+    }
+
+    /// Notes what was chosen for the first tensors of a round.
+    pub(crate) fn note(&self, round: Round, plans: &[TensorPlan]) {
+        let chosen = round.firsts.into_iter();
+        let chosen = chosen.map(|(at, kind)| (kind, plans[at].choice.map(Choice::for_one_alike)));
+        lock(&self.0).extend(chosen);
+    }
+}
+
+fn kind(preset: Preset, run: &Run<'_>, i: usize) -> Option<Kind> {
+    let t = &run.tensors[i];
+    let small = t.values.bytes() / t.dtype.value_width() as u64 <= MOST_VALUES;
+    // Other presets have little to compare.
+    let compares = matches!(preset, Preset::Balanced | Preset::Small);
+    (small && compares).then(|| Kind {
+        name: run.names[i].chars().filter(|c| !c.is_ascii_digit()).collect(),
+        dtype: t.dtype,
+        shape: t.shape.to_vec(),
+        role: t.role.map(|role| role.row.kind),
+        has_parent: run.parents[i].is_some(),
+        has_moments: run.moments.get(i).is_some_and(Option::is_some),
+    })
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use s4_engine::{CpuEngine, PlanJob, Scratch, TensorValues, TensorView};
+    use s4_planes::Simd;
+
+    use super::*;
+    use crate::adversarial;
+
+    const SMALL: u64 = 100_000;
+    const LARGE: u64 = MOST_VALUES + 1;
+
+    fn plan() -> TensorPlan {
+        let data = adversarial(DType::BFloat16, 100_000).find(|p| p.0 == "like-weights").unwrap().1;
+        let view = TensorView { dtype: DType::BFloat16, shape: &[SMALL], data: &data };
+        let job = PlanJob::new(Preset::Balanced, &view);
+        CpuEngine::new(Simd::detect()).plan(&job, &mut Scratch::default()).unwrap()
+    }
+
+    /// A run of tensors with these names and shapes.
+    fn run<'a>(data: &'a [u8], tensors: &[(&'a str, &'a [u64])]) -> Run<'a> {
+        let values = |shape: &'a [u64]| {
+            let bytes = 2 * shape.iter().product::<u64>() as usize;
+            TensorValues::new(DType::BFloat16, shape, &data[..bytes])
+        };
+        Run {
+            names: tensors.iter().map(|t| t.0).collect(),
+            tensors: tensors.iter().map(|t| values(t.1)).collect(),
+            parents: vec![None; tensors.len()],
+            ..Run::default()
+        }
+    }
+
+    /// The tensors of each round, and those of which something is tried first.
+    fn rounds(
+        alike: &Alike,
+        preset: Preset,
+        run: &Run<'_>,
+        known: &[usize],
+    ) -> Vec<Vec<(usize, bool)>> {
+        let choice = plan().choice;
+        let known: Vec<_> =
+            (0..run.names.len()).map(|i| choice.filter(|_| known.contains(&i))).collect();
+        let (mut left, mut out): (Vec<_>, _) = ((0..run.names.len()).collect(), vec![]);
+        while !left.is_empty() {
+            let round = alike.round((preset, run), &known, &mut left);
+            let given = round.choices.iter().map(Option::is_some);
+            out.push(round.tensors.iter().copied().zip(given).collect());
+            let plans = vec![plan(); round.tensors.len()];
+            alike.note(round, &plans);
+        }
+        out
+    }
+
+    const TENSORS: [(&str, &[u64]); 8] = [
+        ("layers.0.w", &[SMALL]),
+        ("layers.1.w", &[SMALL]),
+        ("layers.2.w", &[1000, 100]),
+        ("head.w", &[SMALL]),
+        ("layers.3.w", &[LARGE]),
+        ("layers.4.w", &[LARGE]),
+        ("layers.10.w", &[SMALL]),
+        ("layers.11.w", &[SMALL]),
+    ];
+
+    #[test]
+    fn the_first_of_each_kind_is_planned_before_the_others() {
+        let data = vec![0; 2 * LARGE as usize];
+        let run = run(&data, &TENSORS);
+        let first: Vec<_> = [0, 2, 3, 4, 5].map(|i| (i, false)).into();
+        let found = rounds(&Alike::default(), Preset::Balanced, &run, &[]);
+        assert_eq!(found, [first, [1, 6, 7].map(|i| (i, true)).into()]);
+        // What is known of a tensor itself comes first.
+        let found = rounds(&Alike::default(), Preset::Balanced, &run, &[0, 6]);
+        let is_known = |i: usize| (i, [0, 6].contains(&i));
+        assert_eq!(found, [[0, 1, 2, 3, 4, 5, 6].map(is_known).to_vec(), vec![(7, true)]]);
+        // There is little to compare.
+        let found = rounds(&Alike::default(), Preset::Fast, &run, &[]);
+        assert_eq!(found, [(0..8).map(|i| (i, false)).collect::<Vec<_>>()]);
+    }
+
+    #[test]
+    fn it_does_not_matter_where_runs_end() {
+        let data = vec![0; 2 * LARGE as usize];
+        let tried = |parts: &[std::ops::Range<usize>]| {
+            let alike = Alike::default();
+            let mut all = vec![];
+            for part in parts {
+                let run = run(&data, &TENSORS[part.clone()]);
+                let rounds = rounds(&alike, Preset::Balanced, &run, &[]);
+                all.extend(rounds.concat().into_iter().map(|(i, tried)| (part.start + i, tried)));
+            }
+            all.sort_unstable();
+            all
+        };
+        let expected = (0..8).map(|i| (i, [1, 6, 7].contains(&i))).collect::<Vec<_>>();
+        assert_eq!(tried(&[0..1, 1..7, 7..8]), expected);
+        assert_eq!(tried(&[0..2, 2..8]), expected);
+    }
+}
