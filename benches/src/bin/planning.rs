@@ -2,7 +2,8 @@
 //!
 //! `planning --data DIR [--kib N,N,...]`: of each `NAME_s0.safetensors` and `NAME_s1.safetensors`, the weights, first and
 //! second moments, each made into tensors of so many KiB (512, 1,024 and 16,384 unless told). One thread, preset
-//! `balanced`; as a base, as a difference, and as one whose plan was chosen before.
+//! `balanced`; as a base, as a difference, and as one whose plan was chosen before ("again"). Also what planning a base or
+//! a difference takes where it was chosen for another tensor that is alike, and holds.
 
 use std::hint::black_box;
 use std::path::{Path, PathBuf};
@@ -42,7 +43,8 @@ fn main() -> Outcome<()> {
     }
     let data = data.ok_or("usage: planning --data DIR [--kib N,N,...]")?;
     println!("milliseconds a tensor, one thread: planned + encoded");
-    println!("{:42} {:>18} {:>18} {:>18}", "", "base", "delta", "delta again");
+    let columns = ["base", "delta", "delta again", "base, alike", "delta, alike"];
+    println!("{:42} {}", "", columns.map(|column| format!("{column:>18}")).join(" "));
     for entry in std::fs::read_dir(&data)? {
         let path = entry?.path();
         let stem = path.file_stem().and_then(|s| s.to_str()).unwrap_or_default();
@@ -98,15 +100,18 @@ fn measure(name: &str, (before, after): (&Path, &Path), bytes: usize) -> Outcome
         let inputs: Vec<_> = inputs.collect();
         let base = PlanJob::new(Preset::Balanced, &view);
         let delta = PlanJob { parent: Some(&sample), ..base };
-        let mut chosen = None;
         print!("{:42}", format!("{name}, {} KiB, {kind}", bytes >> 10));
-        for job in [base, delta, PlanJob { choice: None, ..delta }] {
-            let job = PlanJob { choice: chosen.filter(|_| job.parent.is_some()), ..job };
+        let show = |job| {
             let (plan, encode, choice) = times(&engine, &job, &inputs)?;
-            // The first difference is planned without a choice, the second one with that.
-            chosen = choice.filter(|_| job.parent.is_some());
             print!(" {:>18}", format!("{:.3} + {:.3}", plan * 1e3, encode * 1e3));
-        }
+            Outcome::Ok(choice)
+        };
+        let of_base = show(base)?;
+        let of_delta = show(delta)?;
+        show(PlanJob { choice: of_delta, ..delta })?;
+        let [of_base, of_delta] = [of_base, of_delta].map(|c| c.map(Choice::for_one_alike));
+        show(PlanJob { choice: of_base, ..base })?;
+        show(PlanJob { choice: of_delta, ..delta })?;
         println!();
         moments.push((dtype, values));
     }

@@ -19,7 +19,7 @@ use tokio::time::Instant;
 use crate::error::{Error, Result};
 use crate::local::{Folder, Trust};
 use crate::manifest::MAX_OBJECT;
-use crate::options::Retry;
+use crate::options::{PutFiles, Retry};
 use crate::retry::Retrier;
 
 pub(crate) use crate::retry::is_permanent;
@@ -39,6 +39,8 @@ pub(crate) struct Io {
     pace: Option<Pace>,
     /// The folder whose files the objects are, if they are, and whether its file system answers at once.
     folder: Option<(Folder, bool)>,
+    /// How they are written, if not by the object store.
+    files: Option<Arc<dyn PutFiles>>,
 }
 
 impl fmt::Debug for Io {
@@ -63,6 +65,7 @@ impl Io {
             units,
             pace: bytes_per_second.map(|rate| Pace { rate: rate.max(1), free: Mutex::default() }),
             folder: None,
+            files: None,
         }
     }
 
@@ -74,6 +77,11 @@ impl Io {
             (folder, at_once)
         });
         Self { folder, ..self }
+    }
+
+    /// The same, whose files are written so, if that is told.
+    pub(crate) fn with_files(self, files: Option<Arc<dyn PutFiles>>) -> Self {
+        Self { files, ..self }
     }
 
     pub(crate) fn store(&self) -> &Arc<dyn ObjectStore> {
@@ -103,8 +111,21 @@ impl Io {
         if let Some(pace) = &self.pace {
             pace.wait(len).await;
         }
+        if self.put_file(key, &parts).await {
+            return Ok(());
+        }
         let put = || async { self.store.put(key, parts.clone()).await.map(drop) };
         self.retrier.run("write", key.as_ref(), len as u64, put).await
+    }
+
+    /// Whether the object is written as a file. If it is not, the object store says what is wrong, if anything is.
+    async fn put_file(&self, key: &Path, parts: &PutPayload) -> bool {
+        let Some((files, (folder, _))) = self.files.clone().zip(self.folder.as_ref()) else {
+            return false;
+        };
+        let (path, parts) = (folder.path_of(key), parts.clone());
+        let put = tokio::task::spawn_blocking(move || files.put(&path, &parts));
+        matches!(put.await, Ok(Ok(true)))
     }
 
     /// One try to create an object. The error does not say whether it was created.
@@ -342,6 +363,45 @@ impl Pace {
 mod tests {
     use super::*;
     use object_store::memory::InMemory;
+
+    /// Writes files of five bytes and more, if they have no name yet, and fails at four.
+    #[derive(Debug, Default)]
+    struct Long(std::sync::Mutex<Vec<usize>>);
+
+    impl PutFiles for Long {
+        fn put(&self, path: &std::path::Path, parts: &PutPayload) -> io::Result<bool> {
+            let len = parts.content_length();
+            self.0.lock().unwrap().push(len);
+            if len < 5 || path.exists() {
+                return if len == 4 { Err(io::ErrorKind::StorageFull.into()) } else { Ok(false) };
+            }
+            fs::write(path, parts.iter().flatten().copied().collect::<Vec<_>>())?;
+            Ok(true)
+        }
+    }
+
+    #[tokio::test]
+    async fn files_are_written_as_told_or_by_the_object_store() {
+        let folder = tempfile::tempdir().unwrap();
+        let there = crate::Place::folder(folder.path()).connect(true).unwrap();
+        let files = Arc::new(Long::default());
+        let io = || Io::new(Arc::clone(&there.store), Retry::default(), 1 << 20, None);
+        let told = io().in_folder(there.folder.clone()).with_files(Some(files.clone()));
+        let key = Path::from("data/0");
+        // The folder is made by the first; the last replaces what is there.
+        for parts in [["ab", "c"], ["ab", "cd"], ["abc", "de"], ["xyz", "uvw"]] {
+            let payload: PutPayload = parts.iter().map(|p| Bytes::from(*p)).collect();
+            told.put_parts(&key, payload).await.unwrap();
+            assert_eq!(told.get(&key, 10).await.unwrap(), parts.concat());
+        }
+        // Objects are no files elsewhere.
+        io().with_files(Some(files.clone())).put(&key, Bytes::from("abcdef")).await.unwrap();
+        assert_eq!(*files.0.lock().unwrap(), [3, 4, 5, 6]);
+        // A file that is new is not the object store's.
+        fs::remove_file(folder.path().join("data/0")).unwrap();
+        told.put(&key, Bytes::from("abcdef")).await.unwrap();
+        assert_eq!(fs::read(folder.path().join("data/0")).unwrap(), b"abcdef");
+    }
 
     #[tokio::test(start_paused = true)]
     async fn uploads_keep_to_the_rate() {

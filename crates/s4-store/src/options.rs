@@ -1,7 +1,11 @@
 //! Options of a store.
 
+use std::io;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
+
+use object_store::PutPayload;
 
 use crate::id::{Ids, TimeIds};
 
@@ -102,6 +106,16 @@ pub trait CrashPoints: std::fmt::Debug + Send + Sync {
     async fn reached(&self, point: &'static str);
 }
 
+/// Writes objects of a local folder in a way of its own.
+pub trait PutFiles: std::fmt::Debug + Send + Sync {
+    /// Makes a file of parts, which gets its name when it is complete and durable. Its folder is there, as a rule.
+    /// `false`: it did not, and nothing has the name; the store writes the file itself.
+    ///
+    /// # Errors
+    /// As of `false`.
+    fn put(&self, path: &Path, parts: &PutPayload) -> io::Result<bool>;
+}
+
 /// Options of an open store.
 #[derive(Debug, Clone)]
 pub struct StoreOptions {
@@ -119,6 +133,8 @@ pub struct StoreOptions {
     pub probe: ProbeLimits,
     /// Use a local folder even if it is on a file system whose guarantees are known to be too weak.
     pub allow_network_fs: bool,
+    /// How objects of a local folder are written, if not by a plain `write`.
+    pub files: Option<Arc<dyn PutFiles>>,
     /// Where ids come from.
     pub ids: Arc<dyn Ids>,
     /// Places where a test may stop the world.
@@ -135,6 +151,7 @@ impl Default for StoreOptions {
             writers: Writers::default(),
             probe: ProbeLimits::default(),
             allow_network_fs: false,
+            files: None,
             ids: Arc::new(TimeIds),
             crash_points: None,
         }

@@ -556,6 +556,7 @@ fn make_io(there: &Connected, options: &StoreOptions) -> Io {
     let store = Arc::clone(&there.store);
     Io::new(store, options.retry.clone(), options.upload_memory, options.bandwidth)
         .in_folder(there.folder.clone())
+        .with_files(options.files.clone())
 }
 
 async fn read_repo(io: &Io, layout: &Layout) -> Result<Repo> {

@@ -213,6 +213,26 @@ fn huge_pages(file: &File, at: u64, len: usize) -> io::Result<Region> {
     Ok(region)
 }
 
+/// Fills a new file, of which [`Mapped::of`] said that it may be mapped, with parts of `len` bytes together, through
+/// huge pages alone.
+///
+/// # Errors
+/// As of `write`, and where there are no huge pages.
+pub(super) fn write_huge(file: &File, parts: &[impl AsRef<[u8]>], len: usize) -> io::Result<()> {
+    if !has_huge_pages() {
+        return Err(io::ErrorKind::Unsupported.into());
+    }
+    let mut region = huge_pages(file, 0, len.next_multiple_of(HUGE))?;
+    let mut to = region.bytes();
+    for part in parts.iter().map(AsRef::as_ref) {
+        let (now, later) = to.split_at_mut(part.len());
+        now.copy_from_slice(part);
+        to = later;
+    }
+    drop(region);
+    Ok(ftruncate(file, len as u64)?)
+}
+
 /// Whether a folder is in a memory file system.
 pub(super) fn is_memory(folder: &std::path::Path) -> bool {
     statfs(folder).is_ok_and(|stat| u64::try_from(stat.f_type) == Ok(TMPFS))

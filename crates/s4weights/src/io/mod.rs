@@ -3,6 +3,8 @@
 mod file;
 #[cfg(target_os = "linux")]
 mod mapped;
+#[cfg(target_os = "linux")]
+mod memory_files;
 mod object;
 #[cfg(target_os = "linux")]
 mod region;
@@ -19,7 +21,7 @@ use bytes::Bytes;
 use object_store::ObjectStore;
 use object_store::path::Path as ObjectPath;
 use rayon::ThreadPool;
-use s4_store::{Place, Retry, is_url, redact_url};
+use s4_store::{Place, PutFiles, Retry, is_url, redact_url};
 
 use crate::error::{Error, Result};
 
@@ -229,6 +231,14 @@ fn resolve(url: &str, options: &StorageOptions) -> Result<Resolved> {
         (None, Some((store, path))) => Ok(Resolved::Remote(Arc::clone(store), path.clone())),
         (None, None) => Err(Error::Argument(format!("{} holds no files", place.name()))),
     }
+}
+
+/// How a store writes the objects of a local folder, if not by a plain `write`.
+pub(crate) fn put_files() -> Option<Arc<dyn PutFiles>> {
+    #[cfg(target_os = "linux")]
+    return Some(Arc::new(memory_files::MemoryFiles));
+    #[cfg(not(target_os = "linux"))]
+    None
 }
 
 fn retry(deadline: Option<Duration>) -> Retry {

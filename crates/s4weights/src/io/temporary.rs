@@ -61,6 +61,12 @@ impl Temporary {
         !matches!(self, Self::Named(_))
     }
 
+    /// Gives a file without a name one, which no other has.
+    #[cfg(target_os = "linux")]
+    pub(super) fn link(&self, path: &Path) -> io::Result<()> {
+        link(self.as_file(), path)
+    }
+
     /// Puts it in the place of the file at `path`, which is in its folder.
     pub(super) fn publish(self, path: &Path) -> io::Result<()> {
         let named = match self {

@@ -62,7 +62,7 @@ use s4_store::Store;
 
 use crate::buffers::LargeBuffers;
 use crate::error::{Error, Result};
-use crate::io::open_place;
+use crate::io::{open_place, put_files};
 use crate::parent::{MemoryParent, Parent};
 use crate::reader::Reader;
 use crate::recall::PlanMemory;
@@ -305,7 +305,9 @@ impl CheckpointStore {
     {
         options.check()?;
         let bridge = Bridge::new(place.name())?;
-        let store = bridge.ask(open(place.clone(), options.requests.clone()))?;
+        let files = options.requests.files.clone().or_else(put_files);
+        let requests = s4_store::StoreOptions { files, ..options.requests.clone() };
+        let store = bridge.ask(open(place.clone(), requests))?;
         let local = place.as_folder().is_some();
         let opener = Opener { bridge, store, local, kept: Arc::default() };
         let buffers = LargeBuffers::new(options.buffers());
