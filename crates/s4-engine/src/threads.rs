@@ -1,7 +1,7 @@
 //! The CPU engine on the threads of its caller: a window of chunks is encoded while the one before is
 //! handed on.
 
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rayon::ThreadPool;
 use s4_format::Error;
@@ -274,6 +274,7 @@ fn host_values<'a>(tensor: usize, t: &TensorValues<'a>) -> Result<&'a [u8], Tens
     }
 }
 
-fn lock<T>(list: &Mutex<Vec<T>>) -> MutexGuard<'_, Vec<T>> {
-    list.lock().unwrap_or_else(|e| e.into_inner())
+/// What a mutex guards, which is whole also where a thread ended early that had it.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -2,12 +2,13 @@
 //! tried first for the others, which takes a fraction of the time of comparing all ways.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
 use s4_engine::{Choice, Preset, TensorPlan};
 use s4_format::DType;
 use s4_format::manifest::RoleKind;
 
+use crate::parallel::lock;
 use crate::pipeline::Run;
 
 /// Tensors of more values are planned each for itself: that takes a small part of what encoding them does.
@@ -88,10 +89,6 @@ fn kind(preset: Preset, run: &Run<'_>, i: usize) -> Option<Kind> {
         has_parent: run.parents[i].is_some(),
         has_moments: run.moments.get(i).is_some_and(Option::is_some),
     })
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -5,11 +5,13 @@
 
 use std::mem::MaybeUninit;
 use std::ops::{Deref, DerefMut};
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use bytes::Bytes;
 use rayon::ThreadPool;
 use rayon::prelude::*;
+
+use crate::parallel::lock;
 
 /// Smaller buffers are left to the allocator, which keeps them by itself.
 const LARGE: usize = 1 << 20;
@@ -119,10 +121,6 @@ impl Idle {
         }
         self.buffers.drain(..gone);
     }
-}
-
-fn lock(idle: &Mutex<Idle>) -> MutexGuard<'_, Idle> {
-    idle.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 /// A buffer that goes back when it is dropped, also as [`Bytes`].

@@ -4,7 +4,7 @@ use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 use s4_engine::{DecodeJob, InputValues, Scratch};
 use s4_format::ChunkRecord;
@@ -13,7 +13,7 @@ use s4_format::index::TensorKind;
 use crate::error::{At, Error, Result};
 use crate::io;
 use crate::options::{Meter, thread_count};
-use crate::parallel::{pool, worth};
+use crate::parallel::{lock, pool, worth};
 use crate::reader::{LoadedBlock, Reader};
 use crate::spans::{Part, Span};
 
@@ -540,10 +540,6 @@ impl Reader {
         self.let_go();
         done
     }
-}
-
-fn lock(idle: &Mutex<Vec<Buffers>>) -> MutexGuard<'_, Vec<Buffers>> {
-    idle.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 fn send(tell: &Sender<Result<u64>>, message: Result<u64>) {

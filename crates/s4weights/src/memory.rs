@@ -15,7 +15,7 @@ use s4_planes::Simd;
 
 use crate::error::{At, Error, Result};
 use crate::options::{simd, thread_count};
-use crate::parallel::pool;
+use crate::parallel::{lock, pool};
 
 /// Compresses and decompresses tensors in memory, one after the other, in memory that it keeps.
 #[derive(Debug)]
@@ -70,7 +70,7 @@ impl TensorCodec {
 
     /// Runs `work` with scratch memory that was used before, if there is any.
     fn with<T>(&self, work: impl FnOnce(&mut Scratch) -> T) -> T {
-        let idle = || self.idle.lock().unwrap_or_else(|e| e.into_inner());
+        let idle = || lock(&self.idle);
         let mut scratch = idle().pop().unwrap_or_default();
         let out = work(&mut scratch);
         idle().push(scratch);

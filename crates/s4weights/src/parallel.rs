@@ -1,5 +1,7 @@
 //! Threads for one call: made when it starts, gone when it ends, so that nothing outlives a fork.
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use crate::error::{Error, Result};
@@ -24,4 +26,9 @@ pub(crate) fn pool(threads: usize) -> Result<Option<ThreadPool>> {
         .build()
         .map_err(|e| Error::io("threads", "start", std::io::Error::other(e)))?;
     Ok(Some(pool))
+}
+
+/// What a mutex guards, which is whole also where a thread ended early that had it.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

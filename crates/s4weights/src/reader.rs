@@ -21,7 +21,7 @@ use crate::fetch::{Buffers, Want};
 use crate::io::{ReadAt, Source, TailSource, open_source};
 use crate::objects::ObjectSource;
 use crate::options::{ReadOptions, simd, thread_count};
-use crate::parallel::{pool, worth};
+use crate::parallel::{lock, pool, worth};
 use crate::slice::{Slice, View};
 
 /// Runs of a slice that are read at a time.
@@ -363,7 +363,7 @@ impl Reader {
 
     /// As [`Reader::blocks`], of one tensor; `None`: it is in a pack.
     pub(crate) fn block(&self, tensor: usize) -> Result<Option<Arc<LoadedBlock>>> {
-        let known = self.blocks.lock().unwrap_or_else(|e| e.into_inner()).get(tensor);
+        let known = lock(&self.blocks).get(tensor);
         match known {
             Some(block) => Ok(Some(block)),
             None => Ok(self.blocks(&[tensor])?.remove(&tensor)),
@@ -373,8 +373,7 @@ impl Reader {
     /// Side data and chunk tables of tensors with chunks of their own. Adjacent ones are read
     /// together, and cached.
     pub(crate) fn blocks(&self, tensors: &[usize]) -> Result<HashMap<usize, Arc<LoadedBlock>>> {
-        let lock = || self.blocks.lock().unwrap_or_else(|e| e.into_inner());
-        let known = lock();
+        let known = lock(&self.blocks);
         let mut missing: Vec<_> = tensors
             .iter()
             .filter(|t| known.get(**t).is_none())
@@ -413,7 +412,7 @@ impl Reader {
             Some(pool) => pool.install(|| missing.par_iter().zip(&stored).map(parse).collect()),
             None => missing.iter().zip(&stored).map(parse).collect(),
         };
-        let mut blocks = lock();
+        let mut blocks = lock(&self.blocks);
         let Blocks { loaded, extents } = &mut *blocks;
         if !missing.is_empty() {
             loaded.resize(self.tensors.len(), None);

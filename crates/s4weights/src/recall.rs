@@ -3,12 +3,14 @@
 //! from more of them. Nothing that is stored is read by it.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use s4_delta::Tree;
 use s4_engine::Choice;
 use s4_format::crc32c;
 use s4_store::CheckpointId;
+
+use crate::parallel::lock;
 
 /// Each save compares all plans for one tensor in so many, and for others only where what was chosen does not hold.
 const RENEWED: u32 = 8;
@@ -204,10 +206,6 @@ impl Recall {
         let copy = sample.to_vec();
         lock(&self.own).samples.insert(name.to_owned(), copy);
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

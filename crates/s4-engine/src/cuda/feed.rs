@@ -10,6 +10,7 @@ use s4_codec_gpu::Pinned;
 use super::decode::Decoder;
 use super::error::{CudaError, Result};
 use super::job::{Batch, Filled};
+use crate::threads::lock;
 
 /// Parts start at multiples of a cache line.
 const LINE: usize = 64;
@@ -91,7 +92,7 @@ fn fill_beside<E: Send>(
         s.spawn(|_| {
             let parts = to.par_chunks_mut(part).enumerate();
             let done = parts.try_for_each(|(i, to)| fill(i * part, to));
-            *filled.lock().unwrap_or_else(|e| e.into_inner()) = done;
+            *lock(&filled) = done;
         });
         beside()
     });

@@ -11,6 +11,7 @@ use s4_codec_gpu::{Cuda, Pinned, Result, Stream};
 
 use super::pieces::Pieces;
 use crate::DeviceMemory;
+use crate::threads::lock;
 
 /// Copies start at multiples of this: that of the values of any dtype, and of a cache line.
 const ALIGN: usize = 64;
@@ -84,7 +85,7 @@ impl HostMemory {
 
     /// The stream of a device. To open a device takes milliseconds.
     fn stream(&self, cuda: &Cuda, ordinal: u32) -> Result<Arc<Stream>> {
-        let mut streams = self.streams.lock().unwrap_or_else(|e| e.into_inner());
+        let mut streams = lock(&self.streams);
         if let Some(stream) = streams.get(&ordinal) {
             return Ok(Arc::clone(stream));
         }

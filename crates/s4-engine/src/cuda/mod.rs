@@ -51,6 +51,7 @@ pub use staging::{StagedCopies, Stager};
 
 pub use crate::DeviceMemory;
 use crate::engine::{EncodedFrame, Engine, Jobs, TensorError, TensorValues};
+use crate::threads::lock;
 use crate::{CpuEngine, Inputs, Preset, TensorPlan};
 use encode::EncodeQueue;
 use error::Of;
@@ -160,7 +161,7 @@ impl Workers {
     fn lock(&self, ordinal: u32) -> Option<MutexGuard<'_, Worker>> {
         let worker = &self.0.iter().find(|w| w.0 == ordinal)?.1;
         // What a worker keeps is whole also where a call on it ended early.
-        Some(worker.lock().unwrap_or_else(|e| e.into_inner()))
+        Some(lock(worker))
     }
 }
 
@@ -261,13 +262,11 @@ impl CudaEngine {
     /// The most device memory, in bytes, that the engine held at once on a device; 0 for one that was not used. It waits for
     /// calls that use the device.
     pub fn scratch_high_water(&self, ordinal: u32) -> u64 {
-        let workers = self.workers.lock().unwrap_or_else(|e| e.into_inner());
+        let workers = lock(&self.workers);
         let own: Vec<_> = workers.range((ordinal, Task::Code)..=(ordinal, Task::Plan)).collect();
         let own: Vec<_> = own.into_iter().map(|(_, worker)| Arc::clone(worker)).collect();
         drop(workers);
-        let peak = |worker: &SharedWorker| {
-            worker.lock().unwrap_or_else(|e| e.into_inner()).pool.high_water()
-        };
+        let peak = |worker: &SharedWorker| lock(worker).pool.high_water();
         own.iter().map(peak).sum()
     }
 
@@ -278,7 +277,7 @@ impl CudaEngine {
     /// `Gpu`: there is no such device, or not enough memory.
     pub fn open(&self, ordinal: u32) -> Result<()> {
         let is_open = {
-            let workers = self.workers.lock().unwrap_or_else(|e| e.into_inner());
+            let workers = lock(&self.workers);
             workers.contains_key(&(ordinal, Task::Code))
         };
         let workers = self.workers(Task::Code, std::iter::once(ordinal))?;
@@ -421,7 +420,7 @@ impl CudaEngine {
     }
 
     fn library(&self) -> s4_format::Result<Arc<Library>> {
-        let mut known = self.library.lock().unwrap_or_else(|e| e.into_inner());
+        let mut known = lock(&self.library);
         if let Some(library) = &*known {
             return Ok(Arc::clone(library));
         }
@@ -465,7 +464,7 @@ impl CudaEngine {
         let mut wanted: Vec<u32> = ordinals.collect();
         wanted.sort_unstable();
         wanted.dedup();
-        let mut workers = self.workers.lock().unwrap_or_else(|e| e.into_inner());
+        let mut workers = lock(&self.workers);
         let mut out = vec![];
         for ordinal in wanted {
             let worker = match workers.get(&(ordinal, task)) {

@@ -4,11 +4,13 @@
 //! later calls. Where the budget does not allow another one, frames are handed on in the ring of their device.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use bytes::Bytes;
 use s4_codec_gpu::{Device, GpuError, Pinned, Result};
 use s4_format::limits::MAX_CHUNK_BYTES;
+
+use crate::threads::lock;
 
 /// The most bytes of a piece: as many as a group of chunks has, which takes a millisecond to copy.
 const MOST: u64 = 32 << 20;
@@ -54,11 +56,6 @@ struct Held {
     device: Option<Arc<Device>>,
     /// By their addresses, pieces that exist, and some that did.
     known: BTreeMap<usize, Weak<Pinned>>,
-}
-
-fn lock(held: &Mutex<Held>) -> MutexGuard<'_, Held> {
-    // What is counted is whole also where a thread ended early.
-    held.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 impl Pieces {

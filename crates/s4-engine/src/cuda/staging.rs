@@ -4,12 +4,13 @@
 //! no thread waits for it. The memory is the device's, not the framework's, and goes back to the device
 //! as soon as it is freed.
 
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 use s4_codec_gpu::abi::{COPY_SPAN_BYTES, CopySpan};
 use s4_codec_gpu::{Cuda, Device, DeviceMapping, Event, GpuError, Pinned, Result, Stream};
 
 use crate::DeviceMemory;
+use crate::threads::lock;
 
 const SPAN: usize = size_of::<CopySpan>();
 /// Copies start at multiples of this.
@@ -231,10 +232,6 @@ impl Drop for StagedCopies {
             }
         }
     }
-}
-
-fn lock(spare: &Mutex<Option<Pinned>>) -> MutexGuard<'_, Option<Pinned>> {
-    spare.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 /// Where copies go.

@@ -18,6 +18,7 @@ use crate::error::{Error, Result};
 use crate::interrupt::{self, POLL};
 use crate::objects::{DataObject, ObjectSink};
 use crate::options::{Progress, ProgressFn};
+use crate::parallel::lock;
 
 /// How long a commit or a clean-up may still take after the caller cancelled.
 const GRACE: Duration = Duration::from_millis(400);
@@ -186,14 +187,14 @@ impl Asker {
     pub(crate) fn callback(&self) -> Option<ProgressFn> {
         let asked = Arc::clone(self.0.as_ref()?);
         Some(Arc::new(move |progress| {
-            *asked.last.lock().unwrap_or_else(|e| e.into_inner()) = progress;
+            *lock(&asked.last) = progress;
             (asked.callback)(progress)
         }))
     }
 
     fn goes_on(&self) -> bool {
         self.0.as_ref().is_none_or(|asked| {
-            let last = *asked.last.lock().unwrap_or_else(|e| e.into_inner());
+            let last = *lock(&asked.last);
             (asked.callback)(last)
         })
     }

@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex};
 
 use bytes::Bytes;
 use object_store::PutPayload;
@@ -14,6 +14,7 @@ use crate::error::Result;
 use crate::io::{LOCAL_REQUEST, Source};
 use crate::objects::{DataObject, MemoryObjects, ObjectSink, ObjectSource};
 use crate::options::ReadOptions;
+use crate::parallel::lock;
 use crate::reader::Reader;
 use crate::store::bridge::ChannelSink;
 
@@ -83,10 +84,6 @@ impl ObjectCache {
         }
         Ok(Some(Arc::new(reader)))
     }
-}
-
-fn lock<T>(cache: &Mutex<T>) -> MutexGuard<'_, T> {
-    cache.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 /// Objects of checkpoints of which this process does not have all, by their hash: where other processes store parts of

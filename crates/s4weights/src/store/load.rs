@@ -7,6 +7,7 @@ use s4_store::{Checkpoint, CheckpointId, Error as StoreError, State};
 
 use crate::error::{Error, ParentProblem, Result};
 use crate::options::{ProgressFn, ReadOptions};
+use crate::parallel::lock;
 use crate::reader::Reader;
 use crate::store::CheckpointStore;
 use crate::store::save::chain;
@@ -166,7 +167,7 @@ impl CheckpointStore {
         let reader = self.opener.open(&chain, &options)?;
         let missing = || self.error(StoreError::NoCheckpoint { what: id.to_string() });
         let checkpoint = chain.into_iter().next().ok_or_else(missing)?;
-        *self.opened.lock().unwrap_or_else(|e| e.into_inner()) = Some(checkpoint.reference());
+        *lock(&self.opened) = Some(checkpoint.reference());
         Ok(Loaded { checkpoint, reader })
     }
 

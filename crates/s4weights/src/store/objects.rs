@@ -11,6 +11,7 @@ use s4_store::Reading;
 use crate::error::Result;
 use crate::io::{LOCAL_REQUEST, REMOTE_REQUEST, read_exact_at};
 use crate::objects::{ObjectSource, fill_by_range};
+use crate::parallel::lock;
 use crate::store::bridge::Bridge;
 
 /// Files of one checkpoint that are kept open.
@@ -33,7 +34,7 @@ impl StoredObjects {
 
     /// The file of an object, if it is one and can be opened.
     fn file(&self, number: u32) -> Option<Arc<File>> {
-        let mut open = self.open.lock().unwrap_or_else(|e| e.into_inner());
+        let mut open = lock(&self.open);
         if let Some((_, file)) = open.iter().find(|(n, _)| *n == number) {
             return Some(Arc::clone(file));
         }
@@ -88,7 +89,7 @@ impl HashedObjects {
     }
 
     fn place(&self, number: u32) -> Kept {
-        let mut kept = self.kept.lock().unwrap_or_else(|e| e.into_inner());
+        let mut kept = lock(&self.kept);
         if let Some((_, known)) = kept.iter().find(|k| k.0 == number) {
             return Arc::clone(known);
         }
@@ -102,7 +103,7 @@ impl HashedObjects {
 
     fn object(&self, number: u32) -> Result<Bytes> {
         let place = self.place(number);
-        let mut object = place.lock().unwrap_or_else(|e| e.into_inner());
+        let mut object = lock(&place);
         if let Some(known) = &*object {
             return Ok(known.clone());
         }

@@ -12,6 +12,7 @@ use crate::error::{Error, Result};
 use crate::memory::{MemoryOptions, TensorCodec};
 use crate::options::{ReadOptions, WriteOptions};
 use crate::pack::SMALL;
+use crate::parallel::lock;
 use crate::parent::{MemoryParent, Parent, Snapshot};
 use crate::reader::{Reader, TensorInfo};
 use crate::recall::Recall;
@@ -144,7 +145,7 @@ impl CheckpointStore {
     /// The checkpoint that the next one follows: what this handle saved last; before its first save
     /// what it opened last, because a run goes on from there; else the newest.
     fn head<'a>(&self, state: &'a State, history: &SaveHistory) -> Option<&'a Checkpoint> {
-        let opened = *self.opened.lock().unwrap_or_else(|e| e.into_inner());
+        let opened = *lock(&self.opened);
         let own = history.last.or(opened);
         let own = own.and_then(|r| state.get(r.id).filter(|c| c.reference() == r));
         own.or_else(|| state.latest())
