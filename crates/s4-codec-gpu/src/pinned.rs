@@ -162,9 +162,9 @@ mod pages {
             // SAFETY: `len` bytes from there on are within the mapping.
             let start = unsafe { mapping.byte_add(mapping.align_offset(LARGE)) }.cast::<u8>();
             let pages = Self { mapping, mapped, start };
+            // A fork has no use for them, and would make the system copy what a device writes to.
             // SAFETY: within the mapping, which nobody uses yet.
             let own = unsafe { madvise(start.cast(), len, Advice::LinuxDontFork) };
-            // A fork has no use for them, and would make the system copy what a device writes to.
             if own.is_ok() {
                 pages.fill(len);
                 if pages.lock(len) {

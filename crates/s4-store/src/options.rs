@@ -108,11 +108,12 @@ pub trait CrashPoints: std::fmt::Debug + Send + Sync {
 
 /// Writes objects of a local folder in a way of its own.
 pub trait PutFiles: std::fmt::Debug + Send + Sync {
-    /// Makes a file of parts, which gets its name when it is complete and durable. Its folder is there, as a rule.
-    /// `false`: it did not, and nothing has the name; the store writes the file itself.
+    /// Makes a file of parts, which gets its name when it is complete and durable, and replaces none. Its folder is
+    /// there, as a rule. It is asked once for each object, on a thread of its own, and without a deadline. `false`: it made
+    /// none, and the store writes the file itself.
     ///
     /// # Errors
-    /// As of `false`.
+    /// What kept it from making one: the store goes on as after `false`.
     fn put(&self, path: &Path, parts: &PutPayload) -> io::Result<bool>;
 }
 

@@ -403,3 +403,20 @@ impl Inputs<Failure> for ParentInputs<'_> {
         Ok(buffer)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failures_name_the_tensor_of_the_callers_list() {
+        let failure =
+            |tensor| Failure::from(TensorError { tensor, source: s4_format::Error::corrupt("x") });
+        let named = |failure: Failure| match failure {
+            Failure::Tensor(e) => e.tensor,
+            _ => panic!("of a tensor"),
+        };
+        assert_eq!(named(failure(1).among(&[4, 7])), 7);
+        assert_eq!(named(failure(1).among(&[4, 7]).after(100)), 107);
+    }
+}
