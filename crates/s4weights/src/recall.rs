@@ -12,7 +12,8 @@ use s4_store::CheckpointId;
 
 use crate::parallel::lock;
 
-/// Each save compares all plans for one tensor in so many, and for others only where what was chosen does not hold.
+/// Each save compares all plans for one tensor in so many, of those that are alike for the first (`alike.rs`), and for
+/// others only where what was chosen does not hold.
 const RENEWED: u32 = 8;
 
 /// A tensor that was not saved in so many saves is not remembered: names may come and go.

@@ -141,9 +141,16 @@ impl<'a> About<'a> {
         role: Option<RoleKind>,
         choice: Option<Choice>,
     ) -> Self {
-        let (none, has_offsets) = (None, false);
-        let about =
-            Self { preset, dtype, shape, bytes, role, choice: none, has_offsets, again: none };
+        let about = Self {
+            preset,
+            dtype,
+            shape,
+            bytes,
+            role,
+            choice: None,
+            has_offsets: false,
+            again: None,
+        };
         Self { choice: choice.filter(|choice| choice.fits(&about)), ..about }
     }
 
