@@ -117,6 +117,12 @@ fn bring_store_back(setup: &Setup) {
     }
 }
 
+/// Waits until the staged file of what is verified is removed, which makes room.
+fn wait_for_removal(setup: &Setup, id: Uuid) {
+    let staged = setup.path("state/staging/queue").join(format!("{id}.s4w"));
+    until("its staged file is removed", || !staged.exists());
+}
+
 fn offer(setup: &Setup, step: u64) -> Uuid {
     let id = Uuid::new_v4();
     write_checkpoint(&setup.offered(id), step);
@@ -133,6 +139,7 @@ fn a_full_drive_refuses_and_recovers() {
     let daemon = setup.start();
     let first = setup.save(1);
     setup.wait(first, "durable");
+    wait_for_removal(&setup, first);
     ready(&daemon);
     // A submission.
     let second = offer(&setup, 2);
@@ -155,6 +162,7 @@ fn a_full_drive_refuses_and_recovers() {
     take_store_away(&setup);
     let third = setup.save(3);
     setup.wait(third, "verified");
+    wait_for_removal(&setup, third);
     drive.fill(0);
     bring_store_back(&setup);
     assert_eq!(setup.wait(third, "durable")["state"], "durable");
@@ -226,7 +234,10 @@ fn a_drive_that_the_runner_itself_filled_is_emptied_by_it() {
     take_store_away(&setup);
     let daemon = setup.start();
     let mut ids: Vec<Uuid> = (0..6).map(|step| setup.save(step)).collect();
-    ids.iter().for_each(|id| drop(setup.wait(*id, "verified")));
+    for id in &ids {
+        setup.wait(*id, "verified");
+        wait_for_removal(&setup, *id);
+    }
     // One more is accepted, and then there is no room to compress it, nor will be from elsewhere.
     let last = offer(&setup, 6);
     drive.fill(12 << 10);
